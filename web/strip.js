@@ -82,7 +82,7 @@ const SEVERITIES = { rescued: "success", unguarded: "warn", broken: "error" } //
 const SECONDS = { rescued: 10, unguarded: 30, broken: 30 }
 
 // Nodes of other packs on which a guard has reported in this prompt: by their ids, what they are called, what was
-// reported, and where they are on the canvas, how they are put back
+// reported, and where they are on the canvas, the node and how it is put back
 const others = new Map()
 
 /** Returns what takes all that a strip changes about a node off again. Files and undo never see it. */
@@ -124,12 +124,16 @@ function verdictOf(outputs) {
 function reportedOnOther(id, type, output) {
   const [, node] = nodeByExecutionId(id)
   const there = node?.type === type
-  if (!others.has(id)) others.set(id, { title: node?.title ?? id, outputs: [], putBack: there && putBack(node) })
-  const { outputs } = others.get(id)
+  if (!others.has(id)) others.set(id, { title: node?.title ?? id, outputs: [] })
+  const other = others.get(id)
+  const { outputs } = other
   outputs.push(output)
   if (!there) return
+  // a workflow that was opened anew has other nodes
+  if (other.node !== node) Object.assign(other, { node, putBack: putBack(node) })
+  const height = node.size[1]
   const strip = stripOf(node)
-  strip.least ??= node.size[1]
+  strip.least ??= height
   strip.show(
     {
       text: [...new Set(outputs.flatMap(({ text }) => text.join("\n").split("\n")))],

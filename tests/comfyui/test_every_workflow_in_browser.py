@@ -263,6 +263,21 @@ def test_what_was_rescued_is_told(canvas: browser.Canvas, server: legs.Server, w
         assert strip["text"].startswith("Rescued") and "rerun" in strip["cells"]
 
 
+def test_in_nodes_2_a_strip_comes_off_with_the_next_run(canvas: browser.Canvas, server: legs.Server) -> None:
+    if WAYS[in_nodes_2] and server.leg.name == "b":
+        pytest.skip("this page has no Nodes 2.0")
+    server.ask(f"/settings/{SWITCH}", True)
+    sizes, shown = [], []
+    for checkpoint in (HEALTHY, HOT + HEALTHY, HEALTHY):
+        canvas.set_widgets({"CheckpointLoaderSimple.ckpt_name": checkpoint})
+        in_nodes_2(canvas)
+        canvas.picture(f"every_in_nodes_2_{len(sizes)}")
+        sizes.append(canvas.evaluate(SIZES))
+        shown.append(canvas.count(".onediff-guard .verdict.rescued"))
+    assert shown == [0, 2, 0]
+    assert sizes[1] != sizes[0] and sizes[2] == sizes[0]
+
+
 def test_several_reports_on_a_node_are_shown_together(canvas: browser.Canvas) -> None:
     """Of a node with two models, or a MODEL and a VAE, or that samples several times."""
     outputs = [
@@ -286,6 +301,19 @@ def test_several_reports_on_a_node_are_shown_together(canvas: browser.Canvas) ->
     canvas.evaluate(REPORTED, [[broken], "KSampler", "execution_error"])
     assert strips(canvas)["KSampler"]["text"].startswith("Not rescued")
     assert len(guard_notices(canvas)) == 3, "one at each end of a prompt"
+
+
+def test_a_strip_comes_off_a_workflow_that_was_opened_anew(canvas: browser.Canvas) -> None:
+    """In the middle of a run: another tab, and back."""
+    outputs = [report("fp16", "said", ["rerun"])]
+    saved = canvas.evaluate(SAVED)
+    canvas.evaluate(REPORTED, [outputs, "KSampler", "nothing yet"])
+    load(canvas, api())
+    assert strips(canvas) == {}
+    canvas.evaluate(REPORTED, [outputs, "KSampler", "nothing yet"])
+    assert strips(canvas)["KSampler"]["cells"] == ["rerun", "rerun"]
+    canvas.evaluate(REPORTED, [[], "KSampler", "execution_start"])
+    assert strips(canvas) == {} and canvas.evaluate(SAVED) == saved
 
 
 def report(dtype: str, summary: str, cells: list[str]) -> dict[str, Any]:
