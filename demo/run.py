@@ -53,9 +53,9 @@ def _nothing_learned_before(folder: str) -> Generator[None]:
 def changes(case: Case) -> list[Setting]:
     """What a case sets in the shipped workflow."""
     values: dict[str, Any] = {
-        "Load CogVideoX.model": case.model,
-        "Load CogVideoX.precision": case.precision,
-        "Load CogVideoX.backend": "eager",
+        "Load Pipeline.model": case.model,
+        "Load Pipeline.precision": case.precision,
+        "Load Pipeline.backend": "eager",
         **{f"Sample CogVideoX.{name}": value for name, value in SIZES.items()},
         "Sample CogVideoX.steps": 8,
         "Sample CogVideoX.scheduler": "DDIM",

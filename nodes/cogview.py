@@ -5,27 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import inputs
-from .load import WORDS, Loader, opens, wire_to
 from .sample import Sampler
 
 if TYPE_CHECKING:
     from ..pipelines.families.spec import SizeRule
-
-
-class LoadCogView3Plus(Loader):
-    TITLE = "Load CogView3-Plus"
-    PIPELINES = ("CogView3PlusPipeline",)
-    SEARCH_ALIASES = [*WORDS, "text to image", "black image", "CogView3"]
-    DESCRIPTION = opens("a CogView3-Plus folder (diffusers format, safetensors)")
-    OUTPUT_TOOLTIPS = wire_to("Encode Prompt, NaN Guard, Sample CogView")
-
-
-class LoadCogView4(Loader):
-    TITLE = "Load CogView4"
-    PIPELINES = ("CogView4Pipeline",)
-    SEARCH_ALIASES = [*WORDS, "text to image", "black image"]
-    DESCRIPTION = opens("a CogView4 folder (diffusers format, safetensors)")
-    OUTPUT_TOOLTIPS = wire_to("Encode Prompt, NaN Guard, Sample CogView")
 
 
 class SampleCogView(Sampler):

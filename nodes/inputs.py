@@ -118,12 +118,17 @@ class _Least(int):
         return made
 
     step: int
+    _refused: int = 0  # the value that was compared last, which the message is about
 
     def __gt__(self, value: int) -> bool:
+        self._refused = value
         return super().__gt__(value) or (value - int(self)) % self.step != 0
 
     def __format__(self, _spec: str) -> str:
-        return f"{int(self)}, in steps of {self.step}"
+        least, step = int(self), self.step
+        rule = f"{step}·k + {least % step}" if least % step else f"a multiple of {step}"
+        below = max(self._refused - (self._refused - least) % step, least)
+        return f"{least}: use {rule}, such as {below} or {below + step}"
 
 
 def size(default: int, least: int, most: int, step: int, tooltip: str) -> tuple[str, dict[str, Any]]:
@@ -181,8 +186,8 @@ def seed() -> tuple[str, dict[str, Any]]:
 def from_hub() -> dict[str, tuple[str, dict[str, Any]]]:
     """The optional inputs by which every loader takes a model from the hub."""
     hub_id = (
-        "A model on the Hugging Face Hub as owner/name, used in place of model. Empty: model is used. Files go to the "
-        "Hub's own cache; after an interrupt, complete files are kept."
+        "A model on the Hugging Face Hub as owner/name or as its page's address, used in place of model. Empty: model "
+        "is used. Files go to the Hub's own cache; after an interrupt, complete files are kept."
     )
     revision = "Of hub_id: a branch, a tag or a commit. Empty: main."
     download = "Of hub_id. On: downloads what the cache lacks, newer commits too. Off: uses the cache alone."

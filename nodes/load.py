@@ -1,4 +1,4 @@
-"""What the loaders of all families share."""
+"""The node that opens a model of any family."""
 
 from __future__ import annotations
 
@@ -9,89 +9,79 @@ from ..comfyui_host import host
 from ..trust.message import Message
 from ..trust.text import shown
 from . import hub, inputs
-from .node import Node, titled
+from .node import Node
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..pipelines.families.spec import FamilySpec
     from ..pipelines.run.handle import PipelineHandle
 
 
-WORDS = (*inputs.PRECISION_WORDS, "diffusers", "checkpoint", "Hugging Face")  # that every loader is searched by
+_ROOTS = ("diffusers", "checkpoints")  # folders in ComfyUI's models where it looks
+_FILES = _ROOTS[1:]  # folders in ComfyUI's models whose single files it loads too
 _SHOWN = 12  # names of models that are not listed, in a message
 
 
-def opens(what: str) -> str:
-    """Make a loader's DESCRIPTION. what: ends with a comma where one has to follow."""
-    return (
-        f"Opens {what} and chooses precision and compile backend for this card. Weights are read when a later node "
-        "first needs them."
-    )
+class LoadPipeline(Node):
+    """A model of any family, on this machine or on the hub → pipeline."""
 
-
-def wire_to(nodes: str) -> tuple[str]:
-    """Make a loader's OUTPUT_TOOLTIPS. nodes: where its pipeline goes, but for the last."""
-    return (f"Wire it to {nodes} and Decode Latents.",)
-
-
-def loaders() -> dict[str, type[Loader]]:
-    """Map the name of each diffusers pipeline to the node that loads it."""
-    return {pipeline: node for node in titled(Loader) for pipeline in node.PIPELINES}
-
-
-class Loader(Node):
-    """A model of one of `PIPELINES`, on this machine or on the hub → pipeline."""
-
-    PIPELINES: tuple[str, ...]  # diffusers classes that model_index.json may name
-    FILES: tuple[str, ...] = ()  # folders in ComfyUI's models whose single files it loads too
+    TITLE = "Load Pipeline"
     CATEGORY = inputs.LOAD
+    SEARCH_ALIASES = [
+        *("Load CogVideoX", "Load CogView3-Plus", "Load CogView4", "Load Stable Video Diffusion (SVD)", "Load Wan"),
+        *("CogView3", "SVD-XT", "Wan2.1", "Wan2.2", "img2vid", "text to video", "image to video", "text to image"),
+        *("black video", "black image", *inputs.PRECISION_WORDS, "diffusers", "checkpoint", "Hugging Face"),
+    ]
+    DESCRIPTION = (
+        "Opens a model of CogVideoX, CogView3-Plus, CogView4, Wan or Stable Video Diffusion (SVD), and chooses the "
+        "precision for this card. Choose a folder in diffusers format (or SVD's single file), or write a Hugging Face "
+        "name into hub_id to download it. Weights are read when a later node first needs them."
+    )
     RETURN_TYPES = ("ONEDIFF_PIPELINE",)
     RETURN_NAMES = ("pipeline",)
+    OUTPUT_TOOLTIPS = ("Wire it to Encode Prompt, a sampler of this family and Decode Latents.",)
     FUNCTION = "load"
 
     @classmethod
     def models(cls) -> dict[str, Path]:
         """Map the names of all models that are there, of whatever family, to their paths."""
-        files = (host.weight_files(kind).items() for kind in cls.FILES)
+        files = (host.weight_files(kind).items() for kind in _FILES)
         return dict(chain(host.model_folders().items(), *files))
 
     @classmethod
     def listed(cls) -> list[str]:
         """The names of the models that this node loads."""
+        from ..pipelines.families.table import FAMILIES
         from ..pipelines.models.recognised import can_be
 
-        return [name for name, path in cls.models().items() if can_be(path, cls.PIPELINES)]
-
-    @classmethod
-    def families(cls) -> list[FamilySpec]:
-        from ..pipelines.families.table import FAMILIES
-
-        return [FAMILIES[name] for name in cls.PIPELINES]
+        return [name for name, path in cls.models().items() if can_be(path, FAMILIES)]
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        models = cls.listed() or [inputs.none_found(*cls._roots(), otherwise=", or fill in hub_id")]
-        files = "".join(f", or a file in models/{kind}" for kind in cls.FILES)
+        models = cls.listed() or [inputs.none_found(*_ROOTS, otherwise=", or fill in hub_id")]
+        where = "A folder with model_index.json below models/diffusers, or SVD's single file in models/checkpoints."
+        hub_id, *further = inputs.from_hub().items()
         return {
-            "required": {
-                "model": (models, {"tooltip": f"A folder with model_index.json below models/diffusers{files}."}),
-                "precision": inputs.precision(),
-                "backend": inputs.choice(
-                    inputs.BACKENDS,
-                    "What OneDiff compiles with. auto: the first that works here, where compiling pays; the "
-                    "report says which and why. eager: nothing.",
-                ),
-                "offload": inputs.choice(
-                    inputs.OFFLOADS,
-                    "auto: the fastest that fits the card, chosen before each stage; the report says why. none: the "
-                    "model stays on the card between nodes. model: in system RAM when idle. group: the denoiser and "
-                    "the text encoder stay there, and blocks are streamed to the GPU as they run. sequential: layer by "
-                    "layer; slowest, least memory.",
-                    default="auto",
-                ),
-            },
+            "required": {"model": (models, {"tooltip": where}), "precision": inputs.precision()},
             "optional": {
+                **dict([hub_id]),
+                "backend": inputs.advanced(
+                    inputs.choice(
+                        inputs.BACKENDS,
+                        "What OneDiff compiles with. auto: the first that works here, where compiling pays; the "
+                        "report says which and why. eager: nothing.",
+                    )
+                ),
+                "offload": inputs.advanced(
+                    inputs.choice(
+                        inputs.OFFLOADS,
+                        "auto: the fastest that fits the card, chosen before each stage; the report says why. none: "
+                        "the model stays on the card between nodes. model: in system RAM when idle. group: the "
+                        "denoiser and the text encoder stay there, and blocks are streamed to the GPU as they run. "
+                        "sequential: layer by layer; slowest, least memory.",
+                        default="auto",
+                    )
+                ),
                 "accumulation": inputs.advanced(
                     inputs.choice(
                         inputs.ACCUMULATIONS,
@@ -101,7 +91,7 @@ class Loader(Node):
                         "unless the first step shows that to be too far off; for speed.",
                     )
                 ),
-                **inputs.from_hub(),
+                **dict(further),
             },
             "hidden": inputs.node_id(),
         }
@@ -118,10 +108,11 @@ class Loader(Node):
 
     @classmethod
     def IS_CHANGED(cls, model: str = "", hub_id: str = "", revision: str = "", **_: Any) -> str:
+        from ..pipelines.families.table import FAMILIES
         from ..pipelines.models.folder import fingerprint
 
         if hub_id.strip():
-            found = hub.cached_commit(hub_id.strip(), revision.strip(), cls.families())
+            found = hub.cached_commit(hub_id.strip(), revision.strip(), FAMILIES.values())
         else:
             path = inputs.entry(cls.models(), model)
             found = fingerprint(path) if path else ""
@@ -129,23 +120,21 @@ class Loader(Node):
         return found + fingerprint(results) if found and results.is_dir() else found
 
     @classmethod
-    def _roots(cls) -> tuple[str, ...]:
-        return ("diffusers", *cls.FILES)
-
-    @classmethod
     def _missing(cls, model: str) -> str:
-        what = "" if inputs.is_none_found(model) else f" '{shown(model, 200)}'"
         listed = cls.listed()
         others = [name for name in cls.models() if name not in listed]
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-        not_listed = f"Not listed, since they cannot be read or hold other models: {', '.join(others[:_SHOWN])}{more}. "
+        not_listed = (
+            f" Not listed, since they cannot be read or are of other families: {', '.join(others[:_SHOWN])}{more}."
+        )
         return Message(
-            "No folder{} whose model_index.json names {}. Found: {}. Looked in: {}. {}Put one there, or fill in "
-            "hub_id.",
-            what,
-            " or ".join(cls.PIPELINES),
+            "{}. Put its folder, with model_index.json, into {}, or write its Hugging Face name, such as "
+            "THUDM/CogVideoX-2b, into hub_id. Found: {}.{}",
+            Message("No model is chosen")
+            if inputs.is_none_found(model)
+            else Message("Model '{}' was not found", shown(model, 200)),
+            host.roots_text(*_ROOTS),
             ", ".join(listed) or "none",
-            host.roots_text(*cls._roots()),
             not_listed if others else "",
         )
 
@@ -153,8 +142,8 @@ class Loader(Node):
         self,
         model: str,
         precision: str,
-        backend: str,
-        offload: str,
+        backend: str = "auto",
+        offload: str = "auto",
         accumulation: str = "auto",
         hub_id: str = "",
         revision: str = "",
@@ -162,23 +151,22 @@ class Loader(Node):
         node_id: str | None = None,
     ) -> tuple[PipelineHandle]:
         from ..pipelines.errors import BadFolder
+        from ..pipelines.families.table import FAMILIES
         from ..pipelines.models.recognised import family_of
         from ..pipelines.parallel.group import process_group
         from ..pipelines.run.handle import load
         from ..precision.accumulation import Accumulation
         from ..precision.policy import Precision
 
-        families = self.families()
         if hub_id.strip():
-            path = hub.fetch(hub_id.strip(), revision.strip(), families, download=download, node_id=node_id)
+            path = hub.fetch(hub_id.strip(), revision.strip(), FAMILIES.values(), download=download, node_id=node_id)
         else:
             path = inputs.entry(self.models(), model)
         if path is None:
             raise BadFolder(self._missing(model))
-        family = family_of(path)
         handle = load(
             path,
-            family if family in families else families[0],
+            family_of(path),
             precision=Precision(precision),
             backend=backend,
             offload=offload,

@@ -61,6 +61,7 @@ class Sampler(Node):
         image: torch.Tensor | None = None,
         video: torch.Tensor | None = None,
         fit: str = inputs.FITS[0],
+        strength: float = 1.0,
         node_id: str | None = None,
         **settings: Any,
     ) -> dict[str, Any]:
@@ -68,9 +69,10 @@ class Sampler(Node):
         from ..comfyui_host.previews import previews
         from ..comfyui_host.tagged_tensor import latents_of
         from ..pipelines.run.pictures import fitted
-        from ..pipelines.run.sample import SampleSettings, sample
+        from ..pipelines.run.sample import SampleSettings, check_start, sample
 
         self._check_family(pipeline)
+        check_start(pipeline, image, video)
         prompts = embeddings(positive, "positive"), embeddings(negative, "negative")
         start: dict[str, Any] = {}
         unused: tuple[str, ...] = ()
@@ -78,11 +80,10 @@ class Sampler(Node):
             start["image"] = fitted(image[:1], settings["width"], settings["height"], fit)[0]
             unused += only_first(image)
         if video is not None:
-            if most := settings.get("frames", 0):
-                video, cut = _cut(video, most, pipeline.family.sizes)
-                unused += cut
+            if video.ndim == 4:  # else `fitted` says what is wrong with it
+                video, unused = _cut(video, settings["frames"], pipeline.family.sizes)
             start["video"] = fitted(video, settings["width"], settings["height"], fit)
-            settings["frames"] = len(start["video"])
+            settings |= {"frames": len(start["video"]), "strength": strength}
         more = [name for name in settings if name not in SampleSettings.__dataclass_fields__]
         further = {self.DIFFUSERS.get(name, name): settings.pop(name) for name in more}
         wanted = SampleSettings(**settings, more=further)

@@ -5,20 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import inputs
-from .load import WORDS, Loader, opens, wire_to
 from .sample import Sampler
 
 if TYPE_CHECKING:
     from ..pipelines.families.spec import SizeRule
-
-
-class LoadStableVideoDiffusion(Loader):
-    TITLE = "Load Stable Video Diffusion (SVD)"
-    PIPELINES = ("StableVideoDiffusionPipeline",)
-    FILES = ("checkpoints",)
-    SEARCH_ALIASES = ["SVD", "SVD-XT", "img2vid", *WORDS, "image to video", "black video"]
-    DESCRIPTION = opens("Stable Video Diffusion, a folder (diffusers format, safetensors) or a single file,")
-    OUTPUT_TOOLTIPS = wire_to("NaN Guard, Sample Stable Video Diffusion (SVD)")
 
 
 class SampleStableVideoDiffusion(Sampler):
@@ -40,12 +30,12 @@ class SampleStableVideoDiffusion(Sampler):
             **inputs.pixels(sizes, 1024, 576, "1024×576"),
             "frames": inputs.frames(sizes, 25, "14 for SVD, 25 for SVD-XT."),
             "steps": inputs.steps(25),
-            "min_guidance_scale": inputs.number(1.0, 0.0, 100.0, 0.1, "Of the first frame."),
+            "min_guidance_scale": inputs.advanced(inputs.number(1.0, 0.0, 100.0, 0.1, "Of the first frame.")),
             "max_guidance_scale": inputs.number(3.0, 0.0, 100.0, 0.1, last_tip),
-            "fps": inputs.integer(7, 1, 120, 1, "Frames per second that the motion is made for."),
+            "fps": inputs.advanced(inputs.integer(7, 1, 120, 1, "Frames per second that the motion is made for.")),
             "motion_bucket_id": inputs.integer(127, 1, 1023, 1, "More makes more motion."),
-            "noise_augmentation": inputs.number(0.02, 0.0, 10.0, 0.01, noise_tip),
+            "noise_augmentation": inputs.advanced(inputs.number(0.02, 0.0, 10.0, 0.01, noise_tip)),
             "seed": inputs.seed(),
-            "fit": inputs.fit(),
-            "precision": inputs.precision(inherit=True),
+            "fit": inputs.advanced(inputs.fit()),
+            "precision": inputs.advanced(inputs.precision(inherit=True)),
         }

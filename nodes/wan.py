@@ -5,20 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import inputs
-from .load import WORDS, Loader, opens, wire_to
 from .sample import Sampler
 
 if TYPE_CHECKING:
     from ..pipelines.families.spec import SizeRule
     from ..pipelines.run.handle import PipelineHandle
-
-
-class LoadWan(Loader):
-    TITLE = "Load Wan"
-    PIPELINES = ("WanPipeline",)
-    SEARCH_ALIASES = [*WORDS, "text to video", "black video", "Wan2.1", "Wan2.2"]
-    DESCRIPTION = opens("a Wan 2.1 or 2.2 text-to-video folder (diffusers format, safetensors)")
-    OUTPUT_TOOLTIPS = wire_to("Encode Prompt, NaN Guard, Sample Wan")
 
 
 class SampleWan(Sampler):

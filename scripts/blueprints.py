@@ -44,7 +44,7 @@ BLUEPRINTS = (
         "cogvideox_text_to_video",
         "A prompt → frames, with CogVideoX: precision chosen by card, and a failing step computed again in fp32.",
         {
-            "OneDiffGuardLoadCogVideoX": ("model", "precision"),
+            "OneDiffGuardLoadPipeline": ("model", "precision"),
             "OneDiffGuardNaNGuard": (),
             "OneDiffGuardEncodePrompt": _TEXT,
             "OneDiffGuardSampleCogVideoX": (*_SIZE, "guidance_scale", "seed"),
@@ -53,12 +53,11 @@ BLUEPRINTS = (
     ),
     Blueprint(
         "Guarded SVD Image to Video",
-        "svd_image_to_video_guarded",
+        "svd_image_to_video",
         "An image → frames, with Stable Video Diffusion: precision chosen by card, and a failing step computed again "
         "in fp32.",
         {
-            "OneDiffGuardLoadStableVideoDiffusion": ("model", "precision"),
-            "OneDiffGuardNaNGuard": (),
+            "OneDiffGuardLoadPipeline": ("model", "precision"),
             "OneDiffGuardSampleStableVideoDiffusion": (*_SIZE, "fps", "motion_bucket_id", "seed"),
             "OneDiffGuardDecodeLatents": ("chunk",),
         },

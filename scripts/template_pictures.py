@@ -58,7 +58,7 @@ class Workflow(NamedTuple):
 def read(path: Path) -> Workflow:
     """Return what a shipped workflow's picture has to tell."""
     begin = max((start for start in MODELS if path.stem.startswith(start)), key=len)
-    starts, _, makes = path.stem.removesuffix("_guarded").split("_")[-3:]
+    starts, _, makes = path.stem.split("_")[-3:]
     nodes = json.loads((WORKFLOWS / "api" / path.name).read_text(encoding="utf-8")).values()
     kinds = {node["class_type"] for node in nodes}
     prompts = [node["inputs"].get("prompt") or node["inputs"].get("text") for node in nodes]

@@ -74,15 +74,11 @@ def _run(args: argparse.Namespace) -> RunResult:
 
 
 def _graph(args: argparse.Namespace, model: str, family: FamilySpec, card: str | None) -> dict[str, Any]:
-    from ...nodes import NODE_CLASS_MAPPINGS
-    from ...nodes.load import loaders
-
-    (loader,) = (name for name, node in NODE_CLASS_MAPPINGS.items() if node is loaders()[family.pipeline])
     pipeline = ["load", 0]
     loading = {"model": model, "precision": args.precision, "backend": "eager", "offload": "none"}
     probing: dict[str, Any] = {"pipeline": pipeline, "guidance_scale": 6.0, "save": args.save}
     probing |= {name: getattr(args, name) for name in ("steps", "width", "height", "frames", "seed")}
-    graph: dict[str, Any] = {"load": {"class_type": loader, "inputs": loading}}
+    graph: dict[str, Any] = {"load": {"class_type": "OneDiffGuardLoadPipeline", "inputs": loading}}
     if family.prompt:
         prompts = {"pipeline": pipeline, "prompt": args.prompt, "negative_prompt": "", "precision": "inherit"}
         graph["encode"] = {"class_type": "OneDiffGuardEncodePrompt", "inputs": prompts}

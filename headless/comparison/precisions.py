@@ -58,7 +58,7 @@ def comparable(
         found = listed(sorted(graph.class_types()))
         raise WorkflowError(
             f"The workflow has no node with a precision to set. Found: {found}. Expected: a loader of this pack, such "
-            f"as Load CogVideoX. {NATIVE}"
+            f"as Load Pipeline. {NATIVE}"
         )
     set_here = [n for n in having if (n.id, INPUT) not in held and n.inputs.get(INPUT) != FOLLOWS]
     if not set_here:

@@ -27,6 +27,7 @@ from .weight_files import STEMS
 logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?huggingface\.co/([^/?#]+/[^/?#]+).*")  # of a model's page
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
 _POLL_SECONDS = 0.2  # between two calls of `progress`: the longest that an interrupt waits
 _xet_is_off = threading.Lock()  # one download at a time
@@ -43,7 +44,7 @@ def fetch(
 ) -> Path:
     """Download one commit of a repository into huggingface_hub's cache. Return its folder, which passed all checks.
 
-    hub_id: "owner/name".
+    hub_id: "owner/name", or the address of its page.
     revision: a branch, a tag or a commit; None is "main".
     families: what the repository may hold; its model_index.json says which.
     download: False (or HF_HUB_OFFLINE) uses only what is in the cache.
@@ -53,6 +54,7 @@ def fetch(
     """
     from huggingface_hub import constants
 
+    hub_id = _ADDRESS.sub(r"\1", hub_id)
     revision = revision or "main"
     if not _ID.fullmatch(hub_id):
         raise HubError("'{}' is not a repository id; use owner/name.", hub_id)

@@ -99,7 +99,7 @@ def sample(
     """
     family = handle.family
     check_size(handle, settings)
-    _check_start(handle, image, video)
+    check_start(handle, image, video)
     _check_guidance(handle.family, settings)
     embeddings = _checked_embeddings(handle, positive, negative)
     if video is not None:
@@ -254,14 +254,15 @@ def check_size(handle: PipelineHandle, settings: SampleSettings) -> None:
         raise BadSize("{} {}", model.variant.name, bound)
 
 
-def _check_start(handle: PipelineHandle, image: Any, video: list[Any] | None) -> None:
+def check_start(handle: PipelineHandle, image: Any, video: Any) -> None:
+    """Raise BadInput where a model has no image or video that it needs, or has one that it does not take."""
     family, name = handle.family, handle.store.model.variant.name
     if family.takes_image and image is None:
-        raise BadInput("{} starts from an image. Use the sampler that takes one.", name)
+        raise BadInput("{} needs a start image. Wire one to the sampler's 'image'.", name)
     if image is not None and not family.takes_image:
-        raise BadInput("{} does not start from an image. Use the plain sampler, or an image-to-video model.", name)
+        raise BadInput("{} takes no start image. Take the wire off, or load an image-to-video model (I2V).", name)
     if video is not None and not family.from_video:
-        raise BadInput("{} does not start from a video. Use a text-to-video model for that.", name)
+        raise BadInput("{} does not start from a video. Take the wire off, or load a text-to-video model.", name)
 
 
 def _check_guidance(family: FamilySpec, settings: SampleSettings) -> None:

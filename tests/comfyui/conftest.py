@@ -81,7 +81,7 @@ def start_run(
 
     def start_small(**settings: Any) -> subprocess.Popen[str]:
         changes = {
-            "OneDiffGuardLoadCogVideoX.model": HEALTHY,
+            "OneDiffGuardLoadPipeline.model": HEALTHY,
             **SMALL,
             **{f"OneDiffGuard{name.replace('__', '.')}": value for name, value in settings.items()},
         }

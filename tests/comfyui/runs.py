@@ -20,7 +20,7 @@ HEALTHY = "small-healthy"  # names of the small models in models/diffusers
 OVERFLOWING = "small-overflowing"  # its residual stream leaves fp16's range
 RERUN = "small-rerun"  # the inside of a block does: nothing but the guard helps
 SMALL = {  # text to video, small enough for a CPU
-    "OneDiffGuardLoadCogVideoX.backend": "eager",
+    "OneDiffGuardLoadPipeline.backend": "eager",
     "OneDiffGuardSampleCogVideoX.width": 96,
     "OneDiffGuardSampleCogVideoX.height": 64,
     "OneDiffGuardSampleCogVideoX.frames": 9,

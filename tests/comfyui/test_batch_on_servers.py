@@ -137,7 +137,7 @@ def batch(tmp_path: Path) -> Iterator[Callable[..., Batch]]:
 
 
 def ours(leg: legs.Leg, seeds: int) -> dict[str, Any]:
-    changes = {"OneDiffGuardLoadCogVideoX.model": HEALTHY, **SMALL}
+    changes = {"OneDiffGuardLoadPipeline.model": HEALTHY, **SMALL}
     sets = [f"{name}={json.dumps(value)}" for name, value in changes.items()]
     return {"workflow": leg.workflow.name, "set": sets, "matrix": {"seeds": {"first": 1, "count": seeds}}}
 
@@ -191,7 +191,7 @@ def test_what_no_server_takes_is_parked_and_the_rest_goes_on(both: Pair, batch: 
     """It passes the check of the file, since a server has the node. The model is on none."""
     one, other = both
     lost = ours(one.leg, 1)
-    lost["set"] = [*lost["set"], "OneDiffGuardLoadCogVideoX.model=nowhere"]
+    lost["set"] = [*lost["set"], "OneDiffGuardLoadPipeline.model=nowhere"]
     answer = (run := batch([lost, {"workflow": plain(7)}], one, other)).start().finish()
     assert answer["code"] == 4 and answer["done"] == 1 and answer["failed"] == 1, answer["told"]
     (fault,) = answer["faults"]

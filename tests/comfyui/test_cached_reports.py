@@ -14,7 +14,7 @@ from runs import Ran
 pytestmark = pytest.mark.comfyui
 
 SHOWING = {  # workflow: its nodes with a report
-    "cogview3_text_to_image_guarded": {"EncodePrompt", "SampleCogView", "DecodeLatents", "PrecisionReport"},
+    "cogview3_text_to_image": {"EncodePrompt", "SampleCogView", "DecodeLatents"},
     "svd_image_to_video": {"SampleStableVideoDiffusion", "DecodeLatents"},
 }
 

@@ -17,7 +17,7 @@ from waiting import HANG_SECONDS, wait_until
 pytestmark = pytest.mark.comfyui
 
 OVERFLOWS = {
-    "OneDiffGuardLoadCogVideoX.model": OVERFLOWING,
+    "OneDiffGuardLoadPipeline.model": OVERFLOWING,
     **SMALL,
     "OneDiffGuardDecodeLatents.precision": "fp32",
 }
@@ -66,7 +66,7 @@ def test_plain_fp16_is_black_and_guarded_fp16_is_near(
 def test_what_comfyui_remembers_keeps_its_report(
     start_compare: Callable[..., subprocess.Popen[str]], run_graph: Callable[..., Ran], server: legs.Server
 ) -> None:
-    before = run_graph(server.leg.workflow, OVERFLOWS | {"OneDiffGuardLoadCogVideoX.precision": "fp32"})
+    before = run_graph(server.leg.workflow, OVERFLOWS | {"OneDiffGuardLoadPipeline.precision": "fp32"})
     (sampled,) = (report for report in before.reports() if report["plan"]["component"] == "denoiser")
     ran = finish(start_compare("fp16"), server)
     assert ran.code == 0, ran.answer

@@ -61,15 +61,18 @@ def small(server: legs.Server, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_a_shipped_workflow_makes_what_it_promises(server: legs.Server, made: Callable[..., Any], name: str) -> None:
-    _, reports = made(small(server, name), SIZES[name.removesuffix("_guarded")])
+    graph = small(server, name)
+    (loader,) = (id_ for id_, node in graph.items() if node["class_type"] == "OneDiffGuardLoadPipeline")
+    graph["report"] = {"class_type": "OneDiffGuardPrecisionReport", "inputs": {"pipeline": [loader, 0]}}
+    _, reports = made(graph, SIZES[name])
     assert any(report.get("plan", {}).get("component") == "denoiser" and report["steps"] for report in reports)
     told = {report["comfyui"]["version"] for report in reports if "comfyui" in report}  # by the Precision Report
-    assert told == ({server.leg.version} if name.endswith("_guarded") else set())
+    assert told == {server.leg.version}
 
 
 def test_svd_from_comfyuis_single_file(server: legs.Server, made: Callable[..., Any]) -> None:
     graph = small(server, "svd_image_to_video")
-    families.change(graph, "OneDiffGuardLoadStableVideoDiffusion", model=families.SVD_FILE)
+    families.change(graph, "OneDiffGuardLoadPipeline", model=families.SVD_FILE)
     _, reports = made(graph, SIZES["svd_image_to_video"])
     assert {report["variant"] for report in reports} == {"SVD-XT"}
 

@@ -32,8 +32,8 @@ def graph_of(workflow: Path, number: int) -> dict[str, Any]:
     graph = copy.deepcopy(json.loads(workflow.read_text(encoding="utf-8")))
     width, height, frames = SHAPES[(number * number + number // 7) % len(SHAPES)]
     changes = SMALL | {
-        "OneDiffGuardLoadCogVideoX.model": HEALTHY,
-        "OneDiffGuardLoadCogVideoX.backend": "inductor",
+        "OneDiffGuardLoadPipeline.model": HEALTHY,
+        "OneDiffGuardLoadPipeline.backend": "inductor",
         "OneDiffGuardEncodePrompt.prompt": TEXTS[number % len(TEXTS)],
         "OneDiffGuardSampleCogVideoX.width": width,
         "OneDiffGuardSampleCogVideoX.height": height,

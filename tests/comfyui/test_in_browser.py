@@ -26,7 +26,11 @@ pytestmark = [
 
 WORKFLOWS = legs.ROOT / "workflows"
 NAME = "cogvideox_text_to_video"
-LOADER, SAMPLER = "OneDiffGuardLoadCogVideoX", "OneDiffGuardSampleCogVideoX"
+LOADER, SAMPLER = "OneDiffGuardLoadPipeline", "OneDiffGuardSampleCogVideoX"
+REPORTED = (
+    *("cogvideox_image_to_video", "cogvideox_video_to_video", "cogview3_text_to_image"),
+    *("cogview4_text_to_image", "svd_image_to_video"),
+)
 SMALL = {
     f"{LOADER}.model": RERUN,
     f"{LOADER}.precision": "fp16",
@@ -124,8 +128,8 @@ def test_a_run_from_the_cache_still_shows_its_report(opened: browser.Canvas) -> 
     assert second == first
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in WORKFLOWS.glob("*_guarded.json")))
-def test_a_guarded_workflow_runs_to_its_end_and_shows_the_precision_report(canvas: browser.Canvas, name: str) -> None:
+@pytest.mark.parametrize("name", REPORTED)
+def test_a_workflow_runs_to_its_end_and_shows_the_precision_report(canvas: browser.Canvas, name: str) -> None:
     canvas.load(read(WORKFLOWS / f"{name}.json"))
     canvas.set_widgets(
         {
@@ -135,6 +139,7 @@ def test_a_guarded_workflow_runs_to_its_end_and_shows_the_precision_report(canva
             if not isinstance(value, list)  # a link
         }
     )
+    canvas.attach("OneDiffGuardPrecisionReport", LOADER, 0)
     end, detail = canvas.queue()
     assert end == "execution_success", detail
     canvas.picture(f"ran_{name}")
@@ -180,26 +185,27 @@ def test_markup_in_a_model_and_in_a_prompt_is_shown_and_never_run(
     """Both are other people's: a model's folder and config, and a workflow's prompt, whose end is reported where it is
     too long."""
     canvas.open(server.url)  # lists the folders anew
-    canvas.load(read(WORKFLOWS / "cogview4_text_to_image_guarded.json"))
+    canvas.load(read(WORKFLOWS / "cogview4_text_to_image.json"))
     canvas.set_widgets(
         {
-            "OneDiffGuardLoadCogView4.backend": "eager",
+            "OneDiffGuardLoadPipeline.backend": "eager",
             "OneDiffGuardEncodePrompt.prompt": "boat " * 1030 + ENDING,
             "OneDiffGuardSampleCogView.width": 96,
             "OneDiffGuardSampleCogView.height": 64,
             "OneDiffGuardSampleCogView.steps": 2,
         }
     )
+    canvas.attach("OneDiffGuardPrecisionReport", LOADER, 0)
     canvas.attach("PreviewAny", "OneDiffGuardPrecisionReport", 0)
     end, detail = canvas.queue()
     canvas.picture("markup_in_prompt")
     assert end == "execution_success", detail
     assert ENDING in canvas.text_with("this was cut off")
-    canvas.set_widgets({"OneDiffGuardLoadCogView4.model": hostile_model})
+    canvas.set_widgets({"OneDiffGuardLoadPipeline.model": hostile_model})
     assert canvas.queue()[0] == "execution_error", "a denoiser of such a size cannot be built"
     canvas.picture("markup_in_config")
     canvas.wait_for_error(MARKUP)
-    canvas.unfold("OneDiffGuardLoadCogView4", "model")
+    canvas.unfold("OneDiffGuardLoadPipeline", "model")
     canvas.wait_for_text(hostile_model)
     canvas.picture("markup_in_list")
     assert canvas.count("img[src='x']") == 0 and canvas.evaluate("() => window.ran ?? []") == []

@@ -43,7 +43,7 @@ def test_every_node_is_known_to_comfyui(server: legs.Server) -> None:
         assert info[name]["display_name"] == NODE_DISPLAY_NAME_MAPPINGS[name]
         assert info[name]["category"].startswith("OneDiff Guard")
         assert set(info[name]["input"]["required"]) == set(node.INPUT_TYPES()["required"])
-    models = info["OneDiffGuardLoadCogVideoX"]["input"]["required"]["model"][0]
+    models = info["OneDiffGuardLoadPipeline"]["input"]["required"]["model"][0]
     assert set(models) >= {HEALTHY, OVERFLOWING}
 
 
@@ -64,18 +64,18 @@ def test_the_shipped_workflow_makes_a_video(run: Callable[..., Ran]) -> None:
 
 
 def test_fp16_that_overflows_is_not_black(run: Callable[..., Ran]) -> None:
-    ran = run(LoadCogVideoX__model=OVERFLOWING, LoadCogVideoX__precision="fp16")
+    ran = run(LoadPipeline__model=OVERFLOWING, LoadPipeline__precision="fp16")
     assert_is_a_picture(ran)
     assert sum(report["reruns"] for report in ran.reports()) == 0
-    ran = run(LoadCogVideoX__model=RERUN, LoadCogVideoX__precision="fp16", NaNGuard__scope="step")
+    ran = run(LoadPipeline__model=RERUN, LoadPipeline__precision="fp16", NaNGuard__scope="step")
     assert_is_a_picture(ran)
     assert sum(report["reruns"] for report in ran.reports()) == 2
 
 
 def test_another_seed_repeats_no_work_that_is_done(run: Callable[..., Ran], server: legs.Server) -> None:
-    assert_is_a_picture(run(LoadCogVideoX__backend="inductor", SampleCogVideoX__seed=1))
+    assert_is_a_picture(run(LoadPipeline__backend="inductor", SampleCogVideoX__seed=1))
     before = {text: server.count(text) for text in WORK}
-    again = run(LoadCogVideoX__backend="inductor", SampleCogVideoX__seed=2)
+    again = run(LoadPipeline__backend="inductor", SampleCogVideoX__seed=2)
     assert_is_a_picture(again)
     assert before["loading component"]
     assert before["encoding prompt"]
@@ -113,7 +113,7 @@ def test_an_interrupt_ends_the_run_and_the_next_one_works(
     that is counted without it (tests/nodes/test_interrupt.py). Here it is few of many."""
     run()
     known = set(server.history())
-    settings = {"OneDiffGuardLoadCogVideoX.model": HEALTHY, "OneDiffGuardSampleCogVideoX.seed": 3, **SMALL}
+    settings = {"OneDiffGuardLoadPipeline.model": HEALTHY, "OneDiffGuardSampleCogVideoX.seed": 3, **SMALL}
     settings |= {f"OneDiffGuard{name}": value for name, value in long.items()}
     interrupting = Interrupting(server, node)
     with pytest.raises(InterruptedRunError):
@@ -146,14 +146,14 @@ def test_free_gives_everything_back(run: Callable[..., Ran], server: legs.Server
 
 def test_wrong_sizes_are_refused_before_anything_loads(run: Callable[..., Ran], server: legs.Server) -> None:
     loaded = server.count("loading component")
-    ran = run(SampleCogVideoX__width=90, LoadCogVideoX__model=OVERFLOWING, LoadCogVideoX__precision="fp32")
+    ran = run(SampleCogVideoX__width=90, LoadPipeline__model=OVERFLOWING, LoadPipeline__precision="fp32")
     assert ran.code == 2, ran.answer
-    assert "Value 90 smaller than min of 16, in steps of 16" in ran.answer["error"]
+    assert "Value 90 smaller than min of 16: use a multiple of 16, such as 80 or 96" in ran.answer["error"]
     assert server.count("loading component") == loaded
 
 
 def test_a_folder_that_is_not_there_is_named(run: Callable[..., Ran]) -> None:
-    ran = run(LoadCogVideoX__model="no-such-model")
+    ran = run(LoadPipeline__model="no-such-model")
     assert ran.code == 4, ran.answer
     assert "no-such-model" in ran.answer["error"]
 
@@ -162,7 +162,7 @@ def test_what_a_run_learned_is_kept_in_the_user_folder(run: Callable[..., Ran], 
     server.ask("/free", {"unload_models": True, "free_memory": True})
     profiles = server.base / "user" / "onediff_guard" / "profiles"
     shutil.rmtree(profiles, ignore_errors=True)  # of other files' tests
-    learning = {"LoadCogVideoX__model": RERUN, "LoadCogVideoX__precision": "fp16"}
+    learning = {"LoadPipeline__model": RERUN, "LoadPipeline__precision": "fp16"}
     first = run(**learning, SampleCogVideoX__seed=21)
     assert_is_a_picture(first)
     assert sum(report["reruns"] for report in first.reports()) == 1, "its block is in fp32 from the second step on"
@@ -182,7 +182,7 @@ def test_the_probe_and_its_profile_in_one_graph(run_graph: Callable[..., Ran], t
     encoding = {"prompt": "a red kite", "negative_prompt": "", "precision": "inherit"}
     decoding = {"latents": ["sample", 0], "tiling": False, "slicing": False, "precision": "inherit"}
     nodes: dict[str, tuple[str, dict[str, Any]]] = {
-        "load": ("OneDiffGuardLoadCogVideoX", loading),
+        "load": ("OneDiffGuardLoadPipeline", loading),
         "encode": ("OneDiffGuardEncodePrompt", {"pipeline": ["load", 0], **encoding}),
         "probe": ("OneDiffGuardNumericsProbe", {"pipeline": ["load", 0], **size, **prompts}),
         "guard": ("OneDiffGuardNaNGuard", {"pipeline": ["load", 0], **guarding}),

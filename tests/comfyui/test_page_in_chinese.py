@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
 ]
 
-LOADER, SAMPLER = "OneDiffGuardLoadCogVideoX", "OneDiffGuardSampleCogVideoX"
+LOADER, SAMPLER = "OneDiffGuardLoadPipeline", "OneDiffGuardSampleCogVideoX"
 SMALL = {
     f"{LOADER}.model": RERUN,
     f"{LOADER}.precision": "fp16",

@@ -23,8 +23,8 @@ def test_the_second_start_compiles_nothing(
     shared_models.copied(small_models / "diffusers" / HEALTHY, base / "models" / "diffusers" / HEALTHY)
     changes = {
         **SMALL,
-        "OneDiffGuardLoadCogVideoX.model": HEALTHY,
-        "OneDiffGuardLoadCogVideoX.backend": "inductor",
+        "OneDiffGuardLoadPipeline.model": HEALTHY,
+        "OneDiffGuardLoadPipeline.backend": "inductor",
     }
 
     def sampled(process: int) -> tuple[int, int, str]:

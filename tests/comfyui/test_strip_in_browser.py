@@ -265,7 +265,7 @@ def test_in_the_pages_language(canvas: browser.Canvas, server: legs.Server) -> N
 
 
 def test_precision_report_is_whole_and_in_columns(canvas: browser.Canvas) -> None:
-    name = "cogview4_text_to_image_guarded"
+    name = "cogview4_text_to_image"
     canvas.load(read(WORKFLOWS / f"{name}.json"))
     small = families.small(WORKFLOWS / "api" / f"{name}.json", canvas.ask("/object_info"))
     canvas.set_widgets(
@@ -276,6 +276,7 @@ def test_precision_report_is_whole_and_in_columns(canvas: browser.Canvas) -> Non
             if not isinstance(value, list)  # a link
         }
     )
+    canvas.attach("OneDiffGuardPrecisionReport", "OneDiffGuardLoadPipeline", 0)
     end, detail = canvas.queue()
     assert end == "execution_success", detail
     canvas.settle()

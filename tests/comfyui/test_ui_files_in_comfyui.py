@@ -59,7 +59,7 @@ def nested(tmp_path: Path) -> Path:
 def test_our_own_text_to_video(run_graph: RunGraph, server: legs.Server) -> None:
     info = server.ask("/object_info/SaveVideo")["SaveVideo"]["input"]["required"]
     brings = info["format"][0] == "COMFY_DYNAMICCOMBO_V3"
-    changes = {"OneDiffGuardLoadCogVideoX.model": HEALTHY, **SMALL}
+    changes = {"OneDiffGuardLoadPipeline.model": HEALTHY, **SMALL}
     ran = run_graph(
         legs.ROOT / "workflows" / "cogvideox_text_to_video.json",
         changes | {"SaveVideo.format.codec" if brings else "SaveVideo.codec": "h264"},

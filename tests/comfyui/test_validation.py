@@ -49,8 +49,8 @@ CASES: dict[str, tuple[str, dict[str, Any], list[list[str]]]] = {
         {"width": 64, "height": 32, "steps": 2, "guidance_scale": 5.0, "seed": 0, "precision": "inherit"},
         [["value_smaller_than_min", "height"]],
     ),
-    "a model from the hub": ("LoadCogVideoX", LOADED | {"hub_id": "a/b"}, []),
-    "a model that is not here": ("LoadCogVideoX", LOADED, []),
+    "a model from the hub": ("LoadPipeline", LOADED | {"hub_id": "a/b"}, []),
+    "a model that is not here": ("LoadPipeline", LOADED, []),
     "a LoRA that is not here": (
         "LoadLoRA",
         {"lora": "not-here.safetensors", "strength": 1.0},

@@ -46,7 +46,7 @@ def graph(server: legs.Server, *more: tuple[str, dict[str, Any]], sizes: str = "
     warm_up = WARM_UP | {"sizes": sizes or size_of(server)}
     made = {
         str(n): {"class_type": f"OneDiffGuard{name}", "inputs": given}
-        for n, (name, given) in enumerate((("LoadCogView3Plus", LOADER), ("WarmUp", warm_up), *more), start=1)
+        for n, (name, given) in enumerate((("LoadPipeline", LOADER), ("WarmUp", warm_up), *more), start=1)
     }
     if more:
         made["6"] = {"class_type": "PreviewImage", "inputs": {"images": [str(len(made)), 0]}}

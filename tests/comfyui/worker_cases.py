@@ -33,7 +33,7 @@ class Show:
 
 def _graph(model: str, seed: int) -> dict[str, Any]:
     given = {
-        "1": ("LoadCogVideoX", {"model": model, "precision": "bf16", "backend": "eager", "offload": "none"}),
+        "1": ("LoadPipeline", {"model": model, "precision": "bf16", "backend": "eager", "offload": "none"}),
         "2": ("EncodePrompt", {"pipeline": ["1", 0], "prompt": f"a red kite {seed}", "negative_prompt": "grey"}),
         "3": ("SampleCogVideoX", {"pipeline": ["1", 0], "positive": ["2", 0], "negative": ["2", 1], "seed": seed}),
         "4": ("DecodeLatents", {"pipeline": ["1", 0], "latents": ["3", 0]}),

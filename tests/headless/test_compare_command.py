@@ -224,8 +224,8 @@ def test_a_server_gives_files(here: Path, painting: FakeComfy, compare: Any) -> 
 @pytest.mark.parametrize(
     ("workflow", "variant", "nodes", "frames"),
     [
-        ("cogvideox_text_to_video", "2b", ("Load CogVideoX", "Sample CogVideoX"), 9),
-        ("cogview4_text_to_image", "cogview4", ("Load CogView4", "Sample CogView"), 1),
+        ("cogvideox_text_to_video", "2b", ("Load Pipeline", "Sample CogVideoX"), 9),
+        ("cogview4_text_to_image", "cogview4", ("Load Pipeline", "Sample CogView"), 1),
     ],
     ids=["2b", "cogview4"],
 )

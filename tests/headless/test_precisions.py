@@ -54,7 +54,7 @@ def test_nothing_but_the_precision_changes() -> None:
         ([], "fp16", "on_failure", "NaNGuard", "rerun"),
         (["NaN Guard.on_failure=stop"], "fp16 (plain)", "on_failure", "NaNGuard", "stop"),
         (["Decode Latents.precision=fp32"], "bf16", "precision", "DecodeLatents", "fp32"),
-        (["Decode Latents.precision=fp32"], "bf16", "precision", "LoadCogVideoX", "bf16"),
+        (["Decode Latents.precision=fp32"], "bf16", "precision", "LoadPipeline", "bf16"),
     ],
 )
 def test_what_is_set_for_a_precision_and_what_is_held(

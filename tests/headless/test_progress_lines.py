@@ -11,8 +11,8 @@ from comfyui_onediff_guard.headless.commands.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
-    "Load CogVideoX.precision": "fp32",
-    "Load CogVideoX.backend": "eager",
+    "Load Pipeline.precision": "fp32",
+    "Load Pipeline.backend": "eager",
     "Sample CogVideoX.width": 32,
     "Sample CogVideoX.height": 32,
     "Sample CogVideoX.frames": 17,
@@ -28,7 +28,7 @@ def test_without_a_terminal_a_stage_is_a_line(
     model = model_folder("2b")
     workflow = ROOT / "workflows" / "api" / "cogvideox_text_to_video.json"
     arguments = ["run", str(workflow), "--models", str(model.parent), "--out", str(tmp_path)]
-    for name, value in {"Load CogVideoX.model": model.name, **SMALL}.items():
+    for name, value in {"Load Pipeline.model": model.name, **SMALL}.items():
         arguments += ["--set", f"{name}={json.dumps(value)}"]
     capfd.readouterr()  # what making the model said
     assert main(arguments) == 0

@@ -37,7 +37,7 @@ def workflow(tmp_path_factory: pytest.TempPathFactory, model_folder: Callable[..
     (folder / "models").mkdir()
     (folder / "models" / "small").symlink_to(model_folder("2b"))
     nodes: dict[str, dict[str, Any]] = {
-        "load": {"class_type": "OneDiffGuardLoadCogVideoX", "inputs": {
+        "load": {"class_type": "OneDiffGuardLoadPipeline", "inputs": {
             "model": "small", "precision": "fp32", "backend": "eager", "offload": "auto", "accumulation": "auto"}},
         "encode": {"class_type": "OneDiffGuardEncodePrompt", "inputs": {
             "pipeline": ["load", 0], "prompt": "a red kite", "negative_prompt": "", "precision": "inherit"}},

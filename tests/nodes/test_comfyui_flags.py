@@ -114,7 +114,7 @@ def test_the_report_says_what_each_does(
     start: Callable[..., None], comfyui: Any, model_folder: Callable[..., Path]
 ) -> None:
     start("--lowvram", "--reserve-vram", "2", "--fp32-vae", "--fast", "fp16_accumulation")
-    (pipeline,) = NODE_CLASS_MAPPINGS["OneDiffGuardLoadCogVideoX"]().load(
+    (pipeline,) = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(
         model_folder("2b").name, "auto", "eager", "none"
     )
     shown = NODE_CLASS_MAPPINGS["OneDiffGuardPrecisionReport"]().show(pipeline)
@@ -134,7 +134,7 @@ def test_without_flags_the_report_is_as_ever(
     start: Callable[..., None], comfyui: Any, model_folder: Callable[..., Path]
 ) -> None:
     start()
-    (pipeline,) = NODE_CLASS_MAPPINGS["OneDiffGuardLoadCogVideoX"]().load(
+    (pipeline,) = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(
         model_folder("2b").name, "auto", "eager", "none"
     )
     assert "flags" not in NODE_CLASS_MAPPINGS["OneDiffGuardPrecisionReport"]().show(pipeline)["result"][0]

@@ -15,7 +15,7 @@ from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
 def pipeline(model_folder: Any, tmp_path: Any) -> Any:
     model = model_folder("2b")
     with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
-        loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadCogVideoX"]()
+        loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]()
         yield loader.load(model.name, "fp32", "eager", "none")[0]
 
 

@@ -64,7 +64,7 @@ def test_the_reader_finds_what_is_raised_and_told() -> None:
     found = messages.templates()
     assert "The image is {0}×{1}, but {2}×{3} is to be made." in found  # raised at once
     assert "'{0}' cannot be downloaded now ({1})." in found  # put together first, raised elsewhere
-    assert "No folder{0} whose model_index.json names {1}." in found  # returned by a function
+    assert "Model '{0}' was not found" in found  # returned by a function
     assert "{0}: the output is non-finite in fp32 too" in found  # the beginning of several
     assert {"decoding {0} of {1}", "1 rerun", "{0} reruns", "text encoder", "No LoRA{0}."} <= found
 

@@ -18,13 +18,6 @@ from comfyui_onediff_guard.pipelines.families.table import FAMILIES
 from comfyui_onediff_guard.pipelines.models import recognised
 from safetensors.torch import load_file, save_file
 
-OWN = {
-    "LoadCogVideoX": ["from-image", "text"],
-    "LoadCogView3Plus": ["three"],
-    "LoadCogView4": ["four"],
-    "LoadWan": ["wan"],
-    "LoadStableVideoDiffusion": ["video", "svd_xt.safetensors"],
-}
 PIPELINES = {
     "text": "CogVideoXPipeline",
     "from-image": "CogVideoXImageToVideoPipeline",
@@ -75,41 +68,36 @@ def test_a_name_that_a_page_may_take_for_html_is_not_offered(models):
     index(models / "diffusers" / "<img src=x onerror=run()>", json.dumps({"_class_name": PIPELINES["four"]}))
     for kind in ("checkpoints", "loras"):
         shutil.copy(models / "checkpoints" / "svd_xt.safetensors", models / kind / "<b>.safetensors")
-    assert "<" not in str([NODE_CLASS_MAPPINGS[f"OneDiffGuard{loader}"].INPUT_TYPES() for loader in (*OWN, "LoadLoRA")])
+    assert "<" not in str(
+        [NODE_CLASS_MAPPINGS[f"OneDiffGuard{loader}"].INPUT_TYPES() for loader in ("LoadPipeline", "LoadLoRA")]
+    )
     assert "<" not in str([host.model_folders(), host.weight_files("checkpoints"), host.weight_files("loras")])
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_a_list_has_models_of_the_nodes_family_alone(models, name):
-    assert listed(name) == OWN[name]
+def test_the_list_has_models_of_every_family_of_ours_and_no_others(models):
+    own = sorted(PIPELINES.keys() - {"foreign"})
+    assert listed("LoadPipeline") == [*own, "svd_xt.safetensors"] and {PIPELINES[name] for name in own} == set(FAMILIES)
 
 
-def test_every_family_is_in_some_list():
-    own = [pipeline for name in OWN for pipeline in NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"].PIPELINES]
-    assert sorted(own) == sorted(FAMILIES)
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_another_familys_folder_that_a_file_names_is_explained(models, name):
+def test_another_familys_folder_that_a_file_names_is_explained(models):
     with pytest.raises(BadFolder, match="holds a FluxPipeline"):
-        NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]().load("foreign", "fp32", "eager", "none")
+        NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load("foreign", "fp32", "eager", "none")
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_where_none_is_listed_what_is_there_is_named(tmp_path, name):
+def test_where_none_is_listed_what_is_there_is_named(tmp_path):
     """Such as a download that was cut off, and models of other families."""
     for number in range(12):
         index(tmp_path / f"other-{number:02}", json.dumps({"_class_name": "FluxPipeline"}))
     index(tmp_path / "my-model", "")
     with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
-        (only,) = listed(name)
+        (only,) = listed("LoadPipeline")
         with pytest.raises(BadFolder) as refusal:
-            NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]().load(only, "fp32", "eager", "none")
+            NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(only, "fp32", "eager", "none")
     said = str(refusal.value)
-    own = " or ".join(NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"].PIPELINES)
-    assert said.startswith(f"No folder whose model_index.json names {own}. Found: none.")
-    assert "Not listed, since they cannot be read or hold other models: my-model, other-00, " in said
-    assert "other-10 and 1 more. Put one there" in said
+    assert (
+        said.startswith("No model is chosen. Put its folder") and "Found: none. Not listed, since they cannot" in said
+    )
+    assert "other families: my-model, other-00, " in said and said.endswith("other-10 and 1 more.")
 
 
 def test_headers_are_read_once_until_a_file_changes(models, monkeypatch):
@@ -117,21 +105,20 @@ def test_headers_are_read_once_until_a_file_changes(models, monkeypatch):
     original = recognised.header_text  # not parsed: that takes seconds of a hundred checkpoints
     monkeypatch.setattr(recognised, "header_text", lambda path: read.append(path.name) or original(path))
     recognised._pipeline.cache_clear()
-    listed("LoadStableVideoDiffusion")
+    listed("LoadPipeline")
     assert sorted(read) == sorted(path.name for path in (models / "checkpoints").iterdir())
     read.clear()
-    listed("LoadStableVideoDiffusion")
+    listed("LoadPipeline")
     assert read == []
     os.utime(file, ns=(1, 1))
-    listed("LoadStableVideoDiffusion")
+    listed("LoadPipeline")
     assert read == ["flux.safetensors"]
 
 
 def test_no_list_is_empty(tmp_path):
     with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
-        for name in OWN:
-            (only,) = listed(name)
-            assert only.startswith("none found: put one into models/diffusers")
+        (only,) = listed("LoadPipeline")
+        assert only.startswith("none found: put one into models/diffusers")
         assert listed("LoadLoRA", "lora") == ["none found: put one into models/loras"]
         lora = NODE_CLASS_MAPPINGS["OneDiffGuardLoadLoRA"]
         refused = str(lora.VALIDATE_INPUTS(lora=listed("LoadLoRA", "lora")[0]))
@@ -147,7 +134,7 @@ def test_a_file_whose_name_is_no_text_harms_nothing(model_folder, tmp_path, belo
     """As archives of other systems unpack them."""
     folder = shared_models.copied(model_folder(), tmp_path / "model")
     (folder / os.fsdecode(below) / os.fsdecode(name)).write_text("{}")
-    loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadCogVideoX"]
+    loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]
     with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
         assert loader.listed() == ["model"] and loader.IS_CHANGED(model="model") != loader.IS_CHANGED(model="")
         (pipeline,) = loader().load("model", "fp32", "eager", "none")
@@ -157,8 +144,8 @@ def test_a_file_whose_name_is_no_text_harms_nothing(model_folder, tmp_path, belo
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="their file systems have no such names")
 def test_a_folder_whose_name_is_no_text_is_not_offered(model_folder, tmp_path):
     folder = shared_models.copied(model_folder(), tmp_path / os.fsdecode(b"m\xff"))
-    loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadCogVideoX"]
+    loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]
     with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
         assert loader.listed() == [] and loader.IS_CHANGED(model=folder.name) == ""
-        with pytest.raises(BadFolder, match="No folder"):
+        with pytest.raises(BadFolder, match="was not found"):
             loader().load(folder.name, "fp32", "eager", "none")

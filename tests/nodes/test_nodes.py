@@ -13,7 +13,7 @@ import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.nodes import inputs
-from comfyui_onediff_guard.nodes.cogvideox import LoadCogVideoX
+from comfyui_onediff_guard.nodes.load import LoadPipeline
 from comfyui_onediff_guard.pipelines.compile.backends import BACKENDS, MODES
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
@@ -33,7 +33,7 @@ def folders(model_folder, tmp_path):
 
 
 def run(precision, model, steps=2, **guard):
-    (pipeline,) = node("LoadCogVideoX").load(model.name, precision, "eager", "none")
+    (pipeline,) = node("LoadPipeline").load(model.name, precision, "eager", "none")
     if guard:
         (pipeline,) = node("NaNGuard").apply(pipeline, **guard)
     positive, negative = node("EncodePrompt").encode(pipeline, "a paper boat", "", "inherit")["result"]
@@ -77,7 +77,7 @@ def test_what_a_node_shows_is_told_of_again_where_it_is_remembered(name):
 def test_precision_selectors_have_inherit_first_where_they_override():
     for name in ("EncodePrompt", "SampleCogVideoX", "DecodeLatents"):
         assert node(name).INPUT_TYPES()["required"]["precision"][0] == ["inherit", *inputs.PRECISIONS]
-    assert node("LoadCogVideoX").INPUT_TYPES()["required"]["precision"][0] == list(inputs.PRECISIONS)
+    assert node("LoadPipeline").INPUT_TYPES()["required"]["precision"][0] == list(inputs.PRECISIONS)
 
 
 def test_guarded_fp16_is_right_where_plain_fp16_is_black(folders):
@@ -105,7 +105,7 @@ def test_a_rerun_is_told_where_it_can_be_seen(model_folder, tmp_path):
 
 
 def test_a_handle_is_never_changed_by_a_node(folders):
-    (pipeline,) = node("LoadCogVideoX").load(folders.name, "fp16", "eager", "none")
+    (pipeline,) = node("LoadPipeline").load(folders.name, "fp16", "eager", "none")
     (stopping,) = node("NaNGuard").apply(pipeline, "stop", True)
     assert (pipeline.policy.on_failure, stopping.policy.on_failure) == (OnFailure.RERUN, OnFailure.STOP)
     assert stopping.store is pipeline.store
@@ -136,20 +136,20 @@ def test_interrupt_stops_within_a_step(folders, monkeypatch):
 
 
 def test_models_are_listed_and_a_missing_one_is_explained(folders):
-    assert folders.name in LoadCogVideoX.INPUT_TYPES()["required"]["model"][0]
-    with pytest.raises(BadFolder, match="No folder 'CogVideoX-9b'") as refusal:
-        node("LoadCogVideoX").load("CogVideoX-9b", "fp32", "eager", "none")
+    assert folders.name in LoadPipeline.INPUT_TYPES()["required"]["model"][0]
+    with pytest.raises(BadFolder, match="Model 'CogVideoX-9b' was not found") as refusal:
+        node("LoadPipeline").load("CogVideoX-9b", "fp32", "eager", "none")
     assert folders.name in str(refusal.value) and str(folders.parent) in str(refusal.value)
 
 
 def test_the_loader_runs_again_when_a_file_changes(folders, tmp_path):
     model = shared_models.copied(folders, tmp_path / "model")
     with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
-        before = LoadCogVideoX.IS_CHANGED(model=model.name, precision="auto", backend="auto", offload="none")
+        before = LoadPipeline.IS_CHANGED(model=model.name, precision="auto", backend="auto", offload="none")
         file = model / "vae" / "config.json"
         stat = file.stat()
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
-        assert LoadCogVideoX.IS_CHANGED(model=model.name) != before
+        assert LoadPipeline.IS_CHANGED(model=model.name) != before
 
 
 def test_in_comfyui_its_folders_progress_and_memory_manager_are_used(comfyui, model_folder):

@@ -73,7 +73,7 @@ def test_what_is_missing_is_named(folder: Path, model_folder: Callable[..., Path
     pipeline = GRAPHS["5b"].load(folder)
     with pytest.raises(BadInput, match="wire positive and negative from Encode Prompt"):
         call("NumericsProbe", pipeline=pipeline, **SMALL)
-    with pytest.raises(BadInput, match="starts from an image"):
+    with pytest.raises(BadInput, match="needs a start image"):
         call("NumericsProbe", pipeline=GRAPHS["svd"].load(model_folder("svd")), steps=1)
     with pytest.raises(Refused, match="Value not in list: 'sm7'"):
         probed(pipeline, architecture="sm7")

@@ -26,7 +26,7 @@ def test_loader_report_and_doctor_read_it(
 ) -> None:
     monkeypatch.setenv(host.SELFTEST_VARIABLE, str(tmp_path))
     folder = model_folder("2b")
-    loader, report = (NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]() for name in ("LoadCogVideoX", "PrecisionReport"))
+    loader, report = (NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]() for name in ("LoadPipeline", "PrecisionReport"))
     texts, changed = [], []
     with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
         for lines in (

@@ -240,8 +240,8 @@ def test_the_wrong_start_is_refused_before_anything_is_loaded(model_folder):
     (image,) = fitted(picture(), 96, 64, "crop")
     embeddings = torch.zeros(1, 226, 32)
     for variant, start, message in (
-        ("5b-i2v", {}, "starts from an image"),
-        ("5b", {"image": image}, "does not start from an image"),
+        ("5b-i2v", {}, "needs a start image"),
+        ("5b", {"image": image}, "takes no start image"),
         ("5b-i2v", {"image": image, "video": [image]}, "does not start from a video"),
     ):
         handle = opened(model_folder(variant))

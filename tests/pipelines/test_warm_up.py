@@ -123,7 +123,7 @@ def test_a_bad_line_is_refused_before_anything_is_loaded(
 def test_the_node_hands_the_same_pipeline_on(model_folder: Any, tmp_path: Any) -> None:
     model = model_folder("2b")
     with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path), torch.inference_mode():
-        pipeline = NODE_CLASS_MAPPINGS["OneDiffGuardLoadCogVideoX"]().load(model.name, "fp32", "inductor", "none")[0]
+        pipeline = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(model.name, "fp32", "inductor", "none")[0]
         encoded = NODE_CLASS_MAPPINGS["OneDiffGuardEncodePrompt"]().encode(pipeline, "a kite", "", "inherit")["result"]
         node = NODE_CLASS_MAPPINGS["OneDiffGuardWarmUp"]()
         made = node.warm_up(pipeline, "64×48×9", True, "inherit", positive=encoded[0], negative=encoded[1])
@@ -137,7 +137,7 @@ def test_the_node_hands_the_same_pipeline_on(model_folder: Any, tmp_path: Any) -
 def test_an_interrupt_while_warming_up_ends_it_and_the_next_works(model_folder: Any, tmp_path: Any) -> None:
     model = model_folder("2b")
     with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path), torch.inference_mode():
-        pipeline = NODE_CLASS_MAPPINGS["OneDiffGuardLoadCogVideoX"]().load(model.name, "fp32", "inductor", "none")[0]
+        pipeline = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(model.name, "fp32", "inductor", "none")[0]
         node = NODE_CLASS_MAPPINGS["OneDiffGuardWarmUp"]()
         encode_prompts(pipeline, [""])  # what else an interrupt would end
         pipeline.store.module("transformer", pipeline.plan(Component.DENOISER).dtype)

@@ -1,4 +1,4 @@
-"""Where the nodes of the shipped graphs stand: not wider than a screen, nothing on another, no wire behind a node."""
+"""Where the nodes of the shipped graphs stand: large enough to be read, nothing on another, no wire behind a node."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ import pytest
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 FILES = sorted(WORKFLOWS.glob("*.json"))
-WIDEST = 1600
+SCREEN = 1600, 900  # pixels
+FILLED = 0.75  # of the screen, by litegraph's fitToBounds
+PADDING = 20  # that the page adds to width and height
+READABLE = 0.75  # zoom: at 0.55 and less, the classic frontend draws no text
 TITLE = 30  # above a node's position
 SLOT = 20  # a row
-GROWTH = 340  # below a sampler: the preview and the strip of a run
-SAMPLERS = ("OneDiffGuardSample", "KSampler", "SamplerCustomAdvanced")
+GROWTH = {  # below a node, in a run: a preview, a strip
+    **dict.fromkeys(("OneDiffGuardSample", "KSampler", "SamplerCustomAdvanced"), 340),
+    "OneDiffGuardNaNGuardNative": 300,
+}
 
 
 class Box(NamedTuple):
@@ -78,28 +83,32 @@ def wires(graph: dict[str, Any]) -> Iterator[tuple[str, list[tuple[float, float]
         yield f"{kind} of {label(a)} to {label(b)}", points
 
 
+def zoom(placed: dict[str, Box]) -> float:
+    """At which the page opens them."""
+    width = max(box.right for box in placed.values()) - min(box.left for box in placed.values())
+    height = max(box.bottom for box in placed.values()) - min(box.top for box in placed.values())
+    return FILLED * min(SCREEN[0] / (width + PADDING), SCREEN[1] / (height + PADDING))
+
+
 def faults(graph: dict[str, Any]) -> list[str]:
     placed = boxes(graph)
     found = []
-    width = max(box.right for box in placed.values()) - min(box.left for box in placed.values())
-    if width > WIDEST:
-        found.append(f"it is {width} wide")
+    if (scale := zoom(placed)) < READABLE:
+        found.append(f"it opens at {scale:.0%}")
     names = list(placed)
     for i, name in enumerate(names):
         found += [f"{name} lies on {other}" for other in names[i + 1 :] if placed[name].meets(placed[other])]
     for wire, points in wires(graph):
         found += [f"{wire} runs behind {name}" for name, box in placed.items() if any(box.holds(*p) for p in points)]
     for name, box in placed.items():
-        if name.split()[1].startswith(SAMPLERS):
-            grown = box._replace(bottom=box.bottom + GROWTH)
-            found += [
-                f"{name} will grow into {other}" for other in names if other != name and grown.meets(placed[other])
-            ]
+        growth = next((more for kind, more in GROWTH.items() if name.split()[1].startswith(kind)), 0)
+        grown = box._replace(bottom=box.bottom + growth)
+        found += [f"{name} will grow into {other}" for other in names if other != name and grown.meets(placed[other])]
     return found
 
 
 @pytest.mark.parametrize("path", FILES, ids=stem)
-def test_it_fits_a_screen_and_no_wire_runs_behind_a_node(path: Path) -> None:
+def test_it_opens_large_enough_to_be_read_and_no_wire_runs_behind_a_node(path: Path) -> None:
     assert faults(read(path)) == []
 
 
@@ -127,6 +136,6 @@ def test_what_is_wrong_is_found() -> None:
     x, y = sampler["pos"]
     assert any("runs behind 4 OneDiffGuardSampleCogVideoX" in fault for fault in with_node(sampler["type"], pos=[x, 0]))
     assert any("lies on" in fault for fault in with_node(decode["type"], pos=[x, y]))
-    assert any("wide" in fault for fault in with_node("SaveVideo", pos=[1700, 0]))
+    assert any("opens at" in fault for fault in with_node("SaveVideo", pos=[1700, 0]))
     below = [x, y + sampler["size"][1] + 100]
     assert any("will grow into" in fault for fault in with_node("MarkdownNote", pos=below))

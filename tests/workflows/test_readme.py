@@ -52,7 +52,7 @@ def test_readme_can_be_taken_in_at_a_glance() -> None:
 
 def test_every_workflow_is_in_the_table() -> None:
     named = {name for row in rows(section("Workflows"))[1:] for name in quoted(row[0])}
-    assert named == {path.stem.removesuffix("_guarded") for path in (ROOT / "workflows").glob("*.json")}
+    assert named == {path.stem for path in (ROOT / "workflows").glob("*.json")}
 
 
 def test_readme_has_a_line_for_every_node() -> None:

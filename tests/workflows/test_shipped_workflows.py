@@ -78,14 +78,11 @@ def model_folder(tmp_path: Path) -> Path:
 
 
 def test_there_is_a_workflow_in_every_format() -> None:
-    plain_and_guarded = {"cogvideox_image_to_video", "cogview3_text_to_image", "cogview4_text_to_image"}
-    plain_and_guarded |= {"svd_image_to_video", "cogvideox_video_to_video"}
     wanted = (
         {"cogvideox_text_to_video", "cogvideox_5b_text_to_video", "cogvideox_1_5_text_to_video"}
-        | {"cogvideox_lora_text_to_video", "wan_text_to_video"}
+        | {"cogvideox_lora_text_to_video", "cogvideox_image_to_video", "cogvideox_video_to_video"}
+        | {"cogview3_text_to_image", "cogview4_text_to_image", "wan_text_to_video", "svd_image_to_video"}
         | NATIVE
-        | plain_and_guarded
-        | {f"{name}_guarded" for name in plain_and_guarded}
     )
     assert {path.stem for path in UI_FILES} == wanted
     assert {path.stem for path in API_FILES} == wanted | {"cogvideox_text_to_video_webp"}
@@ -97,14 +94,6 @@ def test_there_is_a_small_square_picture_of_every_workflow(path: Path) -> None:
     assert data.startswith(b"\xff\xd8\xff") and len(data) < 40_000
     with Image.open(path.with_suffix(".jpg")) as picture:
         assert picture.width == picture.height
-
-
-@pytest.mark.parametrize("path", sorted(WORKFLOWS.glob("*_guarded.json")), ids=stem)
-def test_a_guarded_workflow_has_guard_and_report(path: Path) -> None:
-    own = api_graph(WORKFLOWS / "api" / path.name).class_types()
-    both = {"OneDiffGuardNaNGuard", "OneDiffGuardPrecisionReport"}
-    twin = api_graph(WORKFLOWS / "api" / path.name.replace("_guarded", "")).class_types()
-    assert own == twin | both and not twin & both
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -163,7 +152,6 @@ def test_which_workflows_need_a_server() -> None:
     custom = {"RandomNoise", "CFGGuider", "VOIDSampler", "BasicScheduler", "SamplerCustomAdvanced"}
     assert {name: nodes for name, nodes in needing.items() if nodes} == {
         "cogvideox_video_to_video": video,
-        "cogvideox_video_to_video_guarded": video,
         "native_sd15_text_to_image": SAMPLING | {"CheckpointLoaderSimple", "CLIPTextEncode", "EmptyLatentImage"},
         "native_svd_image_to_video": SAMPLING | guided,
         "native_cogvideox_text_to_video": prompted | custom | {"EmptyHunyuanLatentVideo", "LatentCut", "VAEDecode"},
@@ -225,7 +213,7 @@ CHOSEN = {
     "cogvideox_1_5_text_to_video": {"fps", "scheduler", "width", "height", "frames"},  # its own size
     "cogvideox_lora_text_to_video": {"fps", "scheduler"},
     "cogvideox_image_to_video": {"fps", "scheduler"},
-    "cogvideox_video_to_video": {"scheduler", "frames"},  # as many frames as 5B makes
+    "cogvideox_video_to_video": {"scheduler"},
     "cogview3_text_to_image": {"guidance_scale"},  # as its authors use it
     "cogview4_text_to_image": {"guidance_scale"},
     "wan_text_to_video": {"fps"},  # 2.1 makes 16 frames a second; one lesson is enough
@@ -254,7 +242,7 @@ def test_the_workflow_shows_what_the_defaults_are(path: Path) -> None:
     prompt = {"native_svd": set(), "native": {"text"}, "svd": set()}
     named = next((names for start, names in prompt.items() if path.stem.startswith(start)), {"prompt"})
     seed = "noise_seed" if path.stem == "native_cogvideox_text_to_video" else "seed"
-    assert differing == {seed, "filename_prefix"} | named | CHOSEN[path.stem.removesuffix("_guarded")]
+    assert differing == {seed, "filename_prefix"} | named | CHOSEN[path.stem]
 
 
 def default(spec: schema.InputSpec) -> Any:
