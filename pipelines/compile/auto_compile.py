@@ -50,21 +50,14 @@ def record(key: Hashable, report: RunReport, steps: Iterable[StepRecord]) -> Non
     _eager_seconds[key] = _eager_seconds.get(key, 0.0) + seconds
 
 
-def with_backend_of_run(
-    handle: PipelineHandle, request: Precision | None, *, compile_now: bool
-) -> tuple[PipelineHandle, str]:
+def with_backend_of_run(handle: PipelineHandle, request: Precision | None) -> tuple[PipelineHandle, str]:
     """Return a pipeline, for which 'auto' chose a compiler, with the backend of a sampling run, and what its eager
     seconds are counted by; "": they are not. Quantised layers are compiled at once: eager, they take longer than in
-    half precision.
-
-    compile_now: compile in this run, where 'auto' would wait.
-    """
+    half precision."""
     plan = handle.plan(Component.DENOISER, request)
     if plan.quantised:
         return handle, ""
     key = _target(handle, plan, handle.compile_options)
-    if compile_now:
-        return handle, key
     chosen = handle.ranks.broadcast_from_rank0(lambda: decide_denoiser(handle, key))
     return replace(handle, backend=chosen), key
 

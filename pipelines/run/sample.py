@@ -82,7 +82,6 @@ def sample(
     previews: Previews | None = None,
     unused: tuple[str, ...] = (),
     denoiser: MakeDenoiser | None = None,
-    compile_now: bool = False,
 ) -> tuple[torch.Tensor, RunReport]:
     """Denoise. Returns latents in the family's layout, as its VAE takes them, and the report.
 
@@ -92,7 +91,6 @@ def sample(
     previews: of each step.
     unused: what of the inputs is not used, for the report's warnings; told before the first step.
     denoiser: makes the one that the diffusers pipeline is given. Defaults to `guarded_denoiser`.
-    compile_now: compile in this run, where backend 'auto' would wait for more runs.
     Latents and scheduler stay in float32, and noise is drawn on the CPU, so that a seed gives the same noise in every
     precision and on every card; the guard casts what enters the denoiser to the plan's dtype.
     Raises BadSize, BadInput before anything is loaded; GuardStopped where a step cannot be saved.
@@ -108,7 +106,7 @@ def sample(
         video = [video[0]] * before + video
     compile_key = ""
     if handle.backend.automatic and handle.backend.name != EAGER:
-        handle, compile_key = with_backend_of_run(handle, request, compile_now=compile_now)
+        handle, compile_key = with_backend_of_run(handle, request)
     stages = handle.denoising(request)
     report = stages[0].report
     if handle.step_cache and not family.cached_blocks:

@@ -31,9 +31,9 @@ from comfyui_onediff_guard.precision.report import Rerun, RunReport, StepRecord,
 from comfyui_onediff_guard.trust.message import BadInput, Message, joined
 
 Choose = Callable[[object], None]
-WARM_UP = NODE_CLASS_MAPPINGS["OneDiffGuardWarmUp"]
+GUARD = NODE_CLASS_MAPPINGS["OneDiffGuardNaNGuardNative"]
 COGVIDEOX_2B, COGVIDEOX_5B, *_ = FAMILIES["CogVideoXPipeline"].variants
-ONE_OF_TWO = "Warm Up has one of 'positive' and 'negative'. Wire both, or neither."
+NOTHING_WIRED = "Nothing is wired to NaN Guard (native). Wire a model, a VAE or both through it."
 
 
 @pytest.fixture
@@ -72,25 +72,25 @@ def test_the_reader_finds_what_is_raised_and_told() -> None:
 @pytest.mark.parametrize(
     ("chosen", "begins"),
     [
-        ("zh", "“预热”只接了“positive”和“negative”中的一个。 Wire both, or neither."),
-        ("ru", "В «Прогреве» подключено только одно из «positive» и «negative». Wire both, or neither."),
-        ("en", ONE_OF_TWO),
-        ("fr", ONE_OF_TWO),
-        ("../zh", ONE_OF_TWO),
-        (3, ONE_OF_TWO),
-        (None, ONE_OF_TWO),
+        ("zh", "NaN 守护（原生）没有任何连接。 Wire a model, a VAE or both through it."),
+        ("ru", "К защите от NaN (встроенные модели) ничего не подключено. Wire a model, a VAE or both through it."),
+        ("en", NOTHING_WIRED),
+        ("fr", NOTHING_WIRED),
+        ("../zh", NOTHING_WIRED),
+        (3, NOTHING_WIRED),
+        (None, NOTHING_WIRED),
     ],
 )
 def test_an_error_of_a_node_begins_in_the_language_of_the_page(page: Choose, chosen: object, begins: str) -> None:
     page(chosen)
     with pytest.raises(BadInput) as caught:
-        WARM_UP().warm_up(None, "", True, "inherit", positive=[["", {}]])
+        GUARD().apply()
     assert str(caught.value) == begins
 
 
 def test_without_comfyui_everything_is_english() -> None:
-    with pytest.raises(BadInput, match=f"^{re.escape(ONE_OF_TWO)}$"):
-        WARM_UP().warm_up(None, "", True, "inherit", positive=[["", {}]])
+    with pytest.raises(BadInput, match=f"^{re.escape(NOTHING_WIRED)}$"):
+        GUARD().apply()
     assert (
         language.page_language() == "" and language.translated("step 1/2, fp16, 1 rerun") == "step 1/2, fp16, 1 rerun"
     )
@@ -206,8 +206,8 @@ def test_every_reason_of_every_plan_is_translated(page: Choose) -> None:
 
 def test_errors_of_others_are_theirs(page: Choose) -> None:
     page("zh")
-    with pytest.raises(ValueError, match=re.escape(ONE_OF_TWO)), language.speaking():
-        raise ValueError(ONE_OF_TWO)
+    with pytest.raises(ValueError, match=re.escape(NOTHING_WIRED)), language.speaking():
+        raise ValueError(NOTHING_WIRED)
     with pytest.raises(HubError) as caught, language.speaking():
         raise HubError("'{}' is not a repository id; use owner/name. Make room.", "a")
     assert str(caught.value) == "“a”不是仓库 id；请写成 owner/name。 Make room."

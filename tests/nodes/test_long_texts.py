@@ -82,8 +82,7 @@ def test_nodes(language: str, model_folder: Any, tmp_path: Path, monkeypatch: py
                             with timed(times, f"{language} {name}.{key} ({method})"):
                                 said.append(str(run(**given)))
     shown(times)
-    asked = (f"{language} OneDiffGuardLoadPipeline.hub_id (load)", f"{language} OneDiffGuardWarmUp.sizes (warm_up)")
-    assert {*asked} <= set(times)
+    assert f"{language} OneDiffGuardLoadPipeline.hub_id (load)" in times
 
 
 @pytest.mark.parametrize("kind", ["api", "ui"])

@@ -16,7 +16,7 @@ FOUND = {
     "fp32": {"Precision Report", "NaN Guard", "Load Pipeline"},
     "precision": {"Precision Report", "NaN Guard (native)", "Load Pipeline"},
     "SVD": {"Load Pipeline", "Sample Stable Video Diffusion (SVD)"},
-    "torch.compile": {"OneDiff Compile", "Warm Up"},
+    "torch.compile": {"OneDiff Compile"},
     "T5": {"Encode Prompt"},
     "LoRA": {"Load LoRA"},
 }

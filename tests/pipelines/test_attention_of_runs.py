@@ -12,10 +12,10 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile import attention, backends
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
-from comfyui_onediff_guard.pipelines.compile.warm_up import Size, warm_up
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.attention import KERNELS, Attended, AttentionCall, KernelChoice, Timing
@@ -23,6 +23,7 @@ from comfyui_onediff_guard.precision.policy import Component, Precision
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
 from kernel_clock import timed_as
+from small_runs import prompts, start_of
 from torch.profiler import profile
 
 OPERATORS = {
@@ -30,7 +31,8 @@ OPERATORS = {
     "math": "aten::_scaled_dot_product_attention_math",
 }
 MODELS = ("2b", "1.5-i2v", "cogview3", "cogview4", "svd", "wan")
-SIZES = {"2b": Size(64, 48, 9), "1.5-i2v": Size(64, 48, 13), "svd": Size(64, 64, 2), "wan": Size(64, 48, 9)}
+Size = tuple[int, int, int]  # width, height, frames
+SIZES: dict[str, Size] = {"2b": (64, 48, 9), "1.5-i2v": (64, 48, 13), "svd": (64, 64, 2), "wan": (64, 48, 9)}
 
 
 def opened(folder: Any, how: CompileOptions, precision: str = "bf16") -> PipelineHandle:
@@ -40,13 +42,14 @@ def opened(folder: Any, how: CompileOptions, precision: str = "bf16") -> Pipelin
 
 
 def run(handle: PipelineHandle, size: Size) -> tuple[RunReport, set[str]]:
+    width, height, frames = size
+    settings = SampleSettings(width, height, 2, 0, frames, 2.0)
     with torch.inference_mode():
-        if handle.family.prompt:
-            encode_prompts(handle, ["", ""])  # its text encoder attends too
+        encoded = prompts(handle)  # its text encoder attends too
         with profile() as profiled:
-            (warmed,) = warm_up(handle, [size])
+            _, report = sample(handle, *encoded, settings, **start_of(handle, width, height))
     ran = {event.key for event in profiled.key_averages()}
-    return warmed.report, {name for name, operator in OPERATORS.items() if operator in ran}
+    return report, {name for name, operator in OPERATORS.items() if operator in ran}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -57,7 +60,7 @@ def test_every_family_can_be_measured(model_folder: Any, model: str, monkeypatch
     monkeypatch.setattr(attention, "measure", lambda *given: made.append(measure(*given)) or made[-1])
     handle = opened(model_folder(model), CompileOptions(attention="measured"))
     handle.store.attention.clear()
-    report, _ = run(handle, SIZES.get(model, Size(64, 64)))
+    report, _ = run(handle, SIZES.get(model, (64, 64, 1)))
     assert report.backend_reason.endswith("attention: PyTorch's own choice, measured the fastest here")
     assert made
     for choice in made:
@@ -76,7 +79,7 @@ def test_a_size_is_measured_once(model_folder: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(attention, "measure", lambda calls, _device: measured.append(calls) or FASTER)
     handle = opened(model_folder("2b"), CompileOptions(attention="measured"))
     handle.store.attention.clear()
-    for size in (Size(64, 48, 9), Size(96, 48, 9), Size(64, 48, 9)):
+    for size in ((64, 48, 9), (96, 48, 9), (64, 48, 9)):
         report, kernels = run(handle, size)
         assert "attention: math, measured 2.00 times as fast" in report.backend_reason and "math" in kernels
     assert len(measured) == 2

@@ -12,12 +12,11 @@ import second_device
 import torch
 from at_once import at_once
 from comfyui_onediff_guard.pipelines.compile import backends
-from comfyui_onediff_guard.pipelines.compile.warm_up import sizes_of, warm_up
 from comfyui_onediff_guard.pipelines.insight.probe import probe
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.sample import SampleSettings
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.oom_fallback import NoRoom
-from small_runs import CPU, CUDA, frames, opened
+from small_runs import CPU, CUDA, frames, opened, prompts
 from torch._dynamo.backends.debugging import aot_eager
 from torch._inductor import compile_fx
 
@@ -127,9 +126,9 @@ def test_compiled_blocks(nothing_is_wrong: Callable[..., None], monkeypatch: pyt
     for device in (CUDA, CPU):
         for offload in ("none", "group"):
             handle = opened("2b", offload, "fp16", "stream", device=device, backend="inductor")
-            (warmed,) = warm_up(handle, sizes_of(handle, "64x48x5"))
-            assert warmed.report.backend == "inductor"
-            assert warmed.report.graphs or offload == "group", "both share one"
+            _, report = sample(handle, *prompts(handle), SampleSettings(64, 48, 2, 0, 5, 2.0))
+            assert report.backend == "inductor"
+            assert report.graphs or offload == "group", "both share one"
             made[device.type, offload] = frames(handle)
             if device == CUDA:
                 nothing_is_wrong(handle, made[device.type, offload])
