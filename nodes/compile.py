@@ -57,12 +57,14 @@ class Compile(Node):
                 ),
             },
             "optional": {
-                "attention": inputs.choice(
-                    inputs.ATTENTIONS,
-                    "measured: the fastest on this card that is within its error budget, timed once for each size and "
-                    "remembered; without this node too. auto: PyTorch's own choice. The others: that one, wherever it "
-                    "takes the call. sage has to be installed, and rounds more.",
-                    default=inputs.MEASURED,
+                "attention": inputs.advanced(
+                    inputs.choice(
+                        inputs.ATTENTIONS,
+                        "measured: the fastest on this card that is within its error budget, timed once for each size "
+                        "and remembered; without this node too. auto: PyTorch's own choice. The others: that one, "
+                        "wherever it takes the call. sage has to be installed, and rounds more.",
+                        default=inputs.MEASURED,
+                    )
                 ),
                 "layout": inputs.advanced(
                     inputs.choice(

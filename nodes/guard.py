@@ -62,7 +62,7 @@ class NaNGuard(Node):
                 "report": inputs.advanced(
                     inputs.flag(True, "On: the report has a line for every step. Off: the summary alone.")
                 ),
-                "profile": inputs.profile(),
+                "profile": inputs.advanced(inputs.profile()),
             },
             "hidden": inputs.node_id(),
         }

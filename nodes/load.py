@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
-from ..trust.message import Message
+from ..comfyui_host.language import translated
+from ..trust.message import Message, joined
 from ..trust.text import shown
 from . import hub, inputs
 from .node import Node
+from .report import with_surroundings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -138,7 +141,20 @@ class LoadPipeline(Node):
             not_listed if others else "",
         )
 
-    def load(
+    def load(self, *of: Any, node_id: str | None = None, **settings: Any) -> dict[str, Any]:
+        """Open a model, and say on the node what it will run in here, and why."""
+        from ..pipelines.insight.diagnosis import diagnose_pipeline
+        from ..precision.policy import Component
+        from ..trust.plain import for_json
+
+        handle = self.open(*of, node_id=node_id, **settings)
+        diagnosis, plan = with_surroundings(diagnose_pipeline(handle)), handle.plan(Component.DENOISER)
+        text = translated(joined("\n", (plan.reason, *handle.store.model.notes)))
+        shown = {"plan": asdict(plan), "architecture": str(diagnosis.architecture), "cells": [], "before": []}
+        shown |= {"text": diagnosis.text(), "diagnosis": diagnosis.as_dict()}
+        return {"ui": {"text": [text], "onediff_guard": [for_json(shown)]}, "result": (handle,)}
+
+    def open(
         self,
         model: str,
         precision: str,
@@ -149,7 +165,8 @@ class LoadPipeline(Node):
         revision: str = "",
         download: bool = True,
         node_id: str | None = None,
-    ) -> tuple[PipelineHandle]:
+    ) -> PipelineHandle:
+        """Raises BadFolder, HubError, and what `load` of a handle raises."""
         from ..pipelines.errors import BadFolder
         from ..pipelines.families.table import FAMILIES
         from ..pipelines.models.recognised import family_of
@@ -178,4 +195,4 @@ class LoadPipeline(Node):
             ranks=process_group(),
         )
         host.linger(handle.store)
-        return (handle,)
+        return handle

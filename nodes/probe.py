@@ -86,9 +86,9 @@ class NumericsProbe(Node):
             "optional": {
                 **inputs.conditioning(),
                 "image": ("IMAGE", {"tooltip": "For models that start from an image."}),
-                "fit": inputs.fit(),
+                "fit": inputs.advanced(inputs.fit()),
                 "architecture": inputs.advanced(inputs.choice((THIS_CARD, *ARCHITECTURES), other_tip)),
-                "save": inputs.flag(False, save_tip),
+                "save": inputs.advanced(inputs.flag(False, save_tip)),
             },
             "hidden": inputs.node_id(),
         }

@@ -7,6 +7,7 @@ from typing import Any
 from ..comfyui_host import host
 from . import inputs
 from .node import Node
+from .report import with_surroundings
 
 
 class SelfTest(Node):
@@ -14,15 +15,26 @@ class SelfTest(Node):
 
     TITLE = "Self-Test"
     CATEGORY = inputs.DIAGNOSE
-    SEARCH_ALIASES = [*inputs.PRECISION_WORDS, "selftest", "check GPU", "TF32", "black image", "black video"]
+    SEARCH_ALIASES = [
+        *inputs.PRECISION_WORDS,
+        "selftest",
+        "check GPU",
+        "doctor",
+        "diagnosis",
+        "architecture",
+        "TF32",
+        "black image",
+        "black video",
+    ]
     DESCRIPTION = (
         "Checks in about a minute whether this card computes right what runs rely on: products, convolutions and "
         "attention in each precision, the guard's rerun, wide layers, compiled code and offload, against float64. "
-        "Nothing is downloaded. Later runs with precision 'auto' do not choose what came out wrong here."
+        "Nothing is downloaded. Later runs with precision 'auto' do not choose what came out wrong here. Says too what "
+        "runs here and why: card, driver, packages, compile backends, half-precision switches."
     )
     RETURN_TYPES = ("STRING",)
     RETURN_NAMES = ("report",)
-    OUTPUT_TOOLTIPS = ("A line for each check, right or wrong, and times, as text.",)
+    OUTPUT_TOOLTIPS = ("A line for each check, right or wrong, times, and what runs here and why, as text.",)
     OUTPUT_NODE = True
     FUNCTION = "check"
 
@@ -36,6 +48,7 @@ class SelfTest(Node):
         return float("nan")
 
     def check(self, node_id: str | None = None) -> dict[str, Any]:
+        from ..pipelines.insight.diagnosis import diagnose
         from ..pipelines.selftest.checks import MEMORY, selftest
         from ..precision.self_test import keep
 
@@ -49,6 +62,7 @@ class SelfTest(Node):
         except OSError as error:
             kept = f"It could not be kept in {file}: {error.strerror or error}."
         *lines, verdict = result.in_words().splitlines()  # a node shows the first lines, a terminal the last
-        text = "\n".join([verdict, kept, "", *lines])
+        here = with_surroundings(diagnose(selftests=host.selftest_directory())).text()
+        text = "\n".join([verdict, kept, "", *lines, "", here])
         host.say(node_id, text, as_it_is=True)
         return {"ui": {"text": [text], "onediff_guard": [result.as_dict()]}, "result": (text,)}

@@ -40,7 +40,7 @@ sampler's report, with the reason. [guard.md](guard.md) says what the values mea
 
 ## Cards
 
-The Precision Report node names yours, and so does `onediff-guard doctor`. For NVIDIA, `sm86` means compute capability
+Load Pipeline names yours, and so does `onediff-guard doctor`. For NVIDIA, `sm86` means compute capability
 8.6; NVIDIA has a [list of cards by capability](https://developer.nvidia.com/cuda-gpus). A gfx name here stands for all
 targets that begin with it (`gfx11` for `gfx1100`); the longest name that fits counts.
 """

@@ -50,7 +50,6 @@ class Workflow(NamedTuple):
     makes: str  # image or video
     prompt: str
     guard: bool
-    report: bool
     lora: bool
     native: bool
 
@@ -68,7 +67,6 @@ def read(path: Path) -> Workflow:
         makes=makes,
         prompt=next(filter(None, prompts), ""),
         guard=any("NaNGuard" in kind for kind in kinds),
-        report="OneDiffGuardPrecisionReport" in kinds,
         lora="OneDiffGuardLoadLoRA" in kinds,
         native=path.stem.startswith("native_"),
     )
@@ -131,7 +129,7 @@ def picture(workflow: Workflow) -> Figure:
         axes.add_patch(arrow)
     title = workflow.model + (" + LoRA" if workflow.lora else "")
     what = f"{workflow.starts} to {workflow.makes}"
-    extra = "guard and report" if workflow.report else "ComfyUI's own nodes" if workflow.native else ""
+    extra = "ComfyUI's own nodes" if workflow.native else ""
     for y, text, colour, size in ((0.8, title, PAPER, 24), (0.46, what, PAPER, 18), (0.17, extra, workflow.sky, 14)):
         weight = "bold" if text is title else "normal"
         axes.text(2, y, text, color=colour, size=size, weight=weight, ha="center", va="center")

@@ -110,7 +110,7 @@ export class StripView {
     new ResizeObserver(() => this.measure()).observe(this.head)
   }
 
-  /** Whether the text is all there is, as in a Precision Report: it is shown folded too. */
+  /** Whether the text is all there is, as of a Self-Test: it is shown folded too. */
   get plain() {
     return !this.report.childElementCount && !this.verdict.textContent
   }

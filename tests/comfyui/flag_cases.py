@@ -12,19 +12,19 @@ from memory_cases import import_ours
 
 
 def case_told() -> dict[str, Any]:
-    """The flags in the Precision Report, {flag: effect}, and the report's lines."""
+    """The flags in what the loader reports, {flag: effect}, and the report's lines."""
     import_ours()
     import moving
-    from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
     from comfyui_onediff_guard.comfyui_host import host
+    from comfyui_onediff_guard.nodes.report import with_surroundings
+    from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose_pipeline
     from small_families import BUILDERS
 
     with tempfile.TemporaryDirectory() as folder:
         handle = moving.opened(BUILDERS["2b"](Path(folder) / "2b"), "none", host.placement())
-        shown = NODE_CLASS_MAPPINGS["OneDiffGuardPrecisionReport"]().show(handle)
-    (told,) = shown["ui"]["onediff_guard"]
-    flags = {flag["given"]: flag["effect"] for flag in told["comfyui"]["flags"]}
-    return {"flags": flags, "lines": shown["result"][0].splitlines()}
+        shown = with_surroundings(diagnose_pipeline(handle))
+    flags = {flag["given"]: flag["effect"] for flag in shown.as_dict()["comfyui"]["flags"]}
+    return {"flags": flags, "lines": shown.text().splitlines()}
 
 
 def case_wishes() -> dict[str, Any]:

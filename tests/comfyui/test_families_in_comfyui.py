@@ -62,11 +62,9 @@ def small(server: legs.Server, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_a_shipped_workflow_makes_what_it_promises(server: legs.Server, made: Callable[..., Any], name: str) -> None:
     graph = small(server, name)
-    (loader,) = (id_ for id_, node in graph.items() if node["class_type"] == "OneDiffGuardLoadPipeline")
-    graph["report"] = {"class_type": "OneDiffGuardPrecisionReport", "inputs": {"pipeline": [loader, 0]}}
     _, reports = made(graph, SIZES[name])
     assert any(report.get("plan", {}).get("component") == "denoiser" and report["steps"] for report in reports)
-    told = {report["comfyui"]["version"] for report in reports if "comfyui" in report}  # by the Precision Report
+    told = {report["diagnosis"]["comfyui"]["version"] for report in reports if "diagnosis" in report}  # by the loader
     assert told == {server.leg.version}
 
 

@@ -92,7 +92,7 @@ def test_a_workflow_of_comfyuis_own_models_is_refused_and_told_why() -> None:
 
 def test_a_workflow_that_shows_nothing_is_refused() -> None:
     workflow = {key: node for key, node in read_json(API / "cogvideox_text_to_video.json").items() if key in "123"}
-    workflow["4"] = {"class_type": "OneDiffGuardPrecisionReport", "inputs": {"pipeline": ["1", 0]}}
+    workflow["4"] = {"class_type": "OneDiffGuardSelfTest", "inputs": {}}
     graph, schemas = read_local(workflow)
     with pytest.raises(WorkflowError, match=r"no pictures that could be compared.*SaveImage"):
         comparable(graph, schemas, [], PRECISIONS)

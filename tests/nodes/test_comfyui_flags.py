@@ -14,7 +14,8 @@ import pytest
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.comfyui_host.flags import HONOURED, MAPPED, NO_EFFECT, ROWS
-from comfyui_onediff_guard.pipelines.insight.diagnosis import WIDTH
+from comfyui_onediff_guard.nodes.report import with_surroundings
+from comfyui_onediff_guard.pipelines.insight.diagnosis import WIDTH, diagnose_pipeline
 
 
 class Fast(Enum):
@@ -116,10 +117,9 @@ def test_the_report_says_what_each_does(
     start("--lowvram", "--reserve-vram", "2", "--fp32-vae", "--fast", "fp16_accumulation")
     (pipeline,) = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(
         model_folder("2b").name, "auto", "eager", "none"
-    )
-    shown = NODE_CLASS_MAPPINGS["OneDiffGuardPrecisionReport"]().show(pipeline)
-    (text,) = shown["result"]
-    (told,) = shown["ui"]["onediff_guard"]
+    )["result"]
+    shown = with_surroundings(diagnose_pipeline(pipeline))
+    text, told = shown.text(), shown.as_dict()
     assert {flag["given"]: flag["effect"] for flag in told["comfyui"]["flags"]} == {
         "--reserve-vram 2": HONOURED,
         "--lowvram": MAPPED,
@@ -136,8 +136,8 @@ def test_without_flags_the_report_is_as_ever(
     start()
     (pipeline,) = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(
         model_folder("2b").name, "auto", "eager", "none"
-    )
-    assert "flags" not in NODE_CLASS_MAPPINGS["OneDiffGuardPrecisionReport"]().show(pipeline)["result"][0]
+    )["result"]
+    assert "flags" not in with_surroundings(diagnose_pipeline(pipeline)).text()
 
 
 def test_no_flag_is_told_twice() -> None:

@@ -16,7 +16,7 @@ def pipeline(model_folder: Any, tmp_path: Any) -> Any:
     model = model_folder("2b")
     with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
         loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]()
-        yield loader.load(model.name, "fp32", "eager", "none")[0]
+        yield loader.load(model.name, "fp32", "eager", "none")["result"][0]
 
 
 def compile_node(pipeline: Any, **given: Any) -> Any:

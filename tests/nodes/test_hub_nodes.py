@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from as_comfyui import as_json
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands import cli
@@ -53,7 +54,7 @@ def loader(name: str = "LoadPipeline") -> Any:
 
 
 def load(hub_id: str = ID, **more: Any) -> Any:
-    (pipeline,) = loader()().load(NO_MODEL, "fp32", "eager", "none", hub_id=hub_id, node_id="7", **more)
+    (pipeline,) = loader()().load(NO_MODEL, "fp32", "eager", "none", hub_id=hub_id, node_id="7", **more)["result"]
     return pipeline
 
 
@@ -258,15 +259,18 @@ def test_a_hub_id_from_the_command_line(
     server: HubServer, files: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.push(ID, files)
-    old = {"model": "CogVideoX-2b", "precision": "fp32", "backend": "eager", "offload": "none"}
+    size = {"width": 64, "height": 48, "frames": 1, "steps": 1}
     workflow = {
-        "1": {"class_type": "OneDiffGuardLoadPipeline", "inputs": old},
-        "2": {"class_type": "OneDiffGuardPrecisionReport", "inputs": {"pipeline": ["1", 0]}},
+        "1": as_json("LoadPipeline", model="CogVideoX-2b", precision="fp32", backend="eager", offload="none"),
+        "2": as_json("EncodePrompt", pipeline=["1", 0]),
+        "3": as_json("SampleCogVideoX", pipeline=["1", 0], positive=["2", 0], negative=["2", 1], **size),
+        "4": as_json("DecodeLatents", pipeline=["1", 0], latents=["3", 0]),
+        "5": {"class_type": "SaveImage", "inputs": {"images": ["4", 0], "filename_prefix": "hub"}},
     }
     (tmp_path / "workflow.json").write_text(json.dumps(workflow), encoding="utf-8")
     run = ["run", str(tmp_path / "workflow.json"), "--models", str(tmp_path / "none"), "--out", str(tmp_path / "out")]
     assert cli.main(run) == 4 and "Model 'CogVideoX-2b' was not found" in capsys.readouterr().err
-    assert cli.main([*run, "--json", "--set", f"OneDiffGuardLoadPipeline.hub_id={ID}"]) == 0
+    assert cli.main([*run, "--json", "--set", f"1.hub_id={ID}"]) == 0
     assert f"Plan for {ID}: " in capsys.readouterr().out
     assert (
         cli.main([*run, "--set", "1.hub_id=CogVideoX-2b"]) == 4 and "is not a repository id" in capsys.readouterr().err

@@ -137,7 +137,7 @@ def test_a_file_whose_name_is_no_text_harms_nothing(model_folder, tmp_path, belo
     loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]
     with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
         assert loader.listed() == ["model"] and loader.IS_CHANGED(model="model") != loader.IS_CHANGED(model="")
-        (pipeline,) = loader().load("model", "fp32", "eager", "none")
+        (pipeline,) = loader().load("model", "fp32", "eager", "none")["result"]
         assert pipeline.store.unweighted("tokenizer")("a").input_ids
 
 

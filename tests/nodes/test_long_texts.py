@@ -67,7 +67,8 @@ def test_nodes(language: str, model_folder: Any, tmp_path: Path, monkeypatch: py
     model, times = model_folder(), dict[str, float]()
     said: list[str] = []
     with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
-        (pipeline,) = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(model.name, "fp32", "eager", "none")
+        loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]()
+        (pipeline,) = loader.load(model.name, "fp32", "eager", "none")["result"]
         for name, cls in NODE_CLASS_MAPPINGS.items():
             inputs = inputs_of(cls)
             usual = {key: pipeline if kind == "ONEDIFF_PIPELINE" else value for key, (kind, value) in inputs.items()}

@@ -57,7 +57,7 @@ def node(name):
 
 
 def load(model="2b-none", precision="fp32", backend="eager"):
-    (pipeline,) = node("LoadPipeline").load(model, precision, backend, "none")
+    (pipeline,) = node("LoadPipeline").load(model, precision, backend, "none")["result"]
     return pipeline
 
 

@@ -35,7 +35,9 @@ class Graph:
 
     def run(self, precision, sampler="inherit"):
         self.outputs.clear()
-        (pipeline,) = self.outputs["load"] = node("LoadPipeline").load(self.model, precision, "eager", self.offload)
+        (pipeline,) = self.outputs["load"] = node("LoadPipeline").load(self.model, precision, "eager", self.offload)[
+            "result"
+        ]
         encoded = node("EncodePrompt").encode(pipeline, "a paper boat", "", "inherit")
         positive, negative = self.outputs["encode"] = encoded["result"]
         sampled = node("SampleCogVideoX").sample(
@@ -71,7 +73,7 @@ def names(loads):
 
 
 def test_comfyuis_memory_manager_holds_what_is_loaded_and_loses_what_is_let_go(comfyui, model_folder):
-    (pipeline,) = node("LoadPipeline").load(model_folder("2b").name, "fp32", "eager", "none")
+    (pipeline,) = node("LoadPipeline").load(model_folder("2b").name, "fp32", "eager", "none")["result"]
 
     def loaded():
         return [m.model.component for m in comfyui.management.current_loaded_models if m.model and m.model.model_size()]

@@ -33,7 +33,7 @@ def folders(model_folder, tmp_path):
 
 
 def run(precision, model, steps=2, **guard):
-    (pipeline,) = node("LoadPipeline").load(model.name, precision, "eager", "none")
+    (pipeline,) = node("LoadPipeline").load(model.name, precision, "eager", "none")["result"]
     if guard:
         (pipeline,) = node("NaNGuard").apply(pipeline, **guard)
     positive, negative = node("EncodePrompt").encode(pipeline, "a paper boat", "", "inherit")["result"]
@@ -105,7 +105,7 @@ def test_a_rerun_is_told_where_it_can_be_seen(model_folder, tmp_path):
 
 
 def test_a_handle_is_never_changed_by_a_node(folders):
-    (pipeline,) = node("LoadPipeline").load(folders.name, "fp16", "eager", "none")
+    (pipeline,) = node("LoadPipeline").load(folders.name, "fp16", "eager", "none")["result"]
     (stopping,) = node("NaNGuard").apply(pipeline, "stop", True)
     assert (pipeline.policy.on_failure, stopping.policy.on_failure) == (OnFailure.RERUN, OnFailure.STOP)
     assert stopping.store is pipeline.store

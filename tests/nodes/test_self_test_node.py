@@ -1,4 +1,4 @@
-"""The Self-Test node, and what loaders and the Precision Report make of its result."""
+"""The Self-Test node, and what loaders make of its result."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from self_tests import DAY, kept_here
 CPU = torch.device("cpu")
 
 
-def test_loader_report_and_doctor_read_it(
+def test_loader_and_doctor_read_it(
     monkeypatch: pytest.MonkeyPatch, model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     monkeypatch.setenv(host.SELFTEST_VARIABLE, str(tmp_path))
     folder = model_folder("2b")
-    loader, report = (NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]() for name in ("LoadPipeline", "PrecisionReport"))
+    loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]()
     texts, changed = [], []
     with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
         for lines in (
@@ -37,8 +37,8 @@ def test_loader_report_and_doctor_read_it(
             if lines:
                 kept_here(tmp_path, *lines)
             changed.append(loader.IS_CHANGED(model=folder.name))
-            (pipeline,) = loader.load(folder.name, "fp32", "eager", "none")
-            texts.append((report.show(pipeline)["result"][0], examine(folder, precision="fp32").text()))
+            (shown,) = loader.load(folder.name, "fp32", "eager", "none")["ui"]["onediff_guard"]
+            texts.append((shown["text"], examine(folder, precision="fp32").text()))
     assert len({*changed}) == 3, "what is loaded is loaded anew"
     for said, now in zip(
         (

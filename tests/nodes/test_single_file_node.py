@@ -45,7 +45,7 @@ def node(name):
 
 
 def load(precision="fp32", name="video/svd_xt.safetensors"):
-    (pipeline,) = node("LoadPipeline").load(name, precision, "eager", "none")
+    (pipeline,) = node("LoadPipeline").load(name, precision, "eager", "none")["result"]
     return pipeline
 
 

@@ -78,7 +78,9 @@ def pipeline(
 
     def load(backend: str) -> PipelineHandle:
         with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
-            return NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(folder.name, "fp32", backend, "none")[0]
+            return NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(folder.name, "fp32", backend, "none")[
+                "result"
+            ][0]
 
     load("eager").store.compiled.clear()
     return load

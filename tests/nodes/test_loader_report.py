@@ -1,0 +1,74 @@
+"""What Load Pipeline shows: what `doctor` says, of its pipeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shared_models
+from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.headless.commands.doctor import examine
+from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
+
+
+def node(name: str) -> Any:
+    return NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]()
+
+
+@pytest.fixture
+def folder(model_folder: Callable[..., Path], tmp_path: Path) -> Iterator[Path]:
+    model = shared_models.copied(model_folder("5b"), tmp_path / "models" / "small-5b")
+    with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
+        yield model
+
+
+def load(folder: Path, precision: str = "auto", **more: str) -> dict[str, Any]:
+    return node("LoadPipeline").load(folder.name, precision, "eager", "none", **more)
+
+
+def told(loaded: dict[str, Any]) -> dict[str, Any]:
+    return loaded["ui"]["onediff_guard"][0]["diagnosis"]
+
+
+def test_it_says_what_doctor_says(folder: Path) -> None:
+    shown = told(load(folder))
+    examined = examine(folder).as_dict()
+    assert shown["backends"]["chosen"] == "eager", "the pipeline's own"
+    assert shown | {"backends": None} == examined | {"backends": None}
+    assert shown["backends"]["states"] == examined["backends"]["states"]
+
+
+def test_the_strip_has_the_reason_and_behind_it_the_whole_report(folder: Path) -> None:
+    ui = load(folder)["ui"]
+    (shown,) = ui["onediff_guard"]
+    (text,) = ui["text"]
+    assert text.splitlines()[0] == shown["plan"]["reason"] and "laid out like" in text
+    assert (shown["architecture"], shown["plan"]["dtype"], shown["cells"]) == ("CPU", "bf16", [])
+    assert shown["text"].startswith("Plan for small-5b: CogVideoX-5B on CPU") and "This machine" in shown["text"]
+    json.dumps(ui, allow_nan=False)
+
+
+def test_it_is_the_loaders_own_settings(folder: Path) -> None:
+    loaded = load(folder, "fp16", accumulation="fast")
+    shown = told(loaded)
+    assert (shown["precision"], shown["accumulation"]) == ("fp16", "fast")
+    assert {plan["dtype"] for plan in shown["models"][0]["plans"]} == {"fp16"}
+    assert loaded["result"][0].store.loaded() == {}, "no weight was read for it"
+
+
+def test_switches_are_as_they_stand(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ATTENTION_SWITCH, "maybe")
+    assert f"{ATTENTION_SWITCH} = maybe" in load(folder)["ui"]["onediff_guard"][0]["text"]
+
+
+def test_one_node_loads_all_families() -> None:
+    loading = {
+        NODE_DISPLAY_NAME_MAPPINGS[name]
+        for name, cls in NODE_CLASS_MAPPINGS.items()
+        if "ONEDIFF_PIPELINE" in cls.RETURN_TYPES and "pipeline" not in cls.INPUT_TYPES()["required"]
+    }
+    assert loading == {"Load Pipeline"}
