@@ -175,7 +175,7 @@ def test_a_choice_outlasts_the_process(machine: Machine) -> None:
 def test_other_lengths_and_dtypes_are_measured_for_themselves(machine: Machine) -> None:
     for _ in range(2):
         machine.process()
-        machine.process(Size(96, 48, 9))
+        machine.process((96, 48, 9))
         machine.process(precision="fp32")
         assert machine.measured == 3
     assert len(json.loads(machine.file.read_text())["choices"]) == 3
@@ -269,11 +269,11 @@ def test_where_nothing_can_be_measured_pytorch_chooses_and_nothing_is_kept(
 def test_choices_that_were_made_first_are_dropped_first(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_CHOICES", 2)
     for width in (64, 80, 96):
-        machine.process(Size(width, 48, 9))
+        machine.process((width, 48, 9))
     assert len(json.loads(machine.file.read_text())["choices"]) == 2
-    machine.process(Size(96, 48, 9))
+    machine.process((96, 48, 9))
     assert machine.measured == 3
-    machine.process(Size(64, 48, 9))
+    machine.process((64, 48, 9))
     assert machine.measured == 4
 
 
