@@ -44,6 +44,7 @@ class LoadPipeline(Node):
     RETURN_NAMES = ("pipeline",)
     OUTPUT_TOOLTIPS = ("Wire it to Encode Prompt, a sampler of this family and Decode Latents.",)
     FUNCTION = "load"
+    HAS_INTERMEDIATE_OUTPUT = True
 
     @classmethod
     def models(cls) -> dict[str, Path]:

@@ -41,8 +41,10 @@ class Ran:
     def files(self) -> list[Path]:
         return [Path(name) for name in self.answer["files"]]
 
-    def reports(self) -> list[dict[str, Any]]:
-        return [report for ui in self.answer["outputs"].values() for report in ui.get("onediff_guard", [])]
+    def reports(self, having: str = "reruns") -> list[dict[str, Any]]:
+        """Of the nodes that computed; what the loader told has a "diagnosis"."""
+        told = (report for ui in self.answer["outputs"].values() for report in ui.get("onediff_guard", []))
+        return [report for report in told if having in report]
 
 
 def start(

@@ -14,8 +14,8 @@ from runs import Ran
 pytestmark = pytest.mark.comfyui
 
 SHOWING = {  # workflow: its nodes with a report
-    "cogview3_text_to_image": {"EncodePrompt", "SampleCogView", "DecodeLatents"},
-    "svd_image_to_video": {"SampleStableVideoDiffusion", "DecodeLatents"},
+    "cogview3_text_to_image": {"LoadPipeline", "EncodePrompt", "SampleCogView", "DecodeLatents"},
+    "svd_image_to_video": {"LoadPipeline", "SampleStableVideoDiffusion", "DecodeLatents"},
 }
 
 

@@ -46,7 +46,7 @@ def made(server: legs.Server, run_graph: Callable[..., Ran], tmp_path: Path) -> 
         frames = frames_of(saved)
         assert frames.shape == (*size, 3)
         assert all(frame.std() > 2 for frame in frames), [float(frame.std()) for frame in frames]
-        return frames, ran.reports()
+        return frames, [*ran.reports(), *ran.reports("diagnosis")]
 
     return make
 
@@ -63,7 +63,7 @@ def small(server: legs.Server, name: str) -> dict[str, Any]:
 def test_a_shipped_workflow_makes_what_it_promises(server: legs.Server, made: Callable[..., Any], name: str) -> None:
     graph = small(server, name)
     _, reports = made(graph, SIZES[name])
-    assert any(report.get("plan", {}).get("component") == "denoiser" and report["steps"] for report in reports)
+    assert any(report.get("plan", {}).get("component") == "denoiser" and report.get("steps") for report in reports)
     told = {report["diagnosis"]["comfyui"]["version"] for report in reports if "diagnosis" in report}  # by the loader
     assert told == {server.leg.version}
 
@@ -72,12 +72,12 @@ def test_svd_from_comfyuis_single_file(server: legs.Server, made: Callable[..., 
     graph = small(server, "svd_image_to_video")
     families.change(graph, "OneDiffGuardLoadPipeline", model=families.SVD_FILE)
     _, reports = made(graph, SIZES["svd_image_to_video"])
-    assert {report["variant"] for report in reports} == {"SVD-XT"}
+    assert {report["variant"] for report in reports if "variant" in report} == {"SVD-XT"}
 
 
 def test_a_lora_in_the_folder_of_loras(server: legs.Server, made: Callable[..., Any]) -> None:
     graph = small(server, "cogvideox_lora_text_to_video")
     without, _ = made(families.change(graph, "OneDiffGuardLoadLoRA", strength=0.0), (9, 64, 96))
     frames, reports = made(families.change(graph, "OneDiffGuardLoadLoRA", strength=0.8), (9, 64, 96))
-    assert any(f"LoRA {families.LORA} at 0.8" in report["notes"] for report in reports)
+    assert any(f"LoRA {families.LORA} at 0.8" in report.get("notes", []) for report in reports)
     assert abs(frames.astype(int) - without).max() > 4
