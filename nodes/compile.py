@@ -42,8 +42,8 @@ class Compile(Node):
                 "dynamic": inputs.advanced(
                     inputs.choice(
                         tuple(DYNAMIC),
-                        "auto: one graph for the first size, one for all others. on: one for all from the start; takes "
-                        "longer to compile, once. off: one for each size; fastest where the size stays.",
+                        "auto: fine for most. on: one graph for all sizes; takes longer to compile, once. off: one "
+                        "graph for each size; fastest if the size never changes.",
                     )
                 ),
                 "mode": inputs.advanced(

@@ -21,8 +21,8 @@ class EncodePrompt(Node):
     CATEGORY = inputs.SAMPLE
     SEARCH_ALIASES = ["T5", "GLM", "text encoder", "CLIP text encode", *inputs.PRECISION_WORDS]
     DESCRIPTION = (
-        "Encodes a prompt and a negative prompt with the pipeline's text encoder, which is loaded for this and then "
-        "let go. Prompts are remembered: another seed, or a prompt used before, loads nothing."
+        "Encodes a prompt and a negative prompt with the pipeline's text encoder, which is loaded for this and "
+        "offloaded afterwards. Prompts are remembered: another seed, or a prompt used before, loads nothing."
     )
     RETURN_TYPES = ("CONDITIONING", "CONDITIONING")
     RETURN_NAMES = ("positive", "negative")

@@ -49,9 +49,8 @@ class NaNGuard(Node):
             "optional": {
                 "scope": inputs.choice(
                     inputs.SCOPES,
-                    "step: rerun the failing step alone. learned: and from then on the block that made it fail is "
-                    "wide, in later runs too: its products in fp16, all else in float32. run: the rest of the run is "
-                    "in fp32.",
+                    "learned (recommended): recompute the step, and remember which block to protect, also in later "
+                    "runs. step: recompute the failing step alone. run: the rest of the run is in fp32.",
                     default="learned",
                 ),
                 "stay_after": inputs.advanced(

@@ -41,10 +41,10 @@ REPORT = "As text: which precision was used and why, and what was rerun. For nod
 PROBED_STEPS = "Steps of a whole schedule, from noise to result, all measured. More take longer."
 
 _PRECISION_TIP = (
-    "auto: the right one for this card and model, with the reason in the report. bf16, fp16: guarded, a failing step "
-    "is rerun in fp32. fp16 (plain): neither guarded nor made safe, for comparison. fp32: slow, twice the memory. "
-    "fp8 (from RTX 40 on), int8 (from RTX 30 on): bf16 with the denoiser's large linear layers quantised, for speed; "
-    "needs torchao, and half as much memory again for its weights."
+    "auto (best for most): the right one for this card and model; the report says why. bf16, fp16: guarded and "
+    "protected against overflow; a failing step is recomputed in fp32. fp16 (plain): no protection, for comparison. "
+    "fp32: slow, twice the memory. fp8 (RTX 40 and newer), int8 (RTX 30 and newer): faster, with quantised weights; "
+    "needs torchao."
 )
 
 
@@ -58,8 +58,8 @@ def precision(*, inherit: bool = False) -> tuple[list[str], dict[str, Any]]:
 def profile(*, wired: bool = False) -> tuple[str, dict[str, Any]]:
     """What a guard learned elsewhere, as text. wired: it comes through a socket and cannot be typed into the node."""
     tip = (
-        "What was learned elsewhere, as `onediff-guard profile show` prints it; used where it fits this model and "
-        "card. Empty: what was learned here."
+        "Paste or wire what another machine learned (`onediff-guard profile show`). Optional; used where it fits this "
+        "model and card."
     )
     return "STRING", {"default": "", "tooltip": tip, "forceInput" if wired else "multiline": True}
 
@@ -67,9 +67,9 @@ def profile(*, wired: bool = False) -> tuple[str, dict[str, Any]]:
 def native_precision() -> tuple[list[str], dict[str, Any]]:
     """The precision of ComfyUI's own models."""
     tip = (
-        "inherit: as ComfyUI chose. auto: the same on a card with native bf16; on others with fast fp16, fp16 that "
-        "overflows nowhere; the reason is shown on this node. fp16: products in fp16, scaled so that they fit, all "
-        "else in float32. bf16: the same in bf16. fp16 (plain): ComfyUI's own, not guarded, for comparison. fp32: slow."
+        "inherit: leave ComfyUI's choice. auto (best for RTX 20 and older): the fastest precision that is safe on this "
+        "card. fp16: fast, protected against overflow. bf16: the same in bf16. fp16 (plain): ComfyUI's own, no "
+        "protection, for comparison. fp32: slow."
     )
     return [INHERIT, *NATIVE_PRECISIONS], {"default": INHERIT, "tooltip": tip}
 
@@ -201,13 +201,13 @@ def from_hub() -> dict[str, tuple[str, dict[str, Any]]]:
 def on_failure() -> tuple[list[str], dict[str, Any]]:
     return choice(
         ON_FAILURE,
-        "rerun: compute the failing step again in fp32 and go on. stop: end the run with the reason. "
+        "rerun: recompute the failing step in fp32 and go on. stop: end the run with the reason. "
         "off: only watch and report.",
     )
 
 
 def strict() -> tuple[str, dict[str, Any]]:
-    return advanced(flag(False, "Rerun in plain fp32 instead of TF32 on cards that have TF32. Slower."))
+    return advanced(flag(False, "Recompute in full fp32 instead of TF32 (RTX 30 and newer). Slower; rarely needed."))
 
 
 def fit() -> tuple[list[str], dict[str, Any]]:

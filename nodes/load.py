@@ -89,10 +89,9 @@ class LoadPipeline(Node):
                 "accumulation": inputs.advanced(
                     inputs.choice(
                         inputs.ACCUMULATIONS,
-                        "Half-precision accumulation in attention. auto: only on cards where it is reported right. "
-                        "fast: on, with attention scores in fp32 (OneFlow); if frames turn black, choose auto. fp16: "
-                        "as auto, and on a GeForce RTX with precision fp16 the denoiser's products add up in fp16, "
-                        "unless the first step shows that to be too far off; for speed.",
+                        "Leave on auto. fast: a little faster, may turn frames black on some cards (OneFlow). fp16: "
+                        "faster on GeForce RTX with precision fp16; switched off if the first step shows that it is "
+                        "too far off.",
                     )
                 ),
                 **dict(further),

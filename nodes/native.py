@@ -115,7 +115,7 @@ class NumericsProbeModel(Node):
     OUTPUT_TOOLTIPS = (
         PICTURE,
         TEXT,
-        "Wire it to NaN Guard (native)'s profile, with scope learned. Empty where nothing has to be wide.",
+        "Wire it to NaN Guard (native)'s profile, with scope learned. Empty where nothing needs protection.",
     )
     OUTPUT_NODE = True
     EXPERIMENTAL = True  # its recommendations have not been tried on many cards and models yet

@@ -28,9 +28,9 @@ class SelfTest(Node):
     ]
     DESCRIPTION = (
         "Checks in about a minute whether this card computes right what runs rely on: products, convolutions and "
-        "attention in each precision, the guard's rerun, wide layers, compiled code and offload, against float64. "
-        "Nothing is downloaded. Later runs with precision 'auto' do not choose what came out wrong here. Says too what "
-        "runs here and why: card, driver, packages, compile backends, half-precision switches."
+        "attention in each precision, the guard's rerun, overflow protection, compiled code and offload, against "
+        "float64. Nothing is downloaded. Later runs with precision 'auto' do not choose what came out wrong here. "
+        "Says too what runs here and why: card, driver, packages, compile backends, half-precision switches."
     )
     RETURN_TYPES = ("STRING",)
     RETURN_NAMES = ("report",)

@@ -38,8 +38,8 @@ class StepCache(Node):
                     0.0,
                     0.5,
                     0.005,
-                    "Target for the estimated change of the latents, as a share of their norm. 0.02: barely visible. "
-                    "0: nothing is cached.",
+                    "Quality loss you accept, as a share of the latents' norm. 0.02: barely visible. 0: nothing is "
+                    "cached.",
                 ),
                 "check_every": inputs.advanced(
                     inputs.integer(
