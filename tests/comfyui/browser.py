@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PATIENCE = 60_000  # milliseconds: bounds what would hang, far from what a busy machine takes
 # the page needs none of them; without these flags Chromium calls home at each start
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
@@ -282,7 +284,9 @@ class Canvas:
 
 @contextmanager
 def canvas(url: str, pictures: Path, language: str = "en-US") -> Iterator[Canvas]:
-    """A fresh browser profile with the server's page open in it. language: the browser's."""
+    """A fresh browser profile with the server's page open in it; skips where there is none. language: the browser's."""
+    if reason := missing_browser():
+        pytest.skip(reason)
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

@@ -9,6 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import browser
 import families
 import legs
 import pytest
@@ -59,6 +60,13 @@ def pictures(server: legs.Server, tmp_path_factory: pytest.TempPathFactory) -> P
     folder = (Path(named) if named else tmp_path_factory.mktemp("pictures")) / server.leg.id
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def canvas(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
+    """The server's page."""
+    with browser.canvas(server.url, pictures) as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.comfyui
 HERE = Path(__file__).resolve().parent
 NODES = f"""
 import sys
-sys.path += {[str(HERE), str(HERE.parent / "support")]!r}
+sys.path += {[str(HERE / "inside"), str(HERE.parent / "support")]!r}
 from model_nodes import NODE_CLASS_MAPPINGS
 """
 SAMPLING = {"seed": 1, "steps": 2, "cfg": 4.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}

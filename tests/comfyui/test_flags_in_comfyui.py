@@ -8,9 +8,7 @@ import subprocess
 from pathlib import Path
 
 import legs
-import native
-import pytest
-from comfyui_onediff_guard.comfyui_host.flags import HONOURED, NO_EFFECT, ROWS
+from comfyui_onediff_guard.comfyui_host.flags import ROWS
 
 _SCRIPT = """
 import json, sys
@@ -34,12 +32,6 @@ IRRELEVANT = {
 }
 
 
-@pytest.fixture(scope="module")
-def ran(leg: legs.Leg, tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
-    started_with = ["--reserve-vram", "2", "--fp32-vae", "--fast", "fp16_accumulation"]
-    return native.run("flag_cases", tmp_path_factory.mktemp("flags"), *started_with, leg=leg)
-
-
 def test_none_about_memory_or_precision_is_missing(any_leg: legs.Leg, tmp_path: Path) -> None:
     command = [str(any_leg.python), "-c", _SCRIPT, str(any_leg.checkout.resolve())]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", check=False)
@@ -49,27 +41,3 @@ def test_none_about_memory_or_precision_is_missing(any_leg: legs.Leg, tmp_path: 
     missing = {name: what for name, what in flags.items() if _ABOUT.search(f"{name} {what}") and name not in known}
     assert {name: what for name, what in missing.items() if name not in IRRELEVANT} == {}
     assert len(known & flags.keys()) > 20, "its flags were found"
-
-
-def test_the_report_names_what_it_was_started_with(ran: native.Ran) -> None:
-    assert ran["told/flags"] == {
-        "--reserve-vram 2": HONOURED,
-        "--cpu": HONOURED,
-        "--fp32-vae": NO_EFFECT,
-        "--fast fp16_accumulation": HONOURED,
-    }
-    assert any("no effect: choose precision 'fp32' at Decode Latents" in line for line in ran["told/lines"])
-    assert max(map(len, ran["told/lines"])) <= 96
-
-
-@pytest.mark.parametrize("flags", [(), ("--force-channels-last",)])
-def test_the_layout_that_one_asks_for(leg: legs.Leg, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    ran = native.run("layout_cases", tmp_path, *flags, *native.CARD, leg=leg)
-    assert ran["layout/begins"] == bool(flags) and ran["layout/lies so"] == [bool(flags)] * 2
-    assert ran["layout/there"] == [True, False] * 2, "ComfyUI's manager moves them"
-    assert max(ran["layout/off"]) < 1e-5 and len({*ran["layout/off"]}) == 1
-
-
-def test_the_offload_that_they_ask_for(ran: native.Ran) -> None:
-    wishes = {"--lowvram": "group", "--novram": "sequential", "--highvram": "none", "--gpu-only": "none", "--cpu": ""}
-    assert {flag: ran[f"wishes/{flag}"] for flag in wishes} == {flag: [[flag], wish] for flag, wish in wishes.items()}

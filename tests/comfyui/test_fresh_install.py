@@ -105,8 +105,6 @@ def running(core: Core, base: Path) -> Iterator[legs.Server]:
 
 def test_first_frames_after_three_actions(running: legs.Server, tmp_path: Path) -> None:
     """Installed and put there already; the third is a template, and Run. The model is small, and so are the sizes."""
-    if reason := browser.missing_browser():
-        pytest.skip(reason)
     with browser.canvas(running.url, tmp_path) as canvas:
         canvas.load(canvas.ask(f"/api/workflow_templates/{legs.FOLDER}/{TEMPLATE}.json"))
         canvas.set_widgets(SMALL)

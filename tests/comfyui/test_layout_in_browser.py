@@ -63,8 +63,6 @@ def read(path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["classic", "nodes_2"])
 def canvas(request: pytest.FixtureRequest, server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
-    if reason := browser.missing_browser():
-        pytest.skip(reason)
     if request.param and server.leg.id == "leg_b":
         pytest.skip("Nodes 2.0 is newer than this frontend")
     with browser.canvas(server.url, pictures) as opened:

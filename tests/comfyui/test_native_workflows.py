@@ -149,8 +149,6 @@ def test_the_probe_takes_what_the_sampler_takes(server: legs.Server, name: str) 
 def test_the_page_runs_it_and_shows_both_reports_on_the_guard(
     server: legs.Server, nothing_learned: Path, pictures: Path, name: str
 ) -> None:
-    if reason := browser.missing_browser():
-        pytest.skip(reason)
     case = CASES[name]
     with browser.canvas(server.url, pictures) as canvas:
         canvas.load(json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8")))

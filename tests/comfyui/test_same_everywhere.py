@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,6 @@ PRECISIONS = {"auto": "small-healthy", "fp16": "small-rerun"}  # the second is r
 SERIALIZED = "() => JSON.parse(JSON.stringify(app.graph.serialize()))"
 NOT_VIDEOS = """() => app.graph.nodes.filter(node => ['CreateVideo', 'SaveVideo'].includes(node.type))
     .forEach(node => app.graph.remove(node))"""
-
-
-@pytest.fixture(scope="module")
-def canvas(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
-    if reason := browser.missing_browser():
-        pytest.skip(reason)
-    with browser.canvas(server.url, pictures) as opened:
-        yield opened
 
 
 def pixels(files: list[Path]) -> np.ndarray:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
@@ -81,24 +80,16 @@ NATIVE_REPORT = """([type, prompt, cells]) => {
 BUTTON = ".onediff-guard button"
 
 
-@pytest.fixture(scope="module")
-def page(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
-    if reason := browser.missing_browser():
-        pytest.skip(reason)
-    with browser.canvas(server.url, pictures) as opened:
-        yield opened
-
-
 @pytest.fixture(params=["classic", "nodes_2"])
-def canvas(request: pytest.FixtureRequest, server: legs.Server, page: browser.Canvas) -> Iterator[browser.Canvas]:
+def canvas(request: pytest.FixtureRequest, server: legs.Server, canvas: browser.Canvas) -> Iterator[browser.Canvas]:
     vue = request.param == "nodes_2"
     if vue and tuple(map(int, server.leg.version.split("."))) < legs.CURRENT:
         pytest.skip("this ComfyUI has a preview of Nodes 2.0 alone")
-    page.choose(server.url, VueNodes_Enabled=vue)
-    page.open(server.url)
-    page.complaints.clear()
-    yield page
-    page.choose(server.url, VueNodes_Enabled=False, Locale=None)
+    canvas.choose(server.url, VueNodes_Enabled=vue)
+    canvas.open(server.url)
+    canvas.complaints.clear()
+    yield canvas
+    canvas.choose(server.url, VueNodes_Enabled=False, Locale=None)
 
 
 def ran(canvas: browser.Canvas, more: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 import re
 import subprocess
 import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,6 @@ def templates(server: legs.Server) -> list[Path]:
 @pytest.fixture(scope="module")
 def schemas(server: legs.Server) -> dict[str, Schema]:
     return {name: schema.from_object_info(name, info) for name, info in server.ask("/object_info").items()}
-
-
-@pytest.fixture(scope="module")
-def canvas(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
-    if reason := browser.missing_browser():
-        pytest.skip(reason)
-    with browser.canvas(server.url, pictures) as opened:
-        yield opened
 
 
 def test_the_page_and_the_reader_make_the_same_graph(

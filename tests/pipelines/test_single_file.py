@@ -1,6 +1,6 @@
 """ComfyUI's single SVD file: the tables hold for the real file's keys, and a small one loads or is refused in words.
 
-That the weights land in the right places is shown in tests/comfyui/test_svd_single_file.py, by ComfyUI's own SVD.
+That the weights land in the right places is shown in tests/comfyui/inside/single_file.py, by ComfyUI's own SVD.
 """
 
 from __future__ import annotations

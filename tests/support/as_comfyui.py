@@ -39,7 +39,7 @@ def call(name: str, wired: Collection[str] = (), **given: Any) -> dict[str, Any]
 
 def _validate(cls: type[Any], constants: dict[str, Any]) -> None:
     """As ComfyUI's execution.validate_inputs: it converts numbers, checks ranges and lists of what VALIDATE_INPUTS does
-    not name, and marks all that it names where that says no. tests/comfyui/test_validation.py has the real one."""
+    not name, and marks all that it names where that says no. tests/comfyui/inside/validation.py has the real one."""
     schema = cls.INPUT_TYPES()
     validate = getattr(cls, "VALIDATE_INPUTS", None)
     named = validate.__func__.__code__.co_varnames[1 : validate.__func__.__code__.co_argcount] if validate else ()

@@ -1,0 +1,168 @@
+"""NaN Guard (native) on networks that remember earlier calls: a rerun starts from what the failed call found."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from in_comfyui import difference, error_of, guarded, said
+from native_layouts import WAN, Layout
+from native_models import SUPPORTED, in_fp32, make_model
+
+HOT = {"blocks.0.ffn.0.weight": 1e5}
+CAUSAL = Layout(
+    "WAN21_CausalAR_T2V",
+    WAN | {"image_model": "wan2.1", "model_type": "t2v", "causal_ar": True},
+    latents=(1, 16, 3, 8, 8),
+    context=(1, 7, 32),
+    hot=HOT,
+    cfg=1.0,
+)
+ANIMATE = Layout(
+    "WAN_Animate2",
+    WAN | {"image_model": "wan2.1", "model_type": "animate2", "in_dim": 36},
+    latents=(1, 16, 3, 8, 8),
+    context=(1, 7, 32),
+    hot=HOT,
+    cfg=1.0,
+)
+TEXT_TO_VIDEO = Layout(
+    "WAN21_T2V", WAN | {"image_model": "wan2.1", "model_type": "t2v"}, (1, 16, 3, 8, 8), (1, 7, 32), hot=HOT
+)
+HIDREAM = Layout(
+    "HiDreamO1",
+    {
+        "image_model": "hidream_o1",
+        "text_config_overrides": {
+            "vocab_size": 151700,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "rope_dims": [4, 6, 6],
+        },
+        "vision_config_overrides": {
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 48,
+            "depth": 1,
+            "deepstack_visual_indexes": (),
+        },
+    },
+    latents=(1, 3, 64, 64),
+    context=(1, 7, 64),
+    hot={"language_model.layers.0.mlp.up_proj.weight": 8e4},
+    cfg=1.0,
+)
+TOKENS = {"text_input_ids": torch.tensor([[5, 6, 7, 8, 9, 10, 11]])}
+EULER = ("euler", {})
+
+
+def needs(layout: Layout) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not hasattr(SUPPORTED, layout.config), reason=f"this ComfyUI has no {layout.config}")
+
+
+def sampled(
+    patcher: Any, layout: Layout, sampler: tuple[str, Any], sigmas: list[float], **conditions: Any
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    noise = torch.randn(layout.latents, generator=generator)
+    prompt = [[torch.randn(layout.context, generator=generator), conditions]]
+    sampling = import_module("comfy.samplers").ksampler(*sampler), torch.tensor(sigmas)
+    given = (*sampling, prompt, prompt, torch.zeros(layout.latents))
+    with torch.inference_mode():
+        return import_module("comfy.sample").sample_custom(
+            patcher, noise, layout.cfg, *given, disable_pbar=True, seed=1
+        )
+
+
+@needs(CAUSAL)
+@pytest.mark.parametrize(("hot", "fails", "reruns"), [(False, (), 0), (False, (1, 2, 4), 2), (True, (), 9)])
+def test_frames_after_frames_attend_to_what_the_rerun_made_of_those_before(
+    hot: bool, fails: tuple[int, ...], reruns: int
+) -> None:
+    """fails: of the model's calls in half precision, those that come out infinite."""
+    how = ("ar_video", {"num_frame_per_block": 1}), [1.0, 0.6, 0.0]
+    model = make_model(CAUSAL, hot=hot)
+    calls: list[int] = []
+
+    def spoil(_network: torch.nn.Module, _given: Any, result: torch.Tensor) -> torch.Tensor:
+        if result.dtype == torch.float32:
+            return result
+        calls.append(1)
+        return result * float("inf") if len(calls) - 1 in fails else result
+
+    model.model.diffusion_model.register_forward_hook(spoil)
+    made = sampled(guarded(model), CAUSAL, *how)
+    assert f"{reruns} reruns" in said[-1]
+    if not reruns:
+        assert torch.equal(made, sampled(make_model(CAUSAL), CAUSAL, *how))
+    # their keys and values are kept in fp16, as those of a healthy run are
+    assert difference(made, sampled(in_fp32(model, CAUSAL), CAUSAL, *how)) <= 2e-3
+
+
+@needs(HIDREAM)
+@pytest.mark.parametrize("hot", [False, True])
+def test_a_prompt_that_the_network_remembers_is_not_that_of_a_failed_call(hot: bool) -> None:
+    """HiDream-O1 keeps the prompt's keys and values on itself: for later steps, and for later runs."""
+    how = EULER, [1.0, 0.7, 0.4, 0.0]
+    model = make_model(HIDREAM, hot=hot)
+    expected = sampled(in_fp32(model, HIDREAM) if hot else make_model(HIDREAM), HIDREAM, *how, **TOKENS)
+    behind = guarded(model)
+    for _ in range(2):
+        made = sampled(behind, HIDREAM, *how, **TOKENS)
+        assert f"3 steps, {3 if hot else 0} reruns" in said[-1]
+        assert difference(made, expected) <= 1e-5 if hot else torch.equal(made, expected)
+    assert len(model.model.diffusion_model._kv_cache_entries) == (0 if hot else 1)
+
+
+@needs(HIDREAM)
+def test_nothing_of_a_stopped_run_is_remembered() -> None:
+    model = make_model(HIDREAM, hot=True)
+    stopped = guarded(model, on_failure="stop")
+    assert "set to stop" in error_of(lambda: sampled(stopped, HIDREAM, EULER, [1.0, 0.7, 0.0], **TOKENS))
+    assert len(model.model.diffusion_model._kv_cache_entries) == 0
+
+
+@needs(ANIMATE)
+def test_a_cache_beside_the_network_is_filled_by_the_rerun() -> None:
+    """Wan-Animate 2's: the pose video's activations, made at the first step."""
+    how = EULER, [1.0, 0.6, 0.0]
+    conditions = {"pose_video_latent": torch.randn((1, 16, 2, 8, 8), generator=torch.Generator().manual_seed(7))}
+    model = make_model(ANIMATE, hot=True)
+    exact = sampled(in_fp32(model, ANIMATE), ANIMATE, *how, **conditions)
+    cached = import_module("comfy_extras.nodes_wan").WanAnimate2Cache.execute(model, "cpu").args[0]
+    for patcher, bound in ((model, 1e-5), (cached, 2e-3)):  # it is kept in fp16
+        assert difference(sampled(guarded(patcher), ANIMATE, *how, **conditions), exact) <= bound
+        assert "2 steps, 2 reruns" in said[-1]
+
+
+class Prefix:
+    """Keys and values that a network computes at its first call, as Qwen-Image 2.1 keeps those of its prefix."""
+
+    __slots__ = ("layers", "network")
+
+    def __init__(self, network: torch.nn.Module):
+        self.layers: dict[int, list[torch.Tensor]] = {}
+        self.network = network
+
+    def through(self, _layer: torch.nn.Module, _given: Any, result: torch.Tensor) -> torch.Tensor:
+        first = self.layers.setdefault(0, [result * 0 + 1])[0]
+        return result + first.to(result.dtype)
+
+
+def test_what_a_network_keeps_in_an_object_is_not_that_of_a_failed_call() -> None:
+    """And what it writes to its arguments is not either."""
+    hot = make_model(TEXT_TO_VIDEO, hot=True)
+    exact = in_fp32(hot, TEXT_TO_VIDEO)
+    for network in (hot.model.diffusion_model, exact.model.diffusion_model):
+        network.prefix = Prefix(network)
+        network.blocks[0].ffn.register_forward_hook(network.prefix.through)
+        network.blocks[1].register_forward_pre_hook(lambda _block, given: (given[0].mul_(2), None)[1])
+    made, expected = (sampled(model, TEXT_TO_VIDEO, EULER, [1.0, 0.6, 0.0]) for model in (guarded(hot), exact))
+    assert "2 steps, 2 reruns" in said[-1]
+    assert difference(made, expected) <= 1e-5

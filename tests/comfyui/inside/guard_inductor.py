@@ -1,0 +1,28 @@
+"""ComfyUI's node for torch.compile, with the compiler that people use, before NaN Guard (native) and after it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from in_comfyui import difference, guarded
+from native_models import LAYOUTS, sample, with_its_twin
+
+AS_SD15 = ("sdxl", "svd")  # of its class, which takes inductor minutes
+
+
+@pytest.mark.parametrize("family", [name for name in LAYOUTS if name not in AS_SD15])
+def test_a_model_that_inductor_compiled_is_guarded(family: str) -> None:
+    layout = LAYOUTS[family]
+    model, twin = with_its_twin(layout)
+    exact = sample(twin, layout)
+    rounding = difference(sample(model, layout), exact)
+    for patcher in (guarded(_compiled(model)), _compiled(guarded(model))):
+        torch.compiler.reset()
+        assert difference(sample(patcher, layout), exact) <= 2 * rounding
+
+
+def _compiled(patcher: Any) -> Any:
+    return import_module("comfy_extras.nodes_torch_compile").TorchCompileModel.execute(patcher, "inductor").args[0]

@@ -1,0 +1,125 @@
+"""NaN Guard (native) on ComfyUI's own small models: what it does, says and leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from in_comfyui import difference, error_of, guarded, said
+from native_models import LAYOUTS, in_fp32, make_model, sample
+
+SD15, FLUX = LAYOUTS["sd15"], LAYOUTS["flux"]
+EXTENSION = import_module("comfy.patcher_extension")
+KINDS = EXTENSION.WrappersMP
+STEPS = 3
+HOT = "input_blocks.1.0.in_layers.2"
+
+
+@contextmanager
+def counting(patcher: Any) -> Iterator[list[torch.dtype]]:
+    """The dtype of each call of the diffusion model, as it sees its input."""
+    seen: list[torch.dtype] = []
+    hook = patcher.model.diffusion_model.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize(("family", "layer"), {"sd15": HOT, "flux": "double_blocks.0.txt_mlp.2"}.items())
+def test_each_rerun_is_told_as_it_happens_and_the_report_names_the_layer(family: str, layer: str) -> None:
+    sample(guarded(make_model(LAYOUTS[family], hot=True)), LAYOUTS[family])
+    assert f"'{layer}' reaches" in said[-1]
+    assert f"{STEPS} steps, {STEPS} reruns" in said[-1]
+    assert len(said) == STEPS + 1 and said[0].startswith("call 1: non-finite in fp16")
+
+
+def test_the_model_that_went_in_is_not_changed() -> None:
+    patcher = make_model(SD15, hot=True)
+    sample(patcher, SD15)  # ComfyUI notes on the layers that they are loaded
+    before = _state(patcher)
+    clone = guarded(patcher)
+    sample(clone, SD15)
+    assert before == _state(patcher)
+    assert torch.isnan(sample(patcher, SD15)).all()
+    kinds = (KINDS.OUTER_SAMPLE, KINDS.APPLY_MODEL)
+    assert [len(guarded(clone).get_all_wrappers(kind)) for kind in kinds] == [1, 1]  # in the first guard's place
+
+
+def _state(patcher: Any) -> list[Any]:
+    model = patcher.model
+    hooks = [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in model.modules()]
+    names = [sorted(vars(layer)) for layer in model.modules()]
+    weights = [(name, weight.dtype, weight.data_ptr()) for name, weight in model.state_dict().items()]
+    return [repr(patcher.wrappers), repr(patcher.model_options), repr(patcher.object_patches), hooks, names, weights]
+
+
+def test_what_the_policy_says_is_done() -> None:
+    patcher = make_model(SD15, hot=True)
+    stopped = error_of(lambda: sample(guarded(patcher, on_failure="stop"), SD15))
+    assert "call 1" in stopped and "set to stop" in stopped
+    assert torch.isnan(sample(guarded(patcher, on_failure="off"), SD15)).all()
+    assert f"0 reruns, {STEPS} NOT FINITE" in said[-1]
+    with counting(patcher) as seen:
+        step = sample(guarded(patcher, scope="step"), SD15)
+    half, single = torch.float16, torch.float32
+    looked_for = [half]  # where it fails, once
+    assert seen in ([half, single] * STEPS, [half, single, *looked_for, *[half, single] * 2])
+    with counting(patcher) as seen:
+        assert torch.equal(sample(guarded(patcher, scope="run"), SD15), step)
+    assert seen == [half, single, single, single]
+    assert torch.equal(sample(guarded(guarded(patcher, on_failure="stop")), SD15), step)  # the last node counts
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, torch.inf), (torch.float32, torch.nan)])
+def test_a_damaged_weight_ends_the_run_by_name(dtype: torch.dtype, value: float) -> None:
+    broken = make_model(SD15, dtype)
+    broken.model.diffusion_model.get_submodule(HOT).weight[0, 0] = value
+    error = error_of(lambda: sample(guarded(broken), SD15))
+    assert error.startswith("GuardStopped") and f"'{HOT}.weight' holds" in error
+
+
+def test_a_broken_input_is_not_blamed_on_the_model() -> None:
+    latents, pooled = torch.full(SD15.latents, torch.nan), torch.full((1, 24), torch.nan)
+    error = error_of(lambda: sample(guarded(make_model(SD15)), SD15, latents=latents))
+    assert "was given latents with 512 non-finite values" in error
+    error = error_of(lambda: sample(guarded(make_model(FLUX)), FLUX, pooled_output=pooled))
+    assert "was given condition 'y' with 24 non-finite values" in error
+    assert sample(guarded(make_model(SD15)), SD15).isfinite().all()
+
+
+def test_a_controlnet_reaches_the_rerun_although_the_attempt_used_it_up() -> None:
+    hot = make_model(SD15, hot=True)
+    without = sample(in_fp32(hot, SD15), SD15)
+    made, exact = (sample(_controlled(patcher), SD15) for patcher in (guarded(hot), in_fp32(hot, SD15)))
+    assert difference(without, exact) > 2e-2
+    assert torch.equal(made, exact)
+
+
+def _controlled(patcher: Any) -> Any:
+    """With a stand-in for a ControlNet: what it gives is taken off its lists by the model as it is used."""
+
+    def residuals(apply_model: Any, call: dict[str, Any]) -> torch.Tensor:
+        batch, _, height, width = call["input"].shape
+        middle = 5 * torch.randn((batch, 64, height // 2, width // 2), generator=torch.Generator().manual_seed(9))
+        return apply_model(call["input"], call["timestep"], **call["c"] | {"control": {"middle": [middle]}})
+
+    clone = patcher.clone()
+    clone.set_model_unet_function_wrapper(residuals)
+    return clone
+
+
+def test_what_a_newer_comfyui_gives_the_sampler_is_handed_on() -> None:
+    """0.12 hands on `latent_shapes` too, by name."""
+    handed_on: dict[str, Any] = {}
+    patcher = guarded(make_model(SD15))
+    guider = import_module("comfy.samplers").CFGGuider(patcher)
+    wrappers = patcher.get_all_wrappers(KINDS.OUTER_SAMPLE)
+    ends_in = lambda *_args, **by_name: handed_on.update(by_name)  # noqa: E731
+    executor = EXTENSION.WrapperExecutor.new_class_executor(ends_in, guider, wrappers)
+    executor.execute(None, None, None, [1.0, 0.0], latent_shapes=[(1, 4)])
+    assert handed_on == {"latent_shapes": [(1, 4)]}

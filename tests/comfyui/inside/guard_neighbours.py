@@ -1,0 +1,201 @@
+"""NaN Guard (native) beside other packs' wrappers, LoRAs, torch.compile and each attention."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from guard_beside import lora_on
+from in_comfyui import difference, error_of, guarded, on, said
+from native_models import LAYOUTS, in_fp32, make_model, sample
+
+SD15, FLUX = LAYOUTS["sd15"], LAYOUTS["flux"]
+KINDS = import_module("comfy.patcher_extension").WrappersMP
+HALF, SINGLE = torch.float16, torch.float32
+
+
+def test_other_packs_wrappers_are_called_in_the_rerun_too() -> None:
+    """Put on before the guard and after it."""
+    hot = make_model(SD15, hot=True)
+    exact, without = sample(_wrapped(in_fp32(hot, SD15), []), SD15), sample(in_fp32(hot, SD15), SD15)
+    assert difference(without, exact) > 2e-2  # they have an effect
+    for order in ("before", "after"):
+        called: list[str] = []
+        patcher = guarded(_wrapped(hot, called)) if order == "before" else _wrapped(guarded(hot), called)
+        assert difference(sample(patcher, SD15), exact) <= 1e-3
+        assert sorted(set(called)) == ["apply_model", "diffusion_model", "unet function"]
+
+
+def _wrapped(patcher: Any, called: list[str]) -> Any:
+    def unet_function(apply_model: Any, call: dict[str, Any]) -> torch.Tensor:
+        called.append("unet function")
+        return apply_model(call["input"], call["timestep"], **call["c"]) * 0.9
+
+    def chained(kind: str) -> Callable[..., Any]:
+        def wrapper(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            called.append(kind)
+            return executor(x * 1.1, *args, **kwargs)
+
+        return wrapper
+
+    clone = patcher.clone()
+    clone.set_model_unet_function_wrapper(unet_function)
+    for kind in (KINDS.APPLY_MODEL, KINDS.DIFFUSION_MODEL):
+        clone.add_wrapper_with_key(kind, "another pack", chained(kind))
+    return clone
+
+
+def test_a_lora_on_the_guarded_model_is_in_the_rerun() -> None:
+    """One that is put on before the guard is guard_beside.py's."""
+    hot = make_model(SD15, hot=True)
+    without = sample(in_fp32(hot, SD15), SD15)
+    patcher = lora_on(guarded(hot))
+    made, exact = sample(patcher, SD15), sample(in_fp32(patcher, SD15), SD15)
+    assert difference(made, exact) <= 1e-5
+    assert difference(without, exact) > 2e-2
+    assert torch.isnan(sample(hot, SD15)).all()
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize(
+    ("family", "hot", "part"),
+    [("sd15", True, "diffusion_model.out"), ("flux", False, "diffusion_model"), ("flux", True, "diffusion_model")],
+)
+def test_a_compiled_model_is_guarded(family: str, hot: bool, part: str, order: str) -> None:
+    """By ComfyUI's own torch.compile; the backend compiles nothing, so that it is quick and exact."""
+    compile_model = import_module("comfy_api.torch_helpers").set_torch_compile_wrapper
+    layout = LAYOUTS[family]
+    model = make_model(layout, hot=hot)
+    expected = sample(in_fp32(model, layout) if hot else model, layout)
+    torch.compiler.reset()
+    patcher = model.clone() if order == "before" else guarded(model).clone()
+    compile_model(patcher, backend="eager", keys=[part])
+    made = sample(guarded(patcher) if order == "before" else patcher, layout)
+    assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes"),
+    {
+        **{key: set() for key in ("basic", "sub_quad", "split", "pytorch")},
+        "xformers": {HALF, SINGLE},
+        "sage": {HALF},
+        "flash": {HALF},
+    }.items(),
+)
+def test_every_attention_is_right_in_the_rerun(name: str, dtypes: set[torch.dtype]) -> None:
+    """Those for CUDA have stand-ins for their kernels. dtypes: that these are given."""
+    hot = make_model(SD15, hot=True)
+    with _chosen(import_module("comfy.ldm.modules.attention"), name) as seen:
+        made = sample(guarded(hot), SD15)
+    assert difference(made, sample(in_fp32(hot, SD15), SD15)) <= 1e-5
+    assert set(seen) == dtypes
+
+
+@contextmanager
+def _chosen(attention: Any, name: str) -> Iterator[list[torch.dtype]]:
+    """Yields the dtypes that the stand-in for a kernel was given."""
+    seen: list[torch.dtype] = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+        seen.append(q.dtype)
+        if name in ("sage", "flash"):
+            assert q.dtype in (torch.float16, torch.bfloat16), "for half precision only"
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+    stand_ins = {
+        "sageattn": kernel,
+        "flash_attn_wrapper": kernel,
+        "xformers": SimpleNamespace(ops=SimpleNamespace(memory_efficient_attention=kernel)),
+        "BROKEN_XFORMERS": False,
+        "optimized_attention": getattr(attention, f"attention_{name}"),
+    }
+    before = {key: getattr(attention, key) for key in stand_ins if hasattr(attention, key)}
+    vars(attention).update(stand_ins)
+    try:
+        yield seen
+    finally:
+        vars(attention).update(before)
+
+
+def test_another_packs_attention_gives_way_in_the_rerun() -> None:
+    """It is for half precision alone, and set by ComfyUI's own way."""
+    seen: list[torch.dtype] = []
+
+    def override(_chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(q.dtype)
+        return import_module("comfy.ldm.modules.attention").attention_pytorch(q, *args, **kwargs)
+
+    hot = make_model(SD15, hot=True)
+    patcher = guarded(hot)
+    patcher.model_options["transformer_options"]["optimized_attention_override"] = override
+    assert torch.equal(sample(patcher, SD15), sample(in_fp32(hot, SD15), SD15))
+    assert set(seen) == {HALF}
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "hot", "seen"),
+    [
+        ("sm80", HALF, False, {(HALF, "0, False")}),
+        ("sm80", HALF, True, {(HALF, "0, False"), (SINGLE, "0, False")}),
+        ("sm70", HALF, False, {(HALF, "1, True")}),
+        ("sm80", torch.bfloat16, False, {(torch.bfloat16, "unset, True")}),
+    ],
+)
+def test_the_accumulation_switches_are_held_while_a_call_runs(
+    card: str, dtype: torch.dtype, hot: bool, seen: set[Any]
+) -> None:
+    """On a card that sums wrong in half precision, and on one that does not."""
+    found: set[Any] = set()
+
+    def look(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.add((x.dtype, _switches()))
+        return executor(x, *args, **kwargs)
+
+    before = _switches()
+    patcher = make_model(SD15, dtype, hot=hot).clone()
+    patcher.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "look", look)
+    with on(card):
+        sample(guarded(patcher), SD15)
+    assert found == seen and _switches() == before
+    assert ("half-precision accumulation" in said[-1]) == (dtype is HALF)
+
+
+def test_the_accumulation_switches_are_put_back_after_an_error() -> None:
+    def raises(*_: Any, **__: Any) -> Any:
+        raise ValueError(_switches())
+
+    before = _switches()
+    broken = make_model(SD15).clone()
+    broken.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "raises", raises)
+    assert error_of(lambda: sample(guarded(broken), SD15)).startswith("ValueError: 0, ")  # nobody reported the CPU's
+    assert _switches() == before
+
+
+def _switches() -> str:
+    attention = os.environ.get("ONEFLOW_ATTENTION_ALLOW_HALF_PRECISION_ACCUMULATION", "unset")
+    return f"{attention}, {torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction}"
+
+
+@pytest.mark.parametrize("family", ["sd15", "svd", "flux"])
+def test_a_fault_in_one_step_costs_one_step(family: str) -> None:
+    layout, calls = LAYOUTS[family], list[int]()
+
+    def fault(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        made = executor(*args, **kwargs)
+        return made * torch.inf if len(calls) == 2 else made
+
+    healthy = make_model(layout)
+    faulty = healthy.clone()
+    faulty.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "fault", fault)
+    made = sample(guarded(faulty), layout)
+    assert 0 < difference(made, sample(in_fp32(healthy, layout), layout)) <= 2e-2
+    assert "3 steps, 1 rerun." in said[-1]

@@ -1,0 +1,128 @@
+"""NaN Guard (native) on models with fp8 weights, of which some layers multiply in fp8: its rerun is fp32."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from in_comfyui import difference, error_of, guarded, module, said
+from native_models import LAYOUTS, make_model, sample
+
+OPS = import_module("comfy.ops")
+SD15 = LAYOUTS["sd15"]
+STEPS = 2
+FP8 = torch.float8_e4m3fn
+HOT = "input_blocks.1.0.in_layers.2"  # a convolution, which ComfyUI leaves in half precision
+HIDDEN = "middle_block.1.transformer_blocks.0.ff.net.0.proj"  # feeds a product through a GEGLU, with no norm between
+KINDS = {"fp8_ops": OPS.fp8_ops}  # ComfyUI's layer classes that multiply in fp8, and one that has fp8 weights alone
+if scaled := getattr(OPS, "scaled_fp8_ops", None):
+    KINDS["scaled fp8"] = scaled(fp8_matrix_mult=True, scale_input=True, override_dtype=FP8)
+    KINDS["scaled fp8, no input scale"] = scaled(fp8_matrix_mult=True, override_dtype=FP8)
+    KINDS["scaled fp8 weights"] = scaled(override_dtype=FP8)
+
+
+def make(kind: str, *, hot: bool) -> Any:
+    patcher = make_model(SD15, FP8, torch.float16, operations=KINDS[kind])
+    network = patcher.model.diffusion_model
+    if hot:
+        layer = network.get_submodule(HOT)
+        layer.weight = torch.nn.Parameter(layer.weight.float() * 1e5, requires_grad=False)
+    for name, weight in network.named_parameters():
+        if name.endswith(("scale_weight", "scale_input")):
+            weight.fill_(0.5)
+    return patcher
+
+
+def in_fp32(patcher: Any) -> Any:
+    """A model in fp32 with the weights that the other one's checkpoint holds: scaled where it says so."""
+    weights = {name: weight.float() for name, weight in patcher.model.diffusion_model.state_dict().items()}
+    scales = {name: weights.pop(name) for name in list(weights) if name.endswith(("scale_weight", "scale_input"))}
+    for name, scale in scales.items():
+        if name.endswith("scale_weight"):
+            weights[name.replace("scale_weight", "weight")] *= scale
+    twin = make_model(SD15, torch.float32)
+    twin.model.diffusion_model.load_state_dict(weights)
+    return twin
+
+
+@contextmanager
+def counting() -> Iterator[list[bool]]:
+    """Whether each product was made in fp8."""
+    made: list[bool] = []
+    original = OPS.fp8_linear
+
+    def fp8_linear(layer: Any, given: Any) -> Any:
+        output = original(layer, given)
+        made.append(output is not None)
+        return output
+
+    OPS.fp8_linear = fp8_linear
+    try:
+        yield made
+        assert OPS.fp8_linear is fp8_linear, "the guard puts back what was there"
+    finally:
+        OPS.fp8_linear = original
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rerun_multiplies_in_fp32_what_the_checkpoint_holds(kind: str) -> None:
+    patcher = make(kind, hot=True)
+    with counting() as products:
+        assert torch.isnan(sample(patcher, SD15, steps=STEPS)).all()
+        assert any(products) == (kind != "scaled fp8 weights")
+        made = sample(guarded(patcher), SD15, steps=STEPS)
+    assert difference(made, sample(in_fp32(patcher), SD15, steps=STEPS)) <= 1e-5
+    assert "2 steps, 2 reruns" in said[-1]
+    assert "rerun from the float8_e4m3fn weights as they are stored, with products in fp32" in said[-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_healthy_run_keeps_its_products(kind: str) -> None:
+    patcher = make(kind, hot=False)
+    plain, made = (sample(each, SD15, steps=STEPS) for each in (patcher, guarded(patcher)))
+    assert torch.equal(made, plain)
+    assert "0 reruns" in said[-1] and "as they are stored" not in said[-1]
+
+
+def test_what_a_product_in_fp8_hides_is_seen() -> None:
+    """What overflows before it, where ComfyUI clamps it: the picture is finite, and wrong."""
+    patcher = make("fp8_ops", hot=False)
+    layer = patcher.model.diffusion_model.get_submodule(HIDDEN)
+    hot = torch.ones(layer.weight.shape[0], 1)
+    hot[: len(hot) // 2] = 6e4  # not the gate
+    layer.weight = torch.nn.Parameter(layer.weight.float() * hot, requires_grad=False)
+    plain, made, exact = (sample(each, SD15, steps=STEPS) for each in (patcher, guarded(patcher), in_fp32(patcher)))
+    assert plain.isfinite().all() and difference(plain, exact) > 0.01
+    assert difference(made, exact) <= 1e-5
+    assert "2 steps, 2 reruns" in said[-1]
+
+
+def test_nothing_is_left_of_a_rerun_that_failed_too() -> None:
+    broken = make("fp8_ops", hot=True)
+    broken.model.diffusion_model.out[0].weight = torch.nn.Parameter(torch.full((32,), torch.nan), requires_grad=False)
+    with counting():
+        assert error_of(lambda: sample(guarded(broken), SD15)).startswith("GuardStopped")
+
+
+def test_other_threads_keep_their_products() -> None:
+    layer = OPS.fp8_ops.Linear(16, 16, dtype=FP8).eval().requires_grad_(False)
+    layer.weight.copy_(torch.eye(16))
+    layer.bias.zero_()
+    in_fp8: list[bool] = []
+
+    def product() -> None:
+        with torch.inference_mode():
+            in_fp8.append(OPS.fp8_linear(layer, torch.ones((1, 2, 16), dtype=torch.float16)) is not None)
+
+    with module("comfyui_host.layers").products_in_fp32(layer):
+        product()
+        other = threading.Thread(target=product)
+        other.start()
+        other.join()
+    product()
+    assert in_fp8 == [False, True, True]

@@ -1,0 +1,289 @@
+"""NaN Guard (native) on quantised checkpoints, in every format that ComfyUI has: its rerun is fp32.
+
+Weights are quantised, and read back, by ComfyUI's own layouts: comfy.quant_ops has them since late 2025.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from in_comfyui import difference, error_of, guarded, module, said
+from native_models import CPU, LAYOUTS, Layout, make_model, sample
+
+OPS = import_module("comfy.ops")
+QUANT: Any = import_module("comfy.quant_ops") if hasattr(OPS, "mixed_precision_ops") else None
+HERE = hasattr(QUANT, "QUANT_ALGOS")
+pytestmark = pytest.mark.skipif(not HERE, reason="this ComfyUI has no layers with quantised weights")
+WAN, SD15 = LAYOUTS["wan"], LAYOUTS["sd15"]  # WAN's feed-forward asks for an activation and a product in one
+STEPS = 2
+HIDDEN = "middle_block.1.transformer_blocks.0.ff.net.0.proj"  # feeds a product through a GEGLU, with no norm between
+ROTATED = {"convrot_groupsize": 16}
+
+
+@dataclass(frozen=True)
+class Format:
+    name: str  # in ComfyUI's table
+    layout: str
+    options: Mapping[str, Any] = field(default_factory=dict)  # for the layout
+    said: Mapping[str, Any] = field(default_factory=dict)  # by the checkpoint, of each layer
+    group: int = 1  # of inputs; a layer has a multiple of it
+    on_cpu: bool = True  # its products, else they are emulated here
+
+
+FORMATS = {
+    "float8_e4m3fn": Format("float8_e4m3fn", "TensorCoreFP8E4M3Layout", {"scale": "recalculate"}),
+    "float8_e5m2": Format("float8_e5m2", "TensorCoreFP8E5M2Layout", {"scale": "recalculate"}),
+    "int8": Format("int8_tensorwise", "TensorWiseINT8Layout"),
+    "int8, rotated": Format(
+        "int8_tensorwise",
+        "TensorWiseINT8Layout",
+        {"per_channel": True, "convrot": True, **ROTATED},
+        {"convrot": True, **ROTATED},
+    ),
+    "nvfp4": Format("nvfp4", "TensorCoreNVFP4Layout", on_cpu=False),
+    "mxfp8": Format("mxfp8", "TensorCoreMXFP8Layout", on_cpu=False),
+    "convrot_w4a4": Format("convrot_w4a4", "TensorCoreConvRotW4A4Layout", ROTATED, ROTATED, group=64),
+    "asym_w4a8_int8": Format("asym_w4a8_int8", "AsymW4A8Int8Layout", ROTATED, ROTATED),
+}
+WAYS = [  # with its own products, as on a card that has none, and where the checkpoint says that they be whole
+    (kind, way) for kind in FORMATS for way in ("own", "emulated", "whole") if way != "own" or FORMATS[kind].on_cpu
+]
+
+
+def test_no_format_is_left_out() -> None:
+    assert set(QUANT.QUANT_ALGOS) == {kind.name for kind in FORMATS.values()}
+
+
+@pytest.mark.parametrize(("kind", "way"), WAYS)
+def test_a_rerun_multiplies_in_fp32_what_the_checkpoint_holds_and_a_healthy_run_keeps_its_products(
+    kind: str, way: str
+) -> None:
+    how: dict[str, Any] = {
+        "own": {},
+        "emulated": {"disabled": {FORMATS[kind].name}},
+        "whole": {"more": {"full_precision_matrix_mult": True}},
+    }[way]
+    healthy, _ = quantised(WAN, FORMATS[kind], **how)
+    plain, made = (sampled(each) for each in (healthy, guarded(healthy)))
+    assert plain.isfinite().all() and torch.equal(made, plain)
+    assert "0 reruns" in said[-1] and "as they are stored" not in said[-1]
+    hot, exact = quantised(WAN, FORMATS[kind], hot=True, **how)
+    assert not sampled(hot).isfinite().all()
+    before = switches(hot)
+    made = sampled(guarded(hot))
+    assert difference(made, sampled(exact)) <= 1e-5
+    assert "2 steps, 2 reruns" in said[-1]
+    stored = f"rerun from the {FORMATS[kind].name} weights as they are stored, with products in fp32"
+    assert stored in said[-1]
+    assert before == switches(hot)
+
+
+def newer_linear_input_act(
+    linear: Any, x: Any, input_act: Any, *, residual: Any = None, residual_scale: Any = 1
+) -> Any:
+    """ComfyUI's function takes these since 0.35."""
+    made = _LINEAR_INPUT_ACT(linear, x, input_act)
+    return made if residual is None else residual + residual_scale * made
+
+
+_LINEAR_INPUT_ACT: Any = getattr(OPS, "linear_input_act", None)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_one_thread_has_its_products_in_full_and_others_keep_theirs(kind: str) -> None:
+    """Also by the function that makes one of an activation and the product. What no CPU makes raises there."""
+    in_fp32 = module("precision.upcast").run_in_fp32
+    with patch.object(OPS, "linear_input_act", _LINEAR_INPUT_ACT and newer_linear_input_act, create=True):
+        layer, calls = one_layer(FORMATS[kind])
+        assert calls.keys() >= {"plain", "gelu_tanh", "swiglu"}
+        for name, (half, single) in calls.items():
+            seen: list[Any] = []
+            with module("comfyui_host.layers").products_in_fp32(layer):
+                seen.append(product(partial(in_fp32, half)))
+                other = threading.Thread(target=lambda seen=seen, half=half: seen.append(product(half)))
+                other.start()
+                other.join()
+            seen.append(product(half))
+            exact: Any = product(single)
+            inside, other_thread, afterwards = (None if each is None else difference(each, exact) for each in seen)
+            assert inside is not None and inside <= 1e-6, name
+            assert other_thread == afterwards, name
+            assert (other_thread or 0) > 1e-3 if FORMATS[kind].on_cpu else other_thread is None, name
+
+
+Products = tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]  # in half precision, and right
+
+
+def one_layer(kind: Format) -> tuple[Any, dict[str, Products]]:
+    """A layer with 64 inputs and 32 outputs, and calls of it."""
+    weight = torch.randn((32, 64), generator=torch.Generator().manual_seed(1)).half() / 8
+    tensors, whole = written(kind, weight, {})
+    layer = OPS.mixed_precision_ops({}, torch.float16).Linear(64, 32, bias=False)
+    layer.load_state_dict(tensors)
+    given = torch.randn((2, 3, 64), generator=torch.Generator().manual_seed(8)).half().float()
+    calls: dict[str, Products] = {
+        "plain": (partial(layer.eval(), given.half()), partial(torch.nn.functional.linear, given, whole))
+    }
+    for act, eager in getattr(OPS, "INPUT_ACT_EAGER", {}).items():
+        x = torch.cat([given, given], -1) if act == "swiglu" else given
+        single = partial(lambda act, x: torch.nn.functional.linear(act(x), whole), eager, x)
+        named = {"linear": layer, "x": x.half(), "input_act": act}
+        calls[act] = partial(lambda act, x: OPS.linear_input_act(layer, x, act), act, x.half()), single
+        calls[f"{act}, by name"] = partial(lambda named: OPS.linear_input_act(**named), named), single
+        calls[f"{act}, newer"] = (
+            partial(lambda named: OPS.linear_input_act(**named, residual=1, residual_scale=2), named),
+            partial(lambda single: 1 + 2 * single(), single),
+        )
+    return layer, calls
+
+
+def test_an_interrupted_rerun_leaves_every_switch_as_it_was() -> None:
+    hot, _ = quantised(WAN, FORMATS["float8_e4m3fn"], hot=True)
+    before = switches(hot)
+    interrupted = import_module("comfy.model_management").InterruptProcessingException
+
+    def interrupt(layer: Any, *_: Any) -> None:
+        if layer._full_precision_mm:
+            raise interrupted
+
+    hot.model.diffusion_model.blocks[1].ffn[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(interrupted):
+        sampled(guarded(hot))
+    assert before == switches(hot)
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8", "nvfp4"])
+def test_a_lora_on_quantised_weights_is_in_the_rerun(kind: str) -> None:
+    """Quantised into the weights again, and added by ComfyUI on the way to those that it casts (lowvram)."""
+    way: dict[str, Any] = {} if FORMATS[kind].on_cpu else {"disabled": {FORMATS[kind].name}}
+    patcher, twin = quantised(WAN, FORMATS[kind], hot=True, **way)
+    name, lora = "blocks.0.ffn.2.weight", torch.randn((96, 128), generator=torch.Generator().manual_seed(4)) * 0.05
+    patcher.add_patches({f"diffusion_model.{name}": ("diff", (lora,))}, 1.0)
+    layer, weight = patcher.model.diffusion_model.blocks[0].ffn[2], twin.model.diffusion_model.get_parameter(name)
+    with torch.inference_mode():
+        patcher.load(CPU, lowvram_model_memory=1)
+        assert len(layer.weight_function) == 1
+        made, stored = denoised(guarded(patcher)), weight.clone()
+        without = denoised(twin)
+        weight += lora
+        exact = denoised(twin)
+        patcher.detach()
+    assert difference(made, exact) <= 1e-5 < 1e-3 < difference(without, exact)
+    made = sampled(guarded(patcher))
+    with torch.inference_mode():
+        weight.copy_(layer.weight.float().dequantize())
+    assert difference(weight, stored + lora) > 0  # it was quantised anew
+    assert difference(made, sampled(twin)) <= 1e-5
+    assert "2 steps, 2 reruns" in said[-1]
+
+
+def test_what_rounding_hides_is_seen() -> None:
+    """What overflows before it is rounded, where that makes it finite: so is the picture, and wrong."""
+    patcher, twin = quantised(SD15, FORMATS["float8_e4m3fn"], only="middle_block.1.transformer_blocks.0.ff.net.2")
+    with torch.inference_mode():
+        weight, whole = (m.model.diffusion_model.get_submodule(HIDDEN).weight for m in (patcher, twin))
+        weight[: len(weight) // 2] *= 6e4  # not the gate
+        whole.copy_(weight)
+    plain, made, exact = (sample(each, SD15, steps=1) for each in (patcher, guarded(patcher), twin))
+    assert plain.isfinite().all() and difference(plain, exact) > 0.01
+    assert difference(made, exact) <= 1e-5
+    assert "1 step, 1 rerun" in said[-1]
+
+
+def test_quantised_weights_in_a_layer_without_comfyuis_switch_are_refused_by_name() -> None:
+    patcher, _ = quantised(WAN, FORMATS["int8"], hot=True)
+    network = patcher.model.diffusion_model
+    with torch.inference_mode():
+        plain = torch.nn.Linear(96, 96, dtype=torch.float16)
+        plain.weight = torch.nn.Parameter(network.blocks[1].self_attn.q.weight, requires_grad=False)
+        network.blocks[1].self_attn.q = plain
+    error = error_of(lambda: sampled(guarded(patcher)))
+    assert error.startswith("RerunUnsupported: 'blocks.1.self_attn.q.weight' is quantised (TensorWiseINT8Layout)")
+    assert "a Linear, has no switch" in error and "Update ComfyUI" in error
+
+
+def test_quantised_weights_that_are_broken_in_no_precision_are_named() -> None:
+    broken, _ = quantised(WAN, FORMATS["float8_e4m3fn"], hot=True)
+    with torch.inference_mode():
+        broken.model.diffusion_model.blocks[1].ffn[2].weight._params.scale.fill_(torch.nan)
+    error = error_of(lambda: sampled(guarded(broken)))
+    assert error.startswith("GuardStopped") and "the weight 'blocks.1.ffn.2.weight' holds" in error
+
+
+def quantised(
+    layout: Layout, kind: Format, *, hot: bool = False, disabled: Any = (), more: Any = None, only: str = "blocks."
+) -> tuple[Any, Any]:
+    """A model with quantised weights in the linear layers of its blocks; and one in fp32 of what those weights are."""
+    with torch.inference_mode(), quiet():  # as ComfyUI's nodes load
+        plain = make_model(layout, torch.float16, hot=hot).model.diffusion_model
+        stored, whole = plain.state_dict(), {name: weight.float() for name, weight in plain.state_dict().items()}
+        for name, layer in plain.named_modules():
+            if isinstance(layer, torch.nn.Linear) and name.startswith(only) and layer.in_features % kind.group == 0:
+                tensors, whole[f"{name}.weight"] = written(kind, stored.pop(f"{name}.weight"), more)
+                stored |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+        operations = OPS.mixed_precision_ops({}, torch.float16, disabled=set(disabled))
+        patcher, twin = make_model(layout, torch.float16, operations=operations), make_model(layout, torch.float32)
+        patcher.model.diffusion_model.load_state_dict(stored)
+        twin.model.diffusion_model.load_state_dict(whole)
+    return patcher, twin
+
+
+def written(kind: Format, weight: torch.Tensor, more: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """What a checkpoint has of a layer's weight; and the values that this holds, in fp32."""
+    held = QUANT.QuantizedTensor.from_float(weight, kind.layout, **kind.options)
+    how = json.dumps({"format": kind.name, **kind.said, **(more or {})}).encode()
+    return held.state_dict("weight") | {"comfy_quant": torch.tensor(list(how), dtype=torch.uint8)}, (
+        held.float().dequantize()
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what ComfyUI says of a layer that has no weights yet."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def switches(patcher: Any) -> list[Any]:
+    """All that decides which products are made."""
+    layers = [getattr(layer, "_full_precision_mm", None) for layer in patcher.model.diffusion_model.modules()]
+    own = [vars(layer).get("_full_precision_mm") for layer in patcher.model.diffusion_model.modules()]
+    functions = [OPS.fp8_linear, getattr(OPS, "linear_input_act", None)]
+    return [*functions, sorted(vars(OPS.CastWeightBiasOp)), layers, own]
+
+
+def sampled(patcher: Any) -> torch.Tensor:
+    return sample(patcher, WAN, steps=STEPS)
+
+
+def denoised(patcher: Any) -> torch.Tensor:
+    """One call of the model, as a sampler makes it."""
+    generator = torch.Generator().manual_seed(2)
+    latents, context = (torch.randn(shape, generator=generator) for shape in (WAN.latents, WAN.context))
+    options = {"wrappers": patcher.wrappers}
+    return patcher.model.apply_model(latents, torch.tensor([3.0]), c_crossattn=context, transformer_options=options)
+
+
+@torch.inference_mode()
+def product(make: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """None where it cannot be made on a CPU."""
+    try:
+        return make().float()
+    except ValueError as error:
+        if "CPU does not support" not in str(error):
+            raise
+        return None

@@ -1,0 +1,154 @@
+"""NaN Guard where the weights on the card are not what the host has: NaN in fp32 too, until ComfyUI loads them anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from guard_streamed import KINDS, LINEAR, SD15, with_lora
+from in_comfyui import difference, error_of, guarded, module, said
+from native_models import in_fp32, make_model, sample
+from simulated_card import CARD, DYNAMIC, HOST, MANAGEMENT, card, on_host
+
+ANEW = "non-finite in fp32 too: the weights were loaded anew, "
+OTHER = "diffusion_model.output_blocks.0.1.transformer_blocks.0.ff.net.2"
+Spoil = Callable[[Any], None]  # of a ModelPatcher
+
+
+def spoiled(patcher: Any, spoil: Spoil) -> Any:
+    """A clone whose weights on the card are made stale before the third call of the network."""
+    calls: list[int] = []
+
+    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            spoil(patcher)
+        return executor(*args, **kwargs)
+
+    clone = patcher.clone()
+    clone.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "spoil", wrapper)
+    return clone
+
+
+def spoil_patched(patcher: Any) -> None:
+    """Those into which a LoRA was patched, of which the host has the originals."""
+    assert patcher.backup
+    for key in patcher.backup:
+        patcher.model.get_parameter(key).data.fill_(torch.nan)
+
+
+def spoil_pages(patcher: Any) -> None:
+    """All that dynamic VRAM holds: the card's pages, and the pinned copies that they are filled from."""
+    for pages in patcher.model.dynamic_vbars.values():
+        assert pages.loaded_size() > 0
+        pages.overwrite()
+    for pins in patcher.model.dynamic_pins.values():
+        for buffer in (pins["weights"][0], pins["weights-loaded"][0]):
+            buffer.overwrite()
+
+
+@contextmanager
+def counting_loads() -> Iterator[list[str]]:
+    """Which models ComfyUI loads."""
+    loads: list[str] = []
+    original = MANAGEMENT.LoadedModel.model_load
+
+    def model_load(loaded: Any, *args: Any, **kwargs: Any) -> Any:
+        loads.append(type(loaded.model.model).__name__)
+        return original(loaded, *args, **kwargs)
+
+    with patch.object(MANAGEMENT.LoadedModel, "model_load", model_load):
+        yield loads
+
+
+@pytest.mark.parametrize(
+    "dynamic",
+    [False, pytest.param(True, marks=pytest.mark.skipif(not DYNAMIC, reason="this ComfyUI has no dynamic VRAM"))],
+)
+@pytest.mark.parametrize("hot", [False, True])
+def test_weights_are_loaded_anew_and_what_fits_fp16_is_right_in_it(hot: bool, dynamic: bool) -> None:
+    if dynamic:
+        model = make_model(SD15, hot=hot)
+        expected = sample(in_fp32(model, SD15) if hot else model, SD15)
+        around, stale = partial(card, dynamic=True), lambda: spoiled(on_host(model, dynamic=True), spoil_pages)
+    else:
+        model = with_lora(make_model(SD15, hot=hot))
+        expected = sample(guarded(model) if hot else model, SD15)
+        around, stale = nullcontext, lambda: spoiled(model, spoil_patched)
+    with around(), counting_loads() as loads:
+        made = sample(guarded(stale()), SD15)
+    if hot:
+        assert difference(made, expected) <= 1e-5
+        assert f"{ANEW}and the step computed in fp32" in said[-1] and "3 steps, 3 reruns" in said[-1]
+    else:
+        assert torch.equal(made, expected)
+        assert f"{ANEW}after that fp16 was finite" in said[-1] and "3 steps, 0 reruns" in said[-1]
+        assert len(loads) == 2  # the run's own, and one more
+
+
+def test_a_model_in_fp32_is_loaded_anew_too() -> None:
+    single = with_lora(make_model(SD15, torch.float32))
+    expected = sample(single, SD15)
+    assert torch.equal(sample(guarded(spoiled(single, spoil_patched)), SD15), expected)
+    assert f"{ANEW}after that fp32 was finite" in said[-1]
+
+
+def test_a_lora_of_one_prompt_is_in_it_again() -> None:
+    down, up = (torch.randn(shape, generator=torch.Generator().manual_seed(8)) for shape in ((4, 256), (64, 4)))
+    file = {f"{OTHER}.lora_down.weight": down, f"{OTHER}.lora_up.weight": up}
+    patcher = with_lora(make_model(SD15))
+    hooks = import_module("comfy.hooks").create_hook_lora(lora=file, strength_model=1.0, strength_clip=0.0)
+    without, expected = sample(patcher, SD15), sample(patcher, SD15, hooks=hooks)
+    assert difference(without, expected) > 2e-2
+    assert torch.equal(sample(guarded(spoiled(patcher, spoil_patched)), SD15, hooks=hooks), expected)
+
+
+def test_as_much_is_on_the_card_afterwards() -> None:
+    """Some layers on the card, others brought to it as they run."""
+    patcher = with_lora(import_module("comfy.model_patcher").ModelPatcher(make_model(SD15).model, CARD, HOST))
+    before: list[int] = []
+
+    def spoil(patcher: Any) -> None:
+        before.append(patcher.loaded_size())
+        spoil_patched(patcher)
+
+    with card(free=lambda: 0.9 * patcher.model_size() - patcher.loaded_size()):
+        expected = sample(patcher, SD15)
+        assert torch.equal(sample(guarded(spoiled(patcher, spoil)), SD15), expected)
+        after = patcher.loaded_size()
+    if DYNAMIC:  # older ComfyUIs load 64 MB and more
+        assert 0.95 * before[0] < after <= before[0] < patcher.model_size()
+
+
+def test_what_no_loading_helps_is_named_as_ever_and_nothing_is_loaded_where_none_is_needed() -> None:
+    broken, stale = make_model(SD15), with_lora(make_model(SD15))
+    broken.model.get_parameter(LINEAR)[0, 0] = torch.nan
+    nan = torch.full(SD15.latents, torch.nan)
+    with counting_loads() as loads:
+        error = error_of(lambda: sample(guarded(broken), SD15))
+    assert error.startswith("GuardStopped") and len(loads) == 2
+    assert "ff.net.2.weight' holds 1 non-finite values of 16384" in error
+    with counting_loads() as loads:
+        error = error_of(lambda: sample(guarded(make_model(SD15)), SD15, latents=nan))
+    assert "was given latents with 512 non-finite values" in error and len(loads) == 1
+    with counting_loads() as loads:
+        error = error_of(lambda: sample(guarded(spoiled(stale, spoil_patched), on_failure="stop"), SD15))
+    assert "set to stop" in error and len(loads) == 1
+
+
+def test_what_others_loaded_or_runs_compiled_is_left_alone() -> None:
+    loaded_anew = module("comfyui_host.layers").loaded_anew
+    patcher = make_model(SD15)
+    assert not loaded_anew(patcher.model)
+    MANAGEMENT.load_models_gpu([patcher])
+    block = patcher.model.diffusion_model.out
+    patcher.model.diffusion_model.out = torch.compile(block, backend="eager")
+    assert not loaded_anew(patcher.model)
+    patcher.model.diffusion_model.out = block
+    assert loaded_anew(patcher.model)

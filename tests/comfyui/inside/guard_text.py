@@ -1,0 +1,95 @@
+"""NaN Guard (native) where a model refines text itself before it samples: MiniMax H3 and LTX-2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import native_models
+import pytest
+import torch
+from in_comfyui import difference, error_of, guarded, said
+from native_models import Layout, in_fp32, make_model, sample
+from probe import facts, probed
+
+KINDS = import_module("comfy.patcher_extension").WrappersMP
+NESTED = import_module("comfy.nested_tensor").NestedTensor if native_models.LAYOUTS.get("ltx2") else None
+TRUNK = {"ltx2": "transformer_blocks.0.ff.net.0.proj.weight", "minimax_h3": "blocks.0.mlp.fc1.weight"}
+CLASS = {"ltx2": "LTXAV", "minimax_h3": "MiniMaxH3"}
+RAW = {  # text that is not refined yet, and a weight of what refines it
+    "ltx2": (32, {"video_embeddings_connector.transformer_1d_blocks.0.ff.net.0.proj.weight": 6e4}),
+    "minimax_h3": (40, {"token_refiner.blocks.0.mlp.fc1.weight": 3e4}),
+}
+LAYOUTS = {
+    name: replace(native_models.LAYOUTS[name], context=(1, 7, channels), hot=hot, ones={})
+    for name, (channels, hot) in RAW.items()
+    if name in native_models.LAYOUTS
+}
+family = pytest.mark.parametrize("family", LAYOUTS)
+
+
+def hot(name: str, *, refiner: bool, trunk: bool) -> Any:
+    patcher = make_model(LAYOUTS[name], hot=refiner)
+    if trunk:
+        patcher.model.diffusion_model.get_parameter(TRUNK[name]).mul_(3e4)
+    return patcher
+
+
+def sampled(patcher: Any, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latents, and the text that the network was given."""
+    given: list[torch.Tensor] = []
+
+    def look(executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        given.append(args[1].float())  # after c_concat
+        return executor(x, t, *args, **kwargs)
+
+    clone = patcher.clone()
+    clone.add_wrapper_with_key(KINDS.APPLY_MODEL, "test", look)
+    return sample(clone, layout), given[0]
+
+
+@pytest.mark.parametrize("trunk", [False, True])
+@family
+def test_text_that_overflows_is_refined_in_fp32(family: str, trunk: bool) -> None:
+    """trunk: layers behind the refiner overflow too; else they stay in fp16."""
+    layout, patcher = LAYOUTS[family], hot(family, refiner=True, trunk=trunk)
+    exact, exact_text = sampled(in_fp32(patcher, layout), layout)
+    assert not sampled(patcher, layout)[1].isfinite().all()
+    made, text = sampled(guarded(patcher), layout)
+    assert difference(text, exact_text) <= 1e-5
+    assert difference(made, exact) <= (1e-5 if trunk else 2e-2)
+    assert ("3 steps, 0 reruns." in said[-1]) == (not trunk)
+    assert "text: non-finite in fp16, refined again in fp32" in said[-1]
+    assert "extra_conds" not in vars(patcher.model)
+
+
+@family
+def test_healthy_text_stays_as_it_is(family: str) -> None:
+    layout, patcher = LAYOUTS[family], hot(family, refiner=False, trunk=False)
+    plain, made = (sampled(each, layout) for each in (patcher, guarded(patcher)))
+    assert all(map(torch.equal, plain, made))
+    assert "refined" not in said[-1]
+    assert "extra_conds" not in vars(patcher.model)
+
+
+@family
+def test_the_probe_refines_it_too(family: str) -> None:
+    layout = LAYOUTS[family]
+    assert NESTED is not None
+    latent = {"samples": NESTED([torch.zeros(shape) for shape in layout.streams])}
+    found = facts(probed(hot(family, refiner=True, trunk=False), layout, latent_image=latent))
+    assert found["dtype"] == "fp16"  # of what is computed in each step
+
+
+@family
+def test_what_cannot_be_helped_is_named(family: str) -> None:
+    layout, patcher = LAYOUTS[family], hot(family, refiner=True, trunk=False)
+    found = f"GuardStopped: The text refiner of {CLASS[family]} itself: its output in fp16 is non-finite"
+    stopped = error_of(lambda: sample(guarded(patcher, on_failure="stop"), layout))
+    assert stopped.startswith(f"{found}, and the guard is set to stop.")
+    broken = hot(family, refiner=False, trunk=False)
+    (weight,) = layout.hot
+    broken.model.diffusion_model.get_parameter(weight)[0, 0] = torch.nan
+    assert error_of(lambda: sample(guarded(broken), layout)).startswith(f"{found}, and in fp32 too")
+    assert not sample(guarded(patcher, on_failure="off"), layout).isfinite().all()

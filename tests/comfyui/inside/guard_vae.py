@@ -1,0 +1,137 @@
+"""NaN Guard (native) on ComfyUI's own small VAEs: SD1.5's layout and SVD's, whole and tiled."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from in_comfyui import difference, error_of, node, said
+from native_models import HOT_DECODER, HOT_ENCODER, make_vae, vae_in_fp32
+
+TILES = {"tile_x": 4, "tile_y": 4, "overlap": 1}
+PIXEL_TILES = {"tile_x": 32, "tile_y": 32, "overlap": 8}
+
+
+def latents(frames: int = 1) -> torch.Tensor:
+    """Such that fp16 holds them: ComfyUI casts them before the VAE, guarded or not."""
+    return torch.randn((frames, 4, 6, 6), generator=torch.Generator().manual_seed(3)).half().float()
+
+
+def pixels() -> torch.Tensor:
+    return torch.randint(257, (1, 48, 48, 3), generator=torch.Generator().manual_seed(4)) / 256
+
+
+CALLS: dict[str, Callable[[Any], torch.Tensor]] = {
+    "decode": lambda vae: vae.decode(latents()),
+    "decode tiled": lambda vae: vae.decode_tiled(latents(), **TILES),
+    "encode": lambda vae: vae.encode(pixels()),
+    "encode tiled": lambda vae: vae.encode_tiled(pixels(), **PIXEL_TILES),
+}
+decode = CALLS["decode"]
+
+
+def guarded(vae: Any, **policy: Any) -> Any:
+    return node("vae", vae, **policy)
+
+
+def run(call: Callable[[Any], torch.Tensor], vae: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return call(vae)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_healthy_vae_is_the_same_to_the_bit(call: str, dtype: torch.dtype) -> None:
+    vae = make_vae(dtype)
+    plain, made = (run(CALLS[call], each) for each in (vae, guarded(vae)))
+    assert plain.isfinite().all() and torch.equal(plain, made)
+    (told,) = said  # whatever the number of tiles
+    assert "0 reruns" in told
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_vae_that_overflows_is_broken_without_and_right_with_it(call: str) -> None:
+    vae = make_vae(torch.float16, HOT_DECODER | HOT_ENCODER)
+    assert torch.isnan(run(CALLS[call], vae)).all()
+    made, exact = (run(CALLS[call], each) for each in (guarded(vae), vae_in_fp32(vae)))
+    assert torch.equal(made, exact)
+    part = call.split()[0]
+    counts = re.search(r"(\d+) calls?, (\d+) reruns?", said[-1])
+    assert counts and counts[1] == counts[2]
+    assert (int(counts[1]) > 1) is ("tiled" in call)
+    assert said[-1].startswith(f"VAE {part}r: AutoencoderKL computes in fp16")
+    assert f"'{part}r.mid.block_1.conv1' reaches" in said[-1]
+    in_bf16, wide = (run(CALLS[call], guarded(vae, precision=precision)) for precision in ("bf16", "fp16"))
+    assert (wide - exact).norm() <= (in_bf16 - exact).norm() / 4
+    assert ", every layer wide; " in said[-1] and ", 0 reruns" in said[-1]
+
+
+def test_svds_decoder_is_guarded_over_all_frames() -> None:
+    vae = make_vae(torch.float16, HOT_DECODER, temporal=True)
+    exact = vae_in_fp32(vae, temporal=True)
+    plain, made, right = (run(lambda vae: vae.decode(latents(frames=3)), each) for each in (vae, guarded(vae), exact))
+    assert torch.isnan(plain).all()
+    assert torch.equal(made, right)
+
+
+def test_one_bad_tile_costs_one_tile() -> None:
+    """One tile of a picture leaves the range: the others stay in half precision."""
+    vae, hot = make_vae(torch.float16), latents()
+    hot[..., :2, :2] = 6e4
+    plain, made, exact = (
+        run(lambda vae: vae.decode_tiled(hot, **TILES), each) for each in (vae, guarded(vae), vae_in_fp32(vae))
+    )
+    assert torch.isnan(plain).any() and not torch.isnan(plain).all()
+    assert difference(made, exact) <= 2e-2
+    counts = re.search(r"(\d+) calls, (\d+) reruns?", said[-1])
+    assert counts and 0 < int(counts[2]) < int(counts[1])
+
+
+def test_the_vae_that_went_in_is_not_changed() -> None:
+    vae = make_vae(torch.float16, HOT_DECODER)
+    run(decode, vae)
+    before = _state(vae)
+    clone = guarded(vae)
+    run(decode, clone)
+    assert before == _state(vae)
+    assert torch.isnan(run(decode, vae)).all()
+    assert torch.isnan(run(decode, guarded(clone, on_failure="off"))).all()  # the last node counts
+    assert _pointers(vae) == _pointers(clone)
+    assert type(clone) is type(vae) and isinstance(clone.first_stage_model, type(vae.first_stage_model))
+
+
+def _pointers(vae: Any) -> list[int]:
+    return [weight.data_ptr() for weight in vae.get_sd().values()]
+
+
+def _state(vae: Any) -> list[Any]:
+    layers = list(vae.first_stage_model.modules())
+    hooks = [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in layers]
+    return [sorted(vars(vae)), [sorted(vars(layer)) for layer in layers], hooks, _pointers(vae)]
+
+
+def test_what_the_policy_says_is_done() -> None:
+    hot = make_vae(torch.float16, HOT_DECODER)
+    stopped = error_of(lambda: run(decode, guarded(hot, on_failure="stop")))
+    assert "vae decode, call 1" in stopped and "set to stop" in stopped
+    assert torch.isnan(run(decode, guarded(hot, on_failure="off"))).all()
+    step, whole = (run(CALLS["decode tiled"], guarded(hot, scope=scope)) for scope in ("step", "run"))
+    assert torch.equal(step, whole)
+
+
+def test_what_no_precision_helps_is_named() -> None:
+    hot, broken, single = make_vae(torch.float16, HOT_DECODER), make_vae(torch.float16), make_vae(torch.float32)
+    broken.first_stage_model.decoder.conv_in.weight[0, 0] = torch.nan
+    assert "the weight 'decoder.conv_in.weight' holds" in error_of(lambda: run(decode, guarded(broken)))
+    nan = torch.full((1, 4, 6, 6), torch.nan)
+    for vae in (hot, single):
+        error = error_of(lambda vae=vae: run(lambda vae: vae.decode(nan), guarded(vae)))
+        assert "holds 144 non-finite values already" in error
+    replaced, empty = copy.copy(hot), copy.copy(hot)
+    replaced.decode, empty.first_stage_model = hot.decode, None
+    assert error_of(lambda: guarded(replaced)).startswith("BadInput: Another node has replaced this VAE's 'decode'")
+    assert error_of(lambda: guarded(empty)).startswith("BadInput: There is no VAE in this checkpoint")

@@ -1,0 +1,235 @@
+"""NaN Guard (native) with every layer wide, beside what people put next to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import guard_work_units as work_units
+import pytest
+import torch
+from guard_beside import COMPILED, lora_on, lowvram, with_easycache, with_lora
+from guard_quantised import FORMATS, HERE, quantised
+from guard_streamed import WAYS, streamed
+from guard_wide import FEW, STEPS, WEIGHTS, WIDE, check_said, few
+from in_comfyui import guarded, said, same
+from native_models import LAYOUTS, Layout, distance, in_fp32, make_model, sample, with_its_twin
+
+CACHED_STEPS = 6
+OUTSIDE_FP16 = 2.0**24  # what one layer's weights are divided by and the next one's multiplied
+LINEAR_PAIRS = {  # two layers of which the first one's output is the second one's input, but for averages
+    "sd15": ("middle_block.1.transformer_blocks.0.attn1.to_v", "middle_block.1.transformer_blocks.0.attn1.to_out.0"),
+    "qwen_image": ("transformer_blocks.0.attn.to_v", "transformer_blocks.0.attn.to_out.0"),
+    "wan": ("blocks.0.self_attn.v", "blocks.0.self_attn.o"),
+}
+RESIDUALS = {  # of a ControlNet: where they go, and their shape
+    "sd15": ("middle", (1, 64, 4, 4)),
+    "flux": ("input", (1, 16, 48)),
+    "qwen_image": ("input", (1, 16, 48)),
+}
+Made = tuple[Callable[[], Any], Any]  # gives the guarded model, where it is to run; and what that has to come to
+State = Callable[[Layout], Made]
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+def wide(patcher: Any) -> Any:
+    return guarded(patcher, precision="fp16")
+
+
+def states(name: str) -> dict[str, tuple[State, Around]]:
+    found: dict[str, State] = {
+        "LoRA": partial(from_pair, partial(with_lora, hot=True)),
+        "fp8": partial(from_pair, partial(with_its_twin, dtype=torch.float8_e4m3fn, compute=torch.float16, hot=True)),
+        "EasyCache": partial(from_pair, partial(with_easycache, hot=True)),
+        "blocks replaced": with_patches,
+        "packed weights": packed,
+    }
+    if name in COMPILED:
+        found |= {
+            f"torch.compile {order}": partial(compiled, before=order == "before") for order in ("before", "after")
+        }
+    if name in RESIDUALS:
+        found["ControlNet"] = partial(controlled, *RESIDUALS[name])
+    if name in LINEAR_PAIRS:
+        found["bf16 that fp16 does not hold"] = partial(outside_fp16, *LINEAR_PAIRS[name])
+    formats = FORMATS if name == "wan" else ("float8_e4m3fn", "int8")
+    if HERE:
+        found |= {f"quantised to {kind}": partial(with_format, kind) for kind in formats}
+    here: dict[str, tuple[State, Around]] = {state: (make, nullcontext) for state, make in found.items()}
+    for weights, dtypes in WEIGHTS.items():
+        make: State = partial(from_pair, partial(lora_as_it_goes, dtypes=dtypes))
+        here[f"LoRA on {weights} as it goes"] = make, lowvram
+    for way, around in WAYS.items():
+        here[way] = partial(on_host, way, with_lora=False), around
+        here[f"{way}, with LoRA"] = partial(on_host, way, with_lora=True), around
+    return here
+
+
+def from_pair(make: Callable[[Layout], tuple[Any, Any]], layout: Layout) -> Made:
+    patcher, exact = make(layout)
+    return partial(wide, patcher), exact
+
+
+def lora_as_it_goes(layout: Layout, *, dtypes: tuple[Any, ...]) -> tuple[Any, Any]:
+    patcher, exact = with_its_twin(layout, *dtypes, hot=True)
+    return lora_on(patcher), lora_on(exact)
+
+
+def on_host(way: str, layout: Layout, *, with_lora: bool) -> Made:
+    patcher, exact = with_its_twin(layout, hot=True)
+    if with_lora:
+        return (lambda: wide(lora_on(streamed(patcher, way)))), lora_on(exact)
+    return (lambda: wide(streamed(patcher, way))), exact
+
+
+def with_format(kind: str, layout: Layout) -> Made:
+    how = FORMATS[kind]
+    blocks = f"{layout.block.split('.')[0].replace('input_blocks', 'middle_block')}."
+    patcher, exact = quantised(layout, how, hot=True, disabled=() if how.on_cpu else {how.name}, only=blocks)
+    return partial(wide, patcher), exact
+
+
+def compiled(layout: Layout, *, before: bool) -> Made:
+    """By ComfyUI's own torch.compile; the backend compiles nothing, so that it is quick and exact."""
+    compile_model = import_module("comfy_api.torch_helpers").set_torch_compile_wrapper
+    patcher, exact = with_its_twin(layout, hot=True)
+    patcher = patcher.clone() if before else wide(patcher).clone()
+    compile_model(patcher, backend="eager", keys=["diffusion_model"])
+    return (partial(wide, patcher) if before else lambda: patcher), exact
+
+
+def controlled(place: str, shape: tuple[int, ...], layout: Layout) -> Made:
+    """Residuals in fp16, as a ControlNet in it gives them; in fp32, the same."""
+
+    def adds(dtype: torch.dtype, apply_model: Any, call: dict[str, Any]) -> torch.Tensor:
+        residual = 5 * torch.randn(shape, generator=torch.Generator().manual_seed(9)).half().to(dtype)
+        given = residual.repeat(len(call["input"]), *[1] * (len(shape) - 1))
+        return apply_model(call["input"], call["timestep"], **call["c"] | {"control": {place: [given], "output": []}})
+
+    patcher, exact = (model.clone() for model in with_its_twin(layout, hot=True))
+    patcher.set_model_unet_function_wrapper(partial(adds, torch.float16))
+    exact.set_model_unet_function_wrapper(partial(adds, torch.float32))
+    return partial(wide, patcher), exact
+
+
+def with_patches(layout: Layout) -> Made:
+    """What others add to blocks, and put in place of them."""
+
+    def block(given: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+        made = more["original_block"](given)
+        return made | {"img": made["img"] * 0.9}
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, more: dict[str, Any]) -> torch.Tensor:
+        heads = more["n_heads"]
+        q, k, v = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (q, k, v))
+        return torch.softmax(q @ k.mT / 4, -1).matmul(v).transpose(1, 2).flatten(2)
+
+    models = [model.clone() for model in with_its_twin(layout, hot=True)]
+    for model in models:
+        model.set_model_patch(lambda given: given | {"img": given["img"] * 1.1}, "double_block")
+        model.set_model_patch_replace(block, "dit", "double_block", 0)
+        model.set_model_attn1_replace(attention, "middle", 0)
+        model.set_model_attn2_output_patch(lambda made, _: made * 1.1)
+        model.set_model_input_block_patch(lambda hidden, _: hidden * 0.9)
+    patcher, exact = models
+    return partial(wide, patcher), exact
+
+
+def outside_fp16(first: str, second: str, layout: Layout) -> Made:
+    """Weights in bf16 that are 0 and infinite in fp16, where ComfyUI computes in fp32."""
+    patcher, exact = with_its_twin(layout, *WEIGHTS["bf16 in fp32"])
+    for name, factor in ((first, 1 / OUTSIDE_FP16), (second, OUTSIDE_FP16)):
+        for model in (patcher, exact):
+            model.model.diffusion_model.get_submodule(name).weight.mul_(factor)
+            if name == first and (bias := model.model.diffusion_model.get_submodule(name).bias) is not None:
+                bias.mul_(factor)
+    return partial(wide, patcher), exact
+
+
+class Packed(torch.nn.Linear):
+    """As GGUF's loader has it: whole numbers and a scale for each row, brought to its input's dtype as it runs."""
+
+    @classmethod
+    def of(cls, layer: torch.nn.Module) -> tuple[Packed, torch.Tensor]:
+        """And the weight that it has."""
+        weight: Any = layer.weight
+        made = cls(weight.shape[1], weight.shape[0], bias=layer.bias is not None, dtype=weight.dtype)
+        scale = (weight.float().abs().amax(1, keepdim=True) / 127).half()
+        made.weight = torch.nn.Parameter((weight.float() / scale.float()).round().to(torch.int8), requires_grad=False)
+        made.register_buffer("scale", scale)
+        made.bias = layer.bias  # pyright: ignore[reportAttributeAccessIssue]
+        return made, made.weight.float() * scale.float()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as PyTorch names it
+        weight = self.weight.to(input.dtype) * self.get_buffer("scale").to(input.dtype)
+        return torch.nn.functional.linear(input, weight, None if self.bias is None else self.bias.to(input.dtype))
+
+
+def packed(layout: Layout) -> Made:
+    patcher, exact = with_its_twin(layout, hot=True)
+    network, whole = (model.model.diffusion_model for model in (patcher, exact))
+    for name, layer in [*network.named_modules()]:
+        if isinstance(layer, torch.nn.Linear) and layer.in_features > 1:
+            parent, _, own = name.rpartition(".")
+            smaller, weight = Packed.of(layer)
+            setattr(network.get_submodule(parent), own, smaller)
+            whole.get_submodule(name).weight.copy_(weight)
+    return partial(wide, patcher), exact
+
+
+STATES = {(family, state): made for family in FEW for state, made in states(family).items()}
+
+
+@pytest.mark.parametrize(("family", "state"), STATES)
+def test_wide_layers_beside_others(family: str, state: str) -> None:
+    layout, (make, around) = LAYOUTS[family], STATES[family, state]
+    steps = CACHED_STEPS if state == "EasyCache" else STEPS
+    behind, exact = make(layout)
+    reference = sample(exact, layout, steps=steps)
+    said.clear()
+    with around():
+        made = sample(behind(), layout, steps=steps)
+    torch.compiler.reset()
+    check_said(WIDE)
+    assert 0 < distance(layout, made, reference) <= 1e-2
+
+
+@few
+def test_of_two_guards_the_last_one_counts(family: str) -> None:
+    layout = LAYOUTS[family]
+    patcher = make_model(layout, hot=True)
+    plain, once = (sample(model, layout, steps=STEPS) for model in (patcher, wide(patcher)))
+    assert same(once, sample(wide(guarded(patcher, precision="bf16")), layout, steps=STEPS))
+    check_said(WIDE)
+    assert same(plain, sample(guarded(wide(patcher), on_failure="off"), layout, steps=STEPS))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_streamed_model_taught_is_known_to_the_next_guard(way: str) -> None:
+    for known in (False, True):
+        behind = guarded(streamed(make_model(LAYOUTS["flux"], hot=True), way), scope="learned")
+        with WAYS[way]():
+            sample(behind, LAYOUTS["flux"], steps=STEPS)
+        assert known or "2 steps, 1 rerun." in said[-1]
+    check_said(WIDE, "from a profile: ")
+
+
+@pytest.mark.skipif(not work_units.HERE, reason="this ComfyUI computes guidance halves on one GPU: it is before 0.23")
+@pytest.mark.parametrize("order", ["before", "after", "learned"])
+@pytest.mark.parametrize("family", work_units.GUIDED)
+def test_each_half_is_wide(family: str, order: str) -> None:
+    """On two devices at the same time, split before the guard and after it."""
+    layout = work_units.GUIDED[family]
+    make = partial(make_model, layout, hot=True)
+    both = work_units.split(make(), make)
+    reference = sample(in_fp32(both, layout), layout, steps=STEPS)
+    if order == "before":
+        patcher = work_units.split(wide(make()), make)
+    else:
+        patcher = wide(both) if order == "after" else guarded(both, scope="learned")
+    for _ in range(2 if order == "learned" else 1):
+        assert 0 < distance(layout, sample(patcher, layout, steps=STEPS), reference) <= 1e-2
+    check_said(WIDE, "2 steps, 0 reruns.")

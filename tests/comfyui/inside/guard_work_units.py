@@ -1,0 +1,230 @@
+"""NaN Guard (native) and its probe where ComfyUI computes guidance halves at the same time, each on its own device.
+
+Only the devices are simulated: "cpu" and "cpu:1" are two to ComfyUI, and one to PyTorch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from in_comfyui import difference, error_of, guarded, module, said
+from native_models import CPU, LAYOUTS, Layout, in_fp32, make_model, sample
+from probe import facts, probed
+
+MANAGEMENT = import_module("comfy.model_management")
+HERE = hasattr(MANAGEMENT, "get_all_torch_devices")
+pytestmark = pytest.mark.skipif(not HERE, reason="this ComfyUI computes guidance halves on one GPU: it is before 0.23")
+OTHER = torch.device("cpu", 1)
+STEPS = 4
+RUNS = 3
+GUIDED = {name: replace(LAYOUTS[name], cfg=4.0) for name in ("sd15", "flux")}  # Flux hides what overflows: it clips
+SD15, FLUX = GUIDED["sd15"], GUIDED["flux"]
+WORK_UNITS = "multigpu"
+KINDS = import_module("comfy.patcher_extension").WrappersMP
+
+
+def split(patcher: Any, make: Callable[[], Any]) -> Any:
+    """By ComfyUI's own node. make: the same model anew, as a loader makes it."""
+    with patch.object(MANAGEMENT, "get_all_torch_devices", lambda **_: [CPU, OTHER]):
+        MANAGEMENT.current_loaded_models.clear()  # the node stumbles over one that is gone
+        patcher.cached_patcher_init = (make, ())
+        return import_module("comfy_extras.nodes_multigpu").MultiGPUCFGSplitNode.execute(patcher, 2).args[0]
+
+
+def on_two(layout: Layout, **model: Any) -> Any:
+    make = partial(make_model, layout, **model)
+    return split(make(), make)
+
+
+def wrapped(patcher: Any, wrapper: Callable[..., Any], kind: str = KINDS.DIFFUSION_MODEL) -> Any:
+    clone = patcher.clone()
+    clone.add_wrapper_with_key(kind, "test", wrapper)
+    return clone
+
+
+def check_reports(reruns: int, runs: int = 1, steps: int = STEPS) -> None:
+    """Of the latest runs."""
+    reports = [text for text in said if "rerun" in text.splitlines()[0] and not text.startswith("call ")]
+    expected = f"{steps} step{'s' * (steps > 1)}, {reruns} rerun{'s' * (reruns != 1)}."
+    assert len(reports) == runs and all(expected in text for text in reports), reports
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("family", GUIDED)
+def test_each_half_is_computed_again_in_every_run(family: str, order: str) -> None:
+    layout = GUIDED[family]
+    make = partial(make_model, layout, hot=True)
+    both = split(make(), make)
+    exact = sample(in_fp32(both, layout), layout, steps=STEPS)
+    assert not difference(sample(both, layout, steps=STEPS), exact) <= 0.1  # NaN, or finite and wrong
+    threads: set[str] = set()
+
+    def look(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        assert threading.current_thread() is not threading.main_thread()
+        return executor(*args, **kwargs)
+
+    patcher = wrapped(guarded(both) if order == "after" else split(guarded(make()), make), look)
+    for _ in range(RUNS):
+        assert difference(sample(patcher, layout, steps=STEPS), exact) <= 1e-5
+    check_reports(2 * STEPS, RUNS)
+    calls = [text for text in said if text.startswith("call ")]
+    named = [f"call {n + 1}" for n in range(2 * STEPS)] * RUNS
+    assert sorted(text.partition(":")[0] for text in calls) == sorted(named)
+    assert not any("did not fail" in text for text in calls)  # each found the layer in its own network
+    assert len(threads) == 2 * RUNS
+
+
+@pytest.mark.parametrize("family", GUIDED)
+def test_a_healthy_model_stays_as_it_is(family: str) -> None:
+    both = on_two(GUIDED[family])
+    plain, made = (sample(each, GUIDED[family], steps=STEPS) for each in (both, guarded(both)))
+    assert torch.equal(made, plain)
+    check_reports(0)
+
+
+def test_a_fault_in_one_half_costs_one_call() -> None:
+    """Of the second device, in one step: the other half's stay in half precision."""
+    healthy, calls = on_two(SD15), list[torch.dtype]()
+    exact = sample(in_fp32(healthy, SD15), SD15, steps=STEPS)
+
+    def fault(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = executor(x, *args, **kwargs)
+        if args[-1]["multigpu_thread_device"] != OTHER:
+            return made
+        calls.append(x.dtype)
+        return made * torch.inf if len(calls) == 2 else made
+
+    made = sample(guarded(wrapped(healthy, fault)), SD15, steps=STEPS)
+    assert 0 < difference(made, exact) <= 2e-2
+    check_reports(1)
+    assert calls.count(torch.float32) == 1
+
+
+def test_what_one_half_clips_is_not_lost_to_the_other() -> None:
+    """While the other's call begins: Flux, where that is all there is to see."""
+    both = on_two(FLUX, hot=True)
+    exact = sample(in_fp32(both, FLUX), FLUX, steps=1)
+    clipped, begun = threading.Event(), threading.Event()
+
+    def outside(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        if args[5]["multigpu_thread_device"] == OTHER:
+            assert clipped.wait(60)
+        return executor(*args, **kwargs)
+
+    def inside(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        if args[-1]["multigpu_thread_device"] == OTHER:
+            begun.set()
+        made = executor(*args, **kwargs)
+        if args[-1]["multigpu_thread_device"] == CPU:
+            clipped.set()
+            assert begun.wait(60)
+        return made
+
+    patcher = wrapped(guarded(wrapped(both, outside, KINDS.APPLY_MODEL)), inside)
+    assert difference(sample(patcher, FLUX, steps=1), exact) <= 1e-5
+    check_reports(2, steps=1)
+
+
+@pytest.mark.parametrize(("scope", "reruns", "apart"), [("step", 8, 1e-5), ("learned", 2, 1e-2), ("run", 2, 1e-5)])
+def test_each_half_decides_how_far_its_rerun_reaches(scope: str, reruns: int, apart: float) -> None:
+    both = on_two(SD15, hot=True)
+    exact = sample(in_fp32(both, SD15), SD15, steps=STEPS)
+    patcher = guarded(wrapped(both, begun_together()), scope=scope)
+    assert difference(sample(patcher, SD15, steps=STEPS), exact) <= apart
+    check_reports(reruns)
+
+
+def begun_together() -> Callable[..., Any]:
+    """Both first calls begin before one of them ends: else the other would know already what that one learned."""
+    met, seen = threading.Barrier(2), set[int]()
+
+    def meet(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        if (thread := threading.get_ident()) not in seen:
+            seen.add(thread)
+            met.wait(60)
+        return executor(*args, **kwargs)
+
+    return meet
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["attempt", "rerun"])
+@pytest.mark.parametrize("error", [ValueError("of the test"), MANAGEMENT.InterruptProcessingException()], ids=str)
+def test_what_ends_one_half_leaves_nothing_behind(error: BaseException, dtype: torch.dtype) -> None:
+    """In one thread, while the other one computes."""
+    both = on_two(SD15, hot=True)
+    exact = sample(in_fp32(both, SD15), SD15, steps=STEPS)
+
+    def fail(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args[-1]["multigpu_thread_device"] == OTHER and x.dtype is dtype:
+            raise error
+        return executor(x, *args, **kwargs)
+
+    with pytest.raises(type(error)):
+        sample(guarded(wrapped(both, fail)), SD15, steps=STEPS)
+    assert left(both) == []
+    assert difference(sample(guarded(both), SD15, steps=STEPS), exact) <= 1e-5
+    check_reports(2 * STEPS)
+
+
+def test_the_policy_stops_the_run_from_a_thread() -> None:
+    both = on_two(SD15, hot=True)
+    error = error_of(lambda: sample(guarded(both, on_failure="stop"), SD15, steps=STEPS))
+    assert error.startswith("GuardStopped: denoiser, call 1: the output in fp16 is non-finite")
+    assert left(both) == []
+
+
+def left(patcher: Any) -> list[str]:
+    """What is still held or hooked, in any thread."""
+    held = {name: getattr(module("precision.fp32_settings"), name) for name in ("EAGER_ONLY", "TF32", "FP32_ATTENTION")}
+    held["_WHOLE_PRODUCTS"] = module("comfyui_host.layers")._WHOLE_PRODUCTS
+    found = [name for name, setting in held.items() if setting.is_held]
+    found += ["switches"] * len(module("precision.accumulation")._HOLDERS.current)
+    models = [patcher.model, *(clone.model for clone in patcher.get_additional_models_with_key(WORK_UNITS))]
+    found += ["hooks" for model in models for layer in model.modules() if layer._forward_hooks]
+    return found + [thread.name for thread in threading.enumerate() if "_worker_loop" in thread.name]
+
+
+def test_the_probe_measures_both_halves() -> None:
+    one, two = (facts(probed(patcher, SD15)) for patcher in (make_model(SD15, hot=True), on_two(SD15, hot=True)))
+    assert [entry["name"] for entry in two["worst"]] == [entry["name"] for entry in one["worst"]]
+    for ours, theirs in zip(two["worst"], one["worst"], strict=True):
+        assert ours["reach"] == pytest.approx(theirs["reach"], rel=1e-4)
+    assert two["measured_steps"] == one["measured_steps"]
+
+
+def test_easycache_keeps_what_the_other_half_left() -> None:
+    """While one half's attempt is made again: the first to come waits for the other one."""
+    cache = import_module("comfy_extras.nodes_easycache").EasyCacheNode
+    kept: list[int] = []
+    done = {step: threading.Event() for step in range(STEPS)}
+    steps = {CPU: 0, OTHER: 0}
+
+    def outside(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        options = args[5]  # after x, t, c_concat, c_crossattn, control
+        device = options["multigpu_thread_device"]
+        if device == CPU:
+            kept.append(len(options["easycache"].uuid_cache_diffs))
+        made = executor(*args, **kwargs)
+        if device == OTHER:
+            done[steps[OTHER]].set()
+        steps[device] += 1
+        return made
+
+    def inside(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        if args[-1]["multigpu_thread_device"] == CPU:
+            done[steps[CPU]].wait(20)
+        return executor(*args, **kwargs)
+
+    patcher = guarded(wrapped(on_two(FLUX, hot=True), outside, KINDS.APPLY_MODEL))
+    sample(cache.execute(wrapped(patcher, inside), 1e-9, 0.0, 1.0, False).args[0], FLUX, steps=STEPS)
+    assert kept == [0, 2, 2, 2]
+    check_reports(2 * STEPS)

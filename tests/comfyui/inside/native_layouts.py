@@ -1,0 +1,414 @@
+"""The families of ComfyUI's own models that the tests run, each as small as it goes.
+
+Imported by ComfyUI's interpreter alone, after its options have been read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A family: what its network is given, and a weight by which fp16 overflows and fp32 does not."""
+
+    config: str  # its class in comfy.supported_models
+    sizes: Mapping[str, Any]  # of the network, in place of those that ComfyUI finds
+    latents: Shape
+    context: Shape
+    hot: Mapping[str, float]  # weight → what it is multiplied by
+    marks: Mapping[str, Shape] = field(default_factory=dict)  # weights that ComfyUI's detection tells it by
+    not_in_fp8: tuple[str, ...] = ()  # ends of the names of weights that ComfyUI does not take in fp8
+    sound: Shape | None = None  # latents of it, where the family makes pictures and sound
+    cfg: float = 4.0
+    scheduler: str = "simple"
+    extra: Mapping[str, Shape] = field(default_factory=dict)  # further conditions, by shape
+    ones: Mapping[str, Shape] = field(default_factory=dict)  # those that are whole numbers: masks, tokens
+
+    @property
+    def streams(self) -> tuple[Shape, ...]:
+        """Shapes of the latents, pictures first."""
+        return (self.latents, self.sound) if self.sound else (self.latents,)
+
+    @property
+    def block(self) -> str:
+        """Of the network, that overflows."""
+        (weight,) = self.hot
+        parts = weight.split(".")
+        return ".".join(parts[: 3 if parts[0] == "input_blocks" else 2])
+
+    def split(self, made: torch.Tensor) -> list[torch.Tensor]:
+        """Streams of latents that stand behind one another."""
+        if len(self.streams) == 1:
+            return [made]
+        parts = made.split([math.prod(shape) for shape in self.streams])
+        return [part.reshape(shape) for part, shape in zip(parts, self.streams, strict=True)]
+
+    def settings(self) -> dict[str, Any]:
+        """Its network's, as ComfyUI's own detection would have them of a checkpoint, with our sizes in place of its
+        own. So a parameter that a newer ComfyUI adds has the value that it gives it."""
+        detect = import_module("comfy.model_detection").detect_unet_config
+        marks = _Checkpoint({name: torch.zeros(shape) for name, shape in self.marks.items()})
+        return {**(detect(marks, "") or {}), **self.sizes}
+
+
+class _Checkpoint(dict[str, torch.Tensor]):
+    """Weights by which a family is told. Any other that detection measures is of one value: its sizes are ours."""
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        return torch.zeros((1,) * 5)
+
+
+UNET = {
+    "image_size": 32,
+    "out_channels": 4,
+    "model_channels": 32,
+    "num_res_blocks": [1, 1],
+    "channel_mult": [1, 2],
+    "transformer_depth": [1, 1],
+    "transformer_depth_output": [1, 1, 1, 1],
+    "transformer_depth_middle": 1,
+    "use_spatial_transformer": True,
+    "legacy": False,
+    "context_dim": 24,
+}
+SDXL = UNET | {
+    "in_channels": 4,
+    "adm_in_channels": 2816,
+    "use_linear_in_transformer": True,
+    "num_classes": "sequential",
+    "model_channels": 64,  # a head has as many
+}
+FLUX = {
+    "in_channels": 16,
+    "out_channels": 16,
+    "patch_size": 2,
+    "vec_in_dim": 24,
+    "context_in_dim": 32,
+    "hidden_size": 48,
+    "mlp_ratio": 2.0,
+    "num_heads": 2,
+    "depth": 2,
+    "depth_single_blocks": 2,
+    "axes_dim": [8, 8, 8],
+    "guidance_embed": False,
+}
+FLUX_2 = FLUX | {
+    "in_channels": 128,
+    "out_channels": 128,
+    "patch_size": 1,
+    "vec_in_dim": None,
+    "hidden_size": 64,
+    "axes_dim": [8, 8, 8, 8],
+    "guidance_embed": True,
+}
+QWEN_IMAGE = {
+    "in_channels": 64,
+    "num_layers": 2,
+    "attention_head_dim": 24,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+    "axes_dims_rope": (8, 8, 8),
+}
+LUMINA2 = {
+    "in_channels": 16,
+    "dim": 48,  # 2 heads of 24
+    "n_layers": 2,
+    "n_refiner_layers": 1,
+    "n_heads": 2,
+    "n_kv_heads": 1,
+    "multiple_of": 16,
+    "ffn_dim_multiplier": 1.0,
+    "cap_feat_dim": 32,
+    "axes_dims": [8, 8, 8],
+    "axes_lens": [64, 64, 64],
+}
+Z_IMAGE = LUMINA2 | {
+    "dim": 256,  # its modulation has as many, at least
+    "n_kv_heads": 2,
+    "axes_dims": [32, 48, 48],
+}
+LUMINA2_MARK = "noise_refiner.0.attention.k_norm.weight"
+
+IMAGE_LAYOUTS = {
+    "sd15": Layout(
+        "SD15",
+        UNET | {"in_channels": 4, "adm_in_channels": None, "use_linear_in_transformer": False},
+        latents=(1, 4, 8, 8),
+        context=(1, 7, 24),
+        hot={"input_blocks.1.0.in_layers.2.weight": 1e5},
+    ),
+    "sdxl": Layout(
+        "SDXL",
+        SDXL,
+        latents=(1, 4, 8, 8),
+        context=(1, 7, 24),
+        hot={"input_blocks.1.0.in_layers.2.weight": 1e5},
+        extra={"pooled_output": (1, 1280)},
+    ),
+    "flux": Layout(
+        "FluxSchnell",
+        FLUX,
+        latents=(1, 16, 8, 8),
+        context=(1, 7, 32),
+        hot={"double_blocks.0.txt_mlp.2.weight": 8e4},
+        marks={"img_in.weight": (48, 64), "double_blocks.0.img_attn.norm.key_norm.scale": (24,)},
+        cfg=1.0,
+        extra={"pooled_output": (1, 24)},
+    ),
+    "flux2": Layout(
+        "Flux2",
+        FLUX_2,
+        latents=(1, 128, 4, 4),
+        context=(1, 7, 32),
+        hot={"double_blocks.0.img_mlp.2.weight": 8e4},
+        marks={
+            "img_in.weight": (64, 128),
+            "double_blocks.0.img_attn.norm.key_norm.scale": (32,),
+            "double_stream_modulation_img.lin.weight": (384, 64),
+        },
+        cfg=1.0,
+    ),
+    "qwen_image": Layout(
+        "QwenImage",
+        QWEN_IMAGE,
+        latents=(1, 16, 1, 8, 8),
+        context=(1, 7, 32),
+        hot={"transformer_blocks.0.img_mlp.net.0.proj.weight": 1e5},
+        marks={"txt_norm.weight": (32,)},
+    ),
+    "lumina2": Layout(
+        "Lumina2",
+        LUMINA2,
+        latents=(1, 16, 8, 8),
+        context=(1, 7, 32),
+        hot={"layers.0.feed_forward.w3.weight": 6e4},
+        marks={"cap_embedder.1.weight": (2304, 32), LUMINA2_MARK: (24,)},
+        ones={"attention_mask": (1, 7)},
+    ),
+    "z_image": Layout(
+        "ZImage",
+        Z_IMAGE,
+        latents=(1, 16, 8, 8),
+        context=(1, 7, 32),
+        hot={"layers.0.feed_forward.w3.weight": 6e4},
+        marks={"cap_embedder.1.weight": (3840, 32), LUMINA2_MARK: (128,), "cap_pad_token": (1, 3840)},
+        ones={"attention_mask": (1, 7)},
+    ),
+}
+
+
+SVD = UNET | {
+    "channel_mult": [1, 1],
+    "in_channels": 8,
+    "adm_in_channels": 768,
+    "use_linear_in_transformer": True,
+    "num_classes": "sequential",
+    "model_channels": 64,  # a head has as many
+    "use_temporal_resblock": True,
+    "use_temporal_attention": True,
+    "extra_ff_mix_layer": True,
+    "use_spatial_context": True,
+    "merge_strategy": "learned_with_images",
+    "merge_factor": 0.0,
+    "video_kernel_size": [3, 1, 1],
+}
+WAN = {
+    "dim": 96,  # 2 heads of 48, of which time has 16 and height and width have 16 each
+    "in_dim": 16,
+    "out_dim": 16,
+    "ffn_dim": 128,
+    "freq_dim": 32,
+    "text_dim": 32,
+    "num_heads": 2,
+    "num_layers": 2,
+}
+COGVIDEOX = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 64,
+    "in_channels": 16,
+    "time_embed_dim": 32,
+    "text_embed_dim": 32,
+    "num_layers": 2,
+    "patch_size": 2,
+}
+LTXV = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 24,
+    "cross_attention_dim": 48,
+    "caption_channels": 32,
+    "num_layers": 2,
+}
+LTXAV = LTXV | {
+    "audio_num_attention_heads": 2,
+    "audio_attention_head_dim": 12,
+    "audio_cross_attention_dim": 24,
+    "connector_attention_head_dim": 16,
+    "connector_num_attention_heads": 2,
+    "connector_num_layers": 1,
+}
+HUNYUAN_VIDEO = {
+    "in_channels": 16,
+    "out_channels": 16,
+    "patch_size": [1, 2, 2],
+    "vec_in_dim": 24,
+    "context_in_dim": 32,
+    "hidden_size": 48,
+    "mlp_ratio": 2.0,
+    "num_heads": 2,
+    "depth": 2,
+    "depth_single_blocks": 2,
+    "axes_dim": [8, 8, 8],
+}
+HUNYUAN_VIDEO_15 = HUNYUAN_VIDEO | {
+    "in_channels": 65,  # latents, those of a first picture, and where that is
+    "out_channels": 32,
+    "patch_size": [1, 1, 1],
+    "vec_in_dim": None,
+    "vision_in_dim": 24,
+    "byt5": False,
+}
+MINIMAX_H3 = {
+    "hidden_size": 48,
+    "num_layers": 2,
+    "token_refiner_num_layers": 1,
+    "num_attention_heads": 2,
+    "attention_head_dim": 32,
+    "ffn_hidden_size": 64,
+    "latents_dim": 24,
+    "audio_latents_dim": 32,
+    "text_dim": 40,
+    "timestep_input_dim": 32,
+    "time_embed_hidden_size": 48,
+    "time_embed_dim": 24,
+    "rope_inv_freq_len": 4,  # × 3 axes × 2: 24 of a head's 32
+}
+ACE = {
+    "num_layers": 2,
+    "attention_head_dim": 24,
+    "inner_dim": 48,
+    "num_attention_heads": 2,
+    "text_embedding_dim": 32,
+    "lyric_encoder_vocab_size": 16,
+    "lyric_hidden_size": 32,
+    "ssl_latent_dims": [16, 16],
+}
+HUNYUAN_VIDEO_MARKS = {
+    "txt_in.individual_token_refiner.blocks.0.norm1.weight": (48,),
+    "img_in.proj.weight": (48, 16, 1, 2, 2),
+    "vector_in.in_layer.weight": (48, 24),
+    "guidance_in.in_layer.weight": (48, 256),
+}
+
+VIDEO_LAYOUTS = {
+    "svd": Layout(
+        "SVD_img2vid",
+        SVD,
+        latents=(2, 4, 4, 4),
+        context=(1, 1, 24),
+        hot={"input_blocks.1.0.in_layers.2.weight": 1e5},
+        scheduler="karras",
+        extra={"concat_latent_image": (1, 4, 4, 4)},
+    ),
+    "wan": Layout(
+        "WAN21_T2V",
+        WAN,
+        latents=(1, 16, 2, 8, 8),
+        context=(1, 7, 32),
+        hot={"blocks.0.ffn.0.weight": 1e5},
+        marks={"head.modulation": (1, 2, 96)},
+    ),
+    "wan22": Layout(
+        "WAN22_T2V",
+        WAN | {"in_dim": 48, "out_dim": 48},
+        latents=(1, 48, 2, 4, 4),
+        context=(1, 7, 32),
+        hot={"blocks.0.ffn.0.weight": 1e5},
+        marks={"head.modulation": (1, 2, 96)},
+    ),
+    "cogvideox": Layout(
+        "CogVideoX_T2V",
+        COGVIDEOX,
+        latents=(1, 16, 2, 8, 8),
+        context=(1, 7, 32),
+        hot={"blocks.0.ff_proj.weight": 1e5},
+        marks={"blocks.0.norm1.linear.weight": (768, 32)},
+    ),
+    "ltxv": Layout(
+        "LTXV",
+        LTXV,
+        latents=(1, 128, 2, 4, 4),
+        context=(1, 7, 32),
+        hot={"transformer_blocks.0.ff.net.0.proj.weight": 1e5},
+        marks={"adaln_single.emb.timestep_embedder.linear_1.bias": (48,)},
+        ones={"attention_mask": (1, 7)},
+    ),
+    "ltx2": Layout(
+        "LTXAV",
+        LTXAV,
+        latents=(1, 128, 2, 4, 4),
+        sound=(1, 8, 6, 16),
+        context=(1, 7, 64),  # refined before it is handed in: for pictures, and for sound
+        hot={"transformer_blocks.0.ff.net.0.proj.weight": 1e5},
+        marks={
+            "adaln_single.emb.timestep_embedder.linear_1.bias": (48,),
+            "audio_adaln_single.linear.weight": (144, 24),
+        },
+        ones={"attention_mask": (1, 7)},
+    ),
+    "hunyuan_video": Layout(
+        "HunyuanVideo",
+        HUNYUAN_VIDEO,
+        latents=(1, 16, 2, 8, 8),
+        context=(1, 7, 32),
+        hot={"double_blocks.0.txt_mlp.2.weight": 8e4},
+        marks=HUNYUAN_VIDEO_MARKS,
+        cfg=1.0,
+        extra={"pooled_output": (1, 24)},
+    ),
+    "hunyuan_video_15": Layout(
+        "HunyuanVideo15",
+        HUNYUAN_VIDEO_15,
+        latents=(1, 32, 2, 4, 4),
+        context=(1, 7, 32),
+        hot={"double_blocks.0.txt_mlp.2.weight": 8e4},
+        marks={
+            "txt_in.individual_token_refiner.blocks.0.norm1.weight": (48,),
+            "img_in.proj.weight": (48, 65, 1, 1, 1),
+            "cond_type_embedding.weight": (3, 48),
+            "vision_in.proj.0.weight": (24,),
+        },
+        extra={"pooled_output": (1, 24)},
+    ),
+    "minimax_h3": Layout(
+        "MiniMaxH3",
+        MINIMAX_H3,
+        latents=(1, 24, 2, 4, 4),
+        sound=(1, 32, 2, 8),
+        context=(1, 7, 48),  # refined before it is handed in
+        hot={"blocks.0.mlp.fc1.weight": 3e4},
+        marks={"video_patch_proj.weight": (48, 96), "audio_patch_proj.weight": (48, 32)},
+        not_in_fp8=("q_norm.weight", "k_norm.weight"),
+        cfg=1.0,  # it takes one prompt at a time
+    ),
+    "ace": Layout(
+        "ACEStep",
+        ACE,
+        latents=(1, 8, 16, 8),
+        context=(1, 7, 32),
+        hot={"transformer_blocks.0.attn.to_out.0.weight": 9e4},
+        marks={"genre_embedder.weight": (48, 32)},
+        ones={"conditioning_lyrics": (1, 5)},
+    ),
+}
+VIDEO_LAYOUTS["ltx2_sound"] = replace(  # overflows in what makes the sound alone
+    VIDEO_LAYOUTS["ltx2"], hot={"transformer_blocks.1.audio_ff.net.0.proj.weight": 3e4}
+)

@@ -1,0 +1,176 @@
+"""Small models of ComfyUI's own, made by its own classes with random weights, and a sampling run of each.
+
+Imported by ComfyUI's interpreter alone, after its options have been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from native_layouts import IMAGE_LAYOUTS, VIDEO_LAYOUTS, Layout
+
+CPU = torch.device("cpu")
+CARD = import_module("comfy.model_management").get_torch_device()  # the CPU, unless it was started for a card
+FP16_MAX = torch.finfo(torch.float16).max
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+LYRICS = {"output_size": 32, "attention_heads": 2, "linear_units": 48, "num_blocks": 1}  # not in ACE-Step's config
+
+SUPPORTED = import_module("comfy.supported_models")
+LAYOUTS = {
+    name: layout for name, layout in (IMAGE_LAYOUTS | VIDEO_LAYOUTS).items() if hasattr(SUPPORTED, layout.config)
+}
+_ACE_STEP = import_module("comfy.ldm.ace.model")
+_ACE_STEP.LyricEncoder = partial(_ACE_STEP.LyricEncoder, **LYRICS)
+
+
+def make_model(
+    layout: Layout,
+    dtype: torch.dtype = torch.float16,
+    compute: torch.dtype | None = None,
+    *,
+    hot: bool = False,
+    operations: Any = None,
+) -> Any:
+    """ComfyUI's ModelPatcher.
+
+    dtype: of the weights. compute: what they are cast to at each layer; None where they are not cast. hot: overflows.
+    operations: ComfyUI's layer classes; None where it shall choose.
+    """
+    config = getattr(SUPPORTED, layout.config)(layout.settings())
+    config.set_inference_dtype(dtype, compute)
+    config.custom_operations = operations
+    model = config.get_model({}, "", device=CPU).eval().requires_grad_(False)
+    weights = random_weights(model.diffusion_model, layout.hot if hot else {})
+    model.diffusion_model.load_state_dict(weights)
+    if dtype.itemsize == 1:
+        _keep_in_fp16(model.diffusion_model, weights, layout)
+    return import_module("comfy.model_patcher").ModelPatcher(model, CARD, CPU)
+
+
+def with_its_twin(
+    layout: Layout, dtype: torch.dtype = torch.float16, compute: torch.dtype | None = None, *, hot: bool = False
+) -> tuple[Any, Any]:
+    """A model, and one with the same weights in fp32."""
+    patcher = make_model(layout, dtype, compute, hot=hot)
+    return patcher, in_fp32(patcher, layout)
+
+
+def _keep_in_fp16(network: torch.nn.Module, weights: Mapping[str, torch.Tensor], layout: Layout) -> None:
+    """What fp8 does not hold, or ComfyUI does not take in it: as checkpoints in fp8 have it."""
+    for name, weight in weights.items():
+        if weight.abs().max() > FP8_MAX or name.endswith(layout.not_in_fp8):
+            layer, _, own = name.rpartition(".")
+            setattr(network.get_submodule(layer), own, torch.nn.Parameter(weight.half(), requires_grad=False))
+
+
+def in_fp32(patcher: Any, layout: Layout) -> Any:
+    """A model with the same weights, in fp32."""
+    twin = make_model(layout, torch.float32)
+    weights = patcher.model.diffusion_model.state_dict()
+    twin.model.diffusion_model.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    return twin
+
+
+def random_weights(network: torch.nn.Module, hot: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    """Random, such that activations stay about 1."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(name: str, weight: torch.Tensor) -> torch.Tensor:
+        random = torch.randn(weight.shape, generator=generator)
+        if weight.ndim > 1:
+            return random * weight[0].numel() ** -0.5
+        return 0.05 * random + (1.0 if name.endswith(("weight", "scale")) else 0.0)
+
+    drawn = {name: draw(name, weight) for name, weight in sorted(network.state_dict().items())}
+    assert hot.keys() <= drawn.keys(), f"no weight {sorted(hot.keys() - drawn.keys())} in {type(network).__name__}"
+    drawn = {name: weight * hot.get(name, 1.0) for name, weight in drawn.items()}
+    assert all(weight.abs().max() <= FP16_MAX for weight in drawn.values()), "its products overflow, not itself"
+    return drawn
+
+
+def prompts(layout: Layout, **conditions: Any) -> tuple[list[Any], list[Any]]:
+    """Random, as text encoders give them: some models round them to half precision before the first step. Positive and
+    negative. conditions: further ones of the positive."""
+    generator = torch.Generator().manual_seed(6)
+
+    def random(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(torch.bfloat16).float()
+
+    given = {name: random(shape) for name, shape in layout.extra.items()}
+    given |= {name: torch.ones(shape, dtype=torch.long) for name, shape in layout.ones.items()}
+    positive, negative = ([[random(layout.context), dict(given)]] for _ in range(2))
+    positive[0][1].update(conditions)
+    return positive, negative
+
+
+def sample(
+    patcher: Any, layout: Layout, *, steps: int = 3, latents: torch.Tensor | None = None, **conditions: Any
+) -> torch.Tensor:
+    """As the KSampler node does. conditions: further ones of the positive prompt. Several streams of latents come out
+    behind one another, as one of one dimension."""
+    generator = torch.Generator().manual_seed(5)
+    dtype = getattr(import_module("comfy.model_management"), "intermediate_dtype", lambda: torch.float32)()
+    noise = _nested([torch.randn(shape, generator=generator).to(dtype) for shape in layout.streams])
+    positive, negative = prompts(layout, **conditions)
+    start = _nested([torch.zeros(shape, dtype=dtype) for shape in layout.streams]) if latents is None else latents
+    given = (positive, negative, start)
+    with torch.inference_mode():
+        made = import_module("comfy.sample").sample(
+            patcher, noise, steps, layout.cfg, "euler", layout.scheduler, *given, seed=1, disable_pbar=True
+        )
+    return torch.cat([stream.flatten() for stream in made.unbind()]) if made.is_nested else made
+
+
+def _nested(streams: list[torch.Tensor]) -> Any:
+    return streams[0] if len(streams) == 1 else import_module("comfy.nested_tensor").NestedTensor(streams)
+
+
+def apart(layout: Layout, made: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest difference, as a share of the largest value, of the worst stream. NaN where one has any."""
+    streams = zip(layout.split(made.float()), layout.split(exact.float()), strict=True)
+    return torch.stack([(one - other).abs().max() / other.abs().max() for one, other in streams]).max().item()
+
+
+def distance(layout: Layout, made: torch.Tensor, exact: torch.Tensor) -> float:
+    """The same of norms."""
+    streams = zip(layout.split(made.float()), layout.split(exact.float()), strict=True)
+    return torch.stack([(one - other).norm() / other.norm() for one, other in streams]).max().item()
+
+
+VAE_SETTINGS: dict[str, Any] = {"double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3}
+VAE_SETTINGS |= {"ch": 32, "ch_mult": [1, 1, 1, 1], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0}
+HOT_DECODER = {"decoder.mid.block_1.conv1.weight": 5e4}
+HOT_ENCODER = {"encoder.mid.block_1.conv1.weight": 5e4}
+
+
+def make_vae(dtype: torch.dtype, hot: Mapping[str, float] | None = None, *, temporal: bool = False) -> Any:
+    """ComfyUI's VAE. hot: weights and what they are multiplied by. temporal: SVD's, whose decoder mixes frames."""
+    config = {"params": {"ddconfig": VAE_SETTINGS, "embed_dim": 4}}
+    vae = import_module("comfy.sd").VAE(sd={}, device=CARD, config=config, dtype=dtype)
+    if temporal:
+        video = {**VAE_SETTINGS, "video_kernel_size": [3, 1, 1], "alpha": 0.0}
+        vae.first_stage_model = (
+            import_module("comfy.ldm.models.autoencoder")
+            .AutoencodingEngine(
+                regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+                encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": VAE_SETTINGS},
+                decoder_config={"target": "comfy.ldm.modules.temporal_ae.VideoDecoder", "params": video},
+            )
+            .eval()
+        )
+        vae.patcher = import_module("comfy.model_patcher").ModelPatcher(vae.first_stage_model, CARD, CPU)
+    network = vae.first_stage_model.requires_grad_(False)
+    network.load_state_dict(random_weights(network, hot or {}))
+    network.to(dtype)
+    return vae
+
+
+def vae_in_fp32(vae: Any, *, temporal: bool = False) -> Any:
+    """A VAE with the same weights, in fp32."""
+    twin = make_vae(torch.float32, temporal=temporal)
+    twin.first_stage_model.load_state_dict({n: w.float() for n, w in vae.first_stage_model.state_dict().items()})
+    return twin

@@ -1,0 +1,162 @@
+"""Numerics Probe (MODEL) on ComfyUI's own small models."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from in_comfyui import NODE_ID, error_of, guarded, on, pack_node, said
+from native_models import CARD, LAYOUTS, Layout, in_fp32, make_model, prompts, sample
+
+SD15 = LAYOUTS["sd15"]
+STEPS = 3
+HERE = "cpu" if CARD.type == "cpu" else "sm86"  # with bf16, whatever this one has
+STATES = {  # dtype of the weights, and what they are cast to
+    "fp16": (torch.float16, None),
+    "bf16": (torch.bfloat16, None),
+    "fp32": (torch.float32, None),
+    "fp32 computed in fp16": (torch.float32, torch.float16),
+    "fp8 computed in bf16": (torch.float8_e4m3fn, torch.bfloat16),
+}
+
+
+def probed(patcher: Any, layout: Layout, **given: Any) -> dict[str, Any]:
+    positive, negative = prompts(layout)
+    wired = {"model": patcher, "positive": positive, "negative": negative, "node_id": NODE_ID}
+    settings = {"steps": STEPS, "cfg": layout.cfg, "sampler_name": "euler", "scheduler": layout.scheduler, "seed": 1}
+    latent = {"samples": torch.zeros(layout.latents)}
+    said.clear()
+    with torch.inference_mode():
+        return pack_node("NumericsProbeModel", **wired | {"latent_image": latent} | settings | given)
+
+
+def facts(shown: dict[str, Any]) -> dict[str, Any]:
+    return shown["ui"]["onediff_guard"][0]
+
+
+@pytest.mark.parametrize("family", ["sd15", "sdxl", "svd", "flux", "wan"])
+def test_it_names_what_overflows_and_what_it_recommends_leads_to_no_rerun(family: str) -> None:
+    layout = LAYOUTS[family]
+    patcher = make_model(layout, hot=True)
+    with on(HERE):
+        shown = probed(patcher, layout)
+    picture, text, profile = shown["result"]
+    check_shown(picture, text)
+    found = facts(shown)
+    (weight,) = layout.hot
+    layer = weight.removesuffix(".weight")
+    worst = next(entry for entry in found["worst"] if entry["name"] == layer)
+    assert worst["reach"] == pytest.approx(_reached(in_fp32(patcher, layout), layout, layer), rel=1e-3)
+    assert worst["reach"] > 65504 and found["measured_steps"] == STEPS
+    fp16 = next(verdict for verdict in found["verdicts"] if verdict["dtype"] == "fp16")
+    assert fp16["fits"] and fp16["plan"] == "fp16 every layer wide"
+    assert (layout.block if "blocks.0" in layout.block else "input_blocks.1") in fp16["reason"]
+    assert found["dtype"] == "bf16", "which it computes natively"
+    assert "put NaN Guard (native) behind the model, with precision 'bf16'" in text
+    assert profile == "", "in bf16, nothing has to be wide"
+    for precision in ("bf16", "fp16"):
+        with on(HERE):
+            assert sample(guarded(patcher, precision=precision), layout).isfinite().all()
+        assert f"{STEPS} steps, 0 reruns" in said[-1] and f"asked for {precision}" in said[-1]
+
+
+def check_shown(picture: torch.Tensor, text: str) -> None:
+    assert picture.ndim == 4 and picture.shape[-1] == 3 and picture.dtype == torch.float32
+    assert picture.min() >= 0 and picture.max() <= 1 and picture.std() > 0.05
+    steps = [line.partition(" · ")[0] for line in said[:STEPS]]  # behind it, how long it will take yet
+    assert steps == [f"step {step}/{STEPS}, measured in fp32" for step in range(1, STEPS + 1)]
+    assert said[STEPS:] == [text]
+
+
+@pytest.mark.parametrize("family", ["sd15", "sdxl", "svd", "flux", "wan"])
+def test_its_profile_wired_to_the_guard_leads_to_no_rerun_on_that_card_alone(family: str) -> None:
+    layout = LAYOUTS[family]
+    patcher = make_model(layout, hot=True)
+    with on("sm75"):
+        _, text, profile = probed(patcher, layout)["result"]
+        assert "fp16 every layer wide" in text and "`profile` wired into its `profile`" in text
+        assert sample(guarded(patcher, scope="learned", profile=profile), layout).isfinite().all()
+        (told,) = said
+        assert f"every layer wide; {STEPS} steps, 0 reruns" in told and "from a profile: " in told
+    with on(HERE):
+        sample(guarded(patcher, scope="learned", profile=profile), layout)
+    assert f"the profile that was given is left alone: it is for sm75, and this is {HERE}" in said[-1]
+    assert f"{STEPS} steps, 1 rerun" in said[-1]
+
+
+def _reached(patcher: Any, layout: Layout, name: str) -> float:
+    """The largest that a layer puts out, in a run without the probe and by a hook of its own."""
+    reached: list[float] = []
+    layer = patcher.model.diffusion_model.get_submodule(name)
+    hook = layer.register_forward_hook(lambda _layer, _given, made: reached.append(made.abs().max().item()))
+    positive, negative = prompts(layout)
+    noise = import_module("comfy.sample").prepare_noise(torch.zeros(layout.latents), 1)
+    given = (patcher, noise, STEPS, layout.cfg, "euler", layout.scheduler, positive, negative)
+    with torch.inference_mode():
+        import_module("comfy.sample").sample(*given, torch.zeros(layout.latents), seed=1, disable_pbar=True)
+    hook.remove()
+    return max(reached)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_what_fits_stays_as_it_is(state: str) -> None:
+    found = facts(probed(make_model(SD15, *STATES[state]), SD15))
+    assert found["dtype"] == state.rpartition(" ")[2]
+    assert all(verdict["fits"] for verdict in found["verdicts"])
+    assert found["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "latent"),
+    {
+        "sd15": {"samples": torch.zeros(1, 64, 4, 4), "downscale_ratio_spacial": 16},
+        "wan": {"samples": torch.zeros(1, 16, 1, 4, 4), "downscale_ratio_spacial": 16, "downscale_ratio_temporal": 8},
+    }.items(),
+    ids=str,
+)
+def test_an_empty_latent_of_another_models_ratios_gets_the_size_that_ksampler_gives_it(
+    family: str, latent: dict[str, Any]
+) -> None:
+    layout, shapes = LAYOUTS[family], set[Any]()
+
+    def look(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        shapes.add(tuple(x.shape))
+        return executor(x, *args, **kwargs)
+
+    patcher = make_model(layout).clone()
+    kind = import_module("comfy.patcher_extension").WrappersMP.APPLY_MODEL
+    patcher.add_wrapper_with_key(kind, "test", look)
+    probed(patcher, layout, latent_image=latent)
+    by_the_probe = {*shapes}
+    shapes.clear()
+    given = (1, STEPS, layout.cfg, "euler", layout.scheduler, *prompts(layout), latent)
+    with torch.inference_mode():
+        (made,) = import_module("nodes").KSampler().sample(patcher, *given)
+    assert by_the_probe == shapes
+    assert {shape[1:] for shape in shapes} == {tuple(made["samples"].shape[1:])}
+
+
+def test_nothing_is_left_and_a_guard_before_it_does_not_count() -> None:
+    patcher = make_model(SD15)
+    before, behind = sample(patcher, SD15), guarded(patcher)
+    found = facts(probed(behind, SD15))
+    assert len(said) == STEPS + 1
+    said.clear()
+    assert torch.equal(before, sample(patcher, SD15)) and torch.equal(before, sample(behind, SD15))
+    assert any("0 reruns" in text for text in said)
+    assert found["worst"] == facts(probed(patcher, SD15))["worst"]
+    assert not any(layer._forward_hooks for layer in patcher.model.modules())
+
+
+def test_bad_input_is_named_and_the_next_run_works() -> None:
+    broken, layer = make_model(SD15), "input_blocks.1.0.in_layers.2"
+    broken.model.diffusion_model.get_submodule(layer).weight[0, 0] = torch.inf
+    assert f"'{layer}.weight' holds" in error_of(lambda: probed(broken, SD15))
+    nan = {"samples": torch.full(SD15.latents, torch.nan)}
+    error = error_of(lambda: probed(make_model(SD15), SD15, latent_image=nan))
+    assert "was given latents with 512 non-finite values" in error
+    error = error_of(lambda: probed(make_model(SD15, torch.float64), SD15))
+    assert error.startswith("BadInput: SD15 computes in float64")
+    assert facts(probed(make_model(SD15), SD15))["dtype"] == "fp16"

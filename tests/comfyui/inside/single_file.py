@@ -1,0 +1,158 @@
+"""The same small single file in ComfyUI's own Stable Video Diffusion and in ours: they agree in fp32.
+
+It is loaded by ComfyUI's own code and classes as its "Image Only Checkpoint Loader" does, but for two things that it
+has fixed at the published sizes: which sizes of the UNet are SVD's, and the sizes of VAE and CLIP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_comfyui import OURS, SUPPORT, difference, import_ours
+from safetensors.torch import load_file, save_file
+
+import_ours()
+svd_layout = import_module("svd_layout")
+read_svd = import_module(f"{OURS}.pipelines.models.single_file").read_svd
+UNET, VAE = "model.diffusion_model.", "first_stage_model."
+CLIP = "conditioner.embedders.0.open_clip.model.visual."
+PUBLISHED = SUPPORT.parent / "pipelines" / "svd_xt_keys.json"
+LAYOUT = svd_layout.TINY
+BATCH, FRAMES = 2, 3  # two videos, as guidance makes them: one's context must not reach the other
+VAE_SETTINGS: dict[str, Any] = {"double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3}
+VAE_SETTINGS |= {"num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}  # with ch and ch_mult, comfy/sd.py's
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=["published", "saved by ComfyUI"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """In the layout of the published file, and in that of ComfyUI's ImageOnlyCheckpointSave."""
+    file = tmp_path / "svd.safetensors"
+    svd_layout.write(file)
+    if request.param == "saved by ComfyUI":
+        save_file(svd_layout.as_comfyui_saves(load_file(file)), file)
+    return file
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def read(checkpoint: Path) -> State:
+    return import_module("comfy.utils").load_torch_file(str(checkpoint))
+
+
+def part(state: State, prefix: str) -> State:
+    return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+
+
+def make_svd(state: State, device: str = "cpu") -> Any:
+    """As comfy.sd.load_state_dict_guess_config does once it knows the model: ComfyUI reads the sizes from the file."""
+    sizes = import_module("comfy.model_detection").detect_unet_config(state, UNET)
+    return import_module("comfy.supported_models").SVD_img2vid(sizes).get_model(state, UNET, device=device).eval()
+
+
+def make_vae(ch: int, ch_mult: list[int]) -> Any:
+    """As comfy.sd.VAE does where it sees decoder.mid.block_1.mix_factor."""
+    settings = {**VAE_SETTINGS, "ch": ch, "ch_mult": ch_mult}
+    video = {**settings, "video_kernel_size": [3, 1, 1], "alpha": 0.0}
+    vae = import_module("comfy.ldm.models.autoencoder").AutoencodingEngine(
+        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": settings},
+        decoder_config={"target": "comfy.ldm.modules.temporal_ae.VideoDecoder", "params": video},
+    )
+    return vae.eval()
+
+
+def load_clip(state: State) -> torch.nn.Module:
+    """As comfy.clip_vision.load_clipvision_from_sd does with its clip_vision_config_h.json, in these sizes."""
+    clip_vision = import_module("comfy.clip_vision")
+    config = json.loads((Path(clip_vision.__file__).parent / "clip_vision_config_h.json").read_text(encoding="utf-8"))
+    config |= {"hidden_size": LAYOUT.width, "intermediate_size": 4 * LAYOUT.width, "num_hidden_layers": LAYOUT.layers}
+    config |= {"num_attention_heads": LAYOUT.width // 80, "image_size": LAYOUT.image}
+    model = import_module("comfy.clip_model").CLIPVisionModelProjection(
+        config | {"projection_dim": LAYOUT.projected}, torch.float32, "cpu", import_module("comfy.ops").manual_cast
+    )
+    prefixed = {CLIP + key: tensor for key, tensor in part(state, CLIP).items()}
+    model.load_state_dict(clip_vision.convert_to_transformers(prefixed, CLIP))
+    return model.eval()
+
+
+def assert_close(made: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert made.shape == theirs.shape
+    assert theirs.abs().max() > 0.1  # something came out
+    assert difference(made, theirs.float()) <= 1e-5
+
+
+def test_comfyui_knows_the_published_file_and_has_a_place_for_each_key() -> None:
+    shapes = json.loads(PUBLISHED.read_text(encoding="utf-8"))["shapes"]
+    state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    found = import_module("comfy.model_detection").model_config_from_unet(dict(state), UNET)
+    assert type(found).__name__ == "SVD_img2vid"
+    with torch.device("meta"):
+        models = {UNET: make_svd(state, "meta").diffusion_model, VAE: make_vae(128, [1, 2, 4, 4])}
+    for prefix, model in models.items():
+        theirs = {key: tensor.shape for key, tensor in model.state_dict().items()}
+        assert theirs == {key: tensor.shape for key, tensor in part(state, prefix).items()}, prefix
+
+
+def test_unet_and_a_denoising_step_agree(checkpoint: Path) -> None:
+    """The scheduler that we give it says the same of the UNet's output as ComfyUI's sampling settings do."""
+    scheduler = read_svd(checkpoint).unweighted("scheduler")
+    scheduler.set_timesteps(4)
+    sigma, timestep = scheduler.sigmas[2].float(), scheduler.timesteps[2].float()
+    noise, image = random(1, BATCH * FRAMES, 4, 8, 16) * sigma, random(2, BATCH * FRAMES, 4, 8, 16)
+    context = random(3, BATCH, 1, LAYOUT.projected)
+    fps, bucket, augmentation = times = (5.0, 127.0, 0.02)  # frames per second less 1
+    state = read(checkpoint)
+    svd = make_svd(state)
+    svd.diffusion_model.load_state_dict(part(state, UNET))
+    adm = svd.encode_adm(fps=fps + 1, motion_bucket_id=bucket, augmentation_level=augmentation)
+    conditions = {"y": adm.repeat(len(noise), 1), "num_video_frames": FRAMES}
+    each = context.repeat_interleave(FRAMES, dim=0)
+    unet: Any = read_svd(checkpoint).component("unet", torch.float32)
+
+    def made(latents: torch.Tensor) -> torch.Tensor:
+        return unet(
+            torch.cat([latents, image], dim=1).unflatten(0, (BATCH, FRAMES)),
+            timestep,
+            encoder_hidden_states=context,
+            added_time_ids=torch.tensor(times).repeat(BATCH, 1),
+        ).sample.flatten(0, 1)
+
+    given = torch.cat([noise, image], dim=1)
+    theirs = svd.diffusion_model(given, timestep.repeat(len(given)), context=each, **conditions)
+    assert_close(made(noise), theirs)
+    step = scheduler.step(
+        made(scheduler.scale_model_input(noise, scheduler.timesteps[2])), scheduler.timesteps[2], noise
+    )
+    theirs = svd.apply_model(noise, sigma.repeat(len(noise)), c_concat=image, c_crossattn=each, **conditions)
+    assert_close(step.pred_original_sample, theirs)
+
+
+def test_vae_agrees(checkpoint: Path) -> None:
+    vae: Any = read_svd(checkpoint).component("vae", torch.float32)
+    theirs = make_vae(32, [1, 2])
+    theirs.load_state_dict(part(read(checkpoint), VAE))
+    pixels, latents = random(4, 1, 3, 32, 48).clamp(-1, 1), random(5, FRAMES, 4, 8, 12)
+    assert_close(vae.encode(pixels).latent_dist.mode(), theirs.encode(pixels))
+    assert_close(vae.decode(latents, num_frames=FRAMES).sample, theirs.decode(latents))
+
+
+def test_image_embeddings_agree(checkpoint: Path) -> None:
+    encoder: Any = read_svd(checkpoint).component("image_encoder", torch.float32)
+    pixels = random(6, 2, 3, LAYOUT.image, LAYOUT.image)
+    theirs = load_clip(read(checkpoint))(pixel_values=pixels, intermediate_output=-2)[2]
+    assert_close(encoder(pixels).image_embeds, theirs)

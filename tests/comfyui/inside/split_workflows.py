@@ -1,0 +1,182 @@
+"""The shipped workflows for ComfyUI's own models that come in several files: Qwen-Image, Z-Image, CogVideoX.
+
+Their text encoders have one size, of billions of weights. So graphs are validated with empty files of these names, and
+run with small models in place of what the three loaders and the text encoders put out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import guard_video_vae
+import pytest
+import torch
+from in_comfyui import NODE_ID, PACK, difference, on, said
+from native_models import CPU, LAYOUTS, VAE_SETTINGS, in_fp32, make_model, prompts, random_weights
+
+WORKFLOWS = Path(__file__).resolve().parents[3] / "workflows"
+COGVIDEOX = "native_cogvideox_text_to_video"
+NAMES = {  # workflow → the model and the VAE that stand in, and its pictures
+    COGVIDEOX: ("cogvideox", "cogvideox", (9, 64, 64, 3)),
+    "native_qwen_image_text_to_image": ("qwen_image", "wan2.1", (1, 64, 64, 3)),
+    "native_z_image_text_to_image": ("z_image", "", (1, 64, 64, 3)),
+}
+SMALL = {"width": 64, "height": 64, "length": 13, "steps": 2}
+FOLDERS = {"unet_name": "diffusion_models", "clip_name": "text_encoders", "vae_name": "vae"}  # by the loader's input
+GUARD = "OneDiffGuardNaNGuardNative"
+Graph = dict[str, Any]
+
+
+def shipped(name: str) -> Graph:
+    return json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def files(graph: Graph) -> dict[str, str]:
+    """The names that its loaders have, by their inputs."""
+    return {key: value for node in graph.values() for key, value in node["inputs"].items() if key in FOLDERS}
+
+
+def known() -> dict[str, Any]:
+    """Every node's class by its name: ComfyUI's and the pack's."""
+    nodes = import_module("nodes")
+    if "KSamplerSelect" not in nodes.NODE_CLASS_MAPPINGS:
+        asyncio.run(nodes.init_extra_nodes(init_custom_nodes=False, init_api_nodes=False))
+    nodes.NODE_CLASS_MAPPINGS.update(sys.modules[PACK].NODE_CLASS_MAPPINGS)
+    return nodes.NODE_CLASS_MAPPINGS
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    """Of a workflow for which this ComfyUI has the nodes and the model."""
+    return there(request.param)
+
+
+def there(name: str) -> str:
+    lacking = {node["class_type"] for node in shipped(name).values()} - known().keys()
+    if lacking := lacking | {NAMES[name][0]} - LAYOUTS.keys():
+        pytest.skip(f"this ComfyUI has no {', '.join(sorted(lacking))}")
+    return name
+
+
+def test_comfyui_finds_nothing_wrong_with_it(name: str, tmp_path: Path) -> None:
+    """With files of these names in its folders."""
+    execution, folder_paths = import_module("execution"), import_module("folder_paths")
+    for key, file in files(shipped(name)).items():
+        folder = tmp_path / FOLDERS[key]
+        folder.mkdir(exist_ok=True)
+        (folder / file).touch()
+        folder_paths.add_model_folder_path(FOLDERS[key], str(folder))
+    valid, error, _, of_nodes = asyncio.run(execution.validate_prompt("1", shipped(name), None))
+    assert (valid, error, of_nodes) == (True, None, {})
+
+
+def test_a_healthy_run_is_the_same_where_fp16_stays_and_one_that_overflows_is_right(name: str) -> None:
+    """The pictures: plain and as shipped."""
+    model, _, shape = NAMES[name]
+    layout = LAYOUTS[model]
+    if name == COGVIDEOX:  # as 1.5 is
+        layout = replace(layout, sizes={**layout.sizes, "patch_size_t": 2})
+    healthy, hot = make_model(layout), make_model(layout, hot=True)
+    plain, made = run(name, layout, healthy, guarded=False), run(name, layout, healthy)
+    assert plain.reshape(-1, *plain.shape[-3:]).shape == shape
+    assert plain.isfinite().all() and plain.std() > 0.01 and plain.equal(made)
+    plain, exact = (run(name, layout, each, guarded=False) for each in (hot, in_fp32(hot, layout)))
+    assert exact.isfinite().all() and exact.std() > 0.01
+    assert not (plain - exact).norm() <= 0.05 * exact.norm(), "NaN, or wrong where the model clips"
+    for card in ("cpu", "sm75"):
+        said.clear()
+        assert (run(name, layout, hot, card=card) - exact).norm() <= 0.02 * exact.norm()
+        (told,) = {text for text in said if "2 steps" in text and "VAE" not in text}
+        assert ("every layer wide; 2 steps, 0 reruns" in told) is (card == "sm75"), told
+
+
+def test_what_the_note_says_of_cogvideox_gives_the_file_that_comfyui_takes(tmp_path: Path) -> None:
+    """What it has people do with a folder in diffusers format."""
+    name = there(COGVIDEOX)
+    data = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+    (note,) = [node["widgets_values"][0] for node in data["nodes"] if node["type"] == "MarkdownNote"]
+    script = note.split("```python\n")[1].split("```")[0]
+    theirs = _diffusers_model()
+    theirs.save_pretrained(tmp_path / "CogVideoX1.5-5B" / "transformer")
+    file = tmp_path / files(shipped(name))["unet_name"]
+    exec(script.replace('"CogVideoX', f'"{tmp_path}/CogVideoX').replace(f'"{file.name}"', f'"{file}"'), {})
+    ours = import_module("comfy.sd").load_diffusion_model(str(file), {"dtype": torch.float32})
+    assert type(ours.model).__name__ == "CogVideoX"
+    generator = torch.Generator().manual_seed(2)
+    latents, text = (torch.randn(shape, generator=generator) for shape in ((1, 16, 4, 16, 24), (1, 226, 32)))
+    when = torch.tensor([500.0])
+    rotary = import_module("diffusers.models.embeddings").get_3d_rotary_pos_embed(
+        embed_dim=64, crops_coords=None, grid_size=(8, 12), temporal_size=2, grid_type="slice", max_size=(48, 85)
+    )
+    with torch.inference_mode():
+        made = ours.model.diffusion_model(latents, when, text)
+        right = theirs(latents.transpose(1, 2), text, when, image_rotary_emb=rotary).sample.transpose(1, 2)
+    assert difference(made, right) <= 1e-5
+
+
+def _diffusers_model() -> Any:
+    """CogVideoX1.5's, small."""
+    sizes: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 2, "text_embed_dim": 32}
+    sizes |= {"time_embed_dim": 32, "sample_width": 170, "sample_height": 96, "sample_frames": 81, "patch_size_t": 2}
+    sizes |= {"patch_bias": False, "use_rotary_positional_embeddings": True}
+    model = import_module("diffusers").CogVideoXTransformer3DModel(**sizes).eval().requires_grad_(False)
+    model.load_state_dict(random_weights(model, {}))
+    return model
+
+
+def run(name: str, layout: Any, model: Any, *, guarded: bool = True, card: str = "cpu") -> torch.Tensor:
+    """The pictures that the workflow's VAE Decode puts out."""
+    graph = shipped(name)
+    positive, negative = prompts(layout)
+    made: dict[tuple[str, int], Any] = {}
+    for id_, node in graph.items():
+        kind = node["class_type"]
+        node["inputs"] |= {key: value for key, value in SMALL.items() if key in node["inputs"]}
+        if kind == "UNETLoader":
+            made[id_, 0] = model
+        elif kind == "CLIPLoader":
+            made[id_, 0] = None
+        elif kind == "VAELoader":
+            made[id_, 0] = _vae(NAMES[name][1])
+        elif kind == "CLIPTextEncode":
+            made[id_, 0] = negative if node["_meta"]["title"].startswith("Negative") else positive
+    (decoder,) = [id_ for id_, node in graph.items() if node["class_type"] == "VAEDecode"]
+
+    def output(id_: str, slot: int) -> Any:
+        if (id_, slot) not in made:
+            node = graph[id_]
+            if node["class_type"] == GUARD and not guarded:
+                return output(*node["inputs"][("model", "vae")[slot]])
+            inputs = {key: output(*v) if isinstance(v, list) else v for key, v in node["inputs"].items()}
+            made.update({(id_, i): value for i, value in enumerate(_call(node["class_type"], inputs))})
+        return made[id_, slot]
+
+    with torch.inference_mode(), on(card) if card != "cpu" else nullcontext():
+        return output(decoder, 0)
+
+
+def _call(kind: str, inputs: dict[str, Any]) -> Any:
+    cls = known()[kind]
+    if kind == GUARD:
+        inputs = inputs | {"node_id": NODE_ID}
+    if hasattr(cls, "execute") and hasattr(cls, "define_schema"):
+        return cls.execute(**inputs).result
+    return getattr(cls(), cls.FUNCTION)(**inputs)
+
+
+def _vae(kind: str) -> Any:
+    if kind:
+        return guard_video_vae.make(guard_video_vae.KINDS[kind], torch.float32)
+    settings = VAE_SETTINGS | {"z_channels": 16}  # Flux's, which Z-Image has
+    config = {"params": {"ddconfig": settings, "embed_dim": 16}}
+    vae = import_module("comfy.sd").VAE(sd={}, device=CPU, config=config, dtype=torch.float32)
+    network = vae.first_stage_model.requires_grad_(False)
+    network.load_state_dict(random_weights(network, {}))
+    return vae

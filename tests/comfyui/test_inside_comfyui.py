@@ -1,0 +1,61 @@
+"""What runs inside ComfyUI's own process, in each checkout: a file of inside/ at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import legs
+import pytest
+import second_device
+from waiting import HANG_SECONDS
+
+HERE = Path(__file__).resolve().parent / "inside"
+CARD, STREAMED = ("--second-device",), ("--second-device", "--novram", "--async-offload")
+WHOLE = {"": (), ", card": CARD}
+OPTIONS = {  # of ComfyUI, by file and what it is called; each other file runs on the CPU
+    "guard_families": WHOLE | {", streamed to the card": STREAMED},
+    "guard_vae": WHOLE,
+    "guard_video_vae": WHOLE,
+    "probe": WHOLE,
+    "memory": {"": CARD},
+    "memory_driven_out": {"": ("--disable-smart-memory", *CARD)},
+    "layout": {"": CARD, ", channels last": ("--force-channels-last", *CARD)},
+    "flags": {"": ("--reserve-vram", "2", "--fp32-vae", "--fast", "fp16_accumulation")},
+}
+SHARED = ("in_comfyui", "model_nodes", "native_models", "native_layouts", "native_table", "simulated_card")
+FILES = sorted(file.stem for file in HERE.glob("*.py") if file.stem not in SHARED)
+PARTS = {f"{name}{how}": (name, options) for name in FILES for how, options in OPTIONS.get(name, {"": ()}).items()}
+SAME_BITS = {"MKL_CBWR": "COMPATIBLE"}  # else MKL's products hang on where in memory a weight happens to lie
+SUMMARY = re.compile(r"^=* ?(\d+ (?:failed|passed|skipped|error).*) in [\d.]+s", re.MULTILINE)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_it_holds(leg: legs.Leg, tmp_path: Path, part: str) -> None:
+    name, options = PARTS[part]
+    on_card = CARD[0] in options
+    if on_card and (why := second_device.why_not()):
+        pytest.skip(why)
+    pack = legs.install_pack(tmp_path / "custom_nodes")
+    command = [leg.python, HERE / "in_comfyui.py", leg.checkout, pack, HERE / f"{name}.py", *options]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    if folder := os.environ.get("ONEDIFF_GUARD_TABLES"):
+        environment["ONEDIFF_GUARD_TABLES"] = str(Path(folder).resolve())
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=tmp_path,
+        env=environment | {"PYTHONUTF8": "1"} | (SAME_BITS if on_card else {}),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+        timeout=3 * HANG_SECONDS,
+    )
+    print(done.stdout[-16000:])  # each test by name: after a crash, the last one is it
+    assert done.returncode == 0, done.stderr[-4000:]
+    ended = SUMMARY.search(done.stdout)
+    assert ended, f"pytest did not come to its end: {done.stderr[-4000:]}"
+    if "passed" not in ended[1]:
+        pytest.skip(f"{ended[1]}: {done.stdout[-400:]}")
