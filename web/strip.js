@@ -45,7 +45,21 @@ function resize(node, strip, width) {
 }
 
 function show(node, output) {
-  if (node.type?.startsWith(OURS) && output?.onediff_guard) stripOf(node).show(output)
+  if (node.type?.startsWith(OURS) && output?.onediff_guard) stripOf(node).show(output, ownVerdict(output.onediff_guard))
+}
+
+/** Whether the result of a node of ours can be used, and that in words; empty of one that computes none. */
+function ownVerdict(reports) {
+  const cells = reports.flatMap((report) => [...(report?.before ?? []), report]).flatMap((run) => run?.cells ?? [])
+  const reruns = cells.filter((cell) => cell === "rerun").length
+  const verdict = !cells.length ? "" : cells.includes("failed") ? "broken" : reruns ? "rescued" : "ok"
+  return [verdict, verdict && words().verdicts[verdict].replace("{}", reruns)]
+}
+
+/** The strip of a node of ours by its id in an execution, where it has one. */
+function ownStrip(id) {
+  const [, node] = nodeByExecutionId(id)
+  return node?.type?.startsWith(OURS) ? node.widgets?.find((widget) => widget.strip)?.strip : undefined
 }
 
 /** Of all graphs: node by its name among outputs, which is its id, after its subgraph's in one. */
@@ -104,6 +118,8 @@ function putBack(node) {
 }
 
 function newPrompt() {
+  for (const node of nodesByLocator().values())
+    if (node.type?.startsWith(OURS)) node.widgets?.find((widget) => widget.strip)?.strip.age(words().earlier)
   for (const { putBack } of others.values()) putBack?.()
   others.clear()
 }
@@ -140,6 +156,7 @@ function reportedOnOther(id, type, output) {
       onediff_guard: outputs.flatMap(({ onediff_guard }) => onediff_guard).slice(-MOST_REPORTS),
     },
     verdictOf(outputs),
+    true,
   )
 }
 
@@ -194,7 +211,13 @@ app.registerExtension({
     api.addEventListener("execution_start", newPrompt)
     for (const end of ["execution_success", "execution_error", "execution_interrupted"])
       api.addEventListener(end, sayAtEnd)
-    api.addEventListener("execution_cached", ({ detail }) => (cached = detail))
+    api.addEventListener("execution_cached", ({ detail }) => {
+      cached = detail
+      for (const id of detail.nodes) ownStrip(id)?.age("")
+    })
+    api.addEventListener("execution_error", ({ detail }) =>
+      ownStrip(detail.node_id)?.age(`${words().failedHere} ${String(detail.exception_message).split("\n")[0]}`),
+    )
     api.addEventListener("executing", ({ detail: node }) => node ?? recall(cached)) // null: the history has it all now
   },
   beforeRegisterNodeDef(type, { name }) {

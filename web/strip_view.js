@@ -16,7 +16,7 @@ const STYLE = `
 .onediff-guard .stale { opacity: 0.4; }
 .onediff-guard .verdict { font-weight: 600; }
 .onediff-guard .verdict:empty { display: none; }
-.onediff-guard .verdict.rescued { color: #4cae72; }
+.onediff-guard .verdict:is(.ok, .rescued) { color: #4cae72; }
 .onediff-guard .verdict.unguarded { color: #f0b429; }
 .onediff-guard .verdict.broken { color: #f06a6a; }
 .onediff-guard .what { font-weight: 600; font-size: 13px; }
@@ -139,10 +139,18 @@ export class StripView {
     this.full.classList.add("stale")
   }
 
+  /** What stands there is of an earlier run, as the words say; none: it is this run's, since its node was remembered. */
+  age(inWords) {
+    this.said.textContent = inWords
+    for (const part of [this.verdict, this.report, this.full]) part.classList.toggle("stale", Boolean(inWords))
+  }
+
   /** @param {{text: string[], onediff_guard: object[]}} output of a node that ran
-   * @param {[string, string]} verdict on nodes of other packs, which have little room: whether the result can be used,
-   * "rescued", "unguarded" or "broken", and in words. The rest unfolds. */
-  show(output, [verdict, inWords] = ["", ""]) {
+   * @param {[string, string]} verdict whether the result can be used: "ok", "rescued", "unguarded" or "broken", and in
+   * words; both empty where none is computed
+   * @param {boolean} brief on nodes of other packs, which have little room: the verdict and the cells, the rest unfolds */
+  show(output, [verdict, inWords], brief = false) {
+    this.brief = brief
     const say = words()
     this.verdict.className = `verdict ${verdict}`
     this.verdict.textContent = inWords
@@ -161,7 +169,7 @@ export class StripView {
       element("div", "cells", "", cellsOf(runs, say)),
       element("div", "legend", "", legendOf(runs, say)),
     ])
-    if (this.verdict.textContent) return [told]
+    if (this.brief) return [told]
     const [why, ...notes] = this.text.split("\n")
     const dtypes = [...new Set(reports.map(({ plan }) => plan.dtype))].join(", ")
     return [

@@ -39,7 +39,7 @@ NODES = """() => [app.rootGraph ?? app.graph].flatMap(root =>
 STRIPS = f"""() => Object.fromEntries(({NODES})().map(node => [node.type, node]).map(([type, node]) => {{
     const strip = node.widgets?.find(widget => widget.strip)?.element
     return [type, strip && {{
-        text: strip.firstChild.innerText, shown: strip.isConnected,
+        text: strip.firstChild.innerText, shown: strip.isConnected, stale: Boolean(strip.querySelector('.stale')),
         cells: [...strip.querySelectorAll('.cells > .cell')].map(cell => cell.classList[1]),
         signs: [...strip.querySelectorAll('.cells > .cell')].map(cell => cell.textContent),
         report: strip.querySelector('textarea').value,
@@ -128,14 +128,14 @@ def test_a_finished_run_says_what_ran_why_and_which_step_was_rerun(
     learned = {f"{LOADER}.model": unknown_model, "OneDiffGuardNaNGuard.scope": "learned"}
     told = ran(canvas, learned)
     canvas.picture(f"strip_folded_{request.node.callspec.params['canvas']}")
-    assert set(told) == {SAMPLER, "OneDiffGuardEncodePrompt", "OneDiffGuardDecodeLatents"}
+    assert set(told) == {LOADER, SAMPLER, "OneDiffGuardEncodePrompt", "OneDiffGuardDecodeLatents"}
     sampler = told[SAMPLER]
     assert sampler["cells"] == ["rerun", *["half"] * 4] and sampler["signs"] == ["↻", *["16"] * 4], (
         "a sign each, not a colour alone"
     )
     lines = sampler["text"].splitlines()
-    assert lines[0] == "fp16 · CPU"
-    assert lines[1].startswith("asked for fp16, which is slow on CPU, stream in float32")
+    assert lines[:2] == ["Result: OK. Recomputed in fp32: 1.", "fp16 · CPU"]
+    assert lines[2].startswith("asked for fp16, which is slow on CPU, stream in float32")
     assert any(line.startswith("step 1: transformer_blocks.1.ff.net.0.proj reached") for line in lines)
     assert sampler["open"] == 0 and not any("denoiser 1" in line for line in lines), "the rest is folded"
     assert all(strip["shown"] and strip["size"][1] >= strip["needed"] - 1 for strip in told.values()), "no overlap"
@@ -143,12 +143,33 @@ def test_a_finished_run_says_what_ran_why_and_which_step_was_rerun(
     assert complaints(canvas) == []
 
 
+def test_what_is_of_an_earlier_run_says_so_until_its_node_has_run(canvas: browser.Canvas) -> None:
+    told = ran(canvas)
+    assert told[SAMPLER]["text"].startswith("Result: OK.") and "Result" not in told[LOADER]["text"]
+    ids = canvas.evaluate("() => Object.fromEntries(app.graph.nodes.map(node => [node.type, String(node.id)]))")
+
+    def after(event: str, **detail: Any) -> dict[str, Any]:
+        canvas.evaluate(
+            "([kind, detail]) => app.api.dispatchEvent(new CustomEvent(kind, {detail}))",
+            [event, {"prompt_id": "x", **detail}],
+        )
+        return canvas.evaluate(STRIPS)
+
+    old = after("execution_start")
+    assert all(strip["stale"] and "From an earlier run." in strip["text"] for strip in old.values())
+    cached = after("execution_cached", nodes=[ids[LOADER]])
+    assert [kind for kind, strip in cached.items() if not strip["stale"]] == [LOADER]
+    failed = after("execution_error", node_id=ids[SAMPLER], exception_message="no room\nfor it", exception_type="Full")
+    canvas.picture("strip_failed")
+    assert "This run failed here: no room" in failed[SAMPLER]["text"] and failed[SAMPLER]["stale"]
+
+
 def test_it_unfolds_to_the_whole_report_and_folds_again(canvas: browser.Canvas) -> None:
     folded = ran(canvas)
     canvas.evaluate("() => { app.canvas.ds.scale = 0.9; app.canvas.ds.offset = [-300, 50] }")
     canvas.evaluate("() => app.canvas.setDirty(true, true)")
     canvas.settle()
-    canvas.click(f"{BUTTON} >> nth=1")
+    canvas.click(f"{BUTTON} >> nth=2")
     canvas.settle()
     canvas.picture("strip_open")
     unfolded = canvas.evaluate(STRIPS)
@@ -157,7 +178,7 @@ def test_it_unfolds_to_the_whole_report_and_folds_again(canvas: browser.Canvas) 
     assert "monospace" in strip["font"] and strip["open"] > 100
     assert strip["report"].index("backend: ") < strip["report"].index("ONEFLOW_"), "plan first, switches last"
     assert strip["size"][1] > folded[kind]["size"][1]
-    canvas.click(f"{BUTTON} >> nth=1")
+    canvas.click(f"{BUTTON} >> nth=2")
     canvas.settle()
     assert canvas.evaluate(STRIPS)[kind]["size"] == pytest.approx(folded[kind]["size"], abs=2)
 
