@@ -45,9 +45,9 @@ def run(handle: PipelineHandle, size: Size) -> tuple[RunReport, set[str]]:
     width, height, frames = size
     settings = SampleSettings(width, height, 2, 0, frames, 2.0)
     with torch.inference_mode():
-        encoded = prompts(handle)  # its text encoder attends too
+        positive, negative = prompts(handle)  # its text encoder attends too
         with profile() as profiled:
-            _, report = sample(handle, *encoded, settings, **start_of(handle, width, height))
+            _, report = sample(handle, positive, negative, settings, **start_of(handle, width, height))
     ran = {event.key for event in profiled.key_averages()}
     return report, {name for name, operator in OPERATORS.items() if operator in ran}
 

@@ -126,7 +126,8 @@ def test_compiled_blocks(nothing_is_wrong: Callable[..., None], monkeypatch: pyt
     for device in (CUDA, CPU):
         for offload in ("none", "group"):
             handle = opened("2b", offload, "fp16", "stream", device=device, backend="inductor")
-            _, report = sample(handle, *prompts(handle), SampleSettings(64, 48, 2, 0, 5, 2.0))
+            positive, negative = prompts(handle)
+            _, report = sample(handle, positive, negative, SampleSettings(64, 48, 2, 0, 5, 2.0))
             assert report.backend == "inductor"
             assert report.graphs or offload == "group", "both share one"
             made[device.type, offload] = frames(handle)
