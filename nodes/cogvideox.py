@@ -44,7 +44,7 @@ class SampleCogVideoX(Sampler):
         optional = {
             "image": ("IMAGE", {"tooltip": "The first frame. Only for image-to-video models (I2V), which need one."}),
             "video": ("IMAGE", {"tooltip": "Frames of a video to start from. Only for text-to-video models."}),
-            "strength": inputs.advanced(inputs.number(0.8, 0.01, 1.0, 0.01, strength)),
+            "strength": inputs.advanced(inputs.number(inputs.STRENGTH, 0.01, 1.0, 0.01, strength)),
             "fit": inputs.advanced(inputs.fit()),
         }
         return {**super().INPUT_TYPES(), "optional": optional}

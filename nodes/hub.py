@@ -1,4 +1,4 @@
-"""How loader nodes take models from the hub: a look into its cache, and a download with progress on the node."""
+"""How Load Pipeline takes models from the hub: a look into its cache, and a download with progress on the node."""
 
 from __future__ import annotations
 

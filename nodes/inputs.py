@@ -30,6 +30,7 @@ ON_FAILURE = ("rerun", "stop", "off")
 SCOPES = ("step", "learned", "run")
 NATIVE_SCOPES = ("step", "run", "learned")  # of ComfyUI's own models
 SCHEDULERS = ("DDIM", "DPM")
+STRENGTH = 0.8  # of what starts from a video
 TRANSFORMERS = {"both": "", "high noise": "transformer", "low noise": "transformer_2"}  # → component; "": each
 INHERIT = "inherit"
 PRECISION_WORDS = ("fp16", "bf16", "fp32", "precision")  # that nodes are searched by
@@ -112,28 +113,30 @@ class _Least(int):
     steps itself, and of what VALIDATE_INPUTS refuses it marks every input that the function names.
     """
 
-    def __new__(cls, least: int, step: int = 1) -> _Least:
+    def __new__(cls, least: int, step: int, most: int) -> _Least:
         made = super().__new__(cls, least)
-        made.step = step
+        made.step, made.most = step, most
         return made
 
     step: int
+    most: int
     _refused: int = 0  # the value that was compared last, which the message is about
 
     def __gt__(self, value: int) -> bool:
         self._refused = value
-        return super().__gt__(value) or (value - int(self)) % self.step != 0
+        return super().__gt__(value) or (value <= self.most and (value - int(self)) % self.step != 0)
 
     def __format__(self, _spec: str) -> str:
         least, step = int(self), self.step
         rule = f"{step}·k + {least % step}" if least % step else f"a multiple of {step}"
         below = max(self._refused - (self._refused - least) % step, least)
-        return f"{least}: use {rule}, such as {below} or {below + step}"
+        above = below + step if below + step <= self.most else below - step
+        return f"{least}: use {rule}, such as {min(below, above)} or {max(below, above)}"
 
 
 def size(default: int, least: int, most: int, step: int, tooltip: str) -> tuple[str, dict[str, Any]]:
     """A number that ComfyUI refuses where it is not in steps from the least."""
-    return integer(default, _Least(least, step) if step > 1 else least, most, step, tooltip)
+    return integer(default, _Least(least, step, most) if step > 1 else least, most, step, tooltip)
 
 
 def pixels(sizes: SizeRule, width: int, height: int, trained_at: str) -> dict[str, Any]:
@@ -184,7 +187,7 @@ def seed() -> tuple[str, dict[str, Any]]:
 
 
 def from_hub() -> dict[str, tuple[str, dict[str, Any]]]:
-    """The optional inputs by which every loader takes a model from the hub."""
+    """The optional inputs by which Load Pipeline takes a model from the hub."""
     hub_id = (
         "A model on the Hugging Face Hub as owner/name or as its page's address, used in place of model. Empty: model "
         "is used. Files go to the Hub's own cache; after an interrupt, complete files are kept."

@@ -125,18 +125,18 @@ class LoadPipeline(Node):
     @classmethod
     def _missing(cls, model: str) -> str:
         listed = cls.listed()
-        others = [name for name in cls.models() if name not in listed]
+        others = [name for name in host.model_folders() if name not in listed]
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
         not_listed = (
             f" Not listed, since they cannot be read or are of other families: {', '.join(others[:_SHOWN])}{more}."
         )
         return Message(
-            "{}. Put its folder, with model_index.json, into {}, or write its Hugging Face name, such as "
-            "THUDM/CogVideoX-2b, into hub_id. Found: {}.{}",
+            "{}. Put its folder, with model_index.json, into {} (SVD's single file into models/checkpoints), or write "
+            "its Hugging Face name, such as THUDM/CogVideoX-2b, into hub_id. Found: {}.{}",
             Message("No model is chosen")
             if inputs.is_none_found(model)
             else Message("Model '{}' was not found", shown(model, 200)),
-            host.roots_text(*_ROOTS),
+            host.roots_text("diffusers"),
             ", ".join(listed) or "none",
             not_listed if others else "",
         )

@@ -61,7 +61,7 @@ class Sampler(Node):
         image: torch.Tensor | None = None,
         video: torch.Tensor | None = None,
         fit: str = inputs.FITS[0],
-        strength: float = 1.0,
+        strength: float = inputs.STRENGTH,
         node_id: str | None = None,
         **settings: Any,
     ) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Sampler(Node):
 
 def _cut(video: torch.Tensor, frames: int, sizes: SizeRule) -> tuple[torch.Tensor, tuple[str, ...]]:
     """Return at most so many frames of a video, from the first, as many as can be made; and a warning where that leaves
-    some out that were asked for. Raises BadSize where one alone would be left."""
+    some out. Raises BadSize where one alone would be left."""
     from ..pipelines.errors import BadSize
 
     asked = min(frames, len(video))
@@ -145,12 +145,13 @@ def _cut(video: torch.Tensor, frames: int, sizes: SizeRule) -> tuple[torch.Tenso
             asked,
             least,
         )
-    if used == asked:
-        return video[:used], ()
-    made = Message(
-        "Of the video, {} frames are used, not {}: the model makes {}·k + 1.", used, asked, sizes.frame_multiple
-    )
-    return video[:used], (made,)
+    if used < asked:
+        told = Message(
+            "Of the video, {} frames are used, not {}: the model makes {}·k + 1.", used, asked, sizes.frame_multiple
+        )
+    else:
+        told = Message("Of the video's {} frames, the first {} are used: 'frames' is {}.", len(video), used, frames)
+    return video[:used], (told,) if used < len(video) else ()
 
 
 def samplers_of(pipeline: PipelineHandle) -> str:

@@ -7,6 +7,7 @@ import { words } from "./words.js"
 const OURS = "OneDiffGuard" // node types begin so
 const NAME = "$$node-text-preview" // ComfyUI's own widget for a node's progress text: where there is one, it says it there
 const PICTURE = "$$canvas-image-preview" // and its widget for pictures, which reaches down to the node's end
+const LATE = "OneDiffGuardNaNGuardNative" // reports when others sample or decode, not when it runs or is remembered
 const MOST_REPORTS = 64 // of one prompt, on a node that many samplers use
 const MARGIN = 10
 
@@ -140,7 +141,7 @@ function verdictOf(outputs) {
 function reportedOnOther(id, type, output) {
   const [, node] = nodeByExecutionId(id)
   const there = node?.type === type
-  if (!others.has(id)) others.set(id, { title: node?.title ?? id, outputs: [] })
+  if (!others.has(id)) others.set(id, { title: there ? node.title : type, outputs: [] })
   const other = others.get(id)
   const { outputs } = other
   outputs.push(output)
@@ -186,7 +187,9 @@ function reported({ node, type, prompt, output }) {
   }
   keep(node, (earlier) => {
     const before = earlier?.prompt?.[0] === prompt ? earlier : { text: [], onediff_guard: [] }
-    const reports = [...before.onediff_guard, ...output.onediff_guard].slice(-MOST_REPORTS)
+    const all = [...before.onediff_guard, ...output.onediff_guard]
+    let over = all.length - MOST_REPORTS
+    const reports = all.filter(({ cells }) => over <= 0 || cells?.includes("failed") || !over--)
     const lines = [...before.text, ...output.text].flatMap((text) => text.split("\n"))
     return { text: [[...new Set(lines)].join("\n")], prompt: [prompt], onediff_guard: reports }
   })
@@ -213,7 +216,7 @@ app.registerExtension({
       api.addEventListener(end, sayAtEnd)
     api.addEventListener("execution_cached", ({ detail }) => {
       cached = detail
-      for (const id of detail.nodes) ownStrip(id)?.age("")
+      for (const id of detail.nodes) if (nodeByExecutionId(id)[1]?.type !== LATE) ownStrip(id)?.age("")
     })
     api.addEventListener("execution_error", ({ detail }) =>
       ownStrip(detail.node_id)?.age(`${words().failedHere} ${String(detail.exception_message).split("\n")[0]}`),

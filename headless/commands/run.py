@@ -24,4 +24,5 @@ def main(args: argparse.Namespace) -> Answer:
     with printed_progress(sys.stderr) as on_progress, hosts.opened(args) as host:
         result = host.run(workflow, output_dir=args.out, changes=changes, timeout=args.timeout, on_progress=on_progress)
     facts = {"files": result.files, "outputs": result.outputs, "seconds": round(result.seconds, 3)}
+    facts |= {"guards": [*result.guards]} if args.guard else {}
     return Answer([*result.files, *result.summaries()], facts)

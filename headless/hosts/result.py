@@ -47,11 +47,12 @@ class RunResult:
     results: dict[str, tuple[Any, ...]] = field(repr=False)  # node id -> its outputs; empty for a server's run
     files: list[Path]  # what was written, in the order of the nodes
     seconds: float  # from submission to the last file
+    guards: tuple[str, ...] = ()  # what guards said that `--guard` had a server put in
 
     def summaries(self) -> list[str]:
-        """One line for each guarded stage, as this pack's nodes put them."""
+        """One line for each guarded stage, as this pack's nodes and inserted guards put them."""
         lines = [line for ui in self.outputs.values() if "onediff_guard" in ui for line in _listed(ui, "text")]
-        return [line[:MAX_LINE] for line in lines if isinstance(line, str)]
+        return [line[:MAX_LINE] for line in (*lines, *self.guards) if isinstance(line, str)]
 
     def stages(self) -> list[dict[str, Any]]:
         """The reports of all guarded stages, in the order of the nodes. Raises RunFailedError: a server tells of

@@ -21,6 +21,8 @@ def _text(value: object) -> object:
     return str(value) if type(value) is int and abs(value) < 10**18 else value
 
 
+SUMMARIES = "onediff_guard_summaries"  # in a prompt's extra_data, by the pack on the server
+
 NodeId = Annotated[str, BeforeValidator(_text), Field(max_length=1000)]
 PromptId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.:-]{0,199}$")]
 OneOutput = Annotated[dict[str, Any], BeforeValidator(nothing_is_empty)]
@@ -127,6 +129,13 @@ class HistoryEntry(Foreign):
 
     outputs: Annotated[dict[str, OneOutput], BeforeValidator(nothing_is_empty)] = {}
     status: Status | None = None
+    prompt: Any = None  # as it was queued, where it can be used
+
+    def guards(self) -> tuple[str, ...]:
+        """What the guards said that the server put in, which the history holds in the prompt's extra data."""
+        extra = self.prompt[3] if isinstance(self.prompt, list) and len(self.prompt) > 3 else None
+        lines = extra.get(SUMMARIES) if isinstance(extra, dict) else None
+        return tuple(line for line in lines if isinstance(line, str)) if isinstance(lines, list) else ()
 
     def failure(self, graph: Graph, server: str) -> HeadlessError | None:
         """Why the run failed, where it did. Raises Unreadable."""

@@ -181,7 +181,7 @@ class _ServerRun:
         entry = await self._until_done(graph)
         self.out_of_time = f"The run is done, but {self.server.name} did not hand out all of its files in time"
         files = await self._download(entry.outputs, output_dir)
-        return RunResult(entry.outputs, {}, files, time.perf_counter() - started)
+        return RunResult(entry.outputs, {}, files, time.perf_counter() - started, entry.guards())
 
     async def read(self, workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
         needed = (GUARD,) if self.guard else ()

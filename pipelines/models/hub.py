@@ -27,7 +27,9 @@ from .weight_files import STEMS
 logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*", re.ASCII)
-_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?huggingface\.co/([^/?#]+/[^/?#]+).*")  # of a model's page
+_ADDRESS = re.compile(  # of a model's page, or of a revision's
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)([^/?#]+/[^/?#]+)(?:/(?:tree|blob)/([^/?#]+))?.*"
+)
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
 _POLL_SECONDS = 0.2  # between two calls of `progress`: the longest that an interrupt waits
 _xet_is_off = threading.Lock()  # one download at a time
@@ -54,7 +56,8 @@ def fetch(
     """
     from huggingface_hub import constants
 
-    hub_id = _ADDRESS.sub(r"\1", hub_id)
+    if address := _ADDRESS.fullmatch(hub_id):
+        hub_id, revision = address[1], revision or address[2]
     revision = revision or "main"
     if not _ID.fullmatch(hub_id):
         raise HubError("'{}' is not a repository id; use owner/name.", hub_id)

@@ -256,7 +256,7 @@ def check_start(handle: PipelineHandle, image: Any, video: Any) -> None:
     """Raise BadInput where a model has no image or video that it needs, or has one that it does not take."""
     family, name = handle.family, handle.store.model.variant.name
     if family.takes_image and image is None:
-        raise BadInput("{} needs a start image. Wire one to the sampler's 'image'.", name)
+        raise BadInput("{} needs a start image. Wire one to 'image'.", name)
     if image is not None and not family.takes_image:
         raise BadInput("{} takes no start image. Take the wire off, or load an image-to-video model (I2V).", name)
     if video is not None and not family.from_video:

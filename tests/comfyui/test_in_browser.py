@@ -141,13 +141,13 @@ def test_a_workflow_runs_to_its_end_and_its_loader_says_what_it_runs_in(canvas: 
     assert end == "execution_success", detail
     canvas.picture(f"ran_{name}")
     shown = " ".join(map(str, canvas.widgets(LOADER).values()))
-    assert "This machine" in shown and "Plan for " in shown
+    assert " → " in shown, "the dtype, and why"
 
 
 def test_a_model_that_is_not_there_is_named_on_the_page(opened: browser.Canvas) -> None:
     """What happens to whoever opens the workflow first and downloads later."""
     opened.press_run()
-    opened.wait_for_error("no folder 'CogVideoX-2b'")
+    opened.wait_for_error("model 'CogVideoX-2b' was not found")
     opened.picture("no_model")
 
 

@@ -336,4 +336,13 @@ def test_a_native_guard_has_one_of_all_samplers_that_use_it(
     for prompt, cells in (("one", ["half"]), ("one", ["rerun"]), ("two", ["fp32"]), ("two", ["half"])):
         canvas.evaluate(NATIVE_REPORT, ["OneDiffGuardNaNGuardNative", prompt, cells])
     assert canvas.evaluate(STRIPS)["OneDiffGuardNaNGuardNative"]["cells"] == ["fp32", "half"], "of the last prompt"
+    canvas.evaluate(
+        """type => {
+            const nodes = app.graph.nodes.filter(node => node.type === type).map(node => String(node.id))
+            for (const kind of ['execution_start', 'execution_cached'])
+                app.api.dispatchEvent(new CustomEvent(kind, {detail: {prompt_id: 'three', nodes}}))
+        }""",
+        "OneDiffGuardNaNGuardNative",
+    )
+    assert canvas.evaluate(STRIPS)["OneDiffGuardNaNGuardNative"]["stale"], "its sampler has not run again"
     assert complaints(canvas) == []

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.errors import (
     HeadlessError,
     HostError,
@@ -22,8 +23,10 @@ from comfyui_onediff_guard.headless.errors import (
 )
 from comfyui_onediff_guard.headless.hosts.result import RunProgress, RunResult
 from comfyui_onediff_guard.headless.server import api, follow
+from comfyui_onediff_guard.headless.server.answers import SUMMARIES, HistoryEntry
 from comfyui_onediff_guard.headless.server.follow import run_on_server
 from comfyui_onediff_guard.headless.workflow.settings import Setting
+from comfyui_onediff_guard.trust import foreign
 from PIL import Image
 from waiting import HANG_SECONDS
 
@@ -113,6 +116,24 @@ def test_a_server_is_asked_to_guard_a_workflow(comfy: Any, there: RunThere) -> N
     there()
     asked = [body.get("extra_data", {}).get("onediff_guard") for path, body in comfy.requests if path == "prompt"]
     assert asked == [True, None]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "guards"),
+    [
+        ([0, "id", {}, {SUMMARIES: ["2 steps, 1 rerun", 3]}, []], ("2 steps, 1 rerun",)),
+        ([0, "id", {}, {SUMMARIES: "no list"}, []], ()),
+        ([0, "id", {}, None, []], ()),
+        ([0, "id"], ()),
+        ({"3": {}}, ()),
+        (None, ()),
+    ],
+)
+def test_what_inserted_guards_said_is_in_the_summary(prompt: Any, guards: tuple[str, ...]) -> None:
+    entry = foreign.fitting(HistoryEntry, {"outputs": {}, "prompt": prompt})
+    assert entry.guards() == guards
+    assert RunResult({}, {}, [], 0.0, entry.guards()).summaries() == [*guards]
+    assert host.SUMMARIES == SUMMARIES
 
 
 @pytest.mark.parametrize("script", [silent_success, broken_socket, success_in_the_fork])

@@ -138,7 +138,7 @@ def test_a_video_of_which_one_frame_would_be_left_is_refused(opened, long, frame
 
 @pytest.mark.parametrize(
     ("long", "frames", "used", "told"),
-    [(7, 9, 5, True), (9, 9, 9, False), (9, 5, 5, False), (7, 5, 5, False), (5, 1, 1, False), (6, 5, 5, False)],
+    [(7, 9, 5, True), (9, 9, 9, False), (9, 5, 5, True), (7, 5, 5, True), (5, 1, 1, True), (6, 5, 5, True)],
 )
 def test_so_many_frames_of_a_video_are_used_and_those_left_out_are_named(opened, long, frames, used, told):
     graph, pipeline = opened("5b from a video")
@@ -276,6 +276,8 @@ def test_sizes_that_cannot_be_made_are_refused_before_the_graph_runs(opened, fam
         ("2b", {"width": 100}, "Value 100 smaller than min of 16: use a multiple of 16, such as 96 or 112"),
         ("2b", {"width": 3}, "Value 3 smaller than min of 16: use a multiple of 16, such as 16 or 32"),
         ("2b", {"frames": 10}, r"Value 10 smaller than min of 1: use 4·k \+ 1, such as 9 or 13"),
+        ("2b", {"width": 5001}, "Value 5001 bigger than max of 4096"),
+        ("2b", {"width": 4090}, "Value 4090 smaller than min of 16: use a multiple of 16, such as 4080 or 4096"),
         ("cogview4", {"height": 70}, "Value 70 smaller than min of 64: use a multiple of 32, such as 64 or 96"),
     ],
 )
@@ -322,7 +324,7 @@ WRONG = [
     ("svd", "cogview3", "but Sample CogView samples CogView3-Plus and CogView4. Use Sample Stable Video Diffusion"),
     ("2b", "svd", "CogVideoX's .*Use Sample CogVideoX"),
     ("cogview4", "5b from a video", "CogView4's .*Use Sample CogView"),
-    ("1.5-i2v", "2b", "needs a start image. Wire one to the sampler's 'image'"),
+    ("1.5-i2v", "2b", "needs a start image. Wire one to 'image'"),
     ("2b", "1.5-i2v", "takes no start image. Take the wire off, or load an image-to-video model"),
     ("1.5-i2v", "5b from a video", "needs a start image"),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 
@@ -52,3 +54,15 @@ def test_nodes_are_few_and_so_are_their_inputs_in_sight() -> None:
             if not (options and (options[0].get("advanced") or options[0].get("forceInput")))
         ]
         assert len(widgets) <= 7, (name, widgets)
+
+
+def test_an_input_that_is_left_out_has_the_value_that_its_widget_begins_with() -> None:
+    """Of prompts through the API, in which nobody fills in what an optional input would hold."""
+    for name, cls in NODE_CLASS_MAPPINGS.items():
+        takes = inspect.signature(getattr(cls, cls.FUNCTION)).parameters
+        if cls.FUNCTION == "load":
+            takes = inspect.signature(cls.open).parameters
+        for key, (kind, *options) in cls.INPUT_TYPES().get("optional", {}).items():
+            if key not in takes or not options or "default" not in options[0]:
+                continue
+            assert takes[key].default == options[0]["default"], (name, key, kind)

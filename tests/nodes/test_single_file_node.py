@@ -60,7 +60,7 @@ def sample(pipeline, steps=2):
 def test_files_stand_in_the_list_of_the_loader_that_reads_them():
     (names, _) = node("LoadPipeline").INPUT_TYPES()["required"]["model"]
     assert names == ["video/svd_xt.safetensors"], "not dreamshaper.safetensors, which is a Stable Diffusion 1"
-    with pytest.raises(BadFolder, match=r"'svd.safetensors' was not found.*checkpoints"):
+    with pytest.raises(BadFolder, match=r"'svd.safetensors' was not found.*single file into models/checkpoints"):
         load(name="svd.safetensors")
 
 
