@@ -32,7 +32,6 @@ MODELS = {  # how a file's name begins → model, sky and hills of its pictures
     "cogview4": ("CogView4", "#f3e3b0", "#8c6239"),
     "svd": ("SVD", "#c4b8f0", "#3d3a6e"),
     "wan": ("Wan 2.1", "#9fe0dc", "#1f5f6b"),
-    "native_cogvideox": ("CogVideoX 1.5", "#ffb37a", "#3a4a78"),
     "native_qwen": ("Qwen-Image", "#e7b8ff", "#58307a"),
     "native_sd15": ("SD 1.5", "#ffd2c2", "#7a3b3b"),
     "native_svd": ("SVD", "#c4b8f0", "#3d3a6e"),

@@ -92,60 +92,9 @@ DECLARED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # inputs, outpu
         {"width": _size(1024), "height": _size(1024), "batch_size": _number("INT", 1, 1, 4096)},
         ("LATENT",),
     ),
-    "EmptyHunyuanLatentVideo": (
-        {
-            "width": _size(848),
-            "height": _size(480),
-            "length": _number("INT", 25, 1, MAX_SIZE),
-            "batch_size": _number("INT", 1, 1, 4096),
-        },
-        ("LATENT",),
-    ),
-    "RandomNoise": (
-        {"noise_seed": ("INT", {"default": 0, "min": 0, "max": 2**64 - 1, "control_after_generate": True})},
-        ("NOISE",),
-    ),
-    "CFGGuider": (
-        {
-            "model": ("MODEL",),
-            "positive": ("CONDITIONING",),
-            "negative": ("CONDITIONING",),
-            "cfg": _number("FLOAT", 8.0, 0.0, 100.0),
-        },
-        ("GUIDER",),
-    ),
-    "VOIDSampler": ({}, ("SAMPLER",)),
-    "LatentCut": (
-        {
-            "samples": ("LATENT",),
-            "dim": (["x", "y", "t"],),
-            "index": _number("INT", 0, -MAX_SIZE, MAX_SIZE),
-            "amount": _number("INT", 1, 1, MAX_SIZE),
-        },
-        ("LATENT",),
-    ),
-    "BasicScheduler": (
-        {
-            "model": ("MODEL",),
-            "scheduler": (SCHEDULERS,),
-            "steps": _number("INT", 20, 1, 10000),
-            "denoise": _number("FLOAT", 1.0, 0.0, 1.0),
-        },
-        ("SIGMAS",),
-    ),
-    "SamplerCustomAdvanced": (
-        {
-            "noise": ("NOISE",),
-            "guider": ("GUIDER",),
-            "sampler": ("SAMPLER",),
-            "sigmas": ("SIGMAS",),
-            "latent_image": ("LATENT",),
-        },
-        ("LATENT", "LATENT"),
-    ),
 }
 OPTIONAL = {"CLIPLoader": {"device"}}
-NEWER = {"VOIDSampler"}  # not in 0.3.64
+NEWER = set[str]()  # not in 0.3.64
 NEWER_OPTIONS = {"cogvideox"}
 
 

@@ -30,7 +30,7 @@ LOADERS = {  # of the workflows for ComfyUI's own models
     "native_sd15_text_to_image": "CheckpointLoaderSimple",
     "native_svd_image_to_video": "ImageOnlyCheckpointLoader",
 }
-SPLIT = ("native_cogvideox_text_to_video", "native_qwen_image_text_to_image", "native_z_image_text_to_image")
+SPLIT = ("native_qwen_image_text_to_image", "native_z_image_text_to_image")
 GUARD = "OneDiffGuardNaNGuardNative"
 PART_LOADERS = {"UNETLoader": "diffusion_models", "CLIPLoader": "text_encoders", "VAELoader": "vae"}  # of these
 NATIVE = {*LOADERS, *SPLIT}
@@ -118,7 +118,7 @@ def test_a_native_workflow_of_several_files_has_the_guard_last(name: str) -> Non
         for node in nodes.values()
         for key, link in node.links().items()
     }
-    samplers = {"KSampler", "CFGGuider", "BasicScheduler"} & graph.class_types()
+    samplers = {"KSampler"} & graph.class_types()
     assert {taken[sampler, "model"] for sampler in samplers} == {GUARD}
     assert taken["VAEDecode", "vae"] == GUARD
     assert taken[GUARD, "vae"] == "VAELoader"
@@ -149,12 +149,10 @@ def test_which_workflows_need_a_server() -> None:
     guided = {"VideoLinearCFGGuidance", "SVD_img2vid_Conditioning", "ImageOnlyCheckpointLoader"}
     prompted = {*PART_LOADERS, "CLIPTextEncode"}
     shifted = {"ModelSamplingAuraFlow", "EmptySD3LatentImage"}
-    custom = {"RandomNoise", "CFGGuider", "VOIDSampler", "BasicScheduler", "SamplerCustomAdvanced"}
     assert {name: nodes for name, nodes in needing.items() if nodes} == {
         "cogvideox_video_to_video": video,
         "native_sd15_text_to_image": SAMPLING | {"CheckpointLoaderSimple", "CLIPTextEncode", "EmptyLatentImage"},
         "native_svd_image_to_video": SAMPLING | guided,
-        "native_cogvideox_text_to_video": prompted | custom | {"EmptyHunyuanLatentVideo", "LatentCut", "VAEDecode"},
         "native_qwen_image_text_to_image": SAMPLING | prompted | shifted,
         "native_z_image_text_to_image": SAMPLING | prompted | shifted | {"ConditioningZeroOut"},
     }
@@ -221,10 +219,8 @@ CHOSEN = {
     # as in ComfyUI's own examples of these models; scope: what fp16 does not hold costs one step
     "native_sd15_text_to_image": {"scheduler"},
     "native_svd_image_to_video": {"cfg", "scheduler", "video_frames"},  # frames: SVD-XT's
-    # as in ComfyUI's own templates of these, or of VOID, which is a CogVideoX; its sizes and steps are its authors'.
+    # as in ComfyUI's own templates of these
     # precision: fp16 with every layer wide where there is no bf16
-    "native_cogvideox_text_to_video": {"type", "width", "height", "length", "cfg", "steps", "fps", "precision"}
-    | {"dim", "index", "amount"},  # of latent frames, one is for the pairs alone
     "native_qwen_image_text_to_image": {"type", "shift", "width", "height", "cfg", "precision"},
     "native_z_image_text_to_image": {"type", "shift", "steps", "cfg", "sampler_name", "precision"},
 }
@@ -241,8 +237,7 @@ def test_the_workflow_shows_what_the_defaults_are(path: Path) -> None:
                 differing |= {name} if given != default(spec) else set()
     prompt = {"native_svd": set(), "native": {"text"}, "svd": set()}
     named = next((names for start, names in prompt.items() if path.stem.startswith(start)), {"prompt"})
-    seed = "noise_seed" if path.stem == "native_cogvideox_text_to_video" else "seed"
-    assert differing == {seed, "filename_prefix"} | named | CHOSEN[path.stem]
+    assert differing == {"seed", "filename_prefix"} | named | CHOSEN[path.stem]
 
 
 def default(spec: schema.InputSpec) -> Any:
