@@ -44,7 +44,7 @@ def opened(canvas: browser.Canvas) -> browser.Canvas:
 
 def test_nodes_and_categories_have_chinese_names(opened: browser.Canvas) -> None:
     opened.picture("chinese_names")
-    assert {"加载 CogVideoX", "编码提示词", "NaN 守护", "CogVideoX 采样", "解码 Latent"} <= set(opened.titles())
+    assert {"加载管线", "编码提示词", "NaN 守护", "CogVideoX 采样", "解码 Latent"} <= set(opened.titles())
     categories = opened.evaluate("() => LiteGraph.registered_node_types.OneDiffGuardDecodeLatents.category")
     assert categories == "OneDiff Guard/采样"
 
@@ -70,5 +70,5 @@ def test_a_run_says_in_chinese_what_it_did(opened: browser.Canvas) -> None:
 
 def test_an_error_begins_in_chinese(opened: browser.Canvas) -> None:
     opened.press_run()
-    opened.wait_for_error("没有 model_index.json 指明", details="查看详情")
+    opened.wait_for_error("未找到模型“CogVideoX-2b”", details="查看详情")
     opened.picture("chinese_error")
