@@ -54,7 +54,10 @@ function ownVerdict(reports) {
   const cells = reports.flatMap((report) => [...(report?.before ?? []), report]).flatMap((run) => run?.cells ?? [])
   const reruns = cells.filter((cell) => cell === "rerun").length
   const verdict = !cells.length ? "" : cells.includes("failed") ? "broken" : reruns ? "rescued" : "ok"
-  return [verdict, verdict && words().verdicts[verdict].replace("{}", reruns)]
+  const say = words()
+  const sampled = reports.some((report) => report?.plan?.component === "denoiser") // else it is what it was given
+  const inWords = verdict && `${sampled ? say.result : say.stage} ${say.verdicts[verdict].replace("{}", reruns)}`
+  return [verdict, inWords]
 }
 
 /** The strip of a node of ours by its id in an execution, where it has one. */

@@ -145,7 +145,8 @@ def test_a_finished_run_says_what_ran_why_and_which_step_was_rerun(
 
 def test_what_is_of_an_earlier_run_says_so_until_its_node_has_run(canvas: browser.Canvas) -> None:
     told = ran(canvas)
-    assert told[SAMPLER]["text"].startswith("Result: OK.") and "Result" not in told[LOADER]["text"]
+    assert told[SAMPLER]["text"].startswith("Result: OK.") and "OK" not in told[LOADER]["text"]
+    assert told["OneDiffGuardDecodeLatents"]["text"].startswith("This stage: OK."), "it decodes what it was given"
     ids = canvas.evaluate("() => Object.fromEntries(app.graph.nodes.map(node => [node.type, String(node.id)]))")
 
     def after(event: str, **detail: Any) -> dict[str, Any]:
