@@ -186,21 +186,6 @@ def seed() -> tuple[str, dict[str, Any]]:
     return integer(0, 0, 2**64 - 1, 1, tip, control_after_generate=True)
 
 
-def from_hub() -> dict[str, tuple[str, dict[str, Any]]]:
-    """The optional inputs by which Load Pipeline takes a model from the hub."""
-    hub_id = (
-        "A model on the Hugging Face Hub as owner/name or as its page's address, used in place of model. Empty: model "
-        "is used. Files go to the Hub's own cache; after an interrupt, complete files are kept."
-    )
-    revision = "Of hub_id: a branch, a tag or a commit. Empty: main."
-    download = "Of hub_id. On: downloads what the cache lacks, newer commits too. Off: uses the cache alone."
-    return {
-        "hub_id": ("STRING", {"default": "", "tooltip": hub_id}),
-        "revision": advanced(("STRING", {"default": "", "tooltip": revision})),
-        "download": advanced(flag(True, download)),
-    }
-
-
 def on_failure() -> tuple[list[str], dict[str, Any]]:
     return choice(
         ON_FAILURE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle
 
 
-_ROOTS = ("diffusers", "checkpoints")  # folders in ComfyUI's models where it looks
-_FILES = _ROOTS[1:]  # folders in ComfyUI's models whose single files it loads too
+_FILES = "checkpoints"  # the folder in ComfyUI's models whose single files it loads too
 _SHOWN = 12  # names of models that are not listed, in a message
 
 
@@ -49,8 +47,7 @@ class LoadPipeline(Node):
     @classmethod
     def models(cls) -> dict[str, Path]:
         """Map the names of all models that are there, of whatever family, to their paths."""
-        files = (host.weight_files(kind).items() for kind in _FILES)
-        return dict(chain(host.model_folders().items(), *files))
+        return {**host.model_folders(), **host.weight_files(_FILES)}
 
     @classmethod
     def listed(cls) -> list[str]:
@@ -62,13 +59,18 @@ class LoadPipeline(Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        models = cls.listed() or [inputs.none_found(*_ROOTS, otherwise=", or fill in hub_id")]
+        models = cls.listed() or [inputs.none_found("diffusers", _FILES, otherwise=", or fill in hub_id")]
         where = "A folder with model_index.json below models/diffusers, or SVD's single file in models/checkpoints."
-        hub_id, *further = inputs.from_hub().items()
+        hub_id = (
+            "A model on the Hugging Face Hub as owner/name or as its page's address, used in place of model. Empty: "
+            "model is used. Files go to the Hub's own cache; after an interrupt, complete files are kept."
+        )
+        revision = "Of hub_id: a branch, a tag or a commit. Empty: main."
+        download = "Of hub_id. On: downloads what the cache lacks, newer commits too. Off: uses the cache alone."
         return {
             "required": {"model": (models, {"tooltip": where}), "precision": inputs.precision()},
             "optional": {
-                **dict([hub_id]),
+                "hub_id": ("STRING", {"default": "", "tooltip": hub_id}),
                 "backend": inputs.advanced(
                     inputs.choice(
                         inputs.BACKENDS,
@@ -94,7 +96,8 @@ class LoadPipeline(Node):
                         "too far off.",
                     )
                 ),
-                **dict(further),
+                "revision": inputs.advanced(("STRING", {"default": "", "tooltip": revision})),
+                "download": inputs.advanced(inputs.flag(True, download)),
             },
             "hidden": inputs.node_id(),
         }

@@ -147,12 +147,12 @@ def diagnose(
     return replace(found, runs=tuple(runs))
 
 
-def diagnose_pipeline(handle: PipelineHandle, architecture: Architecture | None = None) -> Diagnosis:
+def diagnose_pipeline(handle: PipelineHandle) -> Diagnosis:
     """The same for a pipeline on a wire, with its own precision, accumulation, backend and guard policy."""
     model, machine = handle.store.model, look(handle.store.placement.device)
     found = Diagnosis(
-        architecture or handle.architecture,
-        architecture is None,
+        handle.architecture,
+        True,
         machine,
         handle.precision,
         handle.accumulation,
