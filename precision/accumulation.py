@@ -78,7 +78,7 @@ def _decide(architecture: Architecture, request: Accumulation) -> Decision:
     found = {
         "right": f"half-precision accumulation is reported right on {architecture}",
         "wrong": f"half-precision accumulation comes out NaN or black on {architecture}",
-        "untried": f"nobody reported half-precision accumulation on {architecture}: the safe value",
+        "untried": f"half-precision accumulation has never been confirmed safe on {architecture}",
     }
     right = architecture.half_accumulation == "right"
     return Decision(Mode.ON if right else Mode.OFF, found[architecture.half_accumulation], SOURCE, architecture)
@@ -96,6 +96,10 @@ class Switch:
     value: str
     set_by: str  # "user", "onediff-guard", "others" (ComfyUI or another pack) or "default"
     reason: str
+
+    @property
+    def set_against_advice(self) -> bool:
+        return self.set_by == "user" and self.reason != _SET
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,10 @@ _READ = ConfigDict(strict=False)  # from an object, where strict would take an i
 T = TypeVar("T")
 
 
+class Obstacle(str):
+    """Advice without which nothing runs."""
+
+
 class TorchTooOld(Told, RuntimeError):
     """A PyTorch that this pack cannot work with."""
 
@@ -102,19 +106,20 @@ def look(device: Any = None) -> Machine:
     gpus = tried(lambda: tuple(_gpus(torch)), ()) if torch else ()
     driven_by = driver()
     packages = {name: version_of(name) for name in (*NEEDED, *OPTIONAL)}
-    advice = [problem, _too_old(version)]
+    advice: list[str] = [Obstacle(problem), Obstacle(_too_old(version))]
+    chosen = (device or tried(_default_device, None)) if torch else None
     if torch:
         from .kernels import no_cudnn_conv3d
 
         if not gpus:
             advice.append(_why_no_gpu(torch, built_for, driven_by))
-        advice += [_no_kernels(torch, gpu) for gpu in gpus]
+        for gpu in gpus:
+            lacks = _no_kernels(torch, gpu)
+            advice.append(Obstacle(lacks) if str(chosen) == f"cuda:{gpu.index}" else lacks)
         advice.append(tried(no_cudnn_conv3d, "") if gpus else "")
     if lacking := [name for name in NEEDED if packages[name] is None]:
-        advice.append(
-            f"not installed: {', '.join(lacking)}. In the pack's folder: python -m pip install -r requirements.txt"
-        )
-    chosen = (device or tried(_default_device, None)) if torch else None
+        said = f"not installed: {', '.join(lacking)}. In the pack's folder: python -m pip install -r requirements.txt"
+        advice.append(said if lacking == ["onediff"] else Obstacle(said))  # without onediff, nothing is compiled
     architecture = tried(lambda: detect(chosen), ARCHITECTURES["cpu"]) if chosen else ARCHITECTURES["cpu"]
     return Machine(
         system=f"{platform.system()} {platform.machine()}",

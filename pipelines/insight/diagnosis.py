@@ -101,7 +101,7 @@ class Diagnosis:
         """For people: what will run and why, then what is to be noted, where it runs, and last the switches."""
         sections = [
             *([_model_text(self, model) for model in self.models if model.folder] or [_variants_text(self)]),
-            _estimates_text(self.runs),
+            estimates_text(self.runs),
             _listed("Notes", self.notes),
             _machine_text(self),
             _flags_text(self),
@@ -265,7 +265,7 @@ def _model_text(found: Diagnosis, model: ModelPlans) -> list[str]:
         for (about, why), parts in reasons.items()
     ]
     told += ["reruns in plain fp32, not in TF32: strict is on"] if found.strict else []
-    return [*_wrapped(title), *(_table(table) if model.plans else []), *_listed("", told), *_refused([model])]
+    return [*wrapped(title), *(_table(table) if model.plans else []), *_listed("", told), *_refused([model])]
 
 
 def _variants_text(found: Diagnosis) -> list[str]:
@@ -284,7 +284,7 @@ def _variants_text(found: Diagnosis) -> list[str]:
     return [title, *_table(table), *_listed("", dict.fromkeys(told)), *_refused(found.models)]
 
 
-def _estimates_text(runs: Sequence[RunEstimate]) -> list[str]:
+def estimates_text(runs: Sequence[RunEstimate]) -> list[str]:
     if not runs:
         return []
     table: list[tuple[str, ...]] = [("", "size", "stage", "dtype", "runs", "weights", "beside", "peak")]
@@ -295,7 +295,7 @@ def _estimates_text(runs: Sequence[RunEstimate]) -> list[str]:
             table.append((run.variant, "×".join(map(str, run.size)), stage.stage, stage.dtype, way, *sizes))
     card = f"What would run on a card of {runs[0].memory / 2**30:g} GiB with offload 'auto', in GB: counted, not run."
     free = f"{runs[0].has / 1e9:.1f} GB are free for the model. Where there is no room: the least that it would take"
-    return [*_wrapped(f"{card} {free}"), *_table(table)]
+    return [*wrapped(f"{card} {free}"), *_table(table)]
 
 
 def _machine_text(found: Diagnosis) -> list[str]:
@@ -361,7 +361,7 @@ def _refused(models: Iterable[ModelPlans]) -> list[str]:
 
 
 def _listed(title: str, texts: Iterable[str]) -> list[str]:
-    lines = [line for text in texts for line in _wrapped(text, "  - ", "    ")]
+    lines = [line for text in texts for line in wrapped(text, "  - ", "    ")]
     return [title, *lines] if lines and title else lines
 
 
@@ -371,6 +371,6 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"  {'  '.join(map(str.ljust, row, widths))}".rstrip() for row in rows]
 
 
-def _wrapped(text: str, first: str = "", following: str = "") -> list[str]:
+def wrapped(text: str, first: str = "", following: str = "", width: int = WIDTH) -> list[str]:
     indents: Any = {"initial_indent": first, "subsequent_indent": following}
-    return textwrap.wrap(text, WIDTH, **indents, break_long_words=False, break_on_hyphens=False) or [first.rstrip()]
+    return textwrap.wrap(text, width, **indents, break_long_words=False, break_on_hyphens=False) or [first.rstrip()]

@@ -171,4 +171,4 @@ def test_doctor_says_where_and_how_much(folder, monkeypatch, console, variables,
     assert code == 0
     told = json.loads(out)["compile_cache"]
     assert says in told
-    assert "compile cache" in console("doctor")[1]
+    assert "compile cache" in console("doctor", "--verbose")[1]

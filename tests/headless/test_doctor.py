@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,9 +16,15 @@ from typing import Any
 import pytest
 import shared_models
 from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.headless.commands.doctor import examine
 from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.insight import diagnosis
-from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
+from comfyui_onediff_guard.pipelines.insight.diagnosis import Backends, BackendState, ComfyUI, Diagnosis, Flag
+from comfyui_onediff_guard.pipelines.insight.diagnosis_summary import summary
+from comfyui_onediff_guard.precision import arch
+from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Switch
+from comfyui_onediff_guard.precision.arch import COMPILED
+from comfyui_onediff_guard.precision.machine import Gpu, Obstacle
 
 Doctor = Callable[..., tuple[int, str, str]]
 
@@ -33,17 +40,118 @@ def strictly(text: str) -> Any:
     return json.loads(text, parse_constant=pytest.fail)
 
 
-def test_all_variants_on_this_machine(doctor: Doctor) -> None:
+LEFT_OUT = ("This machine", "packages: ", "Compile backends", ATTENTION_SWITCH, "was trained in", "Never run by")
+SM90 = arch.named("sm90")
+
+
+def test_all_variants_on_one_screen_and_the_rest_on_demand(doctor: Doctor) -> None:
     code, out, err = doctor()
     assert (code, err) == (0, "")
-    for part in ("This machine", "PyTorch", "Compile backends", ATTENTION_SWITCH, *table.VARIANTS):
-        assert part in out
-    assert "OneFlow's special builds and nexfort: neither has been available" in out
+    whole = doctor("--verbose")[1]
+    assert all(name in one_line(text) for name in table.VARIANTS for text in (out, whole))
+    assert [part for part in LEFT_OUT if part in whole and part not in out] == [*LEFT_OUT]
+    assert "OneFlow's special builds and nexfort: neither has been available" in whole
+    assert "doctor --verbose" in out
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def with_card(found: Diagnosis, **changes: Any) -> Diagnosis:
+    return replace(found, architecture=replace(found.architecture, **changes))
+
+
+def with_advice(found: Diagnosis, advice: str) -> Diagnosis:
+    return replace(found, machine=replace(found.machine, advice=(advice,)), notes=(advice,))
+
+
+def without_compiler(found: Diagnosis) -> Diagnosis:
+    lacking, eager = BackendState("inductor", False, "inductor needs a C++ compiler"), BackendState("eager", True, "")
+    return replace(found, backends=Backends((lacking, eager), "eager", ""))
+
+
+PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
+    "none": (
+        lambda found: found,
+        "Yes, on cuda:0: Card 0, sm90 (Hopper), with PyTorch 2.9.",
+        "Self-test passed (today)",
+    ),
+    "nothing runs": (
+        lambda found: with_advice(found, Obstacle("PyTorch is not installed. Get it from there")),
+        "No, not on cuda:0: Card 0, sm90 (Hopper), before what is below is fixed.",
+        "To fix PyTorch is not installed. Get it from there Next Do what 'To fix' says",
+    ),
+    "a card that is not used": (
+        lambda found: with_advice(found, "The driver is too old"),
+        "with PyTorch 2.9, but something is to be fixed.",
+        "To fix The driver is too old Next Do what 'To fix' says",
+    ),
+    "all refused": (
+        lambda found: replace(found, models=(replace(found.models[0], plans=(), refused={"denoiser": "no bf16"}),)),
+        "No, not on cuda:0: Card 0, sm90 (Hopper) with precision 'auto'.",
+        "Refused no bf16",
+    ),
+    "one refused": (
+        lambda found: replace(found, models=(replace(found.models[0], refused={"denoiser": "no bf16"}),)),
+        "Yes, ",
+        "Refused no bf16",
+    ),
+    "never verified": (
+        lambda found: with_card(found, tested=""),
+        "Yes, ",
+        "not run yet with this card, driver and PyTorch Next `onediff-guard selftest` checks",
+    ),
+    "a wrong result": (
+        lambda found: with_card(found, failed=("fp16", COMPILED)),
+        "Yes, ",
+        "eager, so nothing is compiled: compiled code came out wrong in the self-test Self-test "
+        "fp16, compiled code came out WRONG, so 'auto' does not choose it (today) Next Update the driver",
+    ),
+    "no compiler": (without_compiler, "Yes, ", "Backend eager, so nothing is compiled: inductor needs a C++ compiler"),
+    "a note": (lambda found: replace(found, notes=("sm130: little is known of it",)), "Yes, ", "Note sm130: little is"),
+    "a switch against advice": (
+        lambda found: replace(found, switches=(Switch("A", "1", "user", "respected, although it is NaN"),)),
+        "Yes, ",
+        "Note A = 1: respected, although it is NaN",
+    ),
+    "a flag without effect": (
+        lambda found: replace(found, comfyui=ComfyUI("0.33.0", (), (Flag("--fast", "no effect", "choose X", ""),))),
+        "Yes, ",
+        "Note ComfyUI's --fast has no effect on this pack's pipelines: choose X",
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_what_is_wrong_stands_on_the_one_screen(problem: str) -> None:
+    ill, verdict, said = PROBLEMS[problem]
+    examined = examine(architecture="sm90")
+    machine = replace(examined.machine, torch="2.9", torch_works=True, device="cuda:0", advice=())
+    healthy = replace(examined, here=True, notes=(), machine=replace(machine, gpus=(Gpu(0, "Card 0", SM90, 80.0),)))
+    lines = summary(ill(with_card(healthy, tested="today"))).splitlines()
+    assert verdict in one_line("\n".join(lines[:2])) and said in one_line("\n".join(lines))
+    assert len(lines) <= 22 and max(map(len, lines)) < 80, "a terminal that nobody has widened"
+    if problem == "none":
+        assert not [label for label in ("To fix", "Refused", "Note") if label in "\n".join(lines)]
+
+
+@pytest.mark.parametrize(("value", "told"), [("1", True), ("0", False)])
+def test_a_switch_that_is_set_to_what_is_unsafe(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, value: str, told: bool
+) -> None:
+    monkeypatch.setenv(ATTENTION_SWITCH, value)
+    assert (f"{ATTENTION_SWITCH} = {value}: set before this run" in one_line(doctor("--arch", "sm80")[1])) == told
 
 
 def test_a_model_on_another_card(doctor: Doctor, model_folder: Callable[..., Path]) -> None:
-    code, out, _ = doctor("--arch", "7.5", "--model", model_folder("5b"))
-    assert code == 0
+    asked = ("--arch", "7.5", "--model", model_folder("5b"))
+    code, out, _ = doctor(*asked)
+    assert code == 0 and len(out.splitlines()) <= 22
+    for part in ("Yes, on sm75 (Turing)", "fp16, guarded: VAE decoder", "no native bf16 → fp16", "laid out like"):
+        assert part in out
+    assert "Self-test" not in out, "that of this card"
+    out = doctor(*asked, "--verbose")[1]
     assert "Plan for 5b-none: CogVideoX-5B on sm75 (Turing), precision auto" in out
     assert "sm75 (Turing) has no native bf16 → fp16" in out
 
@@ -64,7 +172,7 @@ def test_one_json_object(doctor: Doctor, model_folder: Callable[..., Path]) -> N
 def test_a_card_of_so_much_memory(doctor: Doctor, model_folder: Callable[..., Path]) -> None:
     asked = ("--model", str(model_folder("2b")), "--arch", "sm75", "--size", "64x48x9")
     code, out, _ = doctor(*asked, "--vram", "12")
-    told = out[out.index("What would run on a card of 12 GiB") : out.index("Never run")]
+    told = out[out.index("What would run on a card of 12 GiB") :]
     assert code == 0 and max(map(len, told.splitlines())) <= 96
     for part in ("text encoder", "64×48×9", "denoiser", "decode", "none", "whole"):
         assert part in told
@@ -79,10 +187,10 @@ def test_a_card_of_so_much_memory(doctor: Doctor, model_folder: Callable[..., Pa
 
 def test_in_which_comfyui_it_is(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert strictly(doctor("--json")[1])["comfyui"] == {"version": "", "tested": list(host.TESTED), "flags": []}
-    assert f"ComfyUI: none here; this release was tested in {', '.join(host.TESTED)}" in doctor()[1]
+    assert f"ComfyUI: none here; this release was tested in {', '.join(host.TESTED)}" in doctor("--verbose")[1]
     monkeypatch.setattr(host, "__file__", str(tmp_path / "custom_nodes" / "pack" / "nodes" / "host.py"))
     (tmp_path / "comfyui_version.py").write_text('__version__ = "0.45.0"\n')
-    assert "ComfyUI: 0.45.0;" in doctor()[1]
+    assert "ComfyUI: 0.45.0;" in doctor("--verbose")[1]
     monkeypatch.setitem(sys.modules, "folder_paths", ModuleType("folder_paths"))
     assert host.version() == "of an unknown version"
     monkeypatch.setitem(sys.modules, "comfyui_version", SimpleNamespace(__version__="0.33.0"))  # what runs here counts
@@ -163,5 +271,6 @@ def test_a_pytorch_that_cannot_be_imported_is_told(tmp_path: Path, model_folder:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "cannot be imported (OSError: [WinError 126] c10.dll" in " ".join(done.stdout.split())
+    assert done.stdout.startswith("Can it run?   No, ")
     assert "none: nothing runs without PyTorch" in done.stdout
-    assert "accumulation switches could not be read" in done.stdout
+    assert "accumulation switches could not be read" in one_line(done.stdout)

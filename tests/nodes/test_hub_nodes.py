@@ -287,5 +287,5 @@ def test_the_doctor_knows_models_in_the_cache(
     assert cli.main(["doctor", "--model", ID]) == 2 and f"There is no '{ID}'" in capsys.readouterr().err
     assert not server.requests, "a plan is worth no download"
     fetch(ID, None, COGVIDEOX)
-    assert cli.main(["doctor", "--model", ID]) == 0
+    assert cli.main(["doctor", "--model", ID, "--verbose"]) == 0
     assert f"Plan for {ID}: " in capsys.readouterr().out

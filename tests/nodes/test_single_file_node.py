@@ -104,7 +104,7 @@ def test_a_rewritten_file_is_loaded_anew(models):
 
 def test_doctor_plans_a_file(models, capsys):
     file = models / "checkpoints" / "video" / "svd_xt.safetensors"
-    assert cli.main(["doctor", "--model", str(file)]) == 0
+    assert cli.main(["doctor", "--model", str(file), "--verbose"]) == 0
     assert "Plan for svd_xt.safetensors: SVD-XT" in capsys.readouterr().out
     assert cli.main(["doctor", "--model", str(file.with_name("gone.safetensors"))]) == 2
     assert "There is no '" in capsys.readouterr().err

@@ -109,7 +109,7 @@ ONEDIFF = "https://github.com/siliconflow/onediff"
     [
         ("sm70", AUTO, (Mode.ON, "half-precision accumulation is reported right on sm70 (Volta)", "issues/958")),
         ("sm80", AUTO, (Mode.OFF, "half-precision accumulation comes out NaN or black on sm80 (Ampere)", "issues/958")),
-        ("sm90", AUTO, (Mode.OFF, "nobody reported half-precision accumulation on sm90 (Hopper): the safe value",
+        ("sm90", AUTO, (Mode.OFF, "half-precision accumulation has never been confirmed safe on sm90 (Hopper)",
                         "issues/958")),
         ("sm80", FAST, (Mode.FAST, "asked for 'fast': half-precision accumulation, scores in fp32, reported right on "
                         "sm89", "pull/454")),

@@ -16,6 +16,7 @@ import torch
 from comfyui_onediff_guard.nodes.native import NaNGuardNative
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose
+from comfyui_onediff_guard.pipelines.insight.diagnosis_summary import summary
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import arch, machine
@@ -78,7 +79,9 @@ def test_a_pytorch_without_code_for_the_card(
     cards: Callable[..., None], capability: tuple[int, int], built: tuple[str, ...], runs: bool
 ) -> None:
     cards(capability, built=built)
-    assert ("has no kernels for Card 0" in one_line(diagnose())) != runs
+    found = diagnose()
+    assert ("has no kernels for Card 0" in one_line(found)) != runs
+    assert summary(found).startswith("Can it run?   Yes, on cuda:0: Card 0" if runs else "Can it run?   No, ")
 
 
 @pytest.mark.parametrize(
@@ -204,6 +207,7 @@ def test_a_pytorch_that_is_too_old_is_named_here_and_by_whatever_would_run(
     monkeypatch.setattr(torch, "__version__", version)
     found = diagnose()
     assert bool(found.machine.advice) == too_old
+    assert summary(found).startswith("Can it run?   No, " if too_old else "Can it run?   Yes, ")
     assert version in found.text()
     refused = pytest.raises(TorchTooOld) if too_old else nullcontext()
     options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
@@ -229,4 +233,7 @@ def test_versions_are_read_and_nothing_is_imported(monkeypatch: pytest.MonkeyPat
     assert "packages: diffusers 0.42.1, transformers 5.23.0, onediff not installed" in one_line(found)
     assert "oneflow not installed, nexfort 0.1.dev330" in one_line(found)
     assert [note for note in found.notes if note.startswith("not installed: onediff. In the pack's folder")]
+    assert summary(found).startswith("Can it run?   Yes, "), "only nothing is compiled"
+    del versions["diffusers"]
+    assert summary(diagnose()).startswith("Can it run?   No, ")
     assert "nexfort" not in sys.modules

@@ -15,6 +15,7 @@ from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.insight.diagnosis import NOT_RUN, diagnose, diagnose_pipeline
+from comfyui_onediff_guard.pipelines.insight.diagnosis_summary import summary
 from comfyui_onediff_guard.precision import accumulation, arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure
@@ -162,6 +163,8 @@ def test_the_text_is_narrow_and_the_dict_is_json(folder: Path) -> None:
     diagnoses += [diagnose(architecture=a, precision=p) for a in arch.ARCHITECTURES.values() for p in Precision]
     for found in diagnoses:
         assert not [line for line in found.text().splitlines() if len(line) > 100 or line != line.rstrip()]
+        short = summary(found).splitlines()
+        assert len(short) <= 22 and max(map(len, short)) < 80, "one screen of a terminal that nobody has widened"
         told = found.as_dict()
         assert json.loads(json.dumps(told, allow_nan=False)) == told, "no enum, tuple or key that JSON would change"
         assert told["models"][0]["variant"] in found.text()

@@ -1,0 +1,117 @@
+"""A diagnosis on one screen: whether it runs, on what, in which precision, and what to do where something is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ...precision.arch import COMPILED
+from ...precision.machine import Obstacle
+from .diagnosis import estimates_text, wrapped
+
+if TYPE_CHECKING:
+    from ...precision.arch import Architecture
+    from ...precision.policy import Plan
+    from .diagnosis import Diagnosis
+
+WIDTH, INDENT = 79, 14  # of a terminal that nobody has widened; of what stands behind the labels
+
+
+def summary(found: Diagnosis) -> str:
+    """All that is wrong, and of the rest the answers alone. `found.text()` has the rest."""
+    lines = [line for label, text in _rows(found) for line in wrapped(text, label.ljust(INDENT), " " * INDENT, WIDTH)]
+    return "\n".join([*lines, *(["", *estimates] if (estimates := estimates_text(found.runs)) else [])])
+
+
+def _rows(found: Diagnosis) -> Iterator[tuple[str, str]]:
+    refused = [*dict.fromkeys(why for model in found.models for why in model.refused.values())]
+    yield "Can it run?", _verdict(found, refused)
+    yield from _under("Precision", _precisions(found))
+    yield from _under("Why", _why(found))
+    yield "Backend", _backend(found)
+    if found.here:
+        yield "Self-test", _self_test(found.architecture)
+    advice = found.machine.advice
+    yield from _under("To fix", advice)
+    yield from _under("Refused", refused)
+    yield from _under("Note", [*(note for note in found.notes if note not in advice), *_against_advice(found)])
+    yield from _under("Next", [*_next(found)])
+
+
+def _under(label: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The label once, before the first."""
+    yield from zip([label, *[""] * len(texts)], texts, strict=False)
+
+
+def _verdict(found: Diagnosis, refused: Sequence[str]) -> str:
+    machine = found.machine
+    gpu = next((f"{gpu.name}, " for gpu in machine.gpus if machine.device == f"cuda:{gpu.index}"), "")
+    device = f"{machine.device}: {gpu}" if machine.device.startswith("cuda") else ""
+    where = f"on {device if found.here else ''}{found.architecture}"
+    if any(isinstance(each, Obstacle) for each in machine.advice):
+        return f"No, not {where}, before what is below is fixed."
+    if refused and not any(model.plans for model in found.models):
+        return f"No, not {where} with precision '{found.precision.value}'."
+    return f"Yes, {where}, with PyTorch {machine.torch}{', but something is to be fixed' if machine.advice else ''}."
+
+
+def _precisions(found: Diagnosis) -> list[str]:
+    """Each precision once, before the parts of the model that run in it; without a model, before the variants whose
+    denoiser does."""
+    alike: dict[str, list[str]] = {}
+    for model in found.models:
+        plans = [plan for plan in model.plans if model.folder or plan.component == "denoiser"]
+        for plan in plans:
+            alike.setdefault(_runs_in(plan), []).append(plan.component.words if model.folder else model.variant)
+    return [f"{runs_in}: {', '.join(names)}" for runs_in, names in alike.items()]
+
+
+def _why(found: Diagnosis) -> list[str]:
+    """The reason for the denoiser's precision, of one model."""
+    return [
+        plan.reason for model in found.models if model.folder for plan in model.plans if plan.component == "denoiser"
+    ]
+
+
+def _runs_in(plan: Plan) -> str:
+    quantised = f"{plan.quantised} and " if plan.quantised else ""
+    protected = " with overflow protection" if plan.wide else ""
+    guarded = "" if not plan.half else ", guarded" if plan.guarded else ", not guarded"
+    return f"{quantised}{plan.dtype}{protected}{guarded}"
+
+
+def _backend(found: Diagnosis) -> str:
+    if not found.machine.torch_works:
+        return "none: nothing runs without PyTorch"
+    if found.here and COMPILED in found.architecture.failed:
+        return "eager, so nothing is compiled: compiled code came out wrong in the self-test"
+    if found.backends.chosen != "eager":
+        return f"{found.backends.chosen} compiles the denoiser"
+    *_, last = (state.reason for state in found.backends.states if not state.found)
+    return f"eager, so nothing is compiled: {last}"
+
+
+def _self_test(card: Architecture) -> str:
+    if not card.tested:
+        return "not run yet with this card, driver and PyTorch"
+    wrong = f"{', '.join(card.failed)} came out WRONG, so 'auto' does not choose it" if card.failed else "passed"
+    return f"{wrong} ({card.tested})"
+
+
+def _against_advice(found: Diagnosis) -> Iterator[str]:
+    for switch in found.switches:
+        if switch.set_against_advice:
+            yield f"{switch.name} = {switch.value}: {switch.reason}"
+    for flag in found.comfyui.flags if found.comfyui else ():
+        if flag.effect == "no effect":
+            yield f"ComfyUI's {flag.given} has no effect on this pack's pipelines: {flag.here}"
+
+
+def _next(found: Diagnosis) -> Iterator[str]:
+    if found.machine.advice:
+        yield "Do what 'To fix' says, then run `onediff-guard doctor` again."
+    elif found.here and not found.architecture.tested:
+        yield "`onediff-guard selftest` checks in a minute whether this card computes right."
+    elif found.architecture.failed:
+        yield "Update the driver or PyTorch, then run `onediff-guard selftest` again."
+    yield "`onediff-guard doctor --verbose` tells the reasons, packages, backends and switches."
