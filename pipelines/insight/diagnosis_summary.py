@@ -49,10 +49,11 @@ def _verdict(found: Diagnosis, refused: Sequence[str]) -> str:
     device = f"{machine.device}: {gpu}" if machine.device.startswith("cuda") else ""
     where = f"on {device if found.here else ''}{found.architecture}"
     if any(isinstance(each, Obstacle) for each in machine.advice):
-        return f"No, not {where}, before what is below is fixed."
+        return "No. First do what 'To fix' says."
     if refused and not any(model.plans for model in found.models):
-        return f"No, not {where} with precision '{found.precision.value}'."
-    return f"Yes, {where}, with PyTorch {machine.torch}{', but something is to be fixed' if machine.advice else ''}."
+        return f"No, not {where} with precision '{found.precision.value}': see 'Refused'."
+    but = " But see 'To fix'." if machine.advice else ""
+    return f"Yes, {where}, with PyTorch {machine.torch}.{but}"
 
 
 def _precisions(found: Diagnosis) -> list[str]:
@@ -109,7 +110,7 @@ def _against_advice(found: Diagnosis) -> Iterator[str]:
 
 def _next(found: Diagnosis) -> Iterator[str]:
     if found.machine.advice:
-        yield "Do what 'To fix' says, then run `onediff-guard doctor` again."
+        yield "Run `onediff-guard doctor` again once that is done."
     elif found.here and not found.architecture.tested:
         yield "`onediff-guard selftest` checks in a minute whether this card computes right."
     elif found.architecture.failed:

@@ -79,17 +79,17 @@ PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
     ),
     "nothing runs": (
         lambda found: with_advice(found, Obstacle("PyTorch is not installed. Get it from there")),
-        "No, not on cuda:0: Card 0, sm90 (Hopper), before what is below is fixed.",
-        "To fix PyTorch is not installed. Get it from there Next Do what 'To fix' says",
+        "No. First do what 'To fix' says.",
+        "To fix PyTorch is not installed. Get it from there Next Run `onediff-guard doctor` again",
     ),
     "a card that is not used": (
         lambda found: with_advice(found, "The driver is too old"),
-        "with PyTorch 2.9, but something is to be fixed.",
-        "To fix The driver is too old Next Do what 'To fix' says",
+        "with PyTorch 2.9. But see 'To fix'.",
+        "To fix The driver is too old Next Run `onediff-guard doctor` again",
     ),
     "all refused": (
         lambda found: replace(found, models=(replace(found.models[0], plans=(), refused={"denoiser": "no bf16"}),)),
-        "No, not on cuda:0: Card 0, sm90 (Hopper) with precision 'auto'.",
+        "No, not on cuda:0: Card 0, sm90 (Hopper) with precision 'auto': see 'Refused'.",
         "Refused no bf16",
     ),
     "one refused": (
@@ -271,6 +271,6 @@ def test_a_pytorch_that_cannot_be_imported_is_told(tmp_path: Path, model_folder:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "cannot be imported (OSError: [WinError 126] c10.dll" in " ".join(done.stdout.split())
-    assert done.stdout.startswith("Can it run?   No, ")
+    assert done.stdout.startswith("Can it run?   No. ")
     assert "none: nothing runs without PyTorch" in done.stdout
     assert "accumulation switches could not be read" in one_line(done.stdout)

@@ -81,7 +81,7 @@ def test_a_pytorch_without_code_for_the_card(
     cards(capability, built=built)
     found = diagnose()
     assert ("has no kernels for Card 0" in one_line(found)) != runs
-    assert summary(found).startswith("Can it run?   Yes, on cuda:0: Card 0" if runs else "Can it run?   No, ")
+    assert summary(found).startswith("Can it run?   Yes, on cuda:0: Card 0" if runs else "Can it run?   No. ")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_pytorch_that_is_too_old_is_named_here_and_by_whatever_would_run(
     monkeypatch.setattr(torch, "__version__", version)
     found = diagnose()
     assert bool(found.machine.advice) == too_old
-    assert summary(found).startswith("Can it run?   No, " if too_old else "Can it run?   Yes, ")
+    assert summary(found).startswith("Can it run?   No. " if too_old else "Can it run?   Yes, ")
     assert version in found.text()
     refused = pytest.raises(TorchTooOld) if too_old else nullcontext()
     options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
@@ -235,5 +235,5 @@ def test_versions_are_read_and_nothing_is_imported(monkeypatch: pytest.MonkeyPat
     assert [note for note in found.notes if note.startswith("not installed: onediff. In the pack's folder")]
     assert summary(found).startswith("Can it run?   Yes, "), "only nothing is compiled"
     del versions["diffusers"]
-    assert summary(diagnose()).startswith("Can it run?   No, ")
+    assert summary(diagnose()).startswith("Can it run?   No. ")
     assert "nexfort" not in sys.modules
