@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -283,7 +284,9 @@ class Canvas:
 
 
 @contextmanager
-def canvas(url: str, pictures: Path, language: str = "en-US") -> Iterator[Canvas]:
+def canvas(
+    url: str, pictures: Path, language: str = "en-US", window: Mapping[str, int] = MappingProxyType(WINDOW)
+) -> Iterator[Canvas]:
     """A fresh browser profile with the server's page open in it; skips where there is none. language: the browser's."""
     if reason := missing_browser():
         pytest.skip(reason)
@@ -292,7 +295,7 @@ def canvas(url: str, pictures: Path, language: str = "en-US") -> Iterator[Canvas
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable(), args=list(FLAGS))
         try:
-            canvas = Canvas(browser.new_page(viewport=WINDOW, locale=language), pictures)
+            canvas = Canvas(browser.new_page(viewport=dict(window), locale=language), pictures)
             canvas.open(url)
             yield canvas
         finally:

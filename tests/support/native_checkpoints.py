@@ -28,16 +28,20 @@ OVERFLOWING = (  # these times 3e5 leave fp16's range; in fp32 the norm that fol
 
 
 def write_sd15(file: Path, *, overflows: bool) -> None:
-    _write(file, dict(_sd15()), overflows)
+    _write(file, dict(sd15()), overflows)
 
 
 def write_svd(file: Path, *, overflows: bool) -> None:
     _write(file, svd_layout.shapes(SVD, unused=False), overflows)
 
 
+def is_idle(key: str) -> bool:
+    """Whether it is of an encoder's layers that do nothing."""
+    return key.startswith(ENCODERS) and not key.startswith(tuple(f"{layers}0." for layers in ENCODERS))
+
+
 def _write(file: Path, shapes: dict[str, tuple[int, ...]], overflows: bool) -> None:
-    first = tuple(f"{layers}0." for layers in ENCODERS)
-    idle = {key for key in shapes if key.startswith(ENCODERS) and not key.startswith(first)}
+    idle = {key for key in shapes if is_idle(key)}
     weights = svd_layout.draw({key: shape for key, shape in shapes.items() if key not in idle})
     for key in OVERFLOWING if overflows else ():
         weights[key] *= 3e5
@@ -45,7 +49,7 @@ def _write(file: Path, shapes: dict[str, tuple[int, ...]], overflows: bool) -> N
     save_file(halves | {key: torch.zeros(shapes[key], dtype=torch.float16) for key in idle}, file)
 
 
-def _sd15() -> Keys:
+def sd15() -> Keys:
     yield from _unet()
     for key, shape in autoencoder(svd_layout.REAL, temporal=False):
         yield VAE + key, shape
