@@ -289,6 +289,7 @@ def send_report(node_id: str | None, output: dict[str, list[Any]], node_type: st
     client = getattr(server(), "client_id", None)
     if node_id is not None and client is not None:
         facts = {"node": node_id, "type": node_type, "prompt": prompt_id(), "output": output}
+        facts["workflow"] = _workflow_id()
         server().send_sync("onediff_guard.report", facts, client)
 
 
@@ -299,10 +300,28 @@ MOST_SUMMARIES = 64  # the latest ones of one prompt
 def note_in_history(line: str) -> None:
     """Have ComfyUI's history hold a line with the prompt that runs: in its extra_data, since it holds what a node puts
     out only where the node was not cached."""
+    for extra in _running_extra_data():
+        extra[SUMMARIES] = [*extra.get(SUMMARIES, ()), str(line)][-MOST_SUMMARIES:]
+
+
+_NO_WORKFLOW = "00000000-0000-0000-0000-000000000000"  # the page's id of a graph that it got in API format
+
+
+def _workflow_id() -> str | None:
+    """The id that the page gave the workflow whose prompt runs; None of a prompt that no page sent."""
+    for extra in _running_extra_data():
+        pnginfo = extra.get("extra_pnginfo")
+        workflow = pnginfo.get("workflow") if isinstance(pnginfo, dict) else None
+        id_ = workflow.get("id") if isinstance(workflow, dict) else None
+        return id_ if id_ != _NO_WORKFLOW else None
+    return None
+
+
+def _running_extra_data() -> list[dict[str, Any]]:
+    """The extra_data of the prompt that runs; none where this process is no ComfyUI."""
     running = getattr(getattr(server(), "prompt_queue", None), "currently_running", {})
     items = [getattr(item, "queue_tuple", item) for item in [*running.values()]]  # the former in 0.0.1
-    for extra in (item[3] for item in items if item[1] == prompt_id()):
-        extra[SUMMARIES] = [*extra.get(SUMMARIES, ()), str(line)][-MOST_SUMMARIES:]
+    return [item[3] for item in items if item[1] == prompt_id()]
 
 
 class Progress:

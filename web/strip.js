@@ -13,6 +13,9 @@ const MARGIN = 10
 
 const rootGraph = () => app.rootGraph ?? app.graph
 
+/** Whether the workflow of a run is the one on the canvas. Of a run that no page queued nobody knows: then it is. */
+const isOpen = (workflow) => !workflow || workflow === rootGraph().id
+
 /** The node's widget, made where it has none. */
 function stripOf(node) {
   const there = node.widgets?.find((widget) => widget.name === NAME)
@@ -34,14 +37,25 @@ function stripOf(node) {
   return strip
 }
 
+/** What a person has made a node larger since its strip was laid out. Nodes 2.0 lays nodes out by itself. */
+const grown = (node, strip) =>
+  strip.laidOut && !globalThis.LiteGraph?.vueNodesMode
+    ? [node.size[0] - strip.laidOut[0], Math.max(0, node.size[1] - strip.laidOut[1])]
+    : [0, 0]
+
+/** The size of another pack's node without its strip. */
+const withoutStrip = (node, strip) => strip.without.map((side, nth) => side + grown(node, strip)[nth])
+
 /** width: to have at least; 0: go back to the size before that. */
 function resize(node, strip, width) {
+  if (strip.without) strip.without = withoutStrip(node, strip)
   if (width) strip.before ??= [...node.size]
   const [atLeast, before] = [node.computeSize(), strip.before ?? node.size]
   if (width === 0) strip.before = undefined
-  const height = strip.least ?? (width === 0 ? before : node.size)[1]
+  const height = (strip.without ?? (width === 0 ? before : node.size))[1]
   const wanted = [width === 0 ? before[0] : Math.max(node.size[0], width ?? 0), height]
   node.setSize([Math.max(wanted[0], atLeast[0]), Math.max(wanted[1], atLeast[1])])
+  strip.laidOut = [...node.size]
   node.setDirtyCanvas?.(true, true)
 }
 
@@ -99,26 +113,32 @@ const VERDICTS = ["rescued", "unguarded", "broken"] // the worst last
 const SEVERITIES = { rescued: "success", unguarded: "warn", broken: "error" } // of ComfyUI's toasts
 const SECONDS = { rescued: 10, unguarded: 30, broken: 30 }
 
-// Nodes of other packs on which a guard has reported in this prompt: by their ids, what they are called, what was
-// reported, and where they are on the canvas, the node and how it is put back
+// Nodes of other packs on which a guard has reported in this prompt: by their ids, their type and workflow, what was
+// reported, what they are called, and where they are on the canvas, the node and how it is put back
 const others = new Map()
 
-/** Returns what takes all that a strip changes about a node off again. Files and undo never see it. */
-function putBack(node) {
+/** Puts a strip on another pack's node. Returns it, and what takes all that it changes about the node off again. Files
+ * and undo never see it. */
+function stripOnOther(node) {
   const { widgets, onSerialize } = node
-  const size = [...node.size]
+  const without = [...node.size]
+  const strip = stripOf(node)
+  strip.without = without
+  resize(node, strip)
   node.onSerialize = function (saved) {
     onSerialize?.apply(this, arguments)
-    saved.size = [...size]
+    saved.size = withoutStrip(node, strip)
     if (!widgets) for (const key of ["widgets_values", "widgets_values_named"]) delete saved[key]
   }
-  return () => {
+  const putBack = () => {
+    const size = withoutStrip(node, strip)
     const widget = node.widgets?.find((widget) => widget.strip)
     if (widget) node.removeWidget(widget)
     if (!widgets && !node.widgets?.length) node.widgets = widgets
     node.onSerialize = onSerialize
     node.setSize(size)
   }
+  return { strip, putBack }
 }
 
 function newPrompt() {
@@ -141,20 +161,20 @@ function verdictOf(outputs) {
 
 /** A guard that was inserted reports on the node that samples or decodes, only where something happened, and once for
  * each sampling there; that node's own outputs stay as they are. */
-function reportedOnOther(id, type, output) {
-  const [, node] = nodeByExecutionId(id)
-  const there = node?.type === type
-  if (!others.has(id)) others.set(id, { title: there ? node.title : type, outputs: [] })
+function reportedOnOther(id, type, workflow, output) {
+  if (!others.has(id)) others.set(id, { type, workflow, title: type, outputs: [] })
+  others.get(id).outputs.push(output)
+  showOnOther(id)
+}
+
+function showOnOther(id) {
   const other = others.get(id)
-  const { outputs } = other
-  outputs.push(output)
-  if (!there) return
+  const [, node] = isOpen(other.workflow) ? nodeByExecutionId(id) : []
+  if (node?.type !== other.type) return
   // a workflow that was opened anew has other nodes
-  if (other.node !== node) Object.assign(other, { node, putBack: putBack(node) })
-  const height = node.size[1]
-  const strip = stripOf(node)
-  strip.least ??= height
-  strip.show(
+  if (other.node !== node) Object.assign(other, { node, title: node.title, ...stripOnOther(node) })
+  const { outputs } = other
+  other.strip.show(
     {
       text: [...new Set(outputs.flatMap(({ text }) => text.join("\n").split("\n")))],
       onediff_guard: outputs.flatMap(({ onediff_guard }) => onediff_guard).slice(-MOST_REPORTS),
@@ -183,11 +203,9 @@ function sayAtEnd() {
 }
 
 /** A native guard reports after its node has run, once for each sampler of a prompt. */
-function reported({ node, type, prompt, output }) {
-  if (type) {
-    reportedOnOther(node, type, output)
-    return
-  }
+function reported({ node, type, prompt, workflow, output }) {
+  if (type) reportedOnOther(node, type, workflow, output)
+  if (type || !isOpen(workflow)) return
   keep(node, (earlier) => {
     const before = earlier?.prompt?.[0] === prompt ? earlier : { text: [], onediff_guard: [] }
     const all = [...before.onediff_guard, ...output.onediff_guard]
@@ -235,5 +253,8 @@ app.registerExtension({
     }
   },
   onNodeOutputsUpdated: showAll, // another tab, a job from the queue
-  afterConfigureGraph: () => showAll(app.nodeOutputs), // undo
+  afterConfigureGraph() { // undo, another tab
+    showAll(app.nodeOutputs)
+    for (const [id, { workflow }] of others) if (workflow) showOnOther(id)
+  },
 })

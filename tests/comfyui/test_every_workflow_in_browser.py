@@ -6,6 +6,7 @@ Their nodes are ComfyUI's own, on a small SD1.5 whose fp16 overflows. Pictures: 
 from __future__ import annotations
 
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,11 +72,17 @@ SELECTED = """prefix => {
     const node = app.graph.nodes.find(node => node.widgets?.some(widget => widget.value === prefix))
     app.canvas.selectNode(node)
 }"""
-REPORTED = """([outputs, type, end]) => {
+REPORTED = """([outputs, type, end, workflow]) => {
     const node = String(app.graph.nodes.find(node => node.type === type).id)
     const send = (event, detail) => app.api.dispatchEvent(new CustomEvent(event, {detail}))
-    for (const output of outputs) send('onediff_guard.report', {node, type, prompt: 'one', output})
+    for (const output of outputs) send('onediff_guard.report', {node, type, prompt: 'one', workflow, output})
     send(end, {})
+}"""
+GRAPH = "() => (app.rootGraph ?? app.graph).serialize()"
+OPENED = "graph => app.loadGraphData(graph)"
+ENLARGED = """([type, width, height]) => {
+    const node = app.graph.nodes.find(node => node.type === type)
+    node.setSize([node.size[0] + width, node.size[1] + height])
 }"""
 OFFERED = "#onediff-guard-offer"
 
@@ -314,6 +321,37 @@ def test_a_strip_comes_off_a_workflow_that_was_opened_anew(canvas: browser.Canva
     assert strips(canvas)["KSampler"]["cells"] == ["rerun", "rerun"]
     canvas.evaluate(REPORTED, [[], "KSampler", "execution_start"])
     assert strips(canvas) == {} and canvas.evaluate(SAVED) == saved
+
+
+def test_a_strip_is_in_the_workflow_that_ran(canvas: browser.Canvas, server: legs.Server) -> None:
+    """And comes back with it, from another tab or by undo."""
+    server.ask(f"/settings/{SWITCH}", True)
+    canvas.evaluate(OPENED, canvas.evaluate(GRAPH) | {"id": str(uuid.uuid4())})
+    run(canvas)
+    (graph, shown), notices = (canvas.evaluate(GRAPH), strips(canvas)), len(guard_notices(canvas))
+    assert set(shown) == {"KSampler", "VAEDecode"}
+    canvas.evaluate(OPENED, graph | {"id": str(uuid.uuid4())})
+    canvas.settle()
+    assert strips(canvas) == {}, "another workflow of the same nodes"
+    canvas.evaluate(REPORTED, [[report("fp16", "said", ["rerun"])], "KSampler", "execution_success", graph["id"]])
+    assert strips(canvas) == {} and len(guard_notices(canvas)) == notices + 1, "it is told where no strip can be seen"
+    canvas.evaluate(OPENED, graph)
+    canvas.settle()
+    assert set(strips(canvas)) == set(shown)
+
+
+def test_a_node_that_was_enlarged_under_its_strip_stays_so(canvas: browser.Canvas) -> None:
+    before = canvas.evaluate(SIZES)["KSampler"]
+    canvas.evaluate(REPORTED, [[report("fp16", "said", ["rerun"])], "KSampler", "nothing yet"])
+    canvas.settle()
+    canvas.evaluate(ENLARGED, ["KSampler", 70, 50])
+    (saved,) = (node for node in canvas.evaluate(GRAPH)["nodes"] if node["type"] == "KSampler")
+    for _ in ("unfold the report", "fold it"):
+        canvas.evaluate("() => document.querySelector('.onediff-guard button').click()")
+        canvas.settle()
+    canvas.evaluate(REPORTED, [[], "KSampler", "execution_start"])
+    after = canvas.evaluate(SIZES)["KSampler"]
+    assert [after, list(saved["size"])] == [[before[0] + 70, before[1] + 50]] * 2
 
 
 def report(dtype: str, summary: str, cells: list[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import subprocess
 import urllib.error
 from collections.abc import Callable
@@ -89,8 +90,7 @@ def test_the_server_answers_the_same_with_guard_every_workflow(
     server: legs.Server, templates: list[Path], schemas: dict[str, Schema], figure: Callable[[str, object], None]
 ) -> None:
     differing: dict[str, Any] = {}
-    guarded = asked = nodes = 0
-    before = len(server.log_text())
+    guarded, asked, taken = 0, 0, list[float]()
     for path in templates:
         data = json.loads(path.read_text(encoding="utf-8"))
         kinds = types_of(data)
@@ -99,14 +99,17 @@ def test_the_server_answers_the_same_with_guard_every_workflow(
         prompt = ui_format.convert(data, schemas).to_api()
         logged = server.count("Guard every workflow: ")
         answers = [answer_to(server, prompt, switch) for switch in (False, True)]
-        asked, nodes = asked + 1, nodes + len(prompt)
-        guarded += server.count("Guard every workflow: ") > logged
+        asked += 1
+        if server.count("Guard every workflow: ") > logged:
+            guarded += 1
+            *_, milliseconds = re.findall(r"put in in ([\d.]+) ms", server.log_text())
+            taken.append(float(milliseconds) / len(prompt) * 100)
         if answers[0] != answers[1]:
             differing[path.stem] = answers
     figure("templates of ComfyUI: the server's answer with guards and without", f"{asked - len(differing)} of {asked}")
     figure("templates of ComfyUI: guarded among them", guarded)
-    taken = sum(map(float, re.findall(r"put in in ([\d.]+) ms", server.log_text()[before:])))
-    figure("templates of ComfyUI: milliseconds for guards in 100 nodes", round(taken / nodes * 100, 3))
+    # the median: a few were put in while another thread held the interpreter
+    figure("templates of ComfyUI: milliseconds for guards in 100 nodes", round(statistics.median(taken), 2))
     assert not differing, json.dumps(differing, indent=1)[:5000]
     assert guarded > asked / 2
 
