@@ -43,7 +43,7 @@ def with_guards(
         if changed:
             made[id_] = {**node, "inputs": {**inputs, **changed}}
     for (source, slot, kind), id_ in guards.items():
-        settings = {"on_failure": "rerun", "strict": False, "scope": "learned", "precision": precision}
+        settings = {"on_failure": "rerun", "exact_fp32": False, "scope": "learned", "precision": precision}
         made[id_] = {
             "class_type": _GUARD,
             "inputs": {_SLOTS[kind][1]: [source, slot], **settings},

@@ -77,7 +77,7 @@ def _guarded(prepare: Prepare, model: ModelCall, policy: GuardPolicy, tell: Call
             raise GuardStopped(
                 "{}, and it has overwritten '{}', which is too large to be copied beforehand.", found, lost
             )
-        tf32 = detect(given["device"]).tf32 and not policy.strict
+        tf32 = detect(given["device"]).tf32 and not policy.exact_fp32
         with products_in_fp32(model.network):
             again = run_in_fp32(prepare, tf32=tf32, **given)
         if broken and Extremes().learn(places(_tensors(made), dtype), _tensors(again)):

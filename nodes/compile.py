@@ -52,9 +52,6 @@ class Compile(Node):
                         "inductor's. max-autotune-no-cudagraphs: tries more kernels, which takes minutes, once.",
                     )
                 ),
-                "fullgraph": inputs.advanced(
-                    inputs.flag(False, "inductor's. On: a block that does not fit into one graph is an error.")
-                ),
             },
             "optional": {
                 "attention": inputs.advanced(
@@ -83,7 +80,6 @@ class Compile(Node):
         backend: str,
         dynamic: str,
         mode: str,
-        fullgraph: bool,
         attention: str = inputs.MEASURED,
         layout: str = inputs.LAYOUTS[0],
     ) -> tuple[PipelineHandle]:
@@ -95,7 +91,6 @@ class Compile(Node):
         options = CompileOptions(
             DYNAMIC[dynamic],
             mode,
-            fullgraph,
             "" if attention == inputs.ATTENTIONS[0] else attention,
             placement.channels_last or layout != inputs.LAYOUTS[0],
         )

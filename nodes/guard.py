@@ -44,7 +44,7 @@ class NaNGuard(Node):
             "required": {
                 "pipeline": inputs.pipeline(),
                 "on_failure": inputs.on_failure(),
-                "strict": inputs.strict(),
+                "exact_fp32": inputs.exact_fp32(),
             },
             "optional": {
                 "scope": inputs.choice(
@@ -53,12 +53,12 @@ class NaNGuard(Node):
                     "runs. step: recompute the failing step alone. run: the rest of the run is in fp32.",
                     default="learned",
                 ),
-                "stay_after": inputs.advanced(
+                "give_up_after": inputs.advanced(
                     inputs.integer(
                         3, 1, 1000, 1, "In scope learned: after so many failing steps, the rest of the run is in fp32."
                     )
                 ),
-                "report": inputs.advanced(
+                "report_each_step": inputs.advanced(
                     inputs.flag(True, "On: the report has a line for every step. Off: the summary alone.")
                 ),
                 "profile": inputs.advanced(inputs.profile()),
@@ -74,18 +74,18 @@ class NaNGuard(Node):
         self,
         pipeline: PipelineHandle,
         on_failure: str,
-        strict: bool,
+        exact_fp32: bool,
         scope: str = "learned",
-        stay_after: int = 3,
-        report: bool = True,
+        give_up_after: int = 3,
+        report_each_step: bool = True,
         profile: str = "",
         node_id: str | None = None,
     ) -> tuple[PipelineHandle]:
         from ..precision.guard import GuardPolicy, OnFailure, Scope
         from ..precision.policy import Component
 
-        policy = GuardPolicy(OnFailure(on_failure), strict, Scope(scope), stay_after)
-        changes: dict[str, Any] = {"policy": policy, "guard_node": True, "full_report": report}
+        policy = GuardPolicy(OnFailure(on_failure), exact_fp32, Scope(scope), give_up_after)
+        changes: dict[str, Any] = {"policy": policy, "guard_node": True, "full_report": report_each_step}
         changes["profile"] = parsed(profile)
         guarded = replace(pipeline, **changes)
         for warning in guarded.idle_guard(guarded.plan(Component.DENOISER)):

@@ -194,7 +194,7 @@ def on_failure() -> tuple[list[str], dict[str, Any]]:
     )
 
 
-def strict() -> tuple[str, dict[str, Any]]:
+def exact_fp32() -> tuple[str, dict[str, Any]]:
     return advanced(flag(False, "Recompute in full fp32 instead of TF32 (RTX 30 and newer). Slower; rarely needed."))
 
 

@@ -54,7 +54,7 @@ class NaNGuardNative(Node):
                 "model": ("MODEL", {"tooltip": model}),
                 "vae": ("VAE", {"tooltip": vae}),
                 "on_failure": inputs.on_failure(),
-                "strict": inputs.strict(),
+                "exact_fp32": inputs.exact_fp32(),
                 "scope": inputs.choice(inputs.NATIVE_SCOPES, scope, default="learned"),
                 "precision": inputs.native_precision(),
                 "profile": inputs.profile(wired=True),
@@ -71,7 +71,7 @@ class NaNGuardNative(Node):
         model: Any = None,
         vae: Any = None,
         on_failure: str = "rerun",
-        strict: bool = False,
+        exact_fp32: bool = False,
         scope: str = "learned",
         precision: str = inputs.INHERIT,
         profile: str = "",
@@ -86,7 +86,7 @@ class NaNGuardNative(Node):
         try:
             if inserted and any(of is not None and is_guarded(of) for of in (model, vae)):
                 return model, vae
-            settings = replace(_settings(on_failure, strict, scope, precision, profile, node_id), inserted=inserted)
+            settings = replace(_settings(on_failure, exact_fp32, scope, precision, profile, node_id), inserted=inserted)
             made = (
                 host.blocked(_lacking("model")) if model is None else guarded_model(model, settings),
                 host.blocked(_lacking("vae")) if vae is None else guarded_vae(vae, replace(settings, profile=None)),
@@ -187,7 +187,7 @@ def _check_wires(given: Mapping[str, Any], node_id: str | None, prompt: Mapping[
 
 def _settings(
     on_failure: str,
-    strict: bool,
+    exact_fp32: bool,
     scope: str,
     precision: str,
     profile: str,
@@ -201,5 +201,5 @@ def _settings(
 
     check_torch()
     request = None if precision == inputs.INHERIT else Precision(precision)
-    policy = GuardPolicy(OnFailure(on_failure), strict, Scope(scope))
+    policy = GuardPolicy(OnFailure(on_failure), exact_fp32, Scope(scope))
     return Settings(policy, request, node_id, guard.parsed(profile))

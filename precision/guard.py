@@ -54,9 +54,9 @@ class GuardPolicy:
     """What the guard does about a call that fails."""
 
     on_failure: OnFailure = OnFailure.RERUN
-    strict: bool = False  # rerun in plain fp32 instead of TF32 on cards that have it
+    exact_fp32: bool = False  # rerun in plain fp32 instead of TF32 on cards that have it
     scope: Scope = Scope.LEARNED
-    stay_after: int = 3  # failing calls of a run, in scope LEARNED, after which the rest of it is in fp32
+    give_up_after: int = 3  # failing calls of a run, in scope LEARNED, after which the rest of it is in fp32
 
 
 class GuardStopped(Told, RuntimeError):
@@ -87,7 +87,7 @@ class StageGuard:
         since a scheduler may hand on float32; positional tensors are cast too. Other arguments (timesteps, rotary
         tables) keep their dtype.
     constant: those of them that are the same tensors, unchanged, at every step: they are cast, and looked at, once.
-    tf32: whether a rerun may use TF32's matrix products. With a strict policy it never does.
+    tf32: whether a rerun may use TF32's matrix products. With exact_fp32 it never does.
     peak_inside: returns max |x| that the last attempt reached inside, for stages that clip: a clipped value is finite,
         and wrong. Saturation counts as failure.
     renew: loads the weights anew, where those on the card may be stale, and returns whether it could. Called with the
@@ -128,7 +128,7 @@ class StageGuard:
         self._rerun = rerun or (learner.module if learner else self._attempt)
         self._owner = owner or getattr(self._rerun, "__self__", self._rerun)
         self._inputs, self._constant, self._casts = inputs, constant, IdentityMemo()
-        self._tf32 = tf32 and not policy.strict
+        self._tf32 = tf32 and not policy.exact_fp32
         self._peak_inside = peak_inside or (lambda: None)
         self._renew = renew or (lambda *_, **__: False)
         self._agree = agree
@@ -180,7 +180,7 @@ class StageGuard:
         with (
             propagate_nonfinite_attention((half_args, half_kwargs))
             if self.dtype != "fp32"
-            else tf32_off(self.policy.strict)
+            else tf32_off(self.policy.exact_fp32)
         ):
             if self._learner and self._learner.attempt.measure:
                 self._learner.prepare(*half_args, **half_kwargs)
@@ -328,7 +328,7 @@ class StageGuard:
             action = self._learner.learn(finding)
             self._attempt = self._learner.attempt.run
             self._stays = self._learner.learned.whole_run_fp32
-        patience = {Scope.STEP: math.inf, Scope.LEARNED: self.policy.stay_after, Scope.RUN: 1}[self.policy.scope]
+        patience = {Scope.STEP: math.inf, Scope.LEARNED: self.policy.give_up_after, Scope.RUN: 1}[self.policy.scope]
         if self._failures < patience or self._stays:
             return action
         self._stays = True

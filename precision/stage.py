@@ -50,7 +50,7 @@ class Stage:
     @property
     def tf32(self) -> bool:
         """Whether what is computed in fp32 for safety may use TF32's matrix products."""
-        return self.architecture.tf32 and not self.policy.strict
+        return self.architecture.tf32 and not self.policy.exact_fp32
 
     def in_fp32(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return the call such that it runs in fp32, whatever dtype its weights have."""

@@ -51,7 +51,7 @@ CARD_COLUMNS = """\
 - **fast fp16**: fp16 is faster than fp32. On `sm75-gtx16` (GTX 16 and the other Turing cards without tensor cores,
   known by their names) it comes out NaN or black, whatever the model: *wrong fp16* below. Else it is slow.
 - **tensor cores**: matrix units for fp16. AMD calls them matrix cores.
-- **TF32**: fp32's range with fp16's mantissa. The fp32 rerun of a failed step uses it, unless `strict` is on. That
+- **TF32**: fp32's range with fp16's mantissa. The fp32 rerun of a failed step uses it, unless `exact_fp32` is on. That
   keeps a model in fp32 from it too, and convolutions, which PyTorch otherwise lets take it.
 - **fp8**: what precision `fp8` needs of an NVIDIA card. Elsewhere it is for information: nothing is quantised on AMD.
   Precision `int8` runs on NVIDIA from `sm80` on, and on CPUs.

@@ -22,9 +22,7 @@ PACKAGE = "comfyui-onediff-guard"
 MODEL = frozenset({"model", "hub_id", "revision", "lora", "transformer", "ckpt", "unet", "vae", "clip"})
 MODEL_ENDINGS = ("_name", "_name1", "_name2", "_name3")  # ckpt_name, unet_name, lora_name, clip_name1
 NO_MODEL = frozenset({"sampler_name", "scheduler_name"})
-PLAN = frozenset(
-    {"precision", "backend", "offload", "accumulation", "attention", "dynamic", "mode", "fullgraph", "weight_dtype"}
-)
+PLAN = frozenset({"precision", "backend", "offload", "accumulation", "attention", "dynamic", "mode", "weight_dtype"})
 SHAPE = frozenset({"width", "height", "frames", "length", "num_frames", "video_frames", "batch_size"})
 
 

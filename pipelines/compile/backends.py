@@ -68,7 +68,6 @@ class CompileOptions:
     dynamic: True: one graph for sizes of any kind. False: one for each size. None: the backend's own way; inductor's
         is a graph for the first size, and one for all others.
     mode: one of MODES; inductor alone.
-    fullgraph: what cannot be in one graph is an error, whoever chose the backend; inductor alone.
     attention: one of ATTENTIONS; "": PyTorch's own choice; 'measured': the fastest that is right, known when a run
         makes its first call. For backends that use PyTorch's attention, and for 'eager'.
     channels_last: whether 2D convolutions lie in memory so; for inductor and 'eager'.
@@ -76,7 +75,6 @@ class CompileOptions:
 
     dynamic: bool | None = None
     mode: str = MODES[0]
-    fullgraph: bool = False
     attention: str = MEASURED
     channels_last: bool = False
 
@@ -87,7 +85,7 @@ class CompileOptions:
         stands while a stage runs is the user's, or the plan's. nexfort is told what stands.
         """
         if backend == "inductor":
-            return {"dynamic": self.dynamic, "mode": self.mode, "fullgraph": self.fullgraph}
+            return {"dynamic": self.dynamic, "mode": self.mode}
         dynamic: dict[str, Any] = {} if self.dynamic is None else {"dynamic": self.dynamic}
         if backend == "nexfort":
             return {"options": {NEXFORT_OPTION: allowed(NEXFORT_SWITCH)}, **dynamic}
@@ -103,8 +101,7 @@ class CompileOptions:
         if backend == "eager":
             return attention
         sizes = {None: "", True: "one graph for all sizes", False: "a graph for each size"}[self.dynamic]
-        others = [f"mode {self.mode}" if self.mode != MODES[0] else "", "fullgraph" if self.fullgraph else ""]
-        said = ", ".join(filter(None, others))
+        said = f"mode {self.mode}" if self.mode != MODES[0] else ""
         if said and backend != "inductor":
             said = f"{said}: not used, inductor's alone"
         return ", ".join(filter(None, [sizes, said, attention]))
@@ -206,7 +203,7 @@ def _compilers(choice: BackendChoice, how: CompileOptions, device: torch.device)
                 return partial(ShownInside.run, _compile(ShownInside(run), name, how))
             return _compile(run, name, how)
 
-        return Compiler(name, compile_block, choice.automatic and not (how.fullgraph and name == "inductor"))
+        return Compiler(name, compile_block, choice.automatic)
 
     yield of(choice.name)
     if choice.automatic:

@@ -85,7 +85,7 @@ class Diagnosis:
     accumulation: Accumulation
     backends: Backends
     on_failure: str = "rerun"  # the guard's policy: "rerun", "stop" or "off"
-    strict: bool = False
+    exact_fp32: bool = False
     switches: tuple[Switch, ...] = ()
     models: tuple[ModelPlans, ...] = ()
     notes: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ def diagnose_pipeline(handle: PipelineHandle) -> Diagnosis:
         handle.accumulation,
         _backends(machine, handle.backend),
         handle.policy.on_failure.value,
-        handle.policy.strict,
+        handle.policy.exact_fp32,
     )
     at_load = (note for notes in handle.store.notes.values() for note in notes)
     return _planned(found, [model.variant], model.name, handle.beside, (*model.notes, *at_load))
@@ -264,7 +264,7 @@ def _model_text(found: Diagnosis, model: ModelPlans) -> list[str]:
         f"{about}: {why}" if len(parts) == every else f"{about} of {', '.join(parts)}: {why}"
         for (about, why), parts in reasons.items()
     ]
-    told += ["reruns in plain fp32, not in TF32: strict is on"] if found.strict else []
+    told += ["reruns in plain fp32, not in TF32: exact_fp32 is on"] if found.exact_fp32 else []
     return [*wrapped(title), *(_table(table) if model.plans else []), *_listed("", told), *_refused([model])]
 
 

@@ -169,7 +169,7 @@ def in_turn(
     @wraps(stage)
     def waiting(handle: PipelineHandle, *args: Args.args, **kwargs: Args.kwargs) -> tuple[Result, RunReport]:
         placement = handle.store.placement
-        with handle.store.turn(), tf32_off(handle.policy.strict):  # also what diffusers computes around the models
+        with handle.store.turn(), tf32_off(handle.policy.exact_fp32):  # also what diffusers computes around the models
             try:
                 return stage(handle, *args, **kwargs)
             except RuntimeError as error:

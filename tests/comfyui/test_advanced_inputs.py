@@ -33,7 +33,7 @@ def test_nodes_2_fold_them_away_and_queue_them(server: legs.Server, canvas: brow
     canvas.picture("nodes_2")
     shown = canvas.evaluate("() => document.querySelector('#vue-app').innerText")
     folded = tuple(map(int, server.leg.version.split("."))) >= legs.CURRENT
-    assert "on_failure" in shown and ("stay_after" not in shown) == folded
+    assert "on_failure" in shown and ("give_up_after" not in shown) == folded
     assert canvas.saved_values() == browser.values_of(workflow)
     shipped = json.loads((legs.ROOT / "workflows" / "api" / f"{NAME}.json").read_text(encoding="utf-8"))
     assert canvas.prompt_as(shipped) == shipped

@@ -178,7 +178,7 @@ def test_the_probe_and_its_profile_in_one_graph(run_graph: Callable[..., Ran], t
     size = {"width": WIDTH, "height": HEIGHT, "frames": FRAMES, "steps": 2, "guidance_scale": 6.0, "seed": 31}
     prompts = {"positive": ["encode", 0], "negative": ["encode", 1]}
     loading = {"model": RERUN, "precision": "fp16", "backend": "eager", "offload": "none"}
-    guarding = {"on_failure": "rerun", "strict": False, "scope": "learned", "profile": ["probe", 2]}
+    guarding = {"on_failure": "rerun", "exact_fp32": False, "scope": "learned", "profile": ["probe", 2]}
     encoding = {"prompt": "a red kite", "negative_prompt": "", "precision": "inherit"}
     decoding = {"latents": ["sample", 0], "tiling": False, "slicing": False, "precision": "inherit"}
     nodes: dict[str, tuple[str, dict[str, Any]]] = {

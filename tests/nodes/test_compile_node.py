@@ -20,13 +20,13 @@ def pipeline(model_folder: Any, tmp_path: Any) -> Any:
 
 
 def compile_node(pipeline: Any, **given: Any) -> Any:
-    settings = {"backend": "inherit", "dynamic": "auto", "mode": "default", "fullgraph": False} | given
+    settings = {"backend": "inherit", "dynamic": "auto", "mode": "default"} | given
     return NODE_CLASS_MAPPINGS["OneDiffGuardCompile"]().apply(pipeline, **settings)[0]
 
 
 def test_the_pipeline_on_the_wire_is_not_changed(pipeline: Any) -> None:
-    other = compile_node(pipeline, backend="inductor", dynamic="on", mode="max-autotune-no-cudagraphs", fullgraph=True)
-    assert other.compile_options == CompileOptions(True, "max-autotune-no-cudagraphs", True)
+    other = compile_node(pipeline, backend="inductor", dynamic="on", mode="max-autotune-no-cudagraphs")
+    assert other.compile_options == CompileOptions(True, "max-autotune-no-cudagraphs")
     assert other.backend.name == "inductor" and other.store is pipeline.store
     assert pipeline.backend.name == "eager" and pipeline.compile_options == CompileOptions()
 

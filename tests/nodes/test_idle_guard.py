@@ -24,7 +24,7 @@ def opened(comfyui, model_folder):
 @pytest.mark.parametrize("on_failure", ["rerun", "stop"])
 def test_it_says_so_itself_and_in_the_log(comfyui, opened, model_folder, caplog, on_failure):
     pipeline = GRAPHS["2b"].load(model_folder("2b"), precision="fp16 (plain)")
-    guard = {"pipeline": pipeline, "on_failure": on_failure, "node_id": "7", "strict": False}
+    guard = {"pipeline": pipeline, "on_failure": on_failure, "node_id": "7", "exact_fp32": False}
     node = NODE_CLASS_MAPPINGS["OneDiffGuardNaNGuard"]
     assert node.INPUT_TYPES()["hidden"] == {"node_id": "UNIQUE_ID"}
     with caplog.at_level(logging.WARNING):

@@ -7,7 +7,6 @@ import logging
 import sys
 import types
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from comfyui_onediff_guard.precision.accumulation import NEXFORT_OPTION
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.observe import BlockOutputs
 from onediff.infer_compiler import OneflowCompileOptions
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
 ONEFLOW = OneflowCompileOptions()
@@ -250,12 +249,12 @@ def test_emulated_bf16_is_not_compiled():
 @pytest.mark.parametrize(
     ("backend", "how", "given", "said"),
     [
-        ("inductor", CompileOptions(), {"dynamic": None, "mode": "default", "fullgraph": False}, ""),
+        ("inductor", CompileOptions(), {"dynamic": None, "mode": "default"}, ""),
         (
             "inductor",
-            CompileOptions(False, "max-autotune-no-cudagraphs", True),
-            {"dynamic": False, "mode": "max-autotune-no-cudagraphs", "fullgraph": True},
-            "a graph for each size, mode max-autotune-no-cudagraphs, fullgraph",
+            CompileOptions(False, "max-autotune-no-cudagraphs"),
+            {"dynamic": False, "mode": "max-autotune-no-cudagraphs"},
+            "a graph for each size, mode max-autotune-no-cudagraphs",
         ),
         (
             "nexfort",
@@ -265,9 +264,9 @@ def test_emulated_bf16_is_not_compiled():
         ),
         (
             "nexfort",
-            CompileOptions(fullgraph=True),
+            CompileOptions(mode="max-autotune-no-cudagraphs"),
             {"options": {NEXFORT_OPTION: True}},
-            "fullgraph: not used, inductor's alone",
+            "mode max-autotune-no-cudagraphs: not used, inductor's alone",
         ),
         ("oneflow", CompileOptions(), ONEFLOW, ""),
         ("oneflow", CompileOptions(False), dataclasses.replace(ONEFLOW, dynamic=False), "a graph for each size"),
@@ -283,17 +282,3 @@ def test_each_backend_is_given_its_own_options(monkeypatch, backend, how, given,
     assert seen == [given] * 3
     assert how.in_words(backend) == said
     assert how.in_words("eager") == ("attention: flash" if how.attention == "flash" else "")
-
-
-@pytest.mark.parametrize("automatic", [True, False])
-def test_a_block_that_needs_several_graphs_is_an_error_where_one_is_asked_for(automatic):
-    class Breaks(torch.nn.Module):
-        def forward(self, x):
-            torch._dynamo.graph_break()
-            return x + 1
-
-    model = torch.nn.Module()
-    model.blocks = torch.nn.ModuleList([Breaks()])
-    shell: Any = compiled(model, ("blocks",), BackendChoice("inductor", "", automatic), CompileOptions(fullgraph=True))
-    with pytest.raises(TorchDynamoException, match="graph_break"):
-        shell.blocks[0](torch.zeros(2))

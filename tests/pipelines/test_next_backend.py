@@ -13,7 +13,7 @@ import torch
 from comfyui_onediff_guard.comfyui_host.host import Interrupted
 from comfyui_onediff_guard.pipelines.compile import auto_compile
 from comfyui_onediff_guard.pipelines.compile import backends as compiling
-from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions, came_to, compiled
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, came_to, compiled
 from comfyui_onediff_guard.pipelines.compile.block import Compiling, listening
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
@@ -268,14 +268,6 @@ def test_threads_that_fail_together_go_on_by_one(
     used = came_to(shell, AUTO)
     assert used.name == "nexfort" and used.reason == "auto: oneflow failed (NotImplementedError)"
     assert second.compiled == 3
-
-
-def test_fullgraph_is_inductors_alone(installed: Callable[..., None]) -> None:
-    installed(oneflow=Backend(NotImplementedError(), 0), inductor=Backend(RuntimeError("a graph break")))
-    shell = compiled(denoiser(), ("blocks",), AUTO, CompileOptions(fullgraph=True))
-    assert came_to(shell, AUTO).name == "inductor"
-    with pytest.raises(RuntimeError, match="a graph break"):
-        _through(shell.blocks, torch.randn(2, 4))
 
 
 @pytest.mark.parametrize("kind", offload.Offload)

@@ -154,7 +154,7 @@ def guarded(
     dtype: str = "fp16",
     *,
     scope: Scope = Scope.LEARNED,
-    stay_after: int = 3,
+    give_up_after: int = 3,
     faults: Faults | None = None,
     stream: Stream | None = STREAM,
     learned: PrecisionOverrides = NOTHING,
@@ -171,5 +171,5 @@ def guarded(
     # the attempt is made of the faulty shell; the rerun calls the module
     faulty = faults.injected(module)
     learner = FallbackAdapter(module, dtype, make, anatomy, learned)
-    guard = guards.guarded(learner, dtype, rerun=module, scope=scope, stay_after=stay_after)
+    guard = guards.guarded(learner, dtype, rerun=module, scope=scope, give_up_after=give_up_after)
     return Run(module, guard, guard.report, learner, faults, built)

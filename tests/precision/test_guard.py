@@ -81,7 +81,7 @@ def test_a_failing_call_is_rerun_and_equals_fp32(scale, hidden):
 
 
 def test_a_stage_that_cannot_learn_names_where_it_failed_once():
-    module, guard = build(scope=Scope.LEARNED, stay_after=9)
+    module, guard = build(scope=Scope.LEARNED, give_up_after=9)
     module.out.weight.mul_(1000)
     for _ in range(2):
         guard(hidden_states=latents(2000).half())
@@ -112,7 +112,7 @@ def test_what_a_rerun_wrote_into_a_buffer_stays_when_its_reason_is_looked_for():
 
 
 def test_a_stage_that_cannot_learn_stays_in_fp32_where_it_keeps_failing():
-    module, guard = build(scope=Scope.LEARNED, stay_after=2)
+    module, guard = build(scope=Scope.LEARNED, give_up_after=2)
     for _ in range(3):
         guard(hidden_states=latents(2000).half())
     assert outcomes(guard) == ["rerun", "rerun", "finite"]

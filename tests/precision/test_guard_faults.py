@@ -54,7 +54,7 @@ def state(module):
 @pytest.mark.parametrize("scope", Scope)
 def test_calls(calls, scope):
     module = build(dtype="bf16")
-    run = guarded(module, "bf16", scope=scope, stay_after=9, faults=Faults({"blocks.1": spoil(NAN, 0)}, calls))
+    run = guarded(module, "bf16", scope=scope, give_up_after=9, faults=Faults({"blocks.1": spoil(NAN, 0)}, calls))
     for call in range(5):
         assert (run(latents(call)) - in_fp32(module, latents(call))).abs().max() < 0.1
     failed = list(calls) if scope is Scope.STEP else list(calls)[:1]

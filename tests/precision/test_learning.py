@@ -234,7 +234,7 @@ class Broken(nn.Module):
 
 @pytest.mark.parametrize("each_time", [False, True], ids=["not where it is looked for", "outside of all modules"])
 def test_calls_that_go_on_failing_end_in_fp32_without_the_doomed_attempt(each_time):
-    run, broken = guarded(build(), stay_after=3), Broken(each_time)
+    run, broken = guarded(build(), give_up_after=3), Broken(each_time)
     fail_always(run, broken)
     sample(run, 6)
     failed = 2 if each_time else 3

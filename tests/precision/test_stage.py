@@ -37,7 +37,7 @@ def test_what_is_not_guarded_is_watched_and_learns_nothing(precision: str, on_fa
 
 def test_tf32_is_for_cards_that_have_it_unless_strict() -> None:
     assert stage("fp16").tf32
-    assert not stage("fp16", GuardPolicy(strict=True)).tf32
+    assert not stage("fp16", GuardPolicy(exact_fp32=True)).tf32
     assert not stage("fp16", card="sm75").tf32
 
 

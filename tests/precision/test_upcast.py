@@ -636,20 +636,20 @@ def test_it_is_scoped_and_plain_fp32_wins_where_runs_overlap(first, second, seen
     assert found == seen.split() and settings() == before
 
 
-@pytest.mark.parametrize(("dtype", "strict", "seen"), [
+@pytest.mark.parametrize(("dtype", "exact_fp32", "seen"), [
     ("fp32", True, ["none"]),
     ("fp32", False, ["tf32"]),
     ("fp16", True, ["tf32", "none"]),
     ("fp16", False, ["tf32", "tf32"]),
 ])  # fmt: skip
-def test_a_model_in_fp32_and_its_reruns_keep_from_it_where_the_policy_is_strict(dtype, strict, seen, given_settings):
+def test_a_model_in_fp32_and_its_reruns_keep_from_it_where_exact_fp32_is_on(dtype, exact_fp32, seen, given_settings):
     found, before = [], settings()
 
     def called(given):
         found.append(CUDNN.conv.fp32_precision)
         return given * 6e4 * 6e4
 
-    guarded(called, dtype, strict=strict, tf32=True)(torch.ones(2))
+    guarded(called, dtype, exact_fp32=exact_fp32, tf32=True)(torch.ones(2))
     assert (found, settings()) == (seen, before)
 
 

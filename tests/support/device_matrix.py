@@ -56,7 +56,7 @@ class Leg:
     offload: str = "none"
     backend: str = "eager"
     scope: str = "step"
-    strict: bool = False
+    exact_fp32: bool = False
     runs: int = 1  # of one handle: a later one uses what earlier ones left
     steps: int = 4
     sizes: str = "usual"
@@ -70,13 +70,13 @@ class Leg:
 LEGS = (
     Leg("fp16", "fp16", runs=2),
     Leg("bf16", "bf16"),
-    Leg("fp32", "fp32", strict=True),
+    Leg("fp32", "fp32", exact_fp32=True),
     Leg("auto", "auto", offload="auto"),
     Leg("learned", "fp16", scope="learned", runs=2),
     Leg("model", "fp16", offload="model", runs=2),
     Leg("group", "fp16", offload="group", runs=2),
     Leg("sequential", "fp16", offload="sequential", runs=2),
-    Leg("fp32 in groups", "fp32", offload="group", strict=True, runs=2),
+    Leg("fp32 in groups", "fp32", offload="group", exact_fp32=True, runs=2),
     Leg("step cache", "fp16", step_cache=True, runs=2),
     Leg("tiled", "fp16", tiling=True),
     Leg("chunked", "fp16", chunk=1),
@@ -122,7 +122,7 @@ def ran(folder: Path, device: torch.device, leg: Leg) -> Iterator[tuple[torch.Te
     from small_runs import opened, picture
 
     handle = opened(folder, leg.offload, leg.precision, device=device, backend=leg.backend)
-    policy = GuardPolicy(scope=Scope(leg.scope), strict=leg.strict)
+    policy = GuardPolicy(scope=Scope(leg.scope), exact_fp32=leg.exact_fp32)
     handle = replace(handle, policy=policy, step_cache=CachePolicy(0.1) if leg.step_cache else None)
     if leg.lora:
         handle = add_lora(handle, lora_for(folder))
@@ -193,7 +193,7 @@ def rows(
             return [made[:2] for made in ran(folder, device, replace(leg, offload="none"))]
         if same:
             return on_cpu(replace(leg, name="", offload="none"))
-        plain = Leg("", "fp32", strict=True, runs=max(leg.runs, 2), tiling=leg.tiling, chunk=leg.chunk)
+        plain = Leg("", "fp32", exact_fp32=True, runs=max(leg.runs, 2), tiling=leg.tiling, chunk=leg.chunk)
         return on_cpu(replace(plain, steps=leg.steps, sizes=leg.sizes))
 
     for leg in legs:

@@ -53,14 +53,14 @@ def node(
     wired: Any,
     *,
     on_failure: str = "rerun",
-    strict: bool = False,
+    exact_fp32: bool = False,
     scope: str = "step",
     inserted: bool = False,
     **further: Any,
 ) -> Any:
     """The guarded 'model' or 'vae'. Nothing has been said since. inserted: as by 'Guard every workflow'."""
     node_id = "onediff_guard_1_0" if inserted else NODE_ID
-    policy = {"on_failure": on_failure, "strict": strict, "scope": scope}
+    policy = {"on_failure": on_failure, "exact_fp32": exact_fp32, "scope": scope}
     made = pack_node("NaNGuardNative", **{kind: wired}, **policy, node_id=node_id, **further)
     said.clear()
     return made[kind == "vae"]

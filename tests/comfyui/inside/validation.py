@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[list[str]]]] = {
     ),
     "no profile": (
         "NaNGuard",
-        {"on_failure": "rerun", "strict": False, "profile": "{"},
+        {"on_failure": "rerun", "exact_fp32": False, "profile": "{"},
         [["custom_validation_failed", "profile"]],
     ),
 }

@@ -121,7 +121,7 @@ def test_a_pipeline_is_told_as_it_is_set(folder: Path, open_pipeline: Callable[.
     edit_config(folder, "vae", made_up=1)
     handle = replace(
         open_pipeline(folder, "fp16", "eager"),
-        policy=GuardPolicy(OnFailure.STOP, strict=True),
+        policy=GuardPolicy(OnFailure.STOP, exact_fp32=True),
         accumulation=Accumulation.FAST,
         architecture=SM80,
         beside=(SM80,),
@@ -129,12 +129,12 @@ def test_a_pipeline_is_told_as_it_is_set(folder: Path, open_pipeline: Callable[.
     found = diagnose_pipeline(handle)
     assert found.here and found.architecture == SM80
     assert (found.precision, found.accumulation) == (Precision.FP16, Accumulation.FAST)
-    assert (found.on_failure, found.strict, found.backends.chosen) == ("stop", True, "eager")
+    assert (found.on_failure, found.exact_fp32, found.backends.chosen) == ("stop", True, "eager")
     assert found.backends.reason == handle.backend.reason
     assert found.models[0].plans == tuple(handle.plan(component) for component in handle.store.model.variant.components)
     assert switch(found, ATTENTION_SWITCH).value == "1"
     assert "denoiser fp16 stop its stream" in one_line(found)
-    assert "plain fp32, not in TF32: strict is on" in one_line(found)
+    assert "plain fp32, not in TF32: exact_fp32 is on" in one_line(found)
     assert handle.store.loaded() == {}, "no weight was read"
     handle.store.module("vae", "fp32")
     assert sum("made_up" in note for note in diagnose_pipeline(handle).notes) == 1, "which is found at load too"

@@ -1,4 +1,4 @@
-"""Precision fp32 with `strict`: nothing of a run may take TF32, in whatever stage it is computed."""
+"""Precision fp32 with `exact_fp32`: nothing of a run may take TF32, in whatever stage it is computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from device_matrix import Leg, ran
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = {torch.ops.aten.convolution, torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm}
-LEG = Leg("fp32", "fp32", strict=True, steps=2, sizes="small")
+LEG = Leg("fp32", "fp32", exact_fp32=True, steps=2, sizes="small")
 
 
 class Settings(TorchDispatchMode):
