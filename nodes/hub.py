@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -12,19 +11,17 @@ from ..trust.message import Message
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..pipelines.families.spec import FamilySpec
 
-
-def cached_commit(hub_id: str, revision: str, families: Iterable[FamilySpec]) -> str:
+def cached_commit(hub_id: str, revision: str) -> str:
     """Name the commit whose whole model is in the cache, '' where there is none. It asks no server and never raises."""
     from ..pipelines.models import hub
 
     with suppress(Exception):  # whatever is wrong, running the node says it
-        return hub.fetch(hub_id, revision, *families, download=False).name
+        return hub.fetch(hub_id, revision, download=False).name
     return ""
 
 
-def fetch(hub_id: str, revision: str, families: Iterable[FamilySpec], *, download: bool, node_id: str | None) -> Path:
+def fetch(hub_id: str, revision: str, *, download: bool, node_id: str | None) -> Path:
     """Download what the cache lacks of a model, and return its folder there. An interrupt ends the download.
 
     Raises HubError, BadFolder.
@@ -36,7 +33,7 @@ def fetch(hub_id: str, revision: str, families: Iterable[FamilySpec], *, downloa
         def told(done: int, total: int, text: str) -> None:
             progress.update(done, Message("{}, {}", text, _amount(done, total)) if total else text, total)
 
-        folder = hub.fetch(hub_id, revision, *families, download=download, progress=told)
+        folder = hub.fetch(hub_id, revision, download=download, progress=told)
     host.say(node_id, Message("{}, commit {}", hub_id, folder.name))
     return folder
 

@@ -91,7 +91,7 @@ def entry(files: Mapping[str, Path], name: object) -> Path | None:
 
 
 def pipeline() -> tuple[str, dict[str, Any]]:
-    return "ONEDIFF_PIPELINE", {"tooltip": "From a Load node, or through a NaN Guard."}
+    return "ONEDIFF_PIPELINE", {"tooltip": "From Load Pipeline, or through a NaN Guard."}
 
 
 def advanced(made: tuple[Any, dict[str, Any]]) -> tuple[Any, dict[str, Any]]:

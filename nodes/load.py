@@ -52,10 +52,9 @@ class LoadPipeline(Node):
     @classmethod
     def listed(cls) -> list[str]:
         """The names of the models that this node loads."""
-        from ..pipelines.families.table import FAMILIES
-        from ..pipelines.models.recognised import can_be
+        from ..pipelines.models.recognised import is_known
 
-        return [name for name, path in cls.models().items() if can_be(path, FAMILIES)]
+        return [name for name, path in cls.models().items() if is_known(path)]
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -114,11 +113,10 @@ class LoadPipeline(Node):
 
     @classmethod
     def IS_CHANGED(cls, model: str = "", hub_id: str = "", revision: str = "", **_: Any) -> str:
-        from ..pipelines.families.table import FAMILIES
         from ..pipelines.models.folder import fingerprint
 
         if hub_id.strip():
-            found = hub.cached_commit(hub_id.strip(), revision.strip(), FAMILIES.values())
+            found = hub.cached_commit(hub_id.strip(), revision.strip())
         else:
             path = inputs.entry(cls.models(), model)
             found = fingerprint(path) if path else ""
@@ -171,7 +169,6 @@ class LoadPipeline(Node):
     ) -> PipelineHandle:
         """Raises BadFolder, HubError, and what `load` of a handle raises."""
         from ..pipelines.errors import BadFolder
-        from ..pipelines.families.table import FAMILIES
         from ..pipelines.models.recognised import family_of
         from ..pipelines.parallel.group import process_group
         from ..pipelines.run.handle import load
@@ -179,7 +176,7 @@ class LoadPipeline(Node):
         from ..precision.policy import Precision
 
         if hub_id.strip():
-            path = hub.fetch(hub_id.strip(), revision.strip(), FAMILIES.values(), download=download, node_id=node_id)
+            path = hub.fetch(hub_id.strip(), revision.strip(), download=download, node_id=node_id)
         else:
             path = inputs.entry(self.models(), model)
         if path is None:

@@ -94,13 +94,12 @@ def examine(
 def on_disk(model: Path) -> Path:
     """Return a model's own path, or the folder of a hub id in the cache. Raises BadInput where there is neither."""
     from ...pipelines.errors import HubError
-    from ...pipelines.families.table import FAMILIES
     from ...pipelines.models.hub import fetch
 
     if model.exists():
         return model.resolve()
     try:
-        return fetch(model.as_posix(), None, *FAMILIES.values(), download=False)
+        return fetch(model.as_posix(), None, download=False)
     except HubError:
         raise BadInput(
             f"There is no '{model}'. Name the folder that holds the model's model_index.json, Stable Video Diffusion's "

@@ -10,7 +10,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -40,7 +40,7 @@ ProgressCallback = Callable[[int, int, str], None]  # bytes done, bytes in all (
 def fetch(
     hub_id: str,
     revision: str | None,
-    *families: FamilySpec,
+    *,
     download: bool = True,
     progress: ProgressCallback = lambda *_: None,
 ) -> Path:
@@ -48,11 +48,10 @@ def fetch(
 
     hub_id: "owner/name", or the address of its page.
     revision: a branch, a tag or a commit; None is "main".
-    families: what the repository may hold; its model_index.json says which.
     download: False (or HF_HUB_OFFLINE) uses only what is in the cache.
     progress: called several times a second. What it raises cancels the download.
 
-    Raises HubError where the files cannot be had, and BadFolder where they are no complete model of these families.
+    Raises HubError where the files cannot be had, and BadFolder where they are no complete model of a known family.
     """
     from huggingface_hub import constants
 
@@ -64,14 +63,14 @@ def fetch(
     if not _REVISION.fullmatch(revision):
         raise HubError("'{}' is not a revision; use a branch, a tag or a commit.", revision)
     if not download or constants.HF_HUB_OFFLINE:
-        return _from_cache(hub_id, revision, families)
+        return _from_cache(hub_id, revision)
     cached = None
     with suppress(HubError, BadFolder):
-        cached = _from_cache(hub_id, revision, families)
+        cached = _from_cache(hub_id, revision)
     if cached and cached.name == revision:
         return cached
     try:
-        return _Download(hub_id, revision, progress).run(families, cached)
+        return _Download(hub_id, revision, progress).run(cached)
     except HubError as error:
         if not (cached and error.unreachable):
             raise
@@ -79,7 +78,7 @@ def fetch(
         return cached
 
 
-def _from_cache(hub_id: str, revision: str, families: Sequence[FamilySpec]) -> Path:
+def _from_cache(hub_id: str, revision: str) -> Path:
     """Return the commit's folder in the cache. Raises HubError where there is none, BadFolder where it is damaged."""
     from huggingface_hub import snapshot_download
 
@@ -89,30 +88,21 @@ def _from_cache(hub_id: str, revision: str, families: Sequence[FamilySpec]) -> P
     except (OSError, ValueError):
         raise HubError("'{}' at '{}' is not in the cache. {}", hub_id, revision, off) from None
     try:
-        return _checked(folder, families)
+        return _checked(folder)
     except BadFolder as error:
         raise BadFolder("{} That is the copy in the cache. {}", error, off) from None
 
 
-def _checked(folder: Path, families: Sequence[FamilySpec]) -> Path:
+def _checked(folder: Path) -> Path:
     """Check all that `inspect` does, and that no link leads nowhere. Raises BadFolder."""
     if lost := sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.exists()):
         raise BadFolder("'{}' lost {}.", name_of(folder), ", ".join(lost))
-    return inspect(folder, _family(folder, families)).path
+    return inspect(folder, _family(folder)).path
 
 
-def _family(folder: Path, families: Sequence[FamilySpec]) -> FamilySpec:
-    """Return the family whose classes model_index.json names. Raises BadFolder where it is none of these."""
+def _family(folder: Path) -> FamilySpec:
+    """Return the family whose classes model_index.json names. Raises BadFolder where there is none."""
     family, index = family_of(folder), read_json(folder, INDEX)
-    if family.pipeline not in [known.pipeline for known in families]:
-        raise BadFolder(
-            "'{}' holds a {}, not a {}. It belongs to {}. Name a {} repository.",
-            name_of(folder),
-            family.pipeline,
-            " or a ".join(known.pipeline for known in families),
-            family.name,
-            " or a ".join(known.name for known in families),
-        )
     for name, component in family.components.items():
         component_class(folder, index, name, component)
     return family
@@ -156,7 +146,7 @@ class _Download:
         self._byte_bars: list[Any] = []
         self._cancelled = threading.Event()
 
-    def run(self, families: Sequence[FamilySpec], cached: Path | None) -> Path:
+    def run(self, cached: Path | None) -> Path:
         """Return the commit's folder, checked. cached: the one that was the revision's before. Raises as `fetch`."""
         from huggingface_hub import HfApi, constants, hf_hub_download
 
@@ -167,14 +157,14 @@ class _Download:
         sizes = {file.rfilename: file.size for file in info.siblings or () if file.size is not None}
         sizes = {k: n for k, n in sizes.items() if k.endswith(".safetensors") or n <= MOST_VOCABULARY_BYTES}
         folder = self._snapshot(info.sha, {INDEX: sizes[INDEX]} if INDEX in sizes else {})
-        needed = _needed(sizes, _family(folder, families), self._hub_id)
+        needed = _needed(sizes, _family(folder), self._hub_id)
         self._expect({folder / path: sizes[path] for path in needed})
         checksums = {file.rfilename: file.lfs.sha256 for file in info.siblings or () if file.lfs}
         new = {path: checksums[path] for path in needed if path in checksums and not (folder / path).exists()}
         self._snapshot(info.sha, {path: sizes[path] for path in needed})
         for path, checksum in new.items():
             self._compare(folder / path, checksum)
-        _checked(folder, families)
+        _checked(folder)
         self._call(hf_hub_download, filename=INDEX, revision=self._revision)  # notes the branch's commit in the cache
         return folder
 

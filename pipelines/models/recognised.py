@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from ..errors import BadFolder
 from ..families import svd_keys
 from ..families.spec import FamilySpec
 from ..families.svd import SVD
+from ..families.table import FAMILIES
 from ..safetensors_header import header_text
 from ..small_files import read_json
 from . import folder
@@ -46,14 +46,14 @@ def family_of(path: Path) -> FamilySpec:
     return SVD if is_single_file(path) else folder.family_of(path)
 
 
-def can_be(path: Path, pipelines: Collection[str]) -> bool:
-    """Return whether a folder or a single file looks like one of these diffusers pipelines, for a loader's list.
+def is_known(path: Path) -> bool:
+    """Return whether a folder or a single file looks like one of a known family, for a loader's list.
 
     One that cannot be read does not. Loading checks all of it, and says what is wrong.
     """
     with suppress(OSError):
         stat = (path if path.is_file() else path / folder.INDEX).stat()
-        return _pipeline(path, stat.st_size, stat.st_mtime_ns) in pipelines
+        return _pipeline(path, stat.st_size, stat.st_mtime_ns) in FAMILIES
     return False
 
 

@@ -12,7 +12,6 @@ import torch
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.hosts.core_nodes import SaveImage
 from comfyui_onediff_guard.headless.server.follow import run_on_server
-from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.hub import fetch
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
@@ -110,7 +109,7 @@ def saving(out: Path) -> FileStage:
 
 def download(cache: Path) -> FileStage:
     """From a hub on this machine."""
-    return FileStage(cache, lambda: files_of(fetch(ID, None, COGVIDEOX)))
+    return FileStage(cache, lambda: files_of(fetch(ID, None)))
 
 
 def server_download(url: str, workflow: dict[str, Any], out: Path) -> FileStage:

@@ -14,7 +14,6 @@ from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.pipelines.errors import BadFolder, HubError
-from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.hub import fetch
 from hub_files import DENOISER, ID, files_of, text
 from hub_server import HubServer, running_hub
@@ -234,7 +233,7 @@ def test_a_new_commit_in_the_cache_is_noticed_and_nobody_is_asked(
     new = server.push(ID, text(files, "scheduler/scheduler_config.json", snr_shift_scale=2.0))
     server.requests.clear()
     assert changed(hub_id=ID) == old and not server.requests, "what the hub has is asked when the node runs"
-    fetch(ID, None, COGVIDEOX)
+    fetch(ID, None)
     server.close()
     assert changed(hub_id=ID) == new and changed(hub_id=ID, revision=old) == old
     assert changed(hub_id=ID, revision="v9") == ""
@@ -286,6 +285,6 @@ def test_the_doctor_knows_models_in_the_cache(
     server.push(ID, files)
     assert cli.main(["doctor", "--model", ID]) == 2 and f"There is no '{ID}'" in capsys.readouterr().err
     assert not server.requests, "a plan is worth no download"
-    fetch(ID, None, COGVIDEOX)
+    fetch(ID, None)
     assert cli.main(["doctor", "--model", ID, "--verbose"]) == 0
     assert f"Plan for {ID}: " in capsys.readouterr().out

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from comfyui_onediff_guard.pipelines.errors import BadFolder, HubError
-from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models import hub
 from comfyui_onediff_guard.pipelines.models.hub import fetch
 from hub_files import DENOISER, ID, Stop, files_of, in_cache, stop_after, text, without
@@ -30,7 +29,7 @@ from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.models.hub import fetch
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
-folder = fetch(sys.argv[1], None, COGVIDEOX)
+folder = fetch(sys.argv[1], None)
 handle = load(folder, COGVIDEOX, precision=Precision.FP32, backend="eager", offload="none", placement=PlainPlacement())
 for name in ("tokenizer", "scheduler"):
     handle.store.unweighted(name)
@@ -103,7 +102,7 @@ def test_only_what_the_family_needs_is_fetched(
     ]
     scripts = ["pipeline.py", "model.py", "transformer/model.py", "tokenizer/model.py"]
     server.push(ID, {**files, **beside, **dict.fromkeys(others, b"x"), **dict.fromkeys(scripts, code)})
-    folder = fetch(ID, None, COGVIDEOX)
+    folder = fetch(ID, None)
     assert files_of(folder) == files and (stored == "whole") == (DENOISER in files)
     assert {request.path for request in server.requests} == {"api", *files}
     handle = open_pipeline(folder)
@@ -116,7 +115,7 @@ def test_bytes_are_told_and_end_at_their_sum(server: HubServer, files: dict[str,
     server.push(ID, files)
     server.faults.seconds_per_block = 0.03
     told: list[tuple[int, int, str]] = []
-    fetch(ID, None, COGVIDEOX, progress=lambda *news: told.append(news))
+    fetch(ID, None, progress=lambda *news: told.append(news))
     total = sum(map(len, files.values()))
     known = [news[:2] for news in told if news[1]]
     assert told[0] == (0, 0, f"looking for {ID}")
@@ -126,22 +125,22 @@ def test_bytes_are_told_and_end_at_their_sum(server: HubServer, files: dict[str,
 
 def test_a_commit_stays_what_it_was(server: HubServer, files: dict[str, bytes]) -> None:
     first = server.push(ID, files)
-    old = fetch(ID, "main", COGVIDEOX)
+    old = fetch(ID, "main")
     second = server.push(ID, text(files, "scheduler/scheduler_config.json", snr_shift_scale=2.0))
     server.requests.clear()
-    assert fetch(ID, first, COGVIDEOX) == old and not server.requests, "a commit needs no hub"
-    new = fetch(ID, "main", COGVIDEOX)
+    assert fetch(ID, first) == old and not server.requests, "a commit needs no hub"
+    new = fetch(ID, "main")
     assert (old.name, new.name) == (first, second)
     assert {request.path for request in server.gets()} == {"api", "scheduler/scheduler_config.json"}
-    assert fetch(ID, None, COGVIDEOX, download=False) == new
+    assert fetch(ID, None, download=False) == new
     server.requests.clear()
-    assert fetch(ID, None, COGVIDEOX) == new and len(server.requests) == 1, "whole: one question and no more"
+    assert fetch(ID, None) == new and len(server.requests) == 1, "whole: one question and no more"
 
 
 def test_a_branch_with_a_slash(server: HubServer, files: dict[str, bytes]) -> None:
     server.push(ID, files, "refs/pr/1")
-    folder = fetch(ID, "refs/pr/1", COGVIDEOX)
-    assert fetch(ID, "refs/pr/1", COGVIDEOX, download=False) == folder
+    folder = fetch(ID, "refs/pr/1")
+    assert fetch(ID, "refs/pr/1", download=False) == folder
     assert not in_cache("main")
 
 
@@ -159,7 +158,7 @@ NO_REVISIONS = ("../main", "a b", "/main", "a/../b", "-x", "main\n", "a//b", "a\
 def test_what_is_no_id_or_revision_asks_nobody(server: HubServer, hub_id: str, revision: str | None) -> None:
     wrong = f"'{revision or hub_id}' is not a "
     with pytest.raises(HubError, match=re.escape(wrong)):
-        fetch(hub_id, revision, COGVIDEOX)
+        fetch(hub_id, revision)
     assert not server.requests
 
 
@@ -189,7 +188,7 @@ def test_what_the_hub_refuses(
     server.push(ID, files)
     server.faults.status = {where: (status, code)}
     with pytest.raises(HubError, match=said) as error:
-        fetch(ID, None, COGVIDEOX)
+        fetch(ID, None)
     assert {request.authorization for request in server.requests if not request.cdn} == {f"Bearer {TOKEN}"}
     assert TOKEN not in str(error.value) and error.value.__suppress_context__
     assert not in_cache()
@@ -202,7 +201,7 @@ def test_turned_off_nothing_is_asked(
     server.push(ID, files)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", off == "HF_HUB_OFFLINE")
     with pytest.raises(HubError, match=f"'{ID}' at 'main' is not in the cache"):
-        fetch(ID, None, COGVIDEOX, download=off != "download")
+        fetch(ID, None, download=off != "download")
     assert not server.requests
 
 
@@ -210,16 +209,16 @@ def test_no_network(
     server: HubServer, files: dict[str, bytes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.push(ID, files)
-    folder = fetch(ID, None, COGVIDEOX)
+    folder = fetch(ID, None)
     server.close()
     secret = f"http://user:{TOKEN}@127.0.0.1:1"
     for endpoint in (server.endpoint, secret):
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         with pytest.raises(HubError, match=r"'owner/other' cannot be downloaded now \(\w+\)") as error:
-            fetch("owner/other", None, COGVIDEOX)
+            fetch("owner/other", None)
         assert TOKEN not in str(error.value)
     with caplog.at_level(logging.WARNING):
-        assert fetch(ID, None, COGVIDEOX) == folder, "what is there is used, and that is said"
+        assert fetch(ID, None) == folder, "what is there is used, and that is said"
     assert f"'{ID}' cannot be downloaded now" in caplog.text and folder.name in caplog.text and TOKEN not in caplog.text
 
 
@@ -228,12 +227,12 @@ def test_a_hub_that_has_no_time(
     server: HubServer, files: dict[str, bytes], caplog: pytest.LogCaptureFixture, status: int
 ) -> None:
     server.push(ID, files)
-    folder = fetch(ID, None, COGVIDEOX)
+    folder = fetch(ID, None)
     server.faults.status = {"api": (status, "")}
     with pytest.raises(HubError, match=f"'owner/other' cannot be downloaded now .HTTP {status}"):
-        fetch("owner/other", None, COGVIDEOX)
+        fetch("owner/other", None)
     with caplog.at_level(logging.WARNING):
-        assert fetch(ID, None, COGVIDEOX) == folder
+        assert fetch(ID, None) == folder
     assert folder.name in caplog.text
 
 
@@ -244,10 +243,10 @@ def test_a_hub_that_does_not_answer(server: HubServer, monkeypatch: pytest.Monke
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.5)
         with pytest.raises(HubError, match=r"cannot be downloaded now.*Timeout"):
-            fetch(ID, None, COGVIDEOX)
+            fetch(ID, None)
         monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 5)
         with pytest.raises(Stop):
-            fetch(ID, None, COGVIDEOX, progress=stop_after(-1))
+            fetch(ID, None, progress=stop_after(-1))
 
 
 # --- what a repository holds ------------------------------------------------------------------------------------------
@@ -256,7 +255,6 @@ def test_a_hub_that_does_not_answer(server: HubServer, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"_class_name": "CogVideoXImageToVideoPipeline"}, "CogVideoXImageToVideoPipeline"),
         ({"_class_name": "FluxPipeline"}, "FluxPipeline"),
         ({"_class_name": ["pipeline", "EvilPipeline"]}, "EvilPipeline"),
         ({"transformer": ["model", "EvilTransformer"]}, "EvilTransformer.* as transformer"),
@@ -268,7 +266,7 @@ def test_another_pipeline_is_refused_by_its_index_alone(
 ) -> None:
     server.push(ID, text(files, "model_index.json", **changes))
     with pytest.raises(BadFolder, match=f"'{ID}'.*{said}"):
-        fetch(ID, None, COGVIDEOX)
+        fetch(ID, None)
     assert {request.path for request in server.gets()} == {"api", "model_index.json"} and not in_cache()
 
 
@@ -286,7 +284,7 @@ def test_a_repository_without_the_files_costs_no_weights(
 ) -> None:
     server.push(ID, {**without(files, lost), instead: files[lost]})
     with pytest.raises(BadFolder, match=said):
-        fetch(ID, None, COGVIDEOX)
+        fetch(ID, None)
     assert not server.gets(".safetensors")
 
 
@@ -296,7 +294,7 @@ def test_an_index_that_is_too_large_is_not_downloaded(
     monkeypatch.setattr(hub, "MOST_VOCABULARY_BYTES", len(files["model_index.json"]) - 1)
     server.push(ID, files)
     with pytest.raises(BadFolder, match=f"'{ID}' has no model_index.json"):
-        fetch(ID, None, COGVIDEOX)
+        fetch(ID, None)
     assert {request.path for request in server.gets()} == {"api"}
 
 
@@ -308,7 +306,7 @@ def test_an_interrupt_ends_the_download_at_once(
     server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     old = server.push(ID, text(files, "scheduler/scheduler_config.json", snr_shift_scale=2.0))
-    fetch(ID, None, COGVIDEOX)
+    fetch(ID, None)
     shutil.rmtree(Path(constants.HF_HUB_CACHE) / "models--owner--small-video" / "blobs")
     server.push(ID, files)
     server.requests.clear()
@@ -323,7 +321,7 @@ def test_an_interrupt_ends_the_download_at_once(
             raise Stop
 
     with pytest.raises(Stop):
-        fetch(ID, None, COGVIDEOX, progress=progress)
+        fetch(ID, None, progress=progress)
     assert not in_cache()
     refs = Path(constants.HF_HUB_CACHE).rglob("refs/main")
     assert [ref.read_text() for ref in refs] == [old], "a commit that is not complete is no branch's"
@@ -331,7 +329,7 @@ def test_an_interrupt_ends_the_download_at_once(
     with hub._xet_is_off:  # once the library's threads have ended
         assert sum(request.sent for request in server.gets(DENOISER)) < len(files[DENOISER])
     server.faults.hang, server.faults.seconds_per_block = set(), 0
-    assert files_of(fetch(ID, None, COGVIDEOX)) == files and in_cache()
+    assert files_of(fetch(ID, None)) == files and in_cache()
 
 
 @pytest.mark.parametrize("times", [1, 99])
@@ -342,10 +340,10 @@ def test_an_answer_that_ends_early(
     monkeypatch.setattr(file_download.time, "sleep", lambda _s: None)  # between the library's own attempts
     server.faults.cut = {DENOISER: times}
     with suppress(HubError) if times == 1 else pytest.raises(HubError):  # newer versions go on by themselves
-        fetch(ID, None, COGVIDEOX)
+        fetch(ID, None)
     assert times == 1 or not in_cache()
     server.faults.cut = {}
-    assert files_of(fetch(ID, None, COGVIDEOX)) == files and in_cache()
+    assert files_of(fetch(ID, None)) == files and in_cache()
 
 
 def test_other_bytes_than_the_checksum_promises(server: HubServer, files: dict[str, bytes]) -> None:
@@ -353,9 +351,9 @@ def test_other_bytes_than_the_checksum_promises(server: HubServer, files: dict[s
     server.push(ID, files)
     server.faults.corrupt = {path}
     with pytest.raises(HubError, match=f"{Path(path).name} has other bytes.*deleted. Run it again"):
-        fetch(ID, None, COGVIDEOX)
+        fetch(ID, None)
     server.faults.corrupt = set()
-    assert files_of(fetch(ID, None, COGVIDEOX)) == files
+    assert files_of(fetch(ID, None)) == files
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -368,7 +366,7 @@ def test_a_damaged_copy_is_refused_and_fetched_again(
     if not links:  # Windows without developer mode
         monkeypatch.setattr(file_download, "are_symlinks_supported", lambda _path=None: False)
     server.push(ID, files)
-    damaged = fetch(ID, None, COGVIDEOX) / file
+    damaged = fetch(ID, None) / file
     assert damaged.is_symlink() == links
     for damage in (
         lambda: damaged.resolve().unlink(),  # its blob: the link leads nowhere now
@@ -377,9 +375,9 @@ def test_a_damaged_copy_is_refused_and_fetched_again(
     ):
         damage()
         with pytest.raises(BadFolder):
-            fetch(ID, None, COGVIDEOX, download=False)
+            fetch(ID, None, download=False)
         server.requests.clear()
-        assert files_of(fetch(ID, None, COGVIDEOX)) == files
+        assert files_of(fetch(ID, None)) == files
         assert {request.path for request in server.gets()} <= {"api", file}
 
 
@@ -389,7 +387,7 @@ def test_no_space_is_said_before_weights_are_fetched(
     server.push(ID, files)
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda _path: SimpleNamespace(free=10_000))
     with pytest.raises(HubError, match=r"needs 0.0 GB more in .*cache, where 0.0 GB are free.*HF_HOME"):
-        fetch(ID, None, COGVIDEOX)
+        fetch(ID, None)
     assert {request.path for request in server.gets()} == {"api", "model_index.json"}
 
 
@@ -405,6 +403,6 @@ def test_a_disk_that_gets_full(server: HubServer, files: dict[str, bytes], monke
     with monkeypatch.context() as patch:
         patch.setattr(file_download, "http_get", http_get)
         with pytest.raises(HubError, match=r"No space left.*HF_HOME"):
-            fetch(ID, None, COGVIDEOX)
+            fetch(ID, None)
     assert not in_cache()
-    assert files_of(fetch(ID, None, COGVIDEOX)) == files
+    assert files_of(fetch(ID, None)) == files

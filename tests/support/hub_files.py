@@ -26,11 +26,10 @@ def without(files: Mapping[str, bytes], *paths: str) -> dict[str, bytes]:
 
 def in_cache(revision: str | None = None) -> bool:
     from comfyui_onediff_guard.pipelines.errors import BadFolder, HubError
-    from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
     from comfyui_onediff_guard.pipelines.models.hub import fetch
 
     try:
-        fetch(ID, revision, COGVIDEOX, download=False)
+        fetch(ID, revision, download=False)
     except (HubError, BadFolder):
         return False
     return True
