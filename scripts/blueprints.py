@@ -41,7 +41,7 @@ _SIZE = ("width", "height", "frames", "steps")
 BLUEPRINTS = (
     Blueprint(
         "Guarded CogVideoX Text to Video",
-        "cogvideox_text_to_video",
+        "CogVideoX 2B text to video - no NaN or black frames in fp16",
         "A prompt → frames, with CogVideoX: precision chosen by card, and a failing step computed again in fp32.",
         {
             "OneDiffGuardLoadPipeline": ("model", "precision"),
@@ -53,7 +53,7 @@ BLUEPRINTS = (
     ),
     Blueprint(
         "Guarded SVD Image to Video",
-        "svd_image_to_video",
+        "SVD image to video - no NaN or black frames in fp16",
         "An image → frames, with Stable Video Diffusion: precision chosen by card, and a failing step computed again "
         "in fp32.",
         {
@@ -64,7 +64,7 @@ BLUEPRINTS = (
     ),
     Blueprint(
         "Guarded KSampler and VAE Decode",
-        "native_sd15_text_to_image",
+        "SD 1.5 native text to image - no NaN or black image in fp16",
         "KSampler and VAE Decode for any of ComfyUI's own models, guarded: what comes out NaN or infinite is "
         "recomputed in fp32.",
         {

@@ -7,6 +7,7 @@ model, and whether a guard of its own stands between.
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from io import BytesIO
 from pathlib import Path
@@ -21,22 +22,21 @@ from registry_pictures import NIGHT, PAPER, canvas, shield
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = ROOT / "workflows"
-MODELS = {  # how a file's name begins → model, sky and hills of its pictures
-    "cogvideox_1_5": ("CogVideoX 1.5", "#ffb37a", "#3a4a78"),
-    "cogvideox_5b": ("CogVideoX 5B", "#8fc7e8", "#2f6b5e"),
-    "cogvideox_lora": ("CogVideoX", "#f2c3d7", "#6b4a7d"),
-    "cogvideox_image": ("CogVideoX 5B", "#8fc7e8", "#2f6b5e"),
-    "cogvideox_video": ("CogVideoX 5B", "#8fc7e8", "#2f6b5e"),
-    "cogvideox": ("CogVideoX 2B", "#a9d8c8", "#30597a"),
-    "cogview3": ("CogView3-Plus", "#f6d57a", "#8a4b3c"),
-    "cogview4": ("CogView4", "#f3e3b0", "#8c6239"),
-    "svd": ("SVD", "#c4b8f0", "#3d3a6e"),
-    "wan": ("Wan 2.1", "#9fe0dc", "#1f5f6b"),
-    "native_qwen": ("Qwen-Image", "#e7b8ff", "#58307a"),
-    "native_sd15": ("SD 1.5", "#ffd2c2", "#7a3b3b"),
-    "native_svd": ("SVD", "#c4b8f0", "#3d3a6e"),
-    "native_z": ("Z-Image", "#b9efb0", "#2f6d3a"),
+COLOURS = {  # model → sky and hills of its pictures
+    "CogVideoX 2B": ("#a9d8c8", "#30597a"),
+    "CogVideoX 5B": ("#8fc7e8", "#2f6b5e"),
+    "CogVideoX1.5 5B": ("#ffb37a", "#3a4a78"),
+    "CogView3-Plus": ("#f6d57a", "#8a4b3c"),
+    "CogView4": ("#f3e3b0", "#8c6239"),
+    "Qwen-Image": ("#e7b8ff", "#58307a"),
+    "SD 1.5": ("#ffd2c2", "#7a3b3b"),
+    "SVD": ("#c4b8f0", "#3d3a6e"),
+    "Wan 2.1": ("#9fe0dc", "#1f5f6b"),
+    "Z-Image": ("#b9efb0", "#2f6d3a"),
 }
+PROMPTS = ("OneDiffGuardEncodePrompt", "CLIPTextEncode")
+LORA = ("#f2c3d7", "#6b4a7d")  # in place of its model's
+TITLE = re.compile(r"(?P<model>.+?)(?P<native> native)? (?P<starts>text|image|video) to (?P<makes>image|video)\b")
 CARD = 1.46  # side of a card; the picture has 4
 ROUND = "round,pad=0,rounding_size=0.12"
 
@@ -55,19 +55,21 @@ class Workflow(NamedTuple):
 
 def read(path: Path) -> Workflow:
     """Return what a shipped workflow's picture has to tell."""
-    begin = max((start for start in MODELS if path.stem.startswith(start)), key=len)
-    starts, _, makes = path.stem.split("_")[-3:]
-    nodes = json.loads((WORKFLOWS / "api" / path.name).read_text(encoding="utf-8")).values()
-    kinds = {node["class_type"] for node in nodes}
-    prompts = [node["inputs"].get("prompt") or node["inputs"].get("text") for node in nodes]
+    title = TITLE.match(path.stem)
+    assert title, f"{path.name} does not say what goes in and what comes out"
+    nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
+    kinds = {node["type"] for node in nodes}
+    prompts = [node["widgets_values"][0] for node in nodes if node["type"] in PROMPTS]
+    lora = "OneDiffGuardLoadLoRA" in kinds
     return Workflow(
-        *MODELS[begin],
-        starts=starts,
-        makes=makes,
-        prompt=next(filter(None, prompts), ""),
+        title["model"],
+        *(LORA if lora else COLOURS[title["model"]]),
+        starts=title["starts"],
+        makes=title["makes"],
+        prompt=next(iter(prompts), ""),
         guard=any("NaNGuard" in kind for kind in kinds),
-        lora="OneDiffGuardLoadLoRA" in kinds,
-        native=path.stem.startswith("native_"),
+        lora=lora,
+        native=bool(title["native"]),
     )
 
 

@@ -12,8 +12,8 @@ import legs
 import native_checkpoints
 import numpy as np
 from runs import Ran, finish, frames_of, start
+from templates import api_file
 
-WORKFLOWS = legs.ROOT / "workflows"
 GUARD = "OneDiffGuardNaNGuardNative"
 GUARDED = ("model", "vae")
 SMALL = {"width": 16, "height": 16, "video_frames": 2, "steps": 2}
@@ -63,7 +63,7 @@ class Made:
 
 def graph(name: str, *, hot: bool = False, half: bool = False, without: Container[str] = ()) -> Graph:
     """The shipped API file, small. hot: on the overflowing checkpoint. without: "model", "vae": what is not guarded."""
-    found: Graph = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
+    found: Graph = json.loads(api_file(name).read_text(encoding="utf-8"))
     case = CASES[name]
     for node in found.values():
         node["inputs"] |= {key: value for key, value in SMALL.items() if key in node["inputs"]}

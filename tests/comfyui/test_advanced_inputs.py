@@ -9,6 +9,7 @@ from pathlib import Path
 import browser
 import legs
 import pytest
+from templates import api_file, ui_file
 
 pytestmark = [
     pytest.mark.comfyui,
@@ -28,12 +29,12 @@ def canvas(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
 
 
 def test_nodes_2_fold_them_away_and_queue_them(server: legs.Server, canvas: browser.Canvas) -> None:
-    workflow = json.loads((legs.ROOT / "workflows" / f"{NAME}.json").read_text(encoding="utf-8"))
+    workflow = json.loads(ui_file(NAME).read_text(encoding="utf-8"))
     canvas.load(workflow)
     canvas.picture("nodes_2")
     shown = canvas.evaluate("() => document.querySelector('#vue-app').innerText")
     folded = tuple(map(int, server.leg.version.split("."))) >= legs.CURRENT
     assert "on_failure" in shown and ("give_up_after" not in shown) == folded
     assert canvas.saved_values() == browser.values_of(workflow)
-    shipped = json.loads((legs.ROOT / "workflows" / "api" / f"{NAME}.json").read_text(encoding="utf-8"))
+    shipped = json.loads(api_file(NAME).read_text(encoding="utf-8"))
     assert canvas.prompt_as(shipped) == shipped

@@ -17,6 +17,7 @@ import legs
 import pytest
 from comfyui_onediff_guard.demo.small_model import build_cogvideox
 from packaging.utils import canonicalize_name
+from templates import TITLES
 
 pytestmark = [
     pytest.mark.comfyui,
@@ -106,7 +107,7 @@ def running(core: Core, base: Path) -> Iterator[legs.Server]:
 def test_first_frames_after_three_actions(running: legs.Server, tmp_path: Path) -> None:
     """Installed and put there already; the third is a template, and Run. The model is small, and so are the sizes."""
     with browser.canvas(running.url, tmp_path) as canvas:
-        canvas.load(canvas.ask(f"/api/workflow_templates/{legs.FOLDER}/{TEMPLATE}.json"))
+        canvas.load(canvas.ask(f"/api/workflow_templates/{legs.FOLDER}/{TITLES[TEMPLATE]}.json"))
         canvas.set_widgets(SMALL)
         end, detail = canvas.queue(300)
         assert end == "execution_success", detail

@@ -18,13 +18,13 @@ import legs
 import pytest
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
 from runs import RERUN
+from templates import TITLES, api_file, ui_file
 
 pytestmark = [
     pytest.mark.comfyui,
     pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
 ]
 
-WORKFLOWS = legs.ROOT / "workflows"
 NAME = "cogvideox_text_to_video"
 LOADER, SAMPLER = "OneDiffGuardLoadPipeline", "OneDiffGuardSampleCogVideoX"
 REPORTED = (
@@ -68,25 +68,25 @@ def canvas(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
 
 @pytest.fixture
 def opened(canvas: browser.Canvas) -> browser.Canvas:
-    canvas.load(read(WORKFLOWS / f"{NAME}.json"))
+    canvas.load(read(ui_file(NAME)))
     return canvas
 
 
 def test_the_page_lists_the_workflow_with_its_picture(canvas: browser.Canvas) -> None:
-    shipped = {path.stem for path in WORKFLOWS.glob("*.json")}
-    assert set(canvas.ask("/api/workflow_templates")[legs.FOLDER]) == shipped
-    assert canvas.ask(f"/api/workflow_templates/{legs.FOLDER}/{NAME}.json") == read(WORKFLOWS / f"{NAME}.json")
-    assert "Not Found" not in str(canvas.ask(f"/api/workflow_templates/{legs.FOLDER}/{NAME}.jpg"))[:100]
+    assert sorted(canvas.ask("/api/workflow_templates")[legs.FOLDER]) == sorted(TITLES.values())
+    address = f"/api/workflow_templates/{legs.FOLDER}/{TITLES[NAME]}"
+    assert canvas.ask(f"{address}.json") == read(ui_file(NAME))
+    assert "Not Found" not in str(canvas.ask(f"{address}.jpg"))[:100]
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in WORKFLOWS.glob("*.json")))
+@pytest.mark.parametrize("name", TITLES)
 def test_it_opens_with_every_node_known_and_is_the_shipped_api_file(canvas: browser.Canvas, name: str) -> None:
-    shipped = read(WORKFLOWS / "api" / f"{name}.json")
+    shipped = read(api_file(name))
     newer = {node["class_type"] for node in shipped.values()} & comfyui_nodes.NEWER
     if lacking := sorted(newer - canvas.ask("/object_info").keys()):
         pytest.skip(f"this ComfyUI has no {', '.join(lacking)}")
     canvas.complaints.clear()
-    canvas.load(read(WORKFLOWS / f"{name}.json"))
+    canvas.load(read(ui_file(name)))
     canvas.picture(f"opened_{name}")
     assert (canvas.missing(), canvas.notices(), canvas.complaints) == ([], [], [])
     assert not [url for url in canvas.faults if legs.FOLDER in url]
@@ -95,10 +95,10 @@ def test_it_opens_with_every_node_known_and_is_the_shipped_api_file(canvas: brow
 
 def test_a_workflow_saved_again_holds_the_same_values_in_the_same_order(canvas: browser.Canvas) -> None:
     """Values stand by position in a file, and pages hide advanced ones."""
-    for path in sorted(WORKFLOWS.glob("*.json")):
-        workflow = read(path)
+    for name in TITLES:
+        workflow = read(ui_file(name))
         canvas.load(workflow)
-        assert canvas.saved_values() == browser.values_of(workflow), path.stem
+        assert canvas.saved_values() == browser.values_of(workflow), name
 
 
 def test_a_run_shows_its_report_on_the_sampler(opened: browser.Canvas) -> None:
@@ -128,11 +128,11 @@ def test_a_run_from_the_cache_still_shows_its_report(opened: browser.Canvas) -> 
 
 @pytest.mark.parametrize("name", REPORTED)
 def test_a_workflow_runs_to_its_end_and_its_loader_says_what_it_runs_in(canvas: browser.Canvas, name: str) -> None:
-    canvas.load(read(WORKFLOWS / f"{name}.json"))
+    canvas.load(read(ui_file(name)))
     canvas.set_widgets(
         {
             f"{node['class_type']}.{key}": value
-            for node in families.small(WORKFLOWS / "api" / f"{name}.json", canvas.ask("/object_info")).values()
+            for node in families.small(api_file(name), canvas.ask("/object_info")).values()
             for key, value in node["inputs"].items()
             if not isinstance(value, list)  # a link
         }
@@ -182,7 +182,7 @@ def test_markup_in_a_model_and_in_a_prompt_is_shown_and_never_run(
     """Both are other people's: a model's folder and config, and a workflow's prompt, whose end is reported where it is
     too long."""
     canvas.open(server.url)  # lists the folders anew
-    canvas.load(read(WORKFLOWS / "cogview4_text_to_image.json"))
+    canvas.load(read(ui_file("cogview4_text_to_image")))
     canvas.set_widgets(
         {
             "OneDiffGuardLoadPipeline.backend": "eager",

@@ -10,13 +10,13 @@ from typing import Any
 import browser
 import legs
 import pytest
+from templates import TITLES, ui_file
 
 pytestmark = [
     pytest.mark.comfyui,
     pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
 ]
 
-WORKFLOWS = sorted((legs.ROOT / "workflows").glob("*.json"))
 WIDEST = 1600
 # Edges of nodes are looked at every two units: a wire that runs behind a node crosses one. A wire's ends are drawn
 # within its own two nodes, so those are left out.
@@ -82,12 +82,12 @@ def faults(canvas: browser.Canvas, graph: dict[str, Any]) -> list[str]:
 
 
 def test_no_node_lies_on_another_and_no_wire_runs_behind_one(canvas: browser.Canvas) -> None:
-    wrong = {path.stem: found for path in WORKFLOWS if (found := faults(canvas, read(path)))}
+    wrong = {name: found for name in TITLES if (found := faults(canvas, read(ui_file(name))))}
     assert wrong == {}, json.dumps(wrong, indent=1)
 
 
 def test_what_is_wrong_is_found(canvas: browser.Canvas) -> None:
-    graph = read(legs.ROOT / "workflows" / "cogvideox_text_to_video.json")
+    graph = read(ui_file("cogvideox_text_to_video"))
     (sampler,) = (node for node in graph["nodes"] if node["type"] == "OneDiffGuardSampleCogVideoX")
     sampler["pos"] = [sampler["pos"][0], 0]
     assert any("runs behind 4 OneDiffGuardSampleCogVideoX" in fault for fault in faults(canvas, graph))

@@ -19,8 +19,9 @@ import legs
 import numpy as np
 import pytest
 from comfyui_onediff_guard.headless.workflow import schema
-from native_graphs import CASES, GUARD, GUARDED, HOT, SMALL, WORKFLOWS, Made, graph, make, run
+from native_graphs import CASES, GUARD, GUARDED, HOT, SMALL, Made, graph, make, run
 from PIL import Image
+from templates import api_file, ui_file
 
 pytestmark = pytest.mark.comfyui
 
@@ -151,9 +152,9 @@ def test_the_page_runs_it_and_shows_both_reports_on_the_guard(
 ) -> None:
     case = CASES[name]
     with browser.canvas(server.url, pictures) as canvas:
-        canvas.load(json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8")))
+        canvas.load(json.loads(ui_file(name).read_text(encoding="utf-8")))
         assert (canvas.missing(), canvas.notices()) == ([], [])
-        shipped = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
+        shipped = json.loads(api_file(name).read_text(encoding="utf-8"))
         assert canvas.prompt_as(shipped) == shipped
         sizes = ("EmptyLatentImage", "SVD_img2vid_Conditioning", "KSampler")
         canvas.set_widgets({f"{node}.{key}": value for node in sizes for key, value in SMALL.items()})

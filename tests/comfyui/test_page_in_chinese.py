@@ -11,6 +11,7 @@ import browser
 import legs
 import pytest
 from runs import RERUN
+from templates import ui_file
 
 pytestmark = [
     pytest.mark.comfyui,
@@ -37,7 +38,7 @@ def canvas(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
 
 @pytest.fixture
 def opened(canvas: browser.Canvas) -> browser.Canvas:
-    file = legs.ROOT / "workflows" / "cogvideox_text_to_video.json"
+    file = ui_file("cogvideox_text_to_video")
     canvas.load(json.loads(file.read_text(encoding="utf-8")))
     return canvas
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 from runs import Ran
-from test_in_browser import LOADER, SAMPLER, SMALL, WORKFLOWS, read
+from templates import ui_file
+from test_in_browser import LOADER, SAMPLER, SMALL, read
 
 pytestmark = [
     pytest.mark.comfyui,
@@ -65,7 +66,7 @@ def test_page_server_and_headless_make_the_same_frames(
     precision: str,
     model: str,
 ) -> None:
-    canvas.load(read(WORKFLOWS / "cogvideox_text_to_video.json"))
+    canvas.load(read(ui_file("cogvideox_text_to_video")))
     canvas.set_widgets(SETTINGS | {f"{LOADER}.precision": precision, f"{LOADER}.model": model})
     canvas.evaluate(NOT_VIDEOS)
     canvas.attach("SaveImage", "OneDiffGuardDecodeLatents", 0)

@@ -19,14 +19,15 @@ import native_checkpoints
 import pytest
 from native_graphs import SMALL as NATIVE_SMALL
 from runs import RERUN
-from test_in_browser import LOADER, MARKUP, SAMPLER, SMALL, WORKFLOWS, read
+from templates import api_file, ui_file
+from test_in_browser import LOADER, MARKUP, SAMPLER, SMALL, read
 
 pytestmark = [
     pytest.mark.comfyui,
     pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
 ]
 
-WORKFLOW = read(WORKFLOWS / "cogvideox_text_to_video.json")
+WORKFLOW = read(ui_file("cogvideox_text_to_video"))
 RUN = SMALL | {
     f"{SAMPLER}.steps": 5,
     f"{SAMPLER}.seed": 4711,
@@ -279,8 +280,8 @@ def test_in_the_pages_language(canvas: browser.Canvas, server: legs.Server) -> N
 
 def test_a_loader_says_what_runs_and_the_report_behind_it_is_in_columns(canvas: browser.Canvas) -> None:
     name = "cogview4_text_to_image"
-    canvas.load(read(WORKFLOWS / f"{name}.json"))
-    small = families.small(WORKFLOWS / "api" / f"{name}.json", canvas.ask("/object_info"))
+    canvas.load(read(ui_file(name)))
+    small = families.small(api_file(name), canvas.ask("/object_info"))
     canvas.set_widgets(
         {
             f"{node['class_type']}.{key}": value
@@ -313,7 +314,7 @@ def test_a_native_guard_has_one_of_all_samplers_that_use_it(
 ) -> None:
     canvas.open(server.url)  # lists the checkpoints anew
     canvas.complaints.clear()
-    canvas.load(read(WORKFLOWS / "native_sd15_text_to_image.json"))
+    canvas.load(read(ui_file("native_sd15_text_to_image")))
     canvas.set_widgets(
         {
             "CheckpointLoaderSimple.ckpt_name": comfyui_nodes.SD15_FILE,

@@ -11,6 +11,7 @@ import legs
 import pytest
 from PIL import Image
 from runs import HEALTHY, SMALL, Ran, frames_of
+from templates import ui_file
 
 pytestmark = [
     pytest.mark.comfyui,
@@ -61,7 +62,7 @@ def test_our_own_text_to_video(run_graph: RunGraph, server: legs.Server) -> None
     brings = info["format"][0] == "COMFY_DYNAMICCOMBO_V3"
     changes = {"OneDiffGuardLoadPipeline.model": HEALTHY, **SMALL}
     ran = run_graph(
-        legs.ROOT / "workflows" / "cogvideox_text_to_video.json",
+        ui_file("cogvideox_text_to_video"),
         changes | {"SaveVideo.format.codec" if brings else "SaveVideo.codec": "h264"},
     )
     assert ran.code == 0, ran.stderr

@@ -20,6 +20,7 @@ from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.comfyui_host import language as languages
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.files import resolve_prefix
+from templates import api_file, ui_file
 from waiting import no_hang
 
 ROOT = Path(__file__).parents[2]
@@ -90,8 +91,8 @@ def test_nodes(language: str, model_folder: Any, tmp_path: Path, monkeypatch: py
 def test_the_command(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each text of a workflow file, and of `--set`. There is no model, so nothing is computed."""
     monkeypatch.chdir(tmp_path)
-    folder = ROOT / "workflows" / ("api" if kind == "api" else "")
-    workflow = json.loads((folder / "cogvideox_text_to_video.json").read_text(encoding="utf-8"))
+    file = (api_file if kind == "api" else ui_file)("cogvideox_text_to_video")
+    workflow = json.loads(file.read_text(encoding="utf-8"))
     places = [*_places(workflow)]
     times = dict[str, float]()
     for text in texts():

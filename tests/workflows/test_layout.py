@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from templates import WORKFLOWS, ui_file
 
-WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 FILES = sorted(WORKFLOWS.glob("*.json"))
 SCREEN = 1600, 900  # pixels
 FILLED = 0.75  # of the screen, by litegraph's fitToBounds
@@ -122,7 +122,7 @@ def test_a_note_has_no_inline_code(path: Path) -> None:
 
 
 def test_what_is_wrong_is_found() -> None:
-    good = read(WORKFLOWS / "cogvideox_text_to_video.json")
+    good = read(ui_file("cogvideox_text_to_video"))
 
     def with_node(kind: str, **moved: list[float]) -> list[str]:
         graph = copy.deepcopy(good)

@@ -10,6 +10,7 @@ from comfyui_onediff_guard.headless.errors import ExitCode
 from comfyui_onediff_guard.headless.hosts.core_nodes import NODE_CLASS_MAPPINGS as CORE_NODES
 from comfyui_onediff_guard.headless.workflow import schema
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, inputs
+from templates import TITLES
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ("comfyui_host", "demo", "headless", "nodes", "pipelines", "precision", "trust", "scripts")
@@ -51,8 +52,8 @@ def test_readme_can_be_taken_in_at_a_glance() -> None:
 
 
 def test_every_workflow_is_in_the_table() -> None:
-    named = {name for row in rows(section("Workflows"))[1:] for name in quoted(row[0])}
-    assert named == {path.stem for path in (ROOT / "workflows").glob("*.json")}
+    listed = [(row[0], row[2].strip("`")) for row in rows(section("Workflows"))[1:]]
+    assert listed == sorted((title.split(" - ")[0], name) for name, title in TITLES.items())
 
 
 def test_readme_has_a_line_for_every_node() -> None:

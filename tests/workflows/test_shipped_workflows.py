@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,8 @@ from comfyui_onediff_guard.headless.workflow.graph import Graph, Link, from_api,
 from comfyui_onediff_guard.headless.workflow.schema import Schema
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
 from PIL import Image
+from templates import TITLES, WORKFLOWS, api_file, ui_file
 
-WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 UI_FILES = sorted(WORKFLOWS.glob("*.json"))
 API_FILES = sorted((WORKFLOWS / "api").glob("*.json"))
 HERE = {**core_nodes.NODE_CLASS_MAPPINGS, **NODE_CLASS_MAPPINGS}  # what runs without a ComfyUI
@@ -33,8 +35,7 @@ LOADERS = {  # of the workflows for ComfyUI's own models
 SPLIT = ("native_qwen_image_text_to_image", "native_z_image_text_to_image")
 GUARD = "OneDiffGuardNaNGuardNative"
 PART_LOADERS = {"UNETLoader": "diffusion_models", "CLIPLoader": "text_encoders", "VAELoader": "vae"}  # of these
-NATIVE = {*LOADERS, *SPLIT}
-TEXT_TO_VIDEO = WORKFLOWS / "api" / "cogvideox_text_to_video.json"
+TEXT_TO_VIDEO = api_file("cogvideox_text_to_video")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -78,14 +79,14 @@ def model_folder(tmp_path: Path) -> Path:
 
 
 def test_there_is_a_workflow_in_every_format() -> None:
-    wanted = (
-        {"cogvideox_text_to_video", "cogvideox_5b_text_to_video", "cogvideox_1_5_text_to_video"}
-        | {"cogvideox_lora_text_to_video", "cogvideox_image_to_video", "cogvideox_video_to_video"}
-        | {"cogview3_text_to_image", "cogview4_text_to_image", "wan_text_to_video", "svd_image_to_video"}
-        | NATIVE
-    )
-    assert {path.stem for path in UI_FILES} == wanted
-    assert {path.stem for path in API_FILES} == wanted | {"cogvideox_text_to_video_webp"}
+    assert [path.stem for path in UI_FILES] == [*TITLES.values()]
+    assert {path.stem for path in API_FILES} == TITLES.keys() | {"cogvideox_text_to_video_webp"}
+
+
+@pytest.mark.parametrize("title", TITLES.values())
+def test_a_search_finds_the_title_which_can_stand_in_addresses_and_file_systems(title: str) -> None:
+    assert {"nan", "black", "fp16"} <= {*title.lower().split()}, "the page's search looks at how words begin"
+    assert re.fullmatch(r"[\w .-]{1,80}", title, re.ASCII)
 
 
 @pytest.mark.parametrize("path", UI_FILES, ids=stem)
@@ -98,7 +99,7 @@ def test_there_is_a_small_square_picture_of_every_workflow(path: Path) -> None:
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_native_workflow_has_the_guard_where_it_belongs(name: str) -> None:
-    nodes = api_graph(WORKFLOWS / "api" / f"{name}.json").nodes
+    nodes = api_graph(api_file(name)).nodes
     sources = {
         (node.class_type, key): nodes[link.node].class_type
         for node in nodes.values()
@@ -111,7 +112,7 @@ def test_a_native_workflow_has_the_guard_where_it_belongs(name: str) -> None:
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_native_workflow_of_several_files_has_the_guard_last(name: str) -> None:
-    graph = api_graph(WORKFLOWS / "api" / f"{name}.json")
+    graph = api_graph(api_file(name))
     nodes = graph.nodes
     taken = {
         (node.class_type, key): nodes[link.node].class_type
@@ -128,7 +129,7 @@ def test_a_native_workflow_of_several_files_has_the_guard_last(name: str) -> Non
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_each_file_is_named_in_the_note_and_most_can_be_downloaded(name: str) -> None:
-    nodes = {node["type"]: node for node in read(WORKFLOWS / f"{name}.json")["nodes"]}
+    nodes = {node["type"]: node for node in read(ui_file(name))["nodes"]}
     (note,) = nodes["MarkdownNote"]["widgets_values"]
     for loader, folder in PART_LOADERS.items():
         file = nodes[loader]["widgets_values"][0]
@@ -158,24 +159,23 @@ def test_which_workflows_need_a_server() -> None:
     }
 
 
-@pytest.mark.parametrize("folder", [WORKFLOWS, WORKFLOWS / "api"], ids=["ui", "api"])
+@pytest.mark.parametrize("file", [ui_file, api_file])
 @pytest.mark.parametrize("name", [*LOADERS, *SPLIT, "cogvideox_video_to_video"])
 def test_a_run_without_a_server_names_what_is_missing(
-    folder: Path, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    file: Callable[[str], Path], name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    path = folder / f"{name}.json"
-    assert cli.main(["run", str(path), "--out", str(tmp_path)]) == ExitCode.BAD_INPUT
+    assert cli.main(["run", str(file(name)), "--out", str(tmp_path)]) == ExitCode.BAD_INPUT
     said = capsys.readouterr().err
-    lacking = sorted(api_graph(WORKFLOWS / "api" / path.name).class_types() & set(SERVER_ONLY))
+    lacking = sorted(api_graph(api_file(name)).class_types() & set(SERVER_ONLY))
     assert f"there is no node type {', '.join(lacking)}:" in said
     assert "--server URL" in said and "--comfyui DIR" in said
 
 
-@pytest.mark.parametrize("path", UI_FILES, ids=stem)
-def test_ui_format_and_api_format_are_the_same_graph(path: Path) -> None:
-    data = read(path)
+@pytest.mark.parametrize("name", TITLES)
+def test_ui_format_and_api_format_are_the_same_graph(name: str) -> None:
+    data = read(ui_file(name))
     assert is_ui_format(data)
-    assert plain(ui_format.convert(data, SCHEMAS)) == plain(api_graph(WORKFLOWS / "api" / path.name))
+    assert plain(ui_format.convert(data, SCHEMAS)) == plain(api_graph(api_file(name)))
 
 
 @pytest.mark.parametrize("path", API_FILES, ids=stem)
@@ -226,18 +226,18 @@ CHOSEN = {
 }
 
 
-@pytest.mark.parametrize("path", UI_FILES, ids=stem)
-def test_the_workflow_shows_what_the_defaults_are(path: Path) -> None:
+@pytest.mark.parametrize("name", TITLES)
+def test_the_workflow_shows_what_the_defaults_are(name: str) -> None:
     """What the file sets differs from a fresh node in these alone; each has a reason."""
     differing = set()
-    for node in api_graph(WORKFLOWS / "api" / path.name).nodes.values():
-        for name, spec in SCHEMAS[node.class_type].inputs.items():
-            given = node.inputs.get(name)
-            if spec.widget and name not in FILES and not isinstance(given, (Link, type(None))):
-                differing |= {name} if given != default(spec) else set()
+    for node in api_graph(api_file(name)).nodes.values():
+        for key, spec in SCHEMAS[node.class_type].inputs.items():
+            given = node.inputs.get(key)
+            if spec.widget and key not in FILES and not isinstance(given, (Link, type(None))):
+                differing |= {key} if given != default(spec) else set()
     prompt = {"native_svd": set(), "native": {"text"}, "svd": set()}
-    named = next((names for start, names in prompt.items() if path.stem.startswith(start)), {"prompt"})
-    assert differing == {"seed", "filename_prefix"} | named | CHOSEN[path.stem]
+    named = next((names for start, names in prompt.items() if name.startswith(start)), {"prompt"})
+    assert differing == {"seed", "filename_prefix"} | named | CHOSEN[name]
 
 
 def default(spec: schema.InputSpec) -> Any:

@@ -25,6 +25,7 @@ from comfyui_onediff_guard.headless.workflow.graph import read_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from templates import ui_file
 from tiers import drawn
 
 JobsOf = Callable[..., JobsFile]
@@ -227,7 +228,7 @@ def test_the_hash_is_of_what_the_outputs_hang_on(root: Path, monkeypatch: pytest
     assert first == hash_of(dict(reversed(retitled.items()))), "titles and order do not matter"
     others = [hash_of(workflow(seed=43)), hash_of(workflow(steps=50.5)), hash_of(workflow(scheduler="DPM"))]
     assert len({first, *others}) == 4
-    ui = hash_of(dict(read_json(root / "workflows/cogvideox_text_to_video.json")))
+    ui = hash_of(dict(read_json(ui_file("cogvideox_text_to_video"))))
     assert ui == first, "both formats of a workflow are the same job"
     graph, schemas = read_local(workflow())
     assert content_of(replace(graph, guarded=True), schemas, None) != first == content_of(graph, schemas, None)

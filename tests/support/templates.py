@@ -1,0 +1,33 @@
+"""The shipped workflows: each is a file whose name is its title in ComfyUI's gallery, and a file in API format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
+_VIDEO, _IMAGE = "no NaN or black frames in fp16", "no NaN or black image in fp16"
+TITLES = {  # the API file → the title, in their order
+    "cogvideox_text_to_video": f"CogVideoX 2B text to video - {_VIDEO}",
+    "cogvideox_image_to_video": f"CogVideoX 5B image to video - {_VIDEO}",
+    "cogvideox_5b_text_to_video": f"CogVideoX 5B text to video - {_VIDEO}",
+    "cogvideox_lora_text_to_video": f"CogVideoX 5B text to video with LoRA - {_VIDEO}",
+    "cogvideox_video_to_video": f"CogVideoX 5B video to video - {_VIDEO}",
+    "cogvideox_1_5_text_to_video": f"CogVideoX1.5 5B text to video - {_VIDEO}",
+    "cogview3_text_to_image": f"CogView3-Plus text to image - {_IMAGE}",
+    "cogview4_text_to_image": f"CogView4 text to image - {_IMAGE}",
+    "native_qwen_image_text_to_image": f"Qwen-Image native text to image - {_IMAGE}",
+    "native_sd15_text_to_image": f"SD 1.5 native text to image - {_IMAGE}",
+    "svd_image_to_video": f"SVD image to video - {_VIDEO}",
+    "native_svd_image_to_video": f"SVD native image to video - {_VIDEO}",
+    "wan_text_to_video": f"Wan 2.1 text to video - {_VIDEO}",
+    "native_z_image_text_to_image": f"Z-Image native text to image - {_IMAGE}",
+}
+
+
+def ui_file(name: str) -> Path:
+    """name: of the API file, without its ending."""
+    return WORKFLOWS / f"{TITLES[name]}.json"
+
+
+def api_file(name: str) -> Path:
+    return WORKFLOWS / "api" / f"{name}.json"
