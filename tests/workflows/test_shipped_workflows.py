@@ -55,24 +55,32 @@ def plain(graph: Graph) -> dict[str, Any]:
     return {node.id: (node.class_type, dict(node.inputs)) for node in graph.nodes.values()}
 
 
-MODELS = (
-    "CogVideoX-2b",
-    "CogVideoX-5b",
-    "CogVideoX-5b-I2V",
-    "CogVideoX1.5-5B",
-    "CogView3-Plus-3B",
-    "CogView4-6B",
-    "stable-video-diffusion-img2vid-xt",
-    "Wan2.1-T2V-1.3B-Diffusers",
-)
+MODELS = {  # workflow → the hub's page of its model, and GB of the files there that are loaded, as the hub lists them
+    "cogvideox_text_to_video": ("THUDM/CogVideoX-2b", 13),
+    "cogvideox_5b_text_to_video": ("THUDM/CogVideoX-5b", 22),
+    "cogvideox_1_5_text_to_video": ("THUDM/CogVideoX1.5-5B", 31),
+    "cogvideox_lora_text_to_video": ("THUDM/CogVideoX-5b", 22),
+    "cogvideox_image_to_video": ("THUDM/CogVideoX-5b-I2V", 22),
+    "cogvideox_video_to_video": ("THUDM/CogVideoX-5b", 22),
+    "cogview3_text_to_image": ("THUDM/CogView3-Plus-3B", 26),
+    "cogview4_text_to_image": ("THUDM/CogView4-6B", 31),
+    "wan_text_to_video": ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 29),
+    "svd_image_to_video": ("stabilityai/stable-video-diffusion-img2vid-xt", 9),
+    "native_sd15_text_to_image": ("Comfy-Org/stable-diffusion-v1-5-archive", 2.1),
+    "native_svd_image_to_video": ("stabilityai/stable-video-diffusion-img2vid-xt", 9.6),
+    "native_qwen_image_text_to_image": ("Comfy-Org/Qwen-Image_ComfyUI", 30),
+    "native_z_image_text_to_image": ("Comfy-Org/z_image_turbo", 21),
+}
+CHOSEN_BY = {"OneDiffGuardLoadPipeline", *LOADERS.values(), *PART_LOADERS}
 
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
     """A models folder in which the loaders find the names that the workflows have, and ComfyUI's example picture."""
-    for name in MODELS:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model_index.json").write_text("{}", encoding="utf-8")
+    for hub_id, _ in MODELS.values():
+        folder = tmp_path / hub_id.partition("/")[2]
+        folder.mkdir(exist_ok=True)
+        (folder / "model_index.json").write_text("{}", encoding="utf-8")
     (tmp_path / "pytorch_lora_weights.safetensors").touch()
     Image.new("RGB", (8, 8)).save(tmp_path / "example.png")
     return tmp_path
@@ -125,6 +133,19 @@ def test_a_native_workflow_of_several_files_has_the_guard_last(name: str) -> Non
     assert taken[GUARD, "vae"] == "VAELoader"
     precisions = {node.class_type: node.inputs["precision"] for node in nodes.values() if "precision" in node.inputs}
     assert precisions == {GUARD: "auto"}
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_the_note_names_the_model_its_size_and_what_to_do_without_it(name: str) -> None:
+    nodes = read(ui_file(name))["nodes"]
+    ((note,),) = (node["widgets_values"] for node in nodes if node["type"] == "MarkdownNote")
+    hub_id, size = MODELS[name]
+    about, place, _ = note.split("```")
+    assert f"[{hub_id}](https://huggingface.co/{hub_id})" in about and f", {size} GB" in about
+    files = [node["widgets_values"][0] for node in nodes if node["type"] in CHOSEN_BY]
+    assert files and "ComfyUI/models/" in place and all(f"/{file}" in place for file in files)
+    assert (f"write **{hub_id}** into **hub_id**" if "diffusers/" in place else "ownload") in about
+    assert "ut its folder here" in about or re.search(r"put (it|them) here, and choose (it|each)", about)
 
 
 @pytest.mark.parametrize("name", SPLIT)
