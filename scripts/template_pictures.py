@@ -131,7 +131,8 @@ def picture(workflow: Workflow) -> Figure:
     title = workflow.model + (" + LoRA" if workflow.lora else "")
     what = f"{workflow.starts} to {workflow.makes}"
     extra = "ComfyUI's own nodes" if workflow.native else ""
-    for y, text, colour, size in ((0.8, title, PAPER, 24), (0.46, what, PAPER, 18), (0.17, extra, workflow.sky, 14)):
+    large = 24 if len(title) < 18 else 21  # points
+    for y, text, colour, size in ((0.8, title, PAPER, large), (0.46, what, PAPER, 18), (0.17, extra, workflow.sky, 14)):
         weight = "bold" if text is title else "normal"
         axes.text(2, y, text, color=colour, size=size, weight=weight, ha="center", va="center")
     return figure

@@ -64,9 +64,11 @@ LISTED = """([type, name]) => {
     const values = node.widgets.find(widget => widget.name === name).options.values
     new LiteGraph.ContextMenu(typeof values === 'function' ? values() : values, {})
 }"""
-QUEUE = """async ([ends, command]) => {
+LISTEN = """ends => {
     window.ended = null
     for (const end of ends) app.api.addEventListener(end, event => { window.ended = [end, event.detail] })
+}"""
+QUEUE = """async command => {
     await (command ? app.extensionManager.command.execute(command) : app.queuePrompt(0, 1))
 }"""
 WIDGETS = """type => Object.fromEntries(
@@ -221,6 +223,9 @@ class Canvas:
     def click(self, selector: str) -> None:
         self._page.locator(selector).first.click(timeout=PATIENCE)
 
+    def fill(self, selector: str, text: str) -> None:
+        self._page.locator(selector).first.fill(text, timeout=PATIENCE)
+
     def settle(self) -> None:
         """Let the page lay out what has changed."""
         self._page.wait_for_timeout(700)
@@ -230,7 +235,17 @@ class Canvas:
 
     def queue(self, seconds: float = 90.0, command: str = "") -> tuple[str, Any]:
         """Press Run and wait: how the run ended, and what the server said about it. command: in place of Run."""
-        self._page.evaluate(QUEUE, [ENDS, command])
+        self._page.evaluate(LISTEN, ENDS)
+        self._page.evaluate(QUEUE, command)
+        return self._ended(seconds)
+
+    def click_run(self, seconds: float = 90.0) -> tuple[str, Any]:
+        """The same with the page's own button."""
+        self._page.evaluate(LISTEN, ENDS)
+        self._page.get_by_role("button", name="Run", exact=True).first.click(timeout=PATIENCE)
+        return self._ended(seconds)
+
+    def _ended(self, seconds: float) -> tuple[str, Any]:
         self._page.wait_for_function("() => window.ended", timeout=seconds * 1000)
         self._page.wait_for_timeout(500)
         return tuple(self._page.evaluate("() => window.ended"))
@@ -241,6 +256,11 @@ class Canvas:
 
     def wait_for_text(self, text: str) -> None:
         self._page.get_by_text(text).first.wait_for(timeout=PATIENCE)
+
+    def wait_for_node(self, node_type: str) -> None:
+        """Until the workflow that is opened has one of this type."""
+        there = "type => app.graph.nodes.some(node => node.type === type)"
+        self._page.wait_for_function(there, arg=node_type, timeout=PATIENCE)
 
     def wait_for_error(self, text: str, details: str = "View details") -> None:
         """Until it stands on the page, of a run that failed. Newer pages name the node, and the rest after a click

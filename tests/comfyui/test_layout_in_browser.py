@@ -54,6 +54,9 @@ FAULTS = """widest => {
     }
     return [found, wires, app.graph.nodes.length]
 }"""
+# Classic pages let the text scroll, Nodes 2.0 makes the box larger.
+IS_LONG = """heights => app.graph.nodes.some(node => node.size[1] > (heights[node.id] ?? Infinity))
+    || [...document.querySelectorAll('.comfy-markdown .tiptap')].some(text => text.scrollHeight > text.clientHeight)"""
 FIT = "() => { app.canvas.ds.scale = 0.4; app.canvas.ds.offset = [300, 900]; app.canvas.setDirty(true, true) }"
 
 
@@ -74,11 +77,13 @@ def canvas(request: pytest.FixtureRequest, server: legs.Server, pictures: Path) 
 
 def faults(canvas: browser.Canvas, graph: dict[str, Any]) -> list[str]:
     canvas.load(graph)
+    notes = {node["id"]: node["size"][1] for node in graph["nodes"] if node["type"] == "MarkdownNote"}
+    long = ["a note is longer than its box"] * canvas.evaluate(IS_LONG, notes)  # from afar it is not drawn
     canvas.evaluate(FIT)  # else what is off the screen is not drawn
     canvas.settle()
     found, wires, nodes = canvas.evaluate(FAULTS, WIDEST)
     assert (wires, nodes) == (len(graph["links"]), len(graph["nodes"]))
-    return found
+    return long + found
 
 
 def test_no_node_lies_on_another_and_no_wire_runs_behind_one(canvas: browser.Canvas) -> None:
@@ -93,3 +98,6 @@ def test_what_is_wrong_is_found(canvas: browser.Canvas) -> None:
     assert any("runs behind 4 OneDiffGuardSampleCogVideoX" in fault for fault in faults(canvas, graph))
     sampler["pos"] = next(node["pos"] for node in graph["nodes"] if node["type"] == "OneDiffGuardDecodeLatents")
     assert any("lies on" in fault for fault in faults(canvas, graph))
+    (note,) = (node for node in graph["nodes"] if node["type"] == "MarkdownNote")
+    note["widgets_values"] = ["a word " * 1000]
+    assert "a note is longer than its box" in faults(canvas, graph)
