@@ -273,7 +273,8 @@ class FallbackAdapter:
 
 def counts(layer: torch.nn.Module) -> bool:
     """Return whether a layer's peaks count. They do not where it only hands its input on, or computes in fp32 in the
-    half-precision call too, like T5's `wo`."""
+    half-precision call too, like T5's `wo`. A layer of ComfyUI's may cast its weights to its input's dtype."""
     weights = list(layer.parameters(recurse=False))
-    in_fp32 = bool(weights) and all(weight.dtype is torch.float32 for weight in weights)
+    casts = getattr(layer, "comfy_cast_weights", False)
+    in_fp32 = bool(weights) and not casts and all(weight.dtype is torch.float32 for weight in weights)
     return not (in_fp32 or isinstance(layer, torch.nn.Dropout))

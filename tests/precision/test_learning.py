@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from blocky import Faults, build, guarded, latents, overflow_inside, overflow_stream
-from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward
+from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward, counts
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode
 from comfyui_onediff_guard.precision.overrides import NOTHING, OverflowDiagnosis, PrecisionOverrides
@@ -308,3 +308,23 @@ def test_what_is_not_finite_is_a_word_in_json():
     (step,) = run.report.as_dict()["steps"]
     assert (step["rerun"]["peak"], step["timestep"], step["largest"]) == ("inf", "nan", "-inf")
     json.dumps(run.report.as_dict(), allow_nan=False)
+
+
+class CastsAtCall(nn.Linear):
+    """As ComfyUI's layers whose weights are in another dtype than it computes in."""
+
+    comfy_cast_weights = True
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (nn.Linear(2, 2).half(), True),
+        (nn.Linear(2, 2), False),
+        (CastsAtCall(2, 2), True),
+        (nn.SiLU(), True),
+        (nn.Dropout(), False),
+    ],
+)
+def test_peaks_count_of_layers_that_compute_in_half_precision(layer: nn.Module, expected: bool) -> None:
+    assert counts(layer) is expected
