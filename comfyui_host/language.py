@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -41,13 +42,21 @@ def translated(text: str) -> str:
 
 @contextmanager
 def speaking() -> Generator[None]:
-    """Have errors of this pack that leave the block begin in the page's language."""
+    """Have errors of this pack that leave the block begin in the page's language, and bear a name that can be read:
+    ComfyUI shows where their class is as well, which is a path of the machine."""
     try:
         yield
     except Exception as error:
         if type(error).__module__.startswith(f"{_PACKAGE}.") and error.args and isinstance(error.args[0], str):
             error.args = (translated(message_of(error)), *error.args[1:])
+            if "execution" in sys.modules or "comfy.cmd.execution" in sys.modules:
+                error.__class__ = _readable(type(error))
         raise
+
+
+@lru_cache
+def _readable(kind: type[Exception]) -> type[Exception]:
+    return type(kind.__name__, (kind,), {"__module__": "OneDiffGuard"})
 
 
 class Catalogue:

@@ -213,6 +213,14 @@ def test_errors_of_others_are_theirs(page: Choose) -> None:
     assert str(caught.value) == "“a”不是仓库 id；请写成 owner/name。 Make room."
 
 
+def test_the_class_of_an_error_can_be_read_where_comfyui_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, shown in {"other": HubError.__module__, "execution": "OneDiffGuard"}.items():
+        monkeypatch.setitem(sys.modules, module, sys)
+        with pytest.raises(HubError) as caught, language.speaking(), language.speaking():
+            raise HubError("'{}' is not a repository id; use owner/name.", "a")
+        assert (caught.type.__module__, caught.type.__qualname__) == (shown, "HubError")
+
+
 def test_errors_of_a_guard_of_comfyuis_own_models_too(page: Choose) -> None:
     page("zh")
     with pytest.raises(GuardStopped) as caught, guarded_run(Settings(GuardPolicy())):
