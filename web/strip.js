@@ -22,7 +22,7 @@ function stripOf(node) {
   if (there?.strip) return there.strip
   const above = node.widgets?.findIndex(({ name }) => name === NAME || name === PICTURE) ?? -1
   if (there) node.removeWidget(there)
-  const strip = new StripView((width) => resize(node, strip, width))
+  const strip = new StripView(() => resize(node, strip))
   const widget = node.addDOMWidget(NAME, "onediff_guard", strip.root, {
     serialize: false, // not in prompts
     margin: MARGIN,
@@ -46,15 +46,10 @@ const grown = (node, strip) =>
 /** The size of another pack's node without its strip. */
 const withoutStrip = (node, strip) => strip.without.map((side, nth) => side + grown(node, strip)[nth])
 
-/** width: to have at least; 0: go back to the size before that. */
-function resize(node, strip, width) {
+function resize(node, strip) {
   if (strip.without) strip.without = withoutStrip(node, strip)
-  if (width) strip.before ??= [...node.size]
-  const [atLeast, before] = [node.computeSize(), strip.before ?? node.size]
-  if (width === 0) strip.before = undefined
-  const height = (strip.without ?? (width === 0 ? before : node.size))[1]
-  const wanted = [width === 0 ? before[0] : Math.max(node.size[0], width ?? 0), height]
-  node.setSize([Math.max(wanted[0], atLeast[0]), Math.max(wanted[1], atLeast[1])])
+  const [width, height] = node.computeSize()
+  node.setSize([Math.max(node.size[0], width), Math.max((strip.without ?? node.size)[1], height)])
   strip.laidOut = [...node.size]
   node.setDirtyCanvas?.(true, true)
 }

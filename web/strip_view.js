@@ -1,4 +1,5 @@
-// What a strip looks like: why this precision, a cell a step, what was rerun, and the whole report on demand.
+// What a strip looks like: why this precision, a cell a step, what was rerun; and the whole report, which opens over the
+// page, since it is longer and wider than there is room for between nodes.
 // Reports hold other people's text (models' and layers' names), so it is set as text, never as markup.
 import { words } from "./words.js"
 
@@ -6,7 +7,7 @@ const SIGNS = { half: "16", fp32: "32", rerun: "↻", cached: "=", failed: "✕"
 const MOST_CELLS = 60 // beyond that, equal neighbours share one
 const MOST_NAMED = 6 // steps that failed
 const LEAST_WIDTH = 120 // px; nodes are not narrower
-const ROWS = { open: 24, folded: 10 } // of the report
+const MOST_ROWS = 10 // of a text that is all there is
 const ROW = 14 // px
 const STYLE = `
 .onediff-guard { display: flex; flex-direction: column; gap: 4px; font: 12px/1.35 Inter, Arial, sans-serif;
@@ -39,6 +40,14 @@ const STYLE = `
   border: 1px solid var(--border-color, #4e4e4e); border-radius: 4px; color: var(--input-text, #ddd);
   background: var(--comfy-input-bg, #222); font: 11px/${ROW}px ui-monospace, Consolas, Menlo, "DejaVu Sans Mono", monospace;
   overflow: auto; }
+.onediff-guard-report { width: min(1000px, 90vw); max-height: 80vh; box-sizing: border-box; padding: 16px; gap: 12px;
+  border: 1px solid var(--border-color, #4e4e4e); border-radius: 8px; color: var(--input-text, #ddd);
+  background: var(--comfy-menu-bg, #353535); }
+.onediff-guard-report[open] { display: flex; flex-direction: column; }
+.onediff-guard-report pre { margin: 0; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere; user-select: text;
+  font: 12px/1.4 ui-monospace, Consolas, Menlo, "DejaVu Sans Mono", monospace; }
+.onediff-guard-report button { all: unset; cursor: pointer; align-self: end; padding: 5px 12px; border-radius: 6px;
+  border: 1px solid var(--border-color, #4e4e4e); }
 `
 
 /** @returns {HTMLElement} */
@@ -83,7 +92,17 @@ function legendOf(runs, say) {
   })
 }
 
-/** The DOM of one strip. `resized(width)` is called when it wants another height; width: at least, where it matters. */
+/** Shows a report over the page, until it is closed by its button or Escape. */
+function openReport(text) {
+  const close = element("button", "", words().close)
+  const dialog = element("dialog", "onediff-guard-report", "", [element("pre", "", text), close])
+  close.onclick = () => dialog.close()
+  dialog.onclose = () => dialog.remove()
+  document.body.append(dialog)
+  dialog.showModal()
+}
+
+/** The DOM of one strip. `resized()` is called when it wants another height. */
 export class StripView {
   constructor(resized) {
     if (!document.getElementById("onediff-guard-style")) {
@@ -92,25 +111,25 @@ export class StripView {
       document.head.append(style)
     }
     this.resized = resized
-    this.open = false
     this.text = ""
+    this.whole = "" // the report that the button opens
     this.verdict = element("div", "verdict")
     this.said = element("div", "said")
     this.report = element("div", "head")
-    this.button = element("button")
-    this.button.onclick = () => this.toggle()
+    this.button = element("button", "", `▸ ${words().open}`)
+    this.button.onclick = () => openReport(this.whole)
     this.head = element("div", "head", "", [this.verdict, this.said, this.report, this.button])
     this.full = element("textarea")
     this.full.readOnly = true
-    this.full.wrap = "off"
     this.full.spellcheck = false
     this.full.dataset.captureWheel = "true" // newer pages scroll it, and do not zoom
+    this.full.hidden = true
     this.root = element("div", "onediff-guard", "", [this.head, this.full])
     this.headHeight = 90 // px, as long as it is not laid out
     new ResizeObserver(() => this.measure()).observe(this.head)
   }
 
-  /** Whether the text is all there is, as of a Self-Test: it is shown folded too. */
+  /** Whether the text is all there is, as of a Self-Test: it is shown on the node. */
   get plain() {
     return !this.report.childElementCount && !this.verdict.textContent
   }
@@ -128,8 +147,7 @@ export class StripView {
   }
 
   get textHeight() {
-    const rows = Math.min(this.full.value.split("\n").length + 1, this.open ? ROWS.open : ROWS.folded)
-    return rows * ROW + 10
+    return Math.min(this.full.value.split("\n").length + 1, MOST_ROWS) * ROW + 10
   }
 
   /** What a node says while it runs: as ComfyUI's page takes it, with characters escaped. */
@@ -148,7 +166,7 @@ export class StripView {
   /** @param {{text: string[], onediff_guard: object[]}} output of a node that ran
    * @param {[string, string]} verdict whether the result can be used: "ok", "rescued", "unguarded" or "broken", and in
    * words; both empty where none is computed
-   * @param {boolean} brief on nodes of other packs, which have little room: the verdict and the cells, the rest unfolds */
+   * @param {boolean} brief on nodes of other packs, which have little room: the verdict and the cells */
   show(output, [verdict, inWords], brief = false) {
     this.brief = brief
     const say = words()
@@ -158,9 +176,12 @@ export class StripView {
     this.text = (output.text ?? []).join("\n")
     this.said.textContent = ""
     this.report.replaceChildren(...(reports.length ? this.summary(reports, say) : []))
-    this.full.value = reports.length ? reports.map((report) => report.text).join("\n\n") : this.text
+    this.whole = reports.length ? reports.map((report) => report.text).join("\n\n") : this.text
     for (const part of [this.report, this.full]) part.classList.remove("stale")
-    this.fold(this.open)
+    this.full.value = this.whole
+    this.full.hidden = !this.plain
+    this.full.style.display = this.plain ? "" : "none"
+    this.full.style.minHeight = `${this.textHeight}px`
   }
 
   summary(reports, say) {
@@ -178,19 +199,5 @@ export class StripView {
       told,
       ...notes.map((line) => element("div", "", line)),
     ]
-  }
-
-  toggle() {
-    this.fold(!this.open)
-    const longest = Math.max(...this.full.value.split("\n").map((line) => line.length))
-    this.resized(this.open ? Math.min(longest * 6.7 + 60, 760) : 0)
-  }
-
-  fold(open) {
-    this.open = open
-    this.button.textContent = `${open ? "▾" : "▸"} ${open ? words().close : words().open}`
-    this.full.hidden = !open && !this.plain
-    this.full.style.display = this.full.hidden ? "none" : ""
-    this.full.style.minHeight = `${this.textHeight}px`
   }
 }
