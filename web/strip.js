@@ -192,7 +192,7 @@ function sayAtEnd() {
     app.extensionManager?.toast?.add({
       severity: SEVERITIES[verdict],
       summary: "NaN Guard",
-      detail: `${[...new Set(titles)].join(", ")}: ${inWords}`,
+      detail: `${inWords} (${[...new Set(titles)].join(", ")})`,
       life: SECONDS[verdict] * 1000,
     })
 }

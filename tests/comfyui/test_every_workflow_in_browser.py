@@ -263,11 +263,11 @@ def test_what_was_rescued_is_told(canvas: browser.Canvas, server: legs.Server, w
     entry = entries(server)[-1]
     assert is_finite(server, entry) and len(pictures_of(server, entry)) == 1
     told = guard_notices(canvas)
-    assert len(told) == 1 and "KSampler, VAE Decode: Rescued" in told[0], told
+    assert len(told) == 1 and "Result: OK." in told[0] and "(KSampler, VAE Decode)" in told[0], told
     shown = strips(canvas)
     assert set(shown) == {"KSampler", "VAEDecode"}
     for strip in shown.values():
-        assert strip["text"].startswith("Rescued") and "rerun" in strip["cells"]
+        assert strip["text"].startswith("Result: OK.") and "rerun" in strip["cells"]
 
 
 def test_in_nodes_2_a_strip_comes_off_with_the_next_run(canvas: browser.Canvas, server: legs.Server) -> None:
@@ -294,19 +294,19 @@ def test_several_reports_on_a_node_are_shown_together(canvas: browser.Canvas) ->
         {"text": ["Not guarded from call 1 on: other"], "onediff_guard": [], "unguarded": ["other"]},
     ]
     canvas.evaluate(REPORTED, [outputs[:1], "KSampler", "execution_success"])
-    assert strips(canvas)["KSampler"]["text"].startswith("Rescued")
+    assert strips(canvas)["KSampler"]["text"].startswith("Result: OK.")
     canvas.evaluate(REPORTED, [outputs[1:], "KSampler", "execution_success"])
     canvas.settle()
     canvas.picture("every_several_reports")
     strip = strips(canvas)["KSampler"]
     assert strip["cells"] == ["rerun", "half", "rerun", "half", "rerun"]
     said = strip["text"]
-    assert said.startswith("Not guarded to the end") and "why" in said and "other" in said
+    assert said.startswith("Result: not guarded to the end") and "why" in said and "other" in said
     assert "fp16, bf16" in said and all(text in strip["report"] for text in ("whole the first", "whole the second"))
     broken = report("fp16", "the last", ["failed"]) | {"unguarded": []}
     broken["onediff_guard"][0]["outcomes"] = {"non-finite": 1}
     canvas.evaluate(REPORTED, [[broken], "KSampler", "execution_error"])
-    assert strips(canvas)["KSampler"]["text"].startswith("Not rescued")
+    assert strips(canvas)["KSampler"]["text"].startswith("Result: NOT OK.")
     assert len(guard_notices(canvas)) == 3, "one at each end of a prompt"
 
 
@@ -390,7 +390,7 @@ def test_what_came_out_black_is_run_again_at_a_click(canvas: browser.Canvas, ser
         node for kind, told in again["status"]["messages"] if kind == "execution_cached" for node in told["nodes"]
     }
     assert cached == {"1", "2", "3", "4", "5"}
-    assert "KSampler, VAE Decode: Rescued" in str(guard_notices(canvas))
+    assert "(KSampler, VAE Decode)" in str(guard_notices(canvas))
 
 
 def test_one_offer_is_for_all_that_came_out_black(canvas: browser.Canvas, server: legs.Server) -> None:
