@@ -4,8 +4,9 @@ import { api } from "../../scripts/api.js"
 const PACK = decodeURIComponent(new URL(import.meta.url).pathname.split("/").at(-2)) // its folder in custom_nodes
 const listed = api.getWorkflowTemplates
 
-api.getWorkflowTemplates = async function () {
-  const templates = await listed.call(this)
-  templates[PACK]?.sort()
-  return templates
-}
+if (listed)
+  api.getWorkflowTemplates = async function () {
+    const templates = await listed.call(this)
+    templates?.[PACK]?.sort()
+    return templates
+  }
