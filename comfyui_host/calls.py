@@ -120,7 +120,7 @@ def around_apply_model(made_by: Callable[[ModelCall], Any]) -> Callable[..., Any
             except GuardStopped as stopped:
                 if broken := _broken(given):
                     raise GuardStopped(
-                        "The model was given {} non-finite values, so another node made them: look at the nodes "
+                        "The model was given {} NaN or infinite values, so another node made them: look at the nodes "
                         "before the sampler, and at those that change the model.",
                         broken,
                     ) from stopped

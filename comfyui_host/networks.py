@@ -56,7 +56,7 @@ def comfy_plan(
     plain = request is Precision.FP16_PLAIN
     half = dtype != "fp32"
     switched = decide(architecture, others=present()) if dtype == "fp16" else None  # the others need none
-    guard = "on: the NaN Guard's node" if half else "only watching: fp32 is what it would rerun in"
+    guard = "on: the NaN Guard's node" if half else "only watching: fp32 is what it would repeat a step in"
     return Plan(
         component=component,
         dtype=dtype,
@@ -65,8 +65,8 @@ def comfy_plan(
         accumulation=switched.mode.value if switched else "as it is",
         reason=reason,
         source="ComfyUI",
-        guard_reason="off: asked for fp16 (plain), only watched" if plain else guard,
-        wide_reason="every layer: products in fp16, scaled to fit, and all else in float32" if wide else "nothing",
+        guard_reason="off: fp16 (plain) is only watched" if plain else guard,
+        wide_reason="on in every layer: products in fp16, scaled to fit, and all else in float32" if wide else "off",
         accumulation_reason=switched.reason_on(architecture) if switched else "ComfyUI's own",
         accumulation_source=switched.source if switched else "ComfyUI",
     )
@@ -83,23 +83,23 @@ def _asked(model: str, chosen: str, architecture: Architecture, request: Precisi
                 model,
                 chosen,
             )
-        return "fp16", Message("asked for fp16 (plain): neither guarded nor made safe, for comparison")
+        return "fp16", Message("fp16 (plain), as you chose: no protection, for comparison")
     if request is Precision.BF16 and architecture.bf16 == "none":
         raise BadInput("{} has no bf16, not even emulated. Choose precision 'auto', 'fp16' or 'fp32'.", architecture)
     beside = "" if chosen == request.value else Message("; ComfyUI chose {}", chosen)
-    return request.value, Message("asked for {}{}", request.value, beside)
+    return request.value, Message("{}, as you chose{}", request.value, beside)
 
 
 def _automatic(model: str, chosen: str, architecture: Architecture) -> tuple[str, str]:
     """Half precision that the card computes natively, or fp16 that every layer keeps in range."""
     if chosen == "bf16" and architecture.native_bf16:
-        return "bf16", Message("{} computes bf16 natively, which ComfyUI chose for {} → bf16", architecture, model)
+        return "bf16", Message("bf16, which ComfyUI chose for {} and {} computes natively", model, architecture)
     if not _best_in_fp16(architecture):
         lacks = "" if architecture.fast_fp16 else Message(", and {} has no fast fp16", architecture)
-        return chosen, Message("ComfyUI chose {} for {}{} → {}", chosen, model, lacks, chosen)
+        return chosen, Message("{}, which ComfyUI chose for {}{}", chosen, model, lacks)
     if chosen == "fp32" and _fp32_is_asked_for():
-        return "fp32", Message("ComfyUI was started with fp32 for {} → fp32", model)
-    return "fp16", Message("{} has no native bf16 → fp16", architecture)
+        return "fp32", Message("fp32, as ComfyUI was started for {}", model)
+    return "fp16", Message("fp16, since {} has no native bf16", architecture)
 
 
 def _best_in_fp16(architecture: Architecture) -> bool:

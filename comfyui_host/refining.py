@@ -63,7 +63,7 @@ def _guarded(prepare: Prepare, model: ModelCall, policy: GuardPolicy, tell: Call
         saturated = clipped is not None and not clipped.item() < FP16_MAX
         if not (broken or saturated) or policy.on_failure is OnFailure.OFF or _broken(given):
             return made
-        what, problem = broken or _TEXT, Message("non-finite") if broken else Message("saturated")
+        what, problem = broken or _TEXT, Message("NaN or infinite") if broken else Message("clipped")
         refiner = Message("The text refiner of {} itself", model.name)
         where = refiner if what == _TEXT else Message("What {} prepares itself ('{}')", model.name, what)
         found = Message("{}: its output in {} is {}", where, dtype, problem)

@@ -23,7 +23,7 @@ from ..precision.overflow import Clips
 from ..precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
 from ..precision.policy import Component, Precision
 from ..precision.profile_store import Profile, ProfileFile
-from ..precision.report import StepRecord, together
+from ..precision.report import PROBLEMS, StepRecord, together
 from ..precision.upcast import RerunUnsupported
 from ..precision.wide import CannotWiden
 from ..trust.message import BadInput, Message, joined, message_of
@@ -132,7 +132,9 @@ class Run:
             scope = Scope.STEP if policy.scope is Scope.LEARNED else policy.scope
             plain = replace(self._settings, request=None, policy=replace(policy, scope=scope))
             executor = self._executor(of, plain)
-            executor.guard.report.note(Message("as ComfyUI computes it, since not every layer can be wide: {}", error))
+            executor.guard.report.note(
+                Message("as ComfyUI computes it, since not every layer can be protected: {}", error)
+            )
             made = executor(*args, **kwargs)
         if learned := executor.guard.learned:
             self._settings.learned[of.component, executor.guard.dtype] = replace(learned, whole_run_fp32=False)
@@ -197,7 +199,7 @@ def _why(error: Exception) -> str:
 
 def _what_happened(step: StepRecord) -> str:
     action = step.rerun.action if step.rerun else ""
-    return joined("; ", filter(None, (step.note or Message(step.outcome), action)))
+    return joined("; ", filter(None, (step.note or PROBLEMS[step.outcome], action)))
 
 
 @dataclass(frozen=True)

@@ -73,10 +73,10 @@ class Outcome:
         broken = self.broken_frames
         told = [f"{broken} of {frames} frames NaN" if broken else "every frame finite"]
         if failed := self.count("non-finite", "saturated"):
-            told.append(f"{failed} of {steps} steps not finite")
+            told.append(f"{failed} of {steps} steps NaN or infinite")
         if reruns := self.count("rerun"):
             widened = any((stage.get("learned") or {}).get("wide_parts") for stage in self.stages)
-            told.append(f"{reruns} of {steps} steps computed again in fp32{', then wide' if widened else ''}")
+            told.append(f"{reruns} of {steps} steps computed again in fp32{', protected since' if widened else ''}")
         if not broken:
             told.append(f"max difference from fp32 {self.difference(reference):.4f}")
         return " · ".join(told)

@@ -20,7 +20,7 @@ class DecodeLatents(Node):
     CATEGORY = inputs.SAMPLE
     SEARCH_ALIASES = ["VAE decode", "tiled decode", "black image", "black video", *inputs.PRECISION_WORDS]
     DESCRIPTION = (
-        "Decodes latents to frames with the pipeline's VAE; decoded again in fp32 if the result is not finite."
+        "Decodes latents to frames with the pipeline's VAE; decoded again in fp32 if the result is NaN or infinite."
     )
     RETURN_TYPES = ("IMAGE",)
     RETURN_NAMES = ("images",)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
-from ..trust.message import Message
+from ..trust.message import Message, joined
 from . import inputs
 from .node import Node, titled
 from .stage_node import embeddings, only_first, requested, running, ui
@@ -92,7 +92,8 @@ class Sampler(Node):
         progress = host.Progress(wanted.computed_steps, node_id)
 
         def step_done(done: int, total: int, report: RunReport) -> None:
-            line = Message("step {}/{} · {} · {}", done, total, report.plan.numerics, report.count_reruns())
+            at, numerics = Message("step {}/{}", done, total), report.plan.numerics
+            line = joined(" · ", filter(None, (at, numerics, report.repeated())))
             progress.update(done, line, more=report.finding())
 
         with running(pipeline), progress:

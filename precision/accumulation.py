@@ -73,7 +73,7 @@ def decide(
 
 def _decide(architecture: Architecture, request: Accumulation) -> Decision:
     if request is Accumulation.FAST:
-        reason = "asked for 'fast': half-precision accumulation, scores in fp32, reported right on sm89"
+        reason = "'fast', as you chose: half-precision accumulation, scores in fp32, reported right on sm89"
         return Decision(Mode.FAST, reason, FAST_SOURCE, architecture)
     found = {
         "right": f"half-precision accumulation is reported right on {architecture}",

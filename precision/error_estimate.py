@@ -35,7 +35,7 @@ MARGIN = 1.2  # a step is cached where the target error allows for that much mor
 
 GROWTH = 1.4  # of an error until the end of a run, at most: measured on trained models (docs/step_cache.md)
 LEAST = 1e-6  # of a signal from which a ratio is taken: what is smaller is rounding
-NOT_FINITE = "what it extrapolates is not finite"
+NOT_FINITE = "what it extrapolates is NaN or infinite"
 
 
 def extrapolation_weights(at: Sequence[int], wanted: int) -> list[float]:
@@ -72,14 +72,14 @@ class CacheUse:
         """Return a few words; "" where nothing was cached."""
         if not self.cached:
             return ""
-        return Message("{} of {} steps cached at an estimated drift of {:.2%}", self.cached, self.steps, self.drift)
+        return Message("{} of {} steps cached at an estimated error of {:.2%}", self.cached, self.steps, self.drift)
 
     def warning(self) -> str:
         """Say that the estimate is over the target; "" where it is not."""
         if not self.over_target:
             return ""
         over = Message(
-            "The step cache is over its target of {:.2%}: the latents have drifted by an estimated {:.2%}.",
+            "The step cache is over its target of {:.2%}: the result is off by an estimated {:.2%}.",
             self.target,
             self.drift,
         )
@@ -89,7 +89,7 @@ class CacheUse:
     def __str__(self) -> str:
         stopped = f"; stopped: {self.stopped}" if self.stopped else ""
         return (
-            f"{self.cached} of {self.steps} steps cached, {self.skipped:.1%} of block calls skipped; estimated drift "
+            f"{self.cached} of {self.steps} steps cached, {self.skipped:.1%} of block calls skipped; estimated error "
             f"{self.drift:.3%}, target {self.target:.3%}; {self.compared} steps compared, of which one would have "
             f"added {self.largest:.3%} at most{stopped}"
         )
@@ -153,7 +153,7 @@ class ErrorEstimate:
         if change is None:
             return replace(self, changes=(*self.changes, self._change(self.at)))
         if not 0 <= change < math.inf:
-            return self.stop("the latents are zero, or not finite")
+            return self.stop("the latents are zero, NaN or infinite")
         return replace(self, changes=(*self.changes, change))
 
     def after_reuse(self, signal: float) -> ErrorEstimate:

@@ -27,7 +27,7 @@ from .memory import extra_peak
 from .observe import Agree, alone, broken_weight, first_broken, floating, non_finite
 from .overflow import Extremes, Pending, Places, Range, measured, only_minus_inf, places, propagate_nonfinite_attention
 from .overrides import STAY, OverflowDiagnosis, PrecisionOverrides
-from .report import Rerun, RunReport, StepRecord
+from .report import PROBLEMS, Rerun, RunReport, StepRecord
 from .shallow_copy import IdentityMemo
 from .snapshot import Snapshot
 from .upcast import run_in_fp32
@@ -157,7 +157,7 @@ class StageGuard:
             self._restore(before)
             if not self._renew(*args, **kwargs):
                 raise GuardStopped(self._diagnose(args, kwargs)) from None
-        logger.warning("%s: non-finite in fp32 too, so its weights were loaded anew", self._where())
+        logger.warning("%s: NaN or infinite in fp32 too, so its weights were loaded again", self._where())
         before = self._snapshot(args, kwargs, self._owner, self._attempt)  # its buffers may be loaded anew, too
         try:
             output = self._call(args, kwargs, before)
@@ -166,8 +166,8 @@ class StageGuard:
             raise GuardStopped(self._diagnose(args, kwargs)) from None
         last = self.report.steps[-1]
         rerun = last.outcome == "rerun"
-        helped = Message("and the step computed in fp32") if rerun else Message("after that {} was finite", last.dtype)
-        self.report.note(Message("non-finite in fp32 too: the weights were loaded anew, {}", helped))
+        helped = Message("and the step repeated in fp32") if rerun else Message("after that {} was finite", last.dtype)
+        self.report.note(Message("NaN or infinite in fp32 too: the weights were loaded again, {}", helped))
         return output
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Snapshot) -> Any:
@@ -206,7 +206,7 @@ class StageGuard:
         del output
         dtypes = before.dtypes_now()
         self._restore(before)
-        problem = Message(outcome) if given.finite else Message("its input does not fit")
+        problem = PROBLEMS[outcome] if given.finite else Message("its input does not fit")
         self._refuse(problem, args, kwargs, may_be_right=ends is not None)
         output, made, finding, rerun = self._again(
             args, kwargs, before, ends, to_blame=given.finite, saturated=outcome == "saturated"
@@ -279,7 +279,7 @@ class StageGuard:
             right = OverflowDiagnosis("fp32 has the same at the same places, so it is right from the next call on")
             return output, made, right, Rerun("", None, "", time.perf_counter() - started, extra_bytes())
         if self.policy.on_failure is OnFailure.STOP:
-            self._refuse("saturated" if saturated else "non-finite", args, kwargs, may_be_right=False)
+            self._refuse(PROBLEMS["saturated" if saturated else "non-finite"], args, kwargs, may_be_right=False)
         if learner and finding is None:
             with before.once_more(output) as possible:
                 if possible:
@@ -408,22 +408,22 @@ class StageGuard:
             broken = sum(non_finite(t) for t in floating(value))
             if broken:
                 raise GuardStopped(
-                    "{}: its input '{}' holds {} non-finite values already, so the stage before it made them. Guard "
-                    "that one (precision 'auto', or a NaN Guard), or run it in fp32.",
+                    "{}: its input '{}' holds {} NaN or infinite values already, so the stage before it made them. "
+                    "Guard that one (precision 'auto', or a NaN Guard), or run it in fp32.",
                     self._where(),
                     name,
                     broken,
                 )
 
     def _diagnose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        found = Message("{}: the output is non-finite in fp32 too", self._where())
+        found = Message("{}: the output is NaN or infinite in fp32 too", self._where())
         owner = self._owner
         if not isinstance(owner, torch.nn.Module):
             return Message("{}. Precision cannot help here.", found)
         if weight := broken_weight(owner):
             return Message(
-                "{}, because the weight '{}' holds {} non-finite values of {}. The checkpoint is damaged, or was cast "
-                "to fp16 beyond its range: download it again, or use bf16.",
+                "{}, because the weight '{}' holds {} NaN or infinite values of {}. The checkpoint is damaged, or was "
+                "cast to fp16 beyond its range: download it again, or use bf16.",
                 found,
                 *weight,
             )

@@ -59,8 +59,8 @@ def _put_back(module: torch.nn.Module, kept: frozenset[str]) -> Iterator[str]:
         broken = int((~torch.isfinite(parameter)).sum())
         if broken:
             raise DamagedByCast(
-                "'{}' belongs in fp32 ({} says so), but was cast to {}, where {} of its values are not finite. Load "
-                "the weights again, in fp16 from the start and without a later .to(torch.float16).",
+                "'{}' belongs in fp32 ({} says so), but was cast to {}, where {} of its values are NaN or infinite. "
+                "Load the weights again, in fp16 from the start and without a later .to(torch.float16).",
                 name,
                 type(module).__name__,
                 dtype_name(parameter.dtype),

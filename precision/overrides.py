@@ -60,7 +60,7 @@ class PrecisionOverrides:
     def in_words(self) -> list[str]:
         """Return a few words for each thing that a run does otherwise, apart from the stream."""
         said: list[str] = [EVERYTHING] if self.everything else []
-        said += [Message("{} wide", parts_in_words(self.wide_parts))] if self.wide_parts else []
+        said += [Message("{} protected", parts_in_words(self.wide_parts))] if self.wide_parts else []
         said += [Message("{} in fp32", parts_in_words(self.islands))] if self.islands else []
         said += [Message("{} unquantised", parts_in_words(self.unquantised))] if self.unquantised else []
         return said
@@ -72,12 +72,12 @@ def fp16_accumulation_in_words(error: float) -> str:
         return Message("on, it changes a step by {:.2%}", error)
     if error < 1:
         return Message("off, it changes a step by {:.2%}, more than {:.1%}", error, MAX_FP16_ERROR)
-    return Message("off, a step with it is not finite or 100% off")
+    return Message("off, a step with it is NaN, infinite or 100% wrong")
 
 
 NOTHING = PrecisionOverrides()
-EVERYTHING = Message("every layer wide")
-STREAM = Message("stream in float32")
+EVERYTHING = Message("overflow protection in every layer")
+STREAM = Message("overflow protection on")
 STAY = Message("the rest of the run in fp32")
 
 
@@ -324,7 +324,7 @@ def diagnose_from_half_run(
     reason += Message(" is broken in {}, although no layer's output leaves its range: it overflows {}", dtype, inside)
     reason += Message(", apart from the residual stream") if anatomy.widens(dtype) else ""
     if everything:
-        reason = Message("values are too far apart or too large for products in {}, {}", dtype, inside)
+        reason = Message("values differ too much in size, or are too large, for products in {}, {}", dtype, inside)
     island = anatomy.island(name, peaks, dtype, islands)
     return OverflowDiagnosis(reason, name, peak, islands=() if island is None else (island,), hopeless=island is None)
 
@@ -339,30 +339,30 @@ def escalate_overrides(
     """
     if finding.quantised:
         learned = replace(learned, unquantised=(*learned.unquantised, finding.quantised))
-        return learned, Message("'{}' unquantised from the next call on", finding.quantised)
+        return learned, Message("'{}' unquantised from here on", finding.quantised)
     if finding.fp16_accumulation:
-        return replace(learned, fp16_error=1.0), Message("no fp16 accumulation from the next call on")
+        return replace(learned, fp16_error=1.0), Message("no fp16 accumulation from here on")
     can_widen = dtype == "fp16"
     everything = can_widen and learned.everything
     broken = finding.stream is not None and not math.isfinite(finding.stream)
     if broken or anatomy.everything or finding.hopeless or (everything and finding.islands):
         if can_widen and not everything and not broken:
-            return PrecisionOverrides(everything=True), Message("{} from the next call on", EVERYTHING)
+            return PrecisionOverrides(everything=True), Message("{} from here on", EVERYTHING)
         return replace(learned, whole_run_fp32=True), STAY
     actions: list[str] = []
     if finding.stream is not None and anatomy.widens(dtype):
         learned = replace(learned, wide=True)
-        actions.append(Message("its residual stream in float32"))
+        actions.append(Message("its residual stream protected"))
     tried = {name: _tried(name, learned) for name in finding.islands}
     widened = tuple(name for name in finding.islands if can_widen and not tried[name])
     if widened:
         learned = replace(learned, wide_parts=largest_of((*learned.wide_parts, *widened)))
-        actions.append(Message("{} wide", parts_in_words(widened)))
+        actions.append(Message("{} protected", parts_in_words(widened)))
     if islands := largest_of(tried[name] or name for name in finding.islands if name not in widened):
         kept = tuple(name for name in learned.wide_parts if not covered(name, islands))
         learned = replace(learned, wide_parts=kept, islands=largest_of((*learned.islands, *islands)))
         actions.append(Message("{} in fp32", parts_in_words(islands)))
-    return learned, Message("{} from the next call on", joined(" and ", actions)) if actions else ""
+    return learned, Message("{} from here on", joined(" and ", actions)) if actions else ""
 
 
 def _tried(name: str, learned: PrecisionOverrides) -> str:

@@ -177,7 +177,7 @@ def unless_failed(architecture: Architecture, dtype: str, reason: str) -> tuple[
     has = ("bf16", architecture.native_bf16), ("fp16", architecture.fast_fp16)
     right = [other for other, is_there in has if is_there and other not in architecture.failed]
     taken = (*right, "fp32")[0]
-    return taken, Message("{}, {} → {}", reason, failure(architecture, dtype), taken)
+    return taken, Message("{}: {}, {}", taken, reason, failure(architecture, dtype))
 
 
 def with_failure(architecture: Architecture, dtype: str, reason: str) -> str:
@@ -200,24 +200,24 @@ def _dtype(architecture: Architecture, variant: Variant, request: Precision) -> 
 def _automatic(architecture: Architecture, variant: Variant) -> tuple[str, str]:
     if variant.trained_in == "bf16":
         if architecture.native_bf16:
-            return "bf16", Message("{}, which {} computes natively → bf16", variant.said, architecture)
+            return "bf16", Message("bf16, since {}, which {} computes natively", variant.said, architecture)
         if architecture.fast_fp16:
-            return "fp16", Message("{} has no native bf16 → fp16", architecture)
-        return "fp32", Message("{} has neither native bf16 nor fast fp16 → fp32", architecture)
+            return "fp16", Message("fp16, since {} has no native bf16", architecture)
+        return "fp32", Message("fp32, since {} has neither native bf16 nor fast fp16", architecture)
     if architecture.fast_fp16:
-        return "fp16", Message("{} → fp16", variant.said)
-    return "fp32", Message("{}, which {} on {} → fp32", variant.said, _in_fp16(architecture), architecture)
+        return "fp16", Message("fp16, since {}", variant.said)
+    return "fp32", Message("fp32, since {}, which {} on {}", variant.said, _in_fp16(architecture), architecture)
 
 
 def _asked(architecture: Architecture, variant: Variant, request: Precision) -> tuple[str, str]:
     if request is Precision.FP32:
-        return "fp32", Message("asked for fp32")
+        return "fp32", Message("fp32, as you chose")
     if request.quantises:
         return "bf16", Message(
-            "asked for {}: the denoiser's large linear layers multiply in it, all else is bf16", request.value
+            "{}, as you chose: the denoiser's large linear layers multiply in it, all else is bf16", request.value
         )
     if request is Precision.BF16:
-        reason = Message("asked for bf16")
+        reason = Message("bf16, as you chose")
         if not architecture.native_bf16:
             reason += Message(
                 ", which {} only emulates: slow, and hungry for memory; 'auto' is faster here", architecture
@@ -226,10 +226,10 @@ def _asked(architecture: Architecture, variant: Variant, request: Precision) -> 
             reason += Message("; {}, which keeps 3 more bits: 'auto' is nearer to fp32", variant.said)
         return "bf16", reason
     if request is Precision.FP16_PLAIN:
-        return "fp16", Message("asked for fp16 (plain): neither guarded nor made safe, for comparison")
-    reason = Message("asked for fp16")
+        return "fp16", Message("fp16 (plain), as you chose: no protection, for comparison")
+    reason = Message("fp16, as you chose")
     if not architecture.fast_fp16:
-        reason += Message(", which {} on {}", _in_fp16(architecture), architecture)
+        reason += Message(" (which {} on {})", _in_fp16(architecture), architecture)
     return "fp16", Message("{}; {} overflows plain fp16", reason, variant.name) if variant.leaves_fp16 else reason
 
 
@@ -240,28 +240,28 @@ def _in_fp16(architecture: Architecture) -> str:
 
 def _guard(variant: Variant, dtype: str, request: Precision) -> tuple[bool, str]:
     if dtype == "fp32":
-        return False, "not needed: fp32 is what the guard would rerun in; a non-finite result ends the run"
+        return False, "not needed: fp32 is what it would repeat a step in; NaN or infinite values end the run"
     if request is Precision.FP16_PLAIN:
-        return False, "off: asked for fp16 (plain), only watched"
+        return False, "off: fp16 (plain) is only watched"
     if dtype == "bf16":
         return True, "on: bf16 has fp32's range, so it should never have to act; a check costs next to nothing"
     if variant.leaves_fp16:
         return True, f"on, and needed: {variant.name} leaves fp16's range"
-    return True, f"on: {variant.name} is not known to leave fp16's range, but a LoRA or a prompt may"
+    return True, f"on: a LoRA or a prompt can push {variant.name} out of fp16's range"
 
 
 def _wide(variant: Variant, component: Component, dtype: str, request: Precision) -> tuple[bool, str]:
     if dtype != "fp16":
-        return False, f"nothing: {dtype} has the range"
+        return False, f"off: {dtype} has the range"
     if request is Precision.FP16_PLAIN:
-        return False, "nothing: asked for fp16 (plain)"
+        return False, "off: fp16 (plain) has none"
     if component in (Component.IMAGE_ENCODER, Component.VAE_DECODE):
-        return False, "nothing: the guard is enough here"
+        return False, "off: the guard is enough here"
     if component is not Component.DENOISER:
-        return True, "every layer: products in fp16, scaled to fit, and all else in float32"
+        return True, "on in every layer: products in fp16, scaled to fit, and all else in float32"
     if not variant.has_stream:
-        return False, "nothing: no single stream runs through all of it"
-    return True, "the layers that write to the residual stream, so that it is float32: fp16 ends at 65504"
+        return False, "off: no single residual stream runs through all of it"
+    return True, "on in the layers that write to the residual stream, so that it is float32: fp16 ends at 65504"
 
 
 def _quantised(component: Component, dtype: str, request: Precision) -> tuple[str, str]:
@@ -285,7 +285,7 @@ def _fp16_sums(
     if dtype != "fp16":
         return False, f"nothing: products of {dtype} always accumulate in fp32; choose precision 'fp16' for it"
     if request is Precision.FP16_PLAIN:
-        return False, "nothing: asked for fp16 (plain), which nothing checks"
+        return False, "nothing: fp16 (plain) is not checked"
     if architecture.fp16_sums == "same":
         return False, f"nothing: {architecture} multiplies no faster with it, if it is no GeForce RTX"
     return True, "where the first step is right with it; GeForce cards multiply twice as fast"
@@ -295,14 +295,12 @@ def _not_quantised(architecture: Architecture, request: Precision) -> str:
     """Say why linear layers are not quantised on an architecture, and what to choose."""
     takes, instead = {
         Precision.FP8: (
-            "compute capability 8.9 or newer (RTX 40 and 50, L4, H100, B200)",
+            "an RTX 40 or 50, L4, H100 or B200 (compute capability 8.9 or newer)",
             "'auto', or from compute capability 8.0 on 'int8'",
         ),
         Precision.INT8: (
-            "compute capability 8.0 or newer (RTX 30, 40 and 50, A100, H100, B200), or a CPU that has bf16",
+            "an RTX 30, 40 or 50, A100, H100 or B200 (compute capability 8.0 or newer), or a CPU that has bf16",
             "'auto'",
         ),
     }[request]
-    return Message(
-        "{} quantises nothing to {}: that takes {}. Choose precision {}.", architecture, request.value, takes, instead
-    )
+    return Message("{} needs {}; this is {}. Choose precision {}.", request.value, takes, architecture, instead)

@@ -162,9 +162,11 @@ class Verdict:
     def plan(self) -> str:
         """How a run in this dtype would go, in a few words."""
         if not self.fits:
-            return f"{self.dtype} does not do"
-        how = ["wide"] * self.learned.wide + self.learned.in_words()
-        return f"{self.dtype} {' + '.join(how)}" if how else self.dtype + (" plain" if self.dtype == "fp16" else "")
+            return f"{self.dtype} is not enough"
+        how = ["overflow protection"] * self.learned.wide + self.learned.in_words()
+        return (
+            f"{self.dtype} with {' + '.join(how)}" if how else self.dtype + (" plain" if self.dtype == "fp16" else "")
+        )
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ class ProbeResult:
         """For people."""
         lines = [
             self.headline,
-            f"    because {self.reason}",
+            f"    Why: {self.reason}",
             f"    {f'To apply it: {self.to_apply}.' if self.to_apply else 'Nothing has to be set for it.'}",
             "Each precision:",
             *(f"    {verdict.plan}: {verdict.reason}" for verdict in self.verdicts),
@@ -218,7 +220,9 @@ class ProbeResult:
         ]
         if apart := self.probed.too_far_apart:
             named = ", ".join(f"'{name}' {share:.3g} ×" for name, share in [*apart.items()][:WORST])
-            lines.append(f"Too far apart for scaled products in fp16: {len(apart)} layers, by bf16's error: {named}")
+            lines.append(
+                f"Given values that differ too much in size for fp16, beside bf16's error: {len(apart)} layers: {named}"
+            )
         return "\n".join([*lines, f"Cost: {self.cost}"])
 
     def as_dict(self) -> dict[str, Any]:
@@ -252,8 +256,8 @@ def judge(probed: Probed, dtype: str) -> Verdict:
         learned = PrecisionOverrides(everything=dtype == "fp16", whole_run_fp32=dtype != "fp16")
     for name, share in probed.too_far_apart.items() if dtype == "fp16" else ():
         if learned.everything or covered(name, learned.wide_parts) or adapted(name) in anatomy.writers:
-            said = f"'{name}' is given values too far apart: its scaled product in fp16 is {share:.3g} × as far off"
-            return Verdict(dtype, PrecisionOverrides(whole_run_fp32=True), f"{said} as bf16's")
+            said = f"'{name}' is given values that differ too much in size: its product in fp16 is {share:.3g} ×"
+            return Verdict(dtype, PrecisionOverrides(whole_run_fp32=True), f"{said} as far off as bf16's")
     if finding:
         return Verdict(dtype, learned, finding.reason)
     most = "".join(f"the most is {entry.reach:.3g}, in '{entry.name}'; " for entry in probed.entries()[:1])

@@ -255,4 +255,4 @@ class QuantisedLinears:
 
 
 def _percent(error: float) -> str:
-    return f"{error:.0%}" if math.isfinite(error) else "not finite"
+    return f"{error:.0%}" if math.isfinite(error) else "NaN or infinite"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -11,7 +12,7 @@ from ..trust.message import Message, joined
 from ..trust.plain import for_json
 from .accumulation import Switch
 from .memory import Memory
-from .overrides import PrecisionOverrides
+from .overrides import RANGE, PrecisionOverrides
 from .policy import Component, Plan
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class RunReport:
     graphs: int | None = None  # traced anew in this run, as dynamo counts; None where nothing is compiled
     graphs_kept: int = 0  # of them, those whose code an earlier run had compiled and kept
     switches: tuple[Switch, ...] = ()
-    wide: str = ""  # what was float32 in fp16: "stream in float32", "every layer wide"
+    wide: str = ""  # what was float32 in fp16: "overflow protection on", "overflow protection in every layer"
     learned: PrecisionOverrides | None = None  # what the run knew in the end, where it learns
     calls_per_step: int = 1  # of the denoiser
     cache: CacheUse | None = None  # of the steps; None where all are computed
@@ -92,8 +93,9 @@ class RunReport:
     def reruns(self) -> int:
         return sum(step.outcome == "rerun" for step in self.steps)
 
-    def count_reruns(self) -> str:
-        return counted(self.reruns, "1 rerun", "{} reruns")
+    def repeated(self) -> str:
+        """Say in how many calls a failure was repeated in fp32; "" where none was."""
+        return Message("{} repeated in fp32", self.reruns) if self.reruns else ""
 
     @property
     def failed(self) -> int:
@@ -107,32 +109,39 @@ class RunReport:
         return [max(calls[start : start + self.calls_per_step], key=_CELLS.index) for start in starts]
 
     def summary(self) -> str:
-        """Say in one line why this dtype was chosen, how many calls there were, and how many reruns."""
-        denoising = self.plan.component is Component.DENOISER
-        stage = "" if denoising else Message("{}: ", self.plan.component.words)
+        """Say in one line why this dtype was chosen, how many calls there were, and what became of them."""
+        component, cells = self.plan.component, self.cells()
+        stage = "" if component is Component.DENOISER else Message("{}: ", component.words)
         if not self.steps:
             return Message("{}{}; nothing to compute, all of it was remembered.", stage, self.plan.reason)
-        number = -(-len(self.steps) // self.calls_per_step)
-        made = counted(number, "1 step", "{} steps") if denoising else counted(number, "1 call", "{} calls")
-        counts = Message("{}, {}", made, self.count_reruns())
-        if self.failed:
-            counts += Message(", {} NOT FINITE: the result is broken; choose precision 'auto' or 'fp16'", self.failed)
-        return Message("{}{}{}; {}.", stage, self.plan.reason, self._otherwise(), counts)
+        made = _of(component, len(cells))
+        if self.reruns and self.calls_per_step > 1:
+            made = Message("{}, {} of {} calls repeated in fp32", made, self.reruns, len(self.steps))
+        elif self.reruns:
+            made = Message("{}, {} repeated in fp32", made, self.reruns)
+        if failed := cells.count("failed"):
+            made = Message("{}, {} with NaN, infinite or clipped values: the result is broken", made, failed)
+            made = Message("{}; choose precision 'auto' or 'fp16'", made)
+        elif not self.reruns:
+            made = Message("{}, fine", made) if len(cells) == 1 else Message("{}, all fine", made)
+        return Message("{}{}{}; {}.", stage, self.plan.reason, self._otherwise(), made)
 
     def finding(self) -> str:
         """Say in one line which call failed first, where, and what followed; "" where none did."""
         step = next((step for step in self.steps if step.outcome != "finite"), None)
         if step is None:
             return ""
-        what, rerun = Message(step.outcome), step.rerun
-        if rerun and rerun.module:
-            named, peak = rerun.module, rerun.peak
-            what = Message("{}: {}", named, what) if peak is None else Message("{} reached {}", named, _largest(peak))
-        number = step.step // self.calls_per_step + 1
-        which = Message("step {}", number) if self.plan.component is Component.DENOISER else Message("call {}", number)
-        followed = Message(", rerun in fp32") if rerun else ""
-        followed += Message("; {}", rerun.action) if rerun and rerun.action else ""
-        return Message("{}: {}{}", which, what, followed)
+        said = joined(": ", (self._which(step), _wrong(step, self.plan.dtype)))
+        if step.outcome != "rerun":
+            return Message("{}; in which layer, only the NaN Guard finds out.", said)
+        action = step.rerun.action if step.rerun else ""
+        then = Message("Repeated in fp32; {}.", action) if action else Message("Repeated in fp32.")
+        return joined(" ", (Message("{}.", said), then))
+
+    def _which(self, step: StepRecord) -> Message:
+        of, number = self.plan.component, step.step // self.calls_per_step + 1
+        denoising, text = of is Component.DENOISER, of is Component.TEXT_ENCODER
+        return Message("Step {}" if denoising else "Prompt {}" if text else "Part {}", number)
 
     def compiled(self) -> str:
         """Say how many graphs were compiled, after a comma, or came from the cache; "" where nothing is compiled."""
@@ -145,10 +154,10 @@ class RunReport:
         return Message("{}, {}from the cache of earlier runs", graphs, kept)
 
     def _otherwise(self) -> str:
-        """Say what did not run in the plan's dtype, after a comma; "" where everything did."""
+        """Say what did not run in the plan's dtype, after a semicolon; "" where everything did."""
         learned = self.learned.in_words() if self.learned else []
         said = dict.fromkeys([self.wide, *learned, self.cache.in_short() if self.cache else ""])
-        return joined("", (Message(", {}", words) for words in said if words))
+        return joined("", (Message("; {}", words) for words in said if words))
 
     def text(self) -> str:
         """Return the summary and the plan, then each step, the notes, and last the switches."""
@@ -158,23 +167,29 @@ class RunReport:
             f"{self.variant} on {self.architecture}",
             f"backend: {self.backend} ({self.backend_reason}){self.compiled()}",
             f"guard {self.plan.guard_reason}",
-            f"wide: {self.plan.wide_reason}",
+            f"overflow protection {self.plan.wide_reason}",
             *([f"quantised: {self.plan.quantised_reason}"] if self.plan.quantised_reason else ()),
             *([f"fp16 accumulation: {self.plan.fp16_sums_reason}"] if self.plan.fp16_sums_reason else ()),
             *([f"step cache: {self.cache}"] if self.cache else ()),
             *([f"memory: {self.memory}"] if self.memory else ()),
         ]
-        for s in [step for report in (*self.before, self) for step in report.steps]:
-            at = "" if s.timestep is None else f" t={s.timestep:g}"
-            largest = "" if s.largest is None else f", max |x| {s.largest:.4g}"
-            note = f" — {s.note}" if s.note else ""
-            came_to = f"{s.outcome}, cached" if s.cached else s.outcome
-            lines.append(f"{s.stage} {s.step + 1}{at}: {s.dtype}, {came_to}, {s.seconds:.3f} s{largest}{note}")
-            if s.rerun:
-                lines.append(f"    rerun: {_rerun(s.rerun)}")
+        lines += [line for report in (*self.before, self) for step in report.steps for line in report._lines(step)]
         lines += [f"note: {note}" for note in (*self.warnings, *self.notes)]
         lines += [f"{s.name}={s.value} (by {s.set_by}: {s.reason})" for s in self.switches]
         return "\n".join(lines)
+
+    def _lines(self, step: StepRecord) -> list[str]:
+        """Return a line of a step, and one of its rerun."""
+        component, call = self.plan.component, step.step % self.calls_per_step + 1
+        which = self._which(step).lower()
+        which += f", call {call} of {self.calls_per_step}" if self.calls_per_step > 1 else ""
+        which = which if component is Component.DENOISER else f"{component.words}, {which}"
+        at = "" if step.timestep is None else f" (t={step.timestep:g})"
+        came_to = _OUTCOMES[step.outcome] + (", from the step cache" if step.cached else "")
+        largest = "" if step.largest is None else f", largest value {_amount(step.largest)}"
+        note = f" — {step.note}" if step.note else ""
+        line = f"{which}{at}: {step.dtype}, {came_to}, {step.seconds:.2f} s{largest}{note}"
+        return [line, f"    repeated in fp32: {_rerun(step.rerun)}"] if step.rerun else [line]
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON takes it, with the sums over the steps."""
@@ -225,12 +240,41 @@ def counted(number: int, one: str, several: str) -> Message:
     return Message(one) if number == 1 else Message(several, number)
 
 
-def _largest(value: float) -> str:
-    return f"{value:,.0f}" if value < 1e7 else f"{value:.2g}"
+def _of(component: Component, number: int) -> Message:
+    """Say of how many steps, prompts or parts."""
+    if component is Component.DENOISER:
+        return counted(number, "1 step", "{} steps")
+    if component is Component.TEXT_ENCODER:
+        return counted(number, "1 prompt", "{} prompts")
+    return counted(number, "1 part", "{} parts")
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if 100 <= abs(value) < 1e7 else f"{value:.2g}"
+
+
+PROBLEMS = {"non-finite": Message("NaN or infinite"), "saturated": Message("clipped")}  # of outcomes, in words
+_OUTCOMES = {"finite": "OK", "rerun": "repeated in fp32"} | PROBLEMS
+
+
+def _wrong(step: StepRecord, dtype: str) -> Message:
+    """Say what was wrong with a step that failed, and where that is known."""
+    rerun, ends = step.rerun, RANGE.get(dtype, math.inf)
+    if rerun and rerun.module and rerun.peak is not None and ends < rerun.peak < math.inf:
+        reached = _amount(rerun.peak)
+        return Message("a value reached {} ({} ends at {}) in {}", reached, dtype, _amount(ends), rerun.module)
+    wrong = Message(
+        "NaN or infinite values"
+        if step.outcome == "non-finite"
+        else "clipped values"
+        if step.outcome == "saturated"
+        else "NaN, infinite or clipped values"
+    )
+    return Message("{} in {}", wrong, rerun.module) if rerun and rerun.module else wrong
 
 
 def _rerun(rerun: Rerun) -> str:
-    peak = "" if rerun.peak is None else f", max |x| {rerun.peak:.4g}"
+    peak = "" if rerun.peak is None else f", which reached {_amount(rerun.peak)}"
     where = f"first in '{rerun.module}'{peak}" if rerun.module else ""
-    more = "" if rerun.extra_bytes is None else f"{rerun.extra_bytes / 1e6:.3g} MB more"
-    return "; ".join(filter(None, [f"{rerun.seconds:.3f} s", more, where, rerun.action]))
+    more = "" if rerun.extra_bytes is None else f"{rerun.extra_bytes / 1e6:.3g} MB more memory"
+    return "; ".join(filter(None, [f"{rerun.seconds:.2f} s", more, where, rerun.action]))

@@ -204,7 +204,7 @@ class DenoiserHistory:
         self._advance()
         calls, self._calls = self._calls, []
         if not accepted:
-            self.controller.stop("the guard let an output through that is not finite, or does not fit")
+            self.controller.stop("the guard let an output through that is NaN or infinite, or does not fit")
         elif any(call.values is None and call.choice is not CacheDecision.REUSE for call in calls):
             self.controller.stop("the way in which it runs here hides what would be extrapolated")
         if accepted:

@@ -85,8 +85,8 @@ def _wide(layer: Any, name: str, device: torch.device | None) -> torch.nn.Module
     fits = isinstance(base, LAYERS)
     if not fits or getattr(layer, "lora_variant", None):  # of LoRA, DoRA is no mere sum
         raise CannotWiden(
-            "'{}' is a {}, and only a Linear or a convolution can be wide. Use precision 'bf16' or 'fp32' for this "
-            "model.",
+            "'{}' is a {}, and only a Linear or a convolution can be protected against overflow. "
+            "Use precision 'bf16' or 'fp32' for this model.",
             name,
             type(layer).__name__ + (" with DoRA" if fits else ""),
         )

@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = ("ru", "zh")
 PACKAGES = ("nodes", "comfyui_host", "pipelines", "precision")
 TOLD_BY = ("BadInput", "Message", "Calls", "counted", "translated", "cls")  # beside errors; these take templates
-OUTCOMES = ("non-finite", "saturated")  # of a step that failed: data, and words
 _WORD = re.compile(r"[A-Za-z]{3}")
 
 
@@ -58,7 +57,7 @@ def templates() -> frozenset[str]:
     texts = {node.value for node in _said(_trees()) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     firsts = {first_sentence(numbered(text))[0] for text in texts}
     worded = {text for text in firsts if _WORD.search(re.sub(r"\{\d+\}", "", text))}
-    return frozenset({*worded, *JOINTS, ".", *OUTCOMES})
+    return frozenset({*worded, *JOINTS, "."})
 
 
 def made_at_run_time() -> list[str]:

@@ -77,8 +77,9 @@ that was trained in bf16 and may leave fp16's range. Weights stored in fp16 or f
 
 ## What `auto` chooses
 
-This table is about the denoiser. *fp16 wide* is fp16 with the residual stream in float32. Whatever runs in fp16 or bf16
-is guarded: a call that comes out NaN or infinite is computed again in fp32. `auto` never takes plain fp16.
+This table is about the denoiser. *fp16 protected* is fp16 with overflow protection: the residual stream is float32
+([wide layers](wide.md)). Whatever runs in fp16 or bf16 is guarded: a call that comes out NaN or infinite is computed
+again in fp32. `auto` never takes plain fp16.
 """
 
 OTHERS = """\
@@ -87,7 +88,7 @@ An NVIDIA card that is newer than the table is treated as the nearest older one 
 ### The other components
 
 Text encoders, image encoders and VAEs run in the same dtype as the denoiser. They have no such stream: where they are
-*wide*, every layer is, which means products in fp16, scaled to fit, and all else in float32.
+*protected*, every layer is, which means products in fp16, scaled to fit, and all else in float32.
 """
 
 REASONS = """\
@@ -282,7 +283,7 @@ def _guard_and_stream() -> str:
             plan = choose(_nameless(native.architecture), _anonymous(variant), Component.DENOISER, request)
             alike.setdefault((plan.guard_reason, plan.wide_reason), []).append(variant.name)
         rows += [[request.value, guard, stream, _which(names)] for (guard, stream), names in alike.items()]
-    return _table(["runs in", "guarded", "residual stream", "models"], rows)
+    return _table(["runs in", "guarded", "overflow protection", "models"], rows)
 
 
 def _verdicts() -> str:
@@ -403,7 +404,7 @@ def _links(names: Iterable[str]) -> str:
 
 
 def _cell(plan: Plan) -> str:
-    return f"{plan.dtype} wide" if plan.wide else plan.dtype
+    return f"{plan.dtype} protected" if plan.wide else plan.dtype
 
 
 def _yes(flag: bool) -> str:

@@ -71,11 +71,24 @@ function cellsOf(runs, say) {
       for (end = first + 1; many && run.cells[end] === state; ) end++
       const one = cell(state, end - first > 1 ? `${SIGNS[state]}×${end - first}` : undefined)
       const span = end - first > 1 ? `${first + 1}–${end}` : `${end}`
-      one.title = `${run.plan.component} · ${say.step.replace("{}", span)}: ${state === "half" ? run.plan.dtype : say[state]}`
+      one.title = `${run.plan.component} · ${stepsOf(span, say)}: ${state === "half" ? run.plan.dtype : say[state]}`
       made.push(one)
     }
     return made
   })
+}
+
+const stepsOf = (which, say) => (/\d$/.test(which) && !/\D/.test(which) ? say.step : say.steps).replace("{}", which)
+
+/** Ascending numbers as "1–4", "7": neighbours as one. */
+function spansOf(numbers) {
+  const spans = []
+  for (const number of numbers) {
+    const last = spans.at(-1)
+    if (last?.end === number - 1) last.end = number
+    else spans.push({ first: number, end: number })
+  }
+  return spans.map(({ first, end }) => (first === end ? `${first}` : `${first}–${end}`))
 }
 
 /** How often each kind of cell occurs; of a few that failed, which steps these are. */
@@ -86,8 +99,9 @@ function legendOf(runs, say) {
   const kinds = Object.keys(SIGNS).filter((state) => steps[state])
   return kinds.map((state) => {
     const [meaning, at] = [(state === "half" && dtypes) || say[state], steps[state]]
-    const named = ["rerun", "failed"].includes(state) && runs.length === 1 && at.length <= MOST_NAMED
-    const text = `${meaning}: ${named ? say.step.replace("{}", at.join(", ")) : at.length}`
+    const spans = spansOf(at)
+    const named = ["rerun", "failed"].includes(state) && runs.length === 1 && spans.length <= MOST_NAMED
+    const text = `${meaning}: ${named ? stepsOf(spans.join(", "), say) : at.length}`
     return element("span", "", "", [...(kinds.length > 1 ? [cell(state)] : []), text])
   })
 }

@@ -36,7 +36,7 @@ SUBCOMMANDS = tuple(
         "doctor": "say what would run here or on another card, and why",
         "selftest": "check on this card what every run takes for granted, in a minute",
         "probe": "measure a model over a few steps, draw it, and recommend how to run it",
-        "profile": "list, show, export and import what runs taught about models",
+        "profile": "list, show, export and import what runs learned about models",
         "compiled": "list, export, import and clear code that was compiled for later runs",
     }.items()
 )

@@ -225,11 +225,11 @@ class _Rank:
         killed = f"{self.name} was killed by {signal.Signals(-code).name}, so the run was ended."
         if -code == signal.SIGKILL:
             return RunFailedError(
-                f"{killed} A kill that nobody asked for is the system's, where main memory ran out: see its log, or "
-                "use fewer GPUs."
+                f"{killed} If you did not stop it, the system did, where main memory ran out: see its log, or use "
+                "fewer GPUs."
             )
         return RunFailedError(
-            f"{killed} If nobody asked for that, a library, a driver or a compiled block crashed: run again with "
+            f"{killed} If you did not, a library, a driver or a compiled block crashed: run again with "
             "PYTHONFAULTHANDLER=1 to see where, and try backend 'eager'."
         )
 

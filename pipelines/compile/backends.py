@@ -113,11 +113,11 @@ def choose_backend(request: str, device: torch.device) -> BackendChoice:
     Raises BackendUnavailable where the one asked for does not work, saying what is missing.
     """
     if request == "eager":
-        return BackendChoice("eager", "asked for: not compiled")
+        return BackendChoice("eager", "as you chose: not compiled")
     if request in _PROBES:
         if missing := _PROBES[request](device):
             raise BackendUnavailable("Backend '{}' does not work here: {}. Choose 'auto' or 'eager'.", request, missing)
-        return BackendChoice(request, "asked for")
+        return BackendChoice(request, "as you chose")
     missing_by_name = {}
     for name, probe in _PROBES.items():
         missing = probe(device)

@@ -88,7 +88,7 @@ class _CompiledBlocks(CallFeature):
     def _tell(self) -> None:
         report = self._stage.report
         if not self._compiles:
-            report.backend, report.backend_reason = EAGER, "nothing is compiled with every layer wide"
+            report.backend, report.backend_reason = EAGER, "nothing is compiled with overflow protection in every layer"
             return
         backend = came_to(self._compiled, self._backend) if self._compiled else self._backend
         said = [backend.reason, self._stage.handle.compile_options.in_words(backend.name), self._attention]

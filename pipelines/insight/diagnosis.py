@@ -250,10 +250,10 @@ def _model_text(found: Diagnosis, model: ModelPlans) -> list[str]:
     """One model: a row for each component, then the reasons."""
     title = f"Plan for {model.folder}: {model.variant} on {found.architecture}, precision {found.precision.value}"
     guard = "watch" if found.on_failure == "off" else found.on_failure
-    table = [("", "dtype", "guard", "wide", "half accumulation")]
+    table = [("", "dtype", "guard", "overflow protection", "half accumulation")]
     reasons: dict[tuple[str, str], list[str]] = {}
     for plan in model.plans:
-        wide = "its stream" if plan.component is Component.DENOISER else "every layer"
+        wide = "residual stream" if plan.component is Component.DENOISER else "every layer"
         row = (plan.dtype, guard if plan.guarded else "no", wide if plan.wide else "no", plan.accumulation)
         table.append((plan.component.words, *row))
     for name, plan in product(_REASONS, model.plans):
@@ -272,7 +272,7 @@ def _variants_text(found: Diagnosis) -> list[str]:
     """All variants: dtypes in a table, then each reason once."""
     table, told = [("", *(component.words for component in Component))], list[str]()
     for model in found.models:
-        cells = {plan.component.value: f"{plan.dtype}{' wide' if plan.wide else ''}" for plan in model.plans}
+        cells = {plan.component.value: f"{plan.dtype}{' protected' if plan.wide else ''}" for plan in model.plans}
         cells |= dict.fromkeys(model.refused, "refused")
         table.append((model.variant, *(cells.get(component.value, "–") for component in Component)))
         for plan in model.plans:
@@ -307,7 +307,7 @@ def _machine_text(found: Diagnosis) -> list[str]:
     if not architecture.tested:
         tested = "this card, driver and PyTorch are not verified: run `onediff-guard selftest`, or the Self-Test node"
     told = [
-        f"self-test: {tested}" if found.here else f"plans are for {architecture}, which was asked for",
+        f"self-test: {tested}" if found.here else f"plans are for {architecture}, as you chose",
         f"runs on {machine.device}, {machine.architecture}",
         *(
             f"GPU {gpu.index}: {gpu.name}, {gpu.architecture}{'' if gpu.memory is None else f', {gpu.memory:g} GiB'}"

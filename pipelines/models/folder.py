@@ -254,7 +254,7 @@ def _unlike(variant: Variant, config: Mapping[str, Any]) -> Iterator[str]:
         if config.get(key, value) != value
     ]
     if found:
-        yield Message("laid out like {}, but with {}: planned like it", variant.name, joined(", ", found))
+        yield Message("unknown variant ({}): treated as {}", joined(", ", found), variant.name)
 
 
 def _mixed(weights: Mapping[str, Weights]) -> Iterator[str]:

@@ -115,7 +115,7 @@ def read_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> Lora
         tensors = load_file(path)
         placed = place({key: tuple(tensor.shape) for key, tensor in tensors.items()}, family, denoiser)
         if broken := next((key for key, tensor in tensors.items() if not torch.isfinite(tensor.float()).all()), None):
-            raise Unreadable(f"it is damaged: '{shown(broken)}' holds values that are not finite")
+            raise Unreadable(f"it is damaged: '{shown(broken)}' holds NaN or infinite values")
         known = {layer: float(tensors[key].reshape(-1)[0]) for layer, key in placed.alphas.items()}
         alphas, is_rs = _alphas(placed, settings, names, known)
     fitted = {key: tensors[key].reshape(shape) for key, shape in placed.shapes.items()}

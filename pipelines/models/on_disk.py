@@ -118,4 +118,4 @@ def tell_reading(name: str, n_bytes: int) -> None:
     from ...precision.memory import size
 
     if tell := _listener.get():
-        tell(Message("reading {}, {}", name, size(n_bytes)))
+        tell(Message("loading the weights of {}, {}", name, size(n_bytes)))

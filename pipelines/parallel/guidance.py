@@ -65,7 +65,7 @@ class OverHalves:
             return first
         halves = split_cfg_batch(inputs)
         if len(halves) != 2:
-            raise HalvesDiffer("found a batch that has no halves, expected one of guidance: run this on one GPU")
+            raise HalvesDiffer("found a batch that guidance does not split in two: run this on one GPU")
         own = halves[self._half]
         if isinstance(inputs.get(PROMPT), torch.Tensor):  # the same object in each step, as the whole one is
             own[PROMPT] = self._own_prompt.of(inputs[PROMPT], lambda _: own[PROMPT])

@@ -17,7 +17,7 @@ class Calls:
     """Tells each call of a stage before it runs, and when the last one is done: an interrupt waits for one at most,
     and so do other threads that want to load."""
 
-    what: str  # a Message's template: "decoding {} of {}", of a call and how many there are
+    what: str  # a Message's template: "decoding part {} of {}", of a call and how many there are
     told: CallTold
     total: int = 0  # set before the first call; 0 where that cannot be told
     done: int = 0

@@ -120,7 +120,7 @@ def decode(
         stage.report.note(
             Message("the first {} frames are cut: of an even number of latents the VAE repeats the first", surplus)
         )
-    calls = Calls("decoding {} of {}", progress or (lambda *_: None))
+    calls = Calls("decoding part {} of {}", progress or (lambda *_: None))
     compiler = DecoderCompiler(handle, stage.plan, stage.report, backend)
     vae = guarded_decoder(stage, calls, compiler if compiler.backend.name != EAGER else None)
 
@@ -185,8 +185,8 @@ def _check(handle: PipelineHandle, latents: torch.Tensor, made_by: str | None, p
     broken = non_finite(latents)
     if broken and policy.on_failure is not OnFailure.OFF:
         raise GuardStopped(
-            "vae decode: {} of the latents' {} values are not finite already: the sampler made them so, or the file "
-            "that held them is damaged. Sample again, guarded (precision 'auto' or 'fp16').",
+            "There is nothing to decode: {} of the latents' {} values are NaN or infinite already. Set the loader's "
+            "precision to 'auto' and sample again. Where they came from a file, it is damaged.",
             broken,
             latents.numel(),
         )

@@ -25,7 +25,7 @@ from .handle import PipelineHandle
 if TYPE_CHECKING:
     from .stage import ComponentStage
 
-APART = "halves apart"  # how `SplitBatch` takes less memory
+APART = "CFG halves in turn"  # how `SplitBatch` takes less memory
 
 
 def features_of(run: RunContext) -> list[Feature]:

@@ -108,11 +108,11 @@ class PipelineHandle:
             return ()
         return (
             Message(
-                "The NaN Guard is set to '{}', but does not apply to precision 'fp16 (plain)', which is only watched.",
+                "The NaN Guard, set to '{}', does nothing here: precision 'fp16 (plain)' switches it off.",
                 self.policy.on_failure.value,
             )
             + " "
-            + Message("Choose 'fp16' or 'auto' for it to act."),
+            + Message("Choose 'auto' or 'fp16'."),
         )
 
     @contextmanager

@@ -204,7 +204,7 @@ def _pipeline(
     kind = getattr(diffusers, family.schedulers[scheduler]) if scheduler else type(own)
     parts["scheduler"] = kind.from_config(own.config)
     if family.takes_image or from_video:
-        calls = Calls("encoding video, call {} of {}" if from_video else "encoding image, call {} of {}", told)
+        calls = Calls("encoding video, part {} of {}" if from_video else "encoding image, part {} of {}", told)
         encoding = handle.stage(Component.VAE_ENCODE, request)
         parts["vae"] = vae.guarded_encoder(encoding, calls)
         before.append(encoding.report)

@@ -161,7 +161,7 @@ def _learning(stage: ComponentStage, network: torch.nn.Module, compiler: Decoder
 
         made = build_half_precision_forward(network, anatomy, known, stage.plan.dtype, compiled=whole, **stage.numerics)
         if compiler and (parts or made.everything):
-            wider = "every layer wide" if made.everything else "parts of it wide or in fp32"
+            wider = "overflow protection in every layer" if made.everything else "parts of it protected or in fp32"
             compiler.leave(f"nothing is compiled with {wider}")
         return made
 

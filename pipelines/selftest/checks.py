@@ -129,7 +129,7 @@ def _checks(architecture: Architecture) -> Iterator[_Check]:
     yield _Check("the accumulation switches", BOUNDS["fp16"], long_sums, "fp16")
     rerun = partial(_rerun, architecture)
     yield _Check("a call that overflows, computed again in fp32", BOUNDS["fp32"], rerun, "fp16")
-    yield _Check("a residual stream in float32, beyond fp16", 2 * BOUNDS["fp16"], _stream, "fp16")
+    yield _Check("overflow protection, beyond fp16", 2 * BOUNDS["fp16"], _stream, "fp16")
     yield _Check("a compiled block", 2 * BOUNDS["fp16"], _compiled_block, COMPILED)
     yield _Check("offload 'group'", 0.0, _group_offload, "")
     yield _Check("peak memory beyond the estimate", _MOST_BEYOND, _peak_beyond_estimate, "")
@@ -311,7 +311,7 @@ def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[s
         f"{product} fp16, scaled": scaled,
         stream: partial(layers, lambda network: network),
         f"{stream}, guarded": partial(layers, guarded),
-        f"{stream}, wide": partial(layers, lambda network: with_wide_stream(network, STREAM, torch.float16)),
+        f"{stream}, protected": partial(layers, lambda network: with_wide_stream(network, STREAM, torch.float16)),
     }
     for name, prepare in timed.items():
         if (seconds := _seconds(prepare, device)) is not None:

@@ -127,8 +127,7 @@ class OomFallback:
         where = Message("{} that {} has for it", size(has), self._placement.device)
         if not fits:
             raise NoRoom(
-                "{}: there is not enough memory, in any way that there is to run it. {}, which takes least, takes {}, "
-                "of {}. {}",
+                "{}: there is not enough memory, whichever way it runs. {}, which takes least, takes {}, of {}. {}",
                 self._words,
                 way.said,
                 way.in_words(),

@@ -88,7 +88,7 @@ def quantised_of(stage: ComponentStage) -> QuantisedLinears | None:
     if key not in known:
         known[key] = QuantisedLinears(stage.module, stage.anatomy.repeated, stage.plan.quantised, stage.agree)
     if not known[key].names:
-        stage.report.note(f"nothing is quantised: no linear layer of its blocks is {LEAST} wide or wider")
+        stage.report.note(f"nothing is quantised: no linear layer of its blocks has {LEAST} or more features")
     return known[key]
 
 

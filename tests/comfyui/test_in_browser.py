@@ -107,8 +107,8 @@ def test_a_run_shows_its_report_on_the_sampler(opened: browser.Canvas) -> None:
     assert end == "execution_success", detail
     opened.wait_for_video()
     opened.picture("ran")
-    shown = [value for value in opened.widgets(SAMPLER).values() if "rerun" in str(value)]
-    assert shown and "2 steps, 2 reruns" in shown[0], opened.widgets(SAMPLER)
+    shown = [value for value in opened.widgets(SAMPLER).values() if "repeated in fp32" in str(value)]
+    assert shown and "2 steps, 2 repeated in fp32" in shown[0], opened.widgets(SAMPLER)
     assert opened.widgets(SAMPLER)["seed"] != 42, "control after generate: randomize"
 
 
@@ -120,7 +120,7 @@ def test_a_run_from_the_cache_still_shows_its_report(opened: browser.Canvas) -> 
         end, detail = opened.queue()
         assert end == "execution_success", detail
         shown.append(opened.widgets(SAMPLER))
-    assert "2 steps, 2 reruns" in str(shown[0]) and shown[1] == shown[0]
+    assert "2 steps, 2 repeated in fp32" in str(shown[0]) and shown[1] == shown[0]
     runs = sorted(opened.ask("/api/history").values(), key=lambda run: run["prompt"][0])[-2:]
     first, second = ({id_: ui.get("onediff_guard") for id_, ui in run["outputs"].items()} for run in runs)
     assert second == first
@@ -220,4 +220,4 @@ def test_compile_stands_before_a_sampler_and_its_blocks_are_compiled_once(opened
     (sampler,) = (node_id for node_id, node in run["prompt"][2].items() if node["class_type"] == SAMPLER)
     (report,) = run["outputs"][sampler]["onediff_guard"]
     assert report["backend"] == "inductor"
-    assert report["graphs"] == 0 and report["backend_reason"] == "asked for", "of attention a CPU has one kernel"
+    assert report["graphs"] == 0 and report["backend_reason"] == "as you chose", "of attention a CPU has one kernel"

@@ -200,7 +200,7 @@ def test_the_probe_and_its_profile_in_one_graph(run_graph: Callable[..., Ran], t
     ran = run_graph(workflow)
     assert ran.code == 0, ran.answer
     (probed,) = ran.answer["outputs"]["probe"]["onediff_guard"]
-    assert probed["plan"] == f"fp16 '{ISLAND}' wide"
+    assert probed["plan"] == f"fp16 with '{ISLAND}' protected"
     assert [report["reruns"] for report in ran.reports()] == [0, 0, 0], "encoder, sampler, decoder"
     frames = [np.asarray(Image.open(file).convert("RGB")) for file in ran.files if file.name.startswith("frame")]
     assert len(frames) == FRAMES and all(frame.std() > 2 for frame in frames)

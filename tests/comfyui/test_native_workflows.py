@@ -99,8 +99,8 @@ def test_a_healthy_run_is_the_same_with_and_without_the_guards(server: legs.Serv
     assert all(frame.std() > 2 for frame in guarded.frames)
     assert np.array_equal(plain.frames, guarded.frames)
     assert not plain.reports
-    assert "2 steps, 0 reruns" in guarded.report(f"{case.model} computes in fp16")
-    assert "1 call, 0 reruns" in guarded.report(f"VAE decoder: {case.vae} computes in fp16")
+    assert "2 steps, all fine" in guarded.report(f"{case.model} computes in fp16")
+    assert "1 part, fine" in guarded.report(f"VAE decoder: {case.vae} computes in fp16")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -120,8 +120,10 @@ def test_an_overflowing_model_is_black_without_the_guards_and_right_with_them(
     difference = np.abs(guarded.frames.astype(int) - right.frames).max() / 255
     print(f"{name}: largest difference {difference:.4f}")
     assert difference <= TOLERANCE
-    assert "every layer wide; 2 steps, 1 rerun" in guarded.report(f"{case.model} computes in fp16")
-    assert "1 call, 1 rerun" in guarded.report(f"VAE decoder: {case.vae} computes in fp16")
+    assert "overflow protection in every layer; 2 steps, 1 repeated in fp32" in guarded.report(
+        f"{case.model} computes in fp16"
+    )
+    assert "1 part, 1 repeated in fp32" in guarded.report(f"VAE decoder: {case.vae} computes in fp16")
     assert "computes in fp32" in right.report(case.model)
 
 
@@ -164,5 +166,8 @@ def test_the_page_runs_it_and_shows_both_reports_on_the_guard(
         assert end == "execution_success", detail
         canvas.picture(f"ran_{name}")
         said = " ".join(map(str, canvas.widgets(GUARD).values()))
-    assert f"{case.model} computes in fp16" in said and "every layer wide; 2 steps, 1 rerun" in said
-    assert f"VAE decoder: {case.vae} computes in fp16" in said and "1 call, 1 rerun" in said
+    assert (
+        f"{case.model} computes in fp16" in said
+        and "overflow protection in every layer; 2 steps, 1 repeated in fp32" in said
+    )
+    assert f"VAE decoder: {case.vae} computes in fp16" in said and "1 part, 1 repeated in fp32" in said

@@ -93,7 +93,7 @@ def test_the_report_has_the_numbers(run: Any) -> None:
     assert inside["max_difference_from_fp32"] <= 2e-2
     steps = [step for stage in inside["stages"] for step in stage["steps"] if step["stage"] == "denoiser"]
     assert [step["outcome"] for step in steps] == ["rerun"] + ["finite"] * 7
-    assert steps[0]["rerun"]["action"] == "'transformer_blocks.1' wide from the next call on"
+    assert steps[0]["rerun"]["action"] == "'transformer_blocks.1' protected from here on"
 
 
 def test_the_pictures_show_something(run: Any) -> None:

@@ -15,7 +15,11 @@ from mutations import mutated, mutated_bytes
 from tiers import drawn
 
 TARGET = Target(
-    "CogVideoX-5B", "0" * 16, "bf16", "narrow stream", Platform("cpu", "a CPU", "2.13", "", "cpython-311", "Linux")
+    "CogVideoX-5B",
+    "0" * 16,
+    "bf16",
+    "no overflow protection",
+    Platform("cpu", "a CPU", "2.13", "", "cpython-311", "Linux"),
 )
 ARTIFACTS = b"graph\n" * 40
 ALL, SMALLER = 5_000, 60

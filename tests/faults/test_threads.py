@@ -209,7 +209,7 @@ def test_a_run_that_times_out_stops_no_other(tmp_path: Path) -> None:
 
 
 def compiling(model: str, compiled: Path) -> PipelineHandle:
-    return replace(opened(model, compiled=compiled), backend=BackendChoice("inductor", "asked for"))
+    return replace(opened(model, compiled=compiled), backend=BackendChoice("inductor", "as you chose"))
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def command(console):
 
 def target(model="CogVideoX-5B", **machine):
     here = platform_of(torch.device("cpu"), "cpu")
-    return Target(model, "0" * 16, "bf16", "narrow stream, half accumulation off", replace(here, **machine))
+    return Target(model, "0" * 16, "bf16", "no overflow protection, half accumulation off", replace(here, **machine))
 
 
 def keep(where, what=None):
@@ -48,7 +48,7 @@ def test_list_names_good_ones_and_bad_ones(folder, command):
     (folder / f"broken{SUFFIX}").mkdir()
     (folder / f"broken{SUFFIX}" / SAVED).write_bytes(b"no header")
     _, out, _ = command("list")
-    assert f"{target().name}\n    0.0 MB; CogVideoX-5B, bf16, narrow stream, half accumulation off; " in out
+    assert f"{target().name}\n    0.0 MB; CogVideoX-5B, bf16, no overflow protection, half accumulation off; " in out
     assert torch.__version__ in out and "is no compiled code that can be used" in out
     told = json.loads(command("list", "--json")[1])["compiled"]
     assert [entry["name"] for entry in told] == ["broken", target().name], "used last first"

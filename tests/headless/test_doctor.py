@@ -153,7 +153,7 @@ def test_a_model_on_another_card(doctor: Doctor, model_folder: Callable[..., Pat
     assert "Self-test" not in out, "that of this card"
     out = doctor(*asked, "--verbose")[1]
     assert "Plan for 5b-none: CogVideoX-5B on sm75 (Turing), precision auto" in out
-    assert "sm75 (Turing) has no native bf16 → fp16" in out
+    assert "fp16, since sm75 (Turing) has no native bf16" in out
 
 
 def test_one_json_object(doctor: Doctor, model_folder: Callable[..., Path]) -> None:

@@ -24,7 +24,7 @@ def probe(console, tmp_path):
 
 def test_it_writes_picture_text_and_profile(probe, model_folder, tmp_path):
     code, out, _ = probe("--model", str(model_folder("5b", "stream")), "--arch", "7.5", *SMALL)
-    assert code == 0 and out.startswith("Recommended on sm75 (Turing): fp16 wide\n")
+    assert code == 0 and out.startswith("Recommended on sm75 (Turing): fp16 with overflow protection\n")
     picture, text, profile = (tmp_path / "out" / f"probe_00001_.{suffix}" for suffix in ("png", "txt", "json"))
     assert out.splitlines()[-3:] == [str(picture), str(text), str(profile)]
     assert Image.open(picture).width > 1000 and out.startswith(text.read_text())
@@ -38,7 +38,7 @@ def test_one_json_object_and_the_profile_kept(probe, model_folder):
     code, out, _ = probe("--model", str(model_folder("cogview4", "inside")), "--json", "--save", "--steps", "1",
                          "--width", "64", "--height", "64", "--arch", "sm75")  # fmt: skip
     told = json.loads(out, parse_constant=pytest.fail)
-    assert code == 0 and told["status"] == "done" and told["plan"] == f"fp16 '{ISLAND}' wide"
+    assert code == 0 and told["status"] == "done" and told["plan"] == f"fp16 with '{ISLAND}' protected"
     assert [Path(file).suffix for file in told["files"]] == [".png", ".txt", ".json"]
     (file,) = profiles_directory().glob("*.json")
     assert file.read_text() == told["profile"]

@@ -19,7 +19,7 @@ SMALL = {
     "Sample CogVideoX.steps": 2,
     "Decode Latents.tiling": False,
 }
-STAGES = ["encoding prompt 2 of 2", "step 2/2 · fp32 · 0 reruns", "decoding 2 of 2"]
+STAGES = ["encoding prompt 2 of 2", "step 2/2 · fp32", "decoding part 2 of 2"]
 
 
 def test_without_a_terminal_a_stage_is_a_line(

@@ -9,7 +9,7 @@ from as_comfyui import GRAPHS, call
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.precision.policy import Component
 
-SAYS = "does not apply to precision 'fp16 (plain)', which is only watched. Choose 'fp16' or 'auto' for it to act."
+SAYS = "does nothing here: precision 'fp16 (plain)' switches it off. Choose 'auto' or 'fp16'."
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_it_says_so_itself_and_in_the_log(comfyui, opened, model_folder, caplog,
     assert node.INPUT_TYPES()["hidden"] == {"node_id": "UNIQUE_ID"}
     with caplog.at_level(logging.WARNING):
         node().apply(**guard)
-    line = f"The NaN Guard is set to '{on_failure}', but {SAYS}"
+    line = f"The NaN Guard, set to '{on_failure}', {SAYS}"
     assert comfyui.texts == [("7", line)] and [record.message for record in caplog.records] == [line]
 
 
@@ -41,8 +41,8 @@ def test_the_nodes_behind_it_say_so_too(opened, caplog):
     with caplog.at_level(logging.WARNING):
         sampled = graph.sample(pipeline, encoded["result"], precision="fp16 (plain)", steps=1)
     assert SAYS in sampled["ui"]["text"][0] and SAYS in sampled["result"][1]
-    assert sampled["ui"]["onediff_guard"][0]["warnings"] == [f"The NaN Guard is set to 'rerun', but {SAYS}"]
-    assert [record.message for record in caplog.records].count(f"The NaN Guard is set to 'rerun', but {SAYS}") == 1
+    assert sampled["ui"]["onediff_guard"][0]["warnings"] == [f"The NaN Guard, set to 'rerun', {SAYS}"]
+    assert [record.message for record in caplog.records].count(f"The NaN Guard, set to 'rerun', {SAYS}") == 1
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from comfyui_onediff_guard.comfyui_host import host
 @pytest.mark.parametrize(
     ("family", "before"),
     [
-        ("svd", ["image encoder, call", "encoding image, call"]),
-        ("1.5-i2v", ["encoding image, call"]),
-        ("5b from a video", ["encoding video, call"]),
+        ("svd", ["image encoder, call", "encoding image, part"]),
+        ("1.5-i2v", ["encoding image, part"]),
+        ("5b from a video", ["encoding video, part"]),
         ("2b", []),
     ],
 )
@@ -38,8 +38,8 @@ def test_a_sampler_tells_what_it_encodes_before_its_steps(
             lambda self, done, text, *more, **named: (told.append(text), update(self, done, text, *more, **named)),
         )
         graph.sample(pipeline, prompts)
-    assert [text for text in told if text.startswith("reading ")]
-    told = [text for text in told if not text.startswith("reading")]
+    assert [text for text in told if text.startswith("loading ")]
+    told = [text for text in told if not text.startswith("loading")]
     encoding = [text for text in told if not text.startswith("step")]
     assert encoding == [f"{what} 1 of 1" for what in before for _ in ("begun", "done")]
     assert told[: len(encoding)] == encoding and told[len(encoding)].startswith("step 1/")
@@ -79,7 +79,7 @@ def test_an_interrupt_while_decoding_waits_for_one_call(
     module = pipeline.store.module("vae", "fp32")
     with monkeypatch.context() as patch:
         calls = interrupted_in(asked_in, module.decoder, patch)
-        with pytest.raises(host.Interrupted, match=f"at decoding {min(asked_in + 1, 3)} of 3"):
+        with pytest.raises(host.Interrupted, match=f"at decoding part {min(asked_in + 1, 3)} of 3"):
             GRAPHS["2b"].decode(pipeline, latents)
     assert calls == list(range(1, asked_in + 1))
     go_on()  # as the next run does
@@ -117,7 +117,7 @@ def test_an_interrupt_while_a_sampler_encodes_comes_before_its_first_step(
         with monkeypatch.context() as patch:
             calls = interrupted_in(1, module.encoder, patch)
             steps = interrupted_in(0, denoiser, patch)
-            with pytest.raises(host.Interrupted, match="at encoding image, call 1 of 1"):
+            with pytest.raises(host.Interrupted, match="at encoding image, part 1 of 1"):
                 graph.sample(pipeline)
         assert (calls, steps) == ([1], [])
         go_on()

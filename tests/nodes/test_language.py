@@ -27,7 +27,7 @@ from comfyui_onediff_guard.precision.arch import ARCHITECTURES, named
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped
 from comfyui_onediff_guard.precision.overrides import EVERYTHING
 from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, Variant, choose
-from comfyui_onediff_guard.precision.report import Rerun, RunReport, StepRecord, counted
+from comfyui_onediff_guard.precision.report import Rerun, RunReport, StepRecord
 from comfyui_onediff_guard.trust.message import BadInput, Message, joined
 
 Choose = Callable[[object], None]
@@ -65,8 +65,8 @@ def test_the_reader_finds_what_is_raised_and_told() -> None:
     assert "The image is {0}×{1}, but {2}×{3} is to be made." in found  # raised at once
     assert "'{0}' cannot be downloaded now ({1})." in found  # put together first, raised elsewhere
     assert "Model '{0}' was not found" in found  # returned by a function
-    assert "{0}: the output is non-finite in fp32 too" in found  # the beginning of several
-    assert {"decoding {0} of {1}", "1 rerun", "{0} reruns", "text encoder", "No LoRA{0}."} <= found
+    assert "{0}: the output is NaN or infinite in fp32 too" in found  # the beginning of several
+    assert {"decoding part {0} of {1}", "1 step", "{0} steps", "text encoder", "No LoRA{0}."} <= found
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,8 @@ def test_without_comfyui_everything_is_english() -> None:
     with pytest.raises(BadInput, match=f"^{re.escape(NOTHING_WIRED)}$"):
         GUARD().apply()
     assert (
-        language.page_language() == "" and language.translated("step 1/2, fp16, 1 rerun") == "step 1/2, fp16, 1 rerun"
+        language.page_language() == ""
+        and language.translated("1 step, 1 repeated in fp32") == "1 step, 1 repeated in fp32"
     )
 
 
@@ -114,19 +115,17 @@ def test_another_choice_holds_from_then_on(page: Choose) -> None:
     said = []
     for chosen in ("zh", "ru", "en"):
         page(chosen)
-        reruns = counted(2, "1 rerun", "{} reruns")
-        said.append(
-            language.translated(joined(" · ", (Message("step {}/{} · {} · {}", 3, 50, "fp16", reruns), in_words(180))))
-        )
+        at, reruns = Message("step {}/{}", 3, 50), Message("{} repeated in fp32", 2)
+        said.append(language.translated(joined(" · ", (at, "fp16", reruns, in_words(180)))))
     assert said == [
-        "第 3/50 步 · fp16 · 重算 2 次 · 还需 3 分钟",
-        "шаг 3/50 · fp16 · пересчётов: 2 · осталось 3 мин",
-        "step 3/50 · fp16 · 2 reruns · 3 min left",
+        "第 3/50 步 · fp16 · 2 次以 fp32 重算 · 还需 3 分钟",
+        "шаг 3/50 · fp16 · повторено в fp32: 2 · осталось 3 мин",
+        "step 3/50 · fp16 · 2 repeated in fp32 · 3 min left",
     ]
 
 
 STEP = StepRecord("denoiser", 0, None, "bf16", "finite", 0.1, 1.0)
-RERUN = Rerun("blocks.7.ff", 9e4, Message("{} from the next call on", Message("{} wide", "'blocks.7'")), 0.1, None)
+RERUN = Rerun("blocks.7.ff", 9e4, Message("{} from here on", Message("{} protected", "'blocks.7'")), 0.1, None)
 
 
 def _report(variant: Variant, architecture: str, component: Component, *steps: StepRecord) -> RunReport:
@@ -139,23 +138,23 @@ def _report(variant: Variant, architecture: str, component: Component, *steps: S
     [
         (
             lambda: _report(COGVIDEOX_5B, "sm80", Component.DENOISER, STEP, replace(STEP, outcome="rerun")).summary(),
-            "CogVideoX-5B 用 bf16 训练，sm80 (Ampere) 可原生计算 → bf16；2 步，重算 1 次。",
+            "bf16，因为 CogVideoX-5B 用 bf16 训练，sm80 (Ampere) 可原生计算；2 步，其中 1 个以 fp32 重算。",
         ),
         (
             lambda: replace(
                 _report(COGVIDEOX_5B, "sm75", Component.TEXT_ENCODER, STEP, STEP), wide=EVERYTHING
             ).summary(),
-            "文本编码器：sm75 (Turing) 没有原生 bf16 → fp16，每一层都加宽；2 次调用，重算 0 次。",
+            "文本编码器：fp16，因为 sm75 (Turing) 没有原生 bf16；每一层都有溢出保护；2 个提示词，全部正常。",
         ),
         (
             lambda: _report(
                 COGVIDEOX_5B, "sm75", Component.DENOISER, replace(STEP, step=3, outcome="rerun", rerun=RERUN)
             ).finding(),
-            "第 4 步：blocks.7.ff 达到 90,000，用 fp32 重算；从下一次调用起'blocks.7' 加宽",
+            "第 4 步：blocks.7.ff 中有值达到 90,000（fp16 止于 65,504）。 已用 fp32 重算；从此'blocks.7' 受保护。",
         ),
         (
-            lambda: joined("\n", (Message("encoding prompt {} of {}", 1, 2), Message("decoding {} of {}", 5, 32))),
-            "编码提示词 1/2\n解码 5/32",
+            lambda: joined("\n", (Message("encoding prompt {} of {}", 1, 2), Message("decoding part {} of {}", 5, 32))),
+            "编码提示词 1/2\n解码第 5/32 部分",
         ),
         (
             lambda: Message("the prompt is longer than {} tokens; this was cut off: {}", 226, "step 1; 1 rerun"),
@@ -163,10 +162,10 @@ def _report(variant: Variant, architecture: str, component: Component, *steps: S
         ),
         (
             lambda: next(iter(_unlike(COGVIDEOX_2B, {"num_layers": 2, "num_attention_heads": 4}))),
-            "结构与 CogVideoX-2B 相同，但 num_layers 为 2 而不是 30，num_attention_heads 为 4 而不是 30：按它来规划",
+            "未知的变体（num_layers 为 2 而不是 30，num_attention_heads 为 4 而不是 30）：按 CogVideoX-2B 处理",
         ),
-        (lambda: pickle.loads(pickle.dumps(Message("decoding {} of {}", 1, 2))), "解码 1/2"),
-        (lambda: copy.deepcopy(Message("decoding {} of {}", 1, 2)), "解码 1/2"),
+        (lambda: pickle.loads(pickle.dumps(Message("decoding part {} of {}", 1, 2))), "解码第 1/2 部分"),
+        (lambda: copy.deepcopy(Message("decoding part {} of {}", 1, 2)), "解码第 1/2 部分"),
         (lambda: "nobody knows this, nor that.", "nobody knows this, nor that."),
         (lambda: Message("{}", "/models/a: b, {0}; d"), "/models/a: b, {0}; d"),
         (lambda: "decoding 1 of 2", "decoding 1 of 2"),  # other people's text
@@ -226,20 +225,20 @@ def test_errors_of_a_guard_of_comfyuis_own_models_too(page: Choose) -> None:
     with pytest.raises(GuardStopped) as caught, guarded_run(Settings(GuardPolicy())):
         raise GuardStopped(
             "{}: the output in {} is {}, and the guard is set to stop. Set it to 'rerun'.",
-            Message("step {}", 4),
+            Message("Step {}", 4),
             "fp16",
-            Message("non-finite"),
+            Message("NaN or infinite"),
         )
-    assert str(caught.value) == "第 4 步：fp16 中的输出不是有限值，而守护设为停止。 Set it to 'rerun'."
+    assert str(caught.value) == "第 4 步：fp16 中的输出是 NaN 或无穷大，而守护设为停止。 Set it to 'rerun'."
 
 
 def test_what_a_node_shows_is_in_the_language_of_the_page(page: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     monkeypatch.setattr(host, "server", lambda: SimpleNamespace(send_progress_text=lambda text, _: shown.append(text)))
     page("zh")
-    host.say("5", joined(" ", (Message("decoding {} of {}", 1, 2), "<b>")))
+    host.say("5", joined(" ", (Message("decoding part {} of {}", 1, 2), "<b>")))
     host.say("5", "decoding 1 of 2", as_it_is=True)
-    assert shown[1] == "decoding 1 of 2" and shown[0].startswith("解码 1/2")
+    assert shown[1] == "decoding 1 of 2" and shown[0].startswith("解码第 1/2 部分")
 
 
 def test_what_is_typed_wrong_is_refused_in_the_language_of_the_page(page: Choose) -> None:

@@ -89,19 +89,24 @@ def test_guarded_fp16_is_right_where_plain_fp16_is_black(folders):
     assert images.shape == (9, 48, 64, 3) and images.dtype == torch.float32
     assert (images - expected["result"][0]).abs().max() <= 2e-2
     assert sampled["result"][0]["samples"].shape == (1, 16, 3, 6, 8)
-    assert "stream in float32; 2 steps, 0 reruns" in sampled["ui"]["text"][0]
+    assert "overflow protection on; 2 steps, all fine" in sampled["ui"]["text"][0]
     (told,) = sampled["ui"]["onediff_guard"]
-    assert told["wide"] == "stream in float32" and told["reruns"] == 0
+    assert told["wide"] == "overflow protection on" and told["reruns"] == 0
 
 
 def test_a_rerun_is_told_where_it_can_be_seen(model_folder, tmp_path):
     model = model_folder("2b", "inside")
     with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
         sampled, _ = run("fp16", model)
-    assert "2 steps, 1 rerun" in sampled["ui"]["text"][0]
-    assert "step 1: transformer_blocks.1.ff.net.0.proj reached " in sampled["ui"]["text"][0]
+    assert "2 steps, 1 repeated in fp32" in sampled["ui"]["text"][0]
+    finding = sampled["ui"]["text"][0].splitlines()[1]
+    assert re.fullmatch(
+        r"Step 1: a value reached [1-9][0-9]+,[0-9]{3} \(fp16 ends at 65,504\) in transformer_blocks.1.ff.net.0.proj. "
+        r"Repeated in fp32; 'transformer_blocks.1' protected from here on\.",
+        finding,
+    )
     assert sampled["ui"]["onediff_guard"][0]["reruns"] == 1
-    assert "denoiser 2" in sampled["result"][1]
+    assert "\nstep 2 (t=" in sampled["result"][1]
 
 
 def test_a_handle_is_never_changed_by_a_node(folders):
@@ -158,9 +163,11 @@ def test_in_comfyui_its_folders_progress_and_memory_manager_are_used(comfyui, mo
     prompts, steps, chunks = [(0, 2), (1, 2), (2, 2)], [(0, 2), (1, 2), (2, 2)], [(0, 1), (1, 1)]
     moved = [[mark for n, mark in enumerate(bar) if mark[0] or bar[n + 1][0]] for bar in comfyui.bars]
     assert moved == [prompts, steps, chunks], "and before that stands at 0, while weights are read"
-    assert ("5", "step 1/2 · fp32 · 0 reruns") in comfyui.texts
-    assert re.match("reading transformer, [0-9.]+ MB", next(text for node, text in comfyui.texts if node == "5"))
-    assert comfyui.texts[-1][1].startswith("asked for fp32; 2 steps, 0 reruns")
+    assert ("5", "step 1/2 · fp32") in comfyui.texts
+    assert re.match(
+        "loading the weights of transformer, [0-9.]+ MB", next(text for node, text in comfyui.texts if node == "5")
+    )
+    assert comfyui.texts[-1][1].startswith("fp32, as you chose; 2 steps, all fine")
 
 
 def test_comfyuis_interrupt_ends_the_run(comfyui, model_folder):

@@ -37,7 +37,9 @@ def test_it_hands_on_a_picture_a_recommendation_and_a_profile(folder: Path) -> N
     images, text, profile = answer["result"]
     assert images.ndim == 4 and images.shape[0] == 1 and images.shape[3] == 3
     assert images.dtype == torch.float32 and images.min() >= 0 and images.max() <= 1
-    assert text.startswith("Recommended on sm75 (Turing): fp16 wide\n") and answer["ui"]["text"] == [text]
+    assert text.startswith("Recommended on sm75 (Turing): fp16 with overflow protection\n") and answer["ui"][
+        "text"
+    ] == [text]
     assert parse(profile, "it").architecture == "sm75"
     (told,) = answer["ui"]["onediff_guard"]
     assert told["profile"] == profile and told["measured_steps"] == 1 and len(told["worst"]) == 10

@@ -53,7 +53,7 @@ def prepared(model: Model, text: float = 4.0, **policy: Any) -> tuple[dict[str, 
 def test_an_overflow_in_what_an_object_holds_is_prepared_again_in_fp32(text: float, more: dict[str, Any]) -> None:
     made, told = prepared(Model(LARGE, **more), text)
     assert made["prefix"].cond.layers[0]["keys"].tolist() == [[text * LARGE] * 4]
-    assert told == ["prefix: non-finite in fp16, prepared again in fp32"]
+    assert told == ["prefix: NaN or infinite in fp16, prepared again in fp32"]
 
 
 def test_what_is_healthy_stays_as_it_is() -> None:

@@ -50,7 +50,7 @@ def test_loader_and_doctor_read_it(
         strict=True,
     ):
         assert all(said in " ".join(text.split()) for text in now), said
-    assert all("asked for fp32, but fp32 came out wrong" in " ".join(text.split()) for text in texts[-1])
+    assert all("fp32, as you chose, but fp32 came out wrong" in " ".join(text.split()) for text in texts[-1])
 
 
 def test_the_node_runs_it_keeps_it_and_shows_it(monkeypatch: pytest.MonkeyPatch, comfyui: Any, tmp_path: Path) -> None:

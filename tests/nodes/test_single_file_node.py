@@ -83,7 +83,7 @@ def test_a_file_samples_and_decodes_as_diffusers_does_with_its_weights():
 def test_half_precision_is_guarded():
     pipeline = load("bf16")
     found, report = sample(pipeline, steps=1)
-    assert "SVD-XT" in report and "1 step, 0 reruns" in report and found["samples"].isfinite().all()
+    assert "SVD-XT" in report and "1 step, fine" in report and found["samples"].isfinite().all()
     assert {p.dtype for p in pipeline.store.module("unet", "bf16").parameters()} == {torch.bfloat16}
 
 

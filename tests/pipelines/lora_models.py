@@ -52,7 +52,7 @@ MODELS = {
     "CogView4": (picture_model, COGVIEW4, diffusers.CogView4Pipeline),
 }
 denoiser, call = video_model()
-INDUCTOR = BackendChoice("inductor", "asked for")
+INDUCTOR = BackendChoice("inductor", "as you chose")
 
 
 def training(folder):

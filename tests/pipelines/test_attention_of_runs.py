@@ -92,7 +92,7 @@ FASTER = KernelChoice("math", {"auto": Timing(2.0, 0.1), "math": Timing(1.0, 0.1
 
 def test_a_kernel_that_is_named_is_used_by_the_attempts_and_not_by_reruns(model_folder: Any) -> None:
     report, kernels = run(opened(model_folder("2b"), CompileOptions(attention="math")), SIZES["2b"])
-    assert kernels == {"math"} and report.backend_reason == "asked for: not compiled; attention: math"
+    assert kernels == {"math"} and report.backend_reason == "as you chose: not compiled; attention: math"
     failing = opened(model_folder("2b", "inside"), CompileOptions(attention="flash"), "fp16")
     report, _ = run(failing, SIZES["2b"])
     assert report.reruns == 1, "in fp32, by a kernel that takes it"
@@ -106,7 +106,7 @@ def test_auto_is_pytorchs_choice(model_folder: Any) -> None:
 @pytest.mark.usefixtures("two_kernels")
 def test_backends_with_attention_of_their_own_are_not_measured(model_folder: Any) -> None:
     handle = opened(model_folder("2b"), CompileOptions(attention="measured"))
-    handle = replace(handle, backend=BackendChoice("nexfort", "asked for"))
+    handle = replace(handle, backend=BackendChoice("nexfort", "as you chose"))
     how, said = attention.with_attention(handle.stage(Component.DENOISER), "nexfort", {})
     assert how.attention == "" and said == "attention: not measured, nexfort has its own"
 
@@ -285,7 +285,7 @@ def test_a_measured_kernel_is_compiled_into_blocks_and_known_for_compiled(
     monkeypatch.setattr(backends, "_compile", lambda shown, *_: made.append(shown.block) or shown)
     monkeypatch.setattr(attention, "measure", lambda *_: FASTER)
     handle = opened(model_folder("2b"), CompileOptions(), "fp32")
-    handle = replace(handle, backend=BackendChoice("inductor", "asked for"))
+    handle = replace(handle, backend=BackendChoice("inductor", "as you chose"))
     handle.store.attention.clear()
     handle.store.compiled.clear()
     try:

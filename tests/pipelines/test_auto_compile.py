@@ -102,9 +102,9 @@ def test_the_sampler_compiles_in_the_run_after_the_eager_ones(
     assert "backend: eager (auto: not compiled yet" in sampled(pipeline("auto"))
     assert "backend: inductor" in sampled(pipeline("auto"))
     assert "compiled already" in sampled(pipeline("auto"))
-    assert "asked for: not compiled" in sampled(pipeline("eager"))
+    assert "as you chose: not compiled" in sampled(pipeline("eager"))
     monkeypatch.setattr(auto_compile, "_eager_seconds", {})
-    assert "backend: inductor (asked for" in sampled(pipeline("inductor")), "in the first run"
+    assert "backend: inductor (as you chose" in sampled(pipeline("inductor")), "in the first run"
     assert auto_compile._eager_seconds == {}, "nothing is counted where 'auto' does not decide"
 
 

@@ -59,19 +59,19 @@ def test_decoding_tells_each_guarded_call(
     handle = opened(model_folder(variant))
     _, report = decode(handle, latents, **options, progress=lambda *call: told.append(call))
     assert len(report.steps) == calls
-    assert told == each_of(calls, "decoding")
+    assert told == each_of(calls, "decoding part")
 
 
 @pytest.mark.parametrize(("frames", "calls"), [(1, 1), (9, 1), (17, 2)])
 def test_encoding_a_video_tells_each_guarded_call(model_folder: Callable[..., Path], frames: int, calls: int) -> None:
     told: Told = []
-    counting = vae.Calls("encoding video, call {} of {}", lambda *call: told.append(call))
+    counting = vae.Calls("encoding video, part {} of {}", lambda *call: told.append(call))
     stage = opened(model_folder("2b")).stage(Component.VAE_ENCODE)
     shell, report = vae.guarded_encoder(stage, counting), stage.report
     with torch.no_grad():
         shell.encode(torch.zeros(1, 3, frames, 32, 32))
     assert len(report.steps) == calls
-    assert told == each_of(calls, "encoding video, call")
+    assert told == each_of(calls, "encoding video, part")
 
 
 def test_encoding_tells_each_prompt_that_is_new(model_folder: Callable[..., Path]) -> None:

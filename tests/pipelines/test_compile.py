@@ -233,7 +233,7 @@ def test_inductor_agrees_with_eager(model_folder, open_pipeline):
 
 @pytest.mark.parametrize(("card", "dtype"), [("sm75", "fp16"), ("sm75", "fp32"), ("sm80", "bf16"), ("cpu", "bf16")])
 def test_a_dtype_that_the_card_has_is_compiled(card, dtype):
-    choice = BackendChoice("inductor", "asked for")
+    choice = BackendChoice("inductor", "as you chose")
     assert for_dtype(choice, arch.named(card), dtype) is choice
 
 
@@ -241,8 +241,8 @@ def test_emulated_bf16_is_not_compiled():
     auto = for_dtype(BackendChoice("inductor", "auto: first choice", automatic=True), arch.named("sm75"), "bf16")
     assert auto.name == "eager" and "inductor cannot compile bf16 for sm75 (Turing)" in auto.reason
     with pytest.raises(BackendUnavailable, match="Choose precision 'auto' or 'fp16', or backend 'eager'"):
-        for_dtype(BackendChoice("oneflow", "asked for"), arch.named("sm70"), "bf16")
-    eager = BackendChoice("eager", "asked for: not compiled")
+        for_dtype(BackendChoice("oneflow", "as you chose"), arch.named("sm70"), "bf16")
+    eager = BackendChoice("eager", "as you chose: not compiled")
     assert for_dtype(eager, arch.named("sm70"), "bf16") is eager
 
 
@@ -278,7 +278,7 @@ def test_each_backend_is_given_its_own_options(monkeypatch, backend, how, given,
 
     seen = []
     monkeypatch.setitem(registry._BACKENDS, backend, lambda module, *, options: seen.append(options) or module)
-    compiled(Transformer(), ("transformer_blocks",), BackendChoice(backend, "asked for"), how)
+    compiled(Transformer(), ("transformer_blocks",), BackendChoice(backend, "as you chose"), how)
     assert seen == [given] * 3
     assert how.in_words(backend) == said
     assert how.in_words("eager") == ("attention: flash" if how.attention == "flash" else "")

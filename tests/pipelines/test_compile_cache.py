@@ -36,7 +36,7 @@ def pipeline(model_folder, open_pipeline, tmp_path, monkeypatch):
     monkeypatch.delenv(TRITON, raising=False)
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"artifacts", None))
     handle = open_pipeline(model_folder("2b"))
-    return replace(handle, backend=BackendChoice("inductor", "asked for"), compiled=tmp_path / "compiled")
+    return replace(handle, backend=BackendChoice("inductor", "as you chose"), compiled=tmp_path / "compiled")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_folder_that_cannot_be_used_and_a_full_disk_cost_a_line(pipeline, monk
 
 @pytest.mark.parametrize("without", ["backend", "folder", "limit"])
 def test_where_nothing_is_kept_nothing_is_touched(pipeline, monkeypatch, without):
-    changed = {"backend": {"backend": BackendChoice("eager", "asked for")}, "folder": {"compiled": None}}
+    changed = {"backend": {"backend": BackendChoice("eager", "as you chose")}, "folder": {"compiled": None}}
     if without == "limit":
         monkeypatch.setenv(LIMIT_VARIABLE, "0")
     assert run(replace(pipeline, **changed.get(without, {})))[1:3] == (Path("nowhere"), None)
@@ -260,5 +260,5 @@ def test_the_oldest_is_dropped_and_never_what_is_in_use(pipeline, monkeypatch):
 def test_the_report_tells_what_was_compiled_from_what_was_kept(pipeline, graphs, from_cache, says):
     report = pipeline.report(pipeline.plan(Component.DENOISER))
     report.graphs, report.graphs_kept = graphs, from_cache
-    assert f"backend: inductor (asked for), {says}\n" in report.text()
+    assert f"backend: inductor (as you chose), {says}\n" in report.text()
     assert (report.as_dict()["graphs"], report.as_dict()["graphs_kept"]) == (graphs, from_cache)

@@ -59,7 +59,7 @@ def test_the_calls_that_are_alike_share_one_graph(model_folder: Any, model: str,
     pixels, report = run(handle, model, backend="inductor")
     assert torch.equal(pixels, plain)
     assert (report.backend, report.graphs) == ("inductor", 1)
-    assert report.backend_reason == f"asked for; compiled: {ALIKE[model]}"
+    assert report.backend_reason == f"as you chose; compiled: {ALIKE[model]}"
     other, report = run(handle, model, seed=1, backend="inductor")
     assert report.graphs == 0 and not torch.equal(other, pixels), "other latents: another seed, another prompt"
     assert torch.equal(run(handle, model, backend=EAGER)[0], plain), "nothing is left in the VAE"
@@ -150,10 +150,10 @@ def test_auto_compiles_a_size_once_its_eager_calls_took_as_long_as_a_compile(
 @pytest.mark.parametrize(
     ("own", "asked", "runs"),
     [
-        (BackendChoice(EAGER, "asked for: not compiled"), "auto", EAGER),
-        (BackendChoice(EAGER, "asked for: not compiled"), "inductor", "inductor"),
-        (BackendChoice("inductor", "asked for"), "auto", EAGER),  # at first
-        (BackendChoice("inductor", "asked for"), EAGER, EAGER),
+        (BackendChoice(EAGER, "as you chose: not compiled"), "auto", EAGER),
+        (BackendChoice(EAGER, "as you chose: not compiled"), "inductor", "inductor"),
+        (BackendChoice("inductor", "as you chose"), "auto", EAGER),  # at first
+        (BackendChoice("inductor", "as you chose"), EAGER, EAGER),
     ],
 )
 def test_the_nodes_choice_goes_before_the_pipelines(

@@ -180,7 +180,7 @@ def test_a_step_cache_stands_around_it(opened, model_folder, card) -> None:
         ("sm89", Precision.BF16, "nothing: products of bf16 always accumulate in fp32; choose precision 'fp16'"),
         ("sm89", Precision.INT8, "nothing: products of bf16 always"),
         ("sm89", Precision.FP32, "nothing: products of fp32 always"),
-        ("sm89", Precision.FP16_PLAIN, r"nothing: asked for fp16 \(plain\)"),
+        ("sm89", Precision.FP16_PLAIN, r"nothing: fp16 \(plain\) is not checked"),
     ],
 )
 def test_where_it_gains_nothing_it_costs_nothing_and_says_so(
@@ -235,7 +235,7 @@ def test_backends_that_multiply_in_their_own_way_are_left_alone(opened, model_fo
     from comfyui_onediff_guard.pipelines.compile import backends, feature
 
     monkeypatch.setattr(feature, "compiled", lambda half, *_, **__: half)
-    handle = replace(opened(model_folder("2b")), backend=backends.BackendChoice("nexfort", "asked for"))
+    handle = replace(opened(model_folder("2b")), backend=backends.BackendChoice("nexfort", "as you chose"))
     _, report = sampled(handle, "2b")
     assert card.launched == 0
     assert "fp16 accumulation in the transformer: nothing, since nexfort multiplies in its own way" in report.text()

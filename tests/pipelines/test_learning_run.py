@@ -113,7 +113,7 @@ def test_an_inner_overflow_makes_one_block_wide_and_no_new_graph(model_folder, o
     assert [step.outcome for step in report.steps] == ["rerun", "finite", "finite", "finite"]
     assert learned_by(report) == PrecisionOverrides(wide_parts=("transformer_blocks.1",))
     assert first_rerun(report).module.startswith("transformer_blocks.1.ff.net.0")
-    assert "'transformer_blocks.1' wide; 4 steps, 1 rerun" in report.summary()
+    assert "'transformer_blocks.1' protected; 4 steps, 1 repeated in fp32" in report.summary()
     _, again = sampled(handle, LEARNED, seed=4)
     assert again.reruns == 0
     assert counters["stats"]["unique_graphs"] - before == (backend == "inductor")
@@ -160,7 +160,9 @@ def test_a_block_that_fails_even_when_wide_becomes_an_island(model_folder, open_
     hook.remove()
     assert [step.outcome for step in report.steps] == ["rerun"] * reruns + ["finite"] * (SMALL.steps - reruns)
     assert learned_by(report) == PrecisionOverrides(islands=("transformer_blocks.1",))
-    assert report.summary().count("'transformer_blocks.1' in fp32; 4 steps") == 1 and "' wide" not in report.summary()
+    assert (
+        report.summary().count("'transformer_blocks.1' in fp32; 4 steps") == 1 and "protected" not in report.summary()
+    )
     assert again.reruns == 0, "kept for the next run"
     expected, _ = sampled(handle, GuardPolicy(scope=Scope.STEP))
     assert error(latents, expected) < 5e-2
@@ -173,9 +175,12 @@ def test_what_cannot_be_wide_in_parts_is_wide_in_all(model_folder, open_pipeline
     latents, report = sampled(handle, LEARNED)
     _, again = sampled(handle, LEARNED, seed=4)
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp32", "rerun"), *[("fp16", "finite")] * 3]
-    assert first_rerun(report).action == "every layer wide from the next call on"
-    assert learned_by(report) == PrecisionOverrides(everything=True) and report.wide == "every layer wide"
-    assert again.reruns == 0 and again.summary().count("every layer wide") == 1
+    assert first_rerun(report).action == "overflow protection in every layer from here on"
+    assert (
+        learned_by(report) == PrecisionOverrides(everything=True)
+        and report.wide == "overflow protection in every layer"
+    )
+    assert again.reruns == 0 and again.summary().count("overflow protection in every layer") == 1
     expected, _ = sampled(handle, GuardPolicy(scope=Scope.STEP))
     assert error(latents, expected) < 2e-2
 
@@ -186,7 +191,10 @@ def test_what_is_wide_in_all_is_not_compiled_and_the_report_says_so(model_folder
     handle.store.learned[key] = PrecisionOverrides(everything=True)
     before = counters["stats"]["unique_graphs"]
     _, report = sampled(handle, LEARNED)
-    assert (report.backend, report.backend_reason) == ("eager", "nothing is compiled with every layer wide")
+    assert (report.backend, report.backend_reason) == (
+        "eager",
+        "nothing is compiled with overflow protection in every layer",
+    )
     assert counters["stats"]["unique_graphs"] == before
     handle.store.learned[key] = PrecisionOverrides()
     _, report = sampled(handle, LEARNED)

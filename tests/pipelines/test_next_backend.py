@@ -23,7 +23,7 @@ from onediff.infer_compiler.backends import registry
 from waiting import HANG_SECONDS
 
 AUTO = BackendChoice("oneflow", "auto: first choice", automatic=True)
-NAMED = BackendChoice("oneflow", "asked for")
+NAMED = BackendChoice("oneflow", "as you chose")
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")
 
 
@@ -334,7 +334,7 @@ def test_what_auto_came_to_is_no_answer_to_who_names_the_backend(
     handle.store.compiled.clear()
     monkeypatch.setattr(auto_compile, "COMPILE_SECONDS", 0.0)
     auto = replace(handle, backend=BackendChoice("inductor", "auto: first choice", automatic=True))
-    named = replace(handle, backend=BackendChoice("inductor", "asked for"))
+    named = replace(handle, backend=BackendChoice("inductor", "as you chose"))
     (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
 
     def ran_with(pipeline: PipelineHandle) -> str:

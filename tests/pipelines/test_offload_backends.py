@@ -45,7 +45,7 @@ def installed(monkeypatch):
 @pytest.mark.parametrize("backend", sorted(WORKS["none"]))
 def test_a_backend_asked_for_works_or_is_refused_with_the_reason(installed, backend, offload):
     installed("oneflow", "nexfort", "inductor")
-    choice = BackendChoice(backend, "asked for")
+    choice = BackendChoice(backend, "as you chose")
     if backend in WORKS[offload.value]:
         assert backend_with(choice, offload, CUDA) == choice
         return
@@ -82,7 +82,7 @@ def test_auto_goes_on_to_the_next_that_works_and_says_why(installed, backends, o
 
 
 def test_where_offload_means_nothing_nothing_is_refused():
-    choice = BackendChoice("inductor", "asked for")
+    choice = BackendChoice("inductor", "as you chose")
     assert backend_with(choice, Offload.SEQUENTIAL, CPU) is choice
 
 

@@ -62,5 +62,5 @@ def test_nexfort_is_told_what_stands(
         monkeypatch.setenv(NEXFORT_SWITCH, exported)
         allowed = bool(parse_boolean_from_env(NEXFORT_SWITCH))
     with accumulation(named(card), request_):
-        compiled(torch.nn.Sequential(torch.nn.Linear(2, 2)), ("0",), BackendChoice("nexfort", "asked for"))
+        compiled(torch.nn.Sequential(torch.nn.Linear(2, 2)), ("0",), BackendChoice("nexfort", "as you chose"))
     assert seen == [{"options": {NEXFORT_OPTION: allowed}}]

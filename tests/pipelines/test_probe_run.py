@@ -43,9 +43,9 @@ def hooks(module):
 @pytest.mark.parametrize(
     ("variant", "overflow", "card", "precision", "plan"),
     [
-        ("2b", "stream", "sm75", "fp16", "fp16 wide"),
-        ("5b", "inside", "sm75", "fp16", f"fp16 '{ISLAND}' wide"),
-        ("1.5", "stream", "sm75", "fp16", "fp16 wide"),
+        ("2b", "stream", "sm75", "fp16", "fp16 with overflow protection"),
+        ("5b", "inside", "sm75", "fp16", f"fp16 with '{ISLAND}' protected"),
+        ("1.5", "stream", "sm75", "fp16", "fp16 with overflow protection"),
         ("5b", "stream", "sm80", "auto", "bf16"),
         ("2b", "stream", "sm75", "fp32", "fp32"),
     ],
@@ -55,7 +55,7 @@ def test_applied_it_leads_to_no_rerun(model_folder, opened, variant, overflow, c
     handle = opened(model_folder(variant, overflow), card, precision)
     found = probe(handle, *prompts(handle), SMALL)
     assert found.chosen.plan == plan
-    assert any(verdict.plan == "fp16 wide" for verdict in found.verdicts) is (overflow == "stream")
+    assert any(verdict.plan == "fp16 with overflow protection" for verdict in found.verdicts) is (overflow == "stream")
     assert ("set its scope to 'learned'" in found.to_apply) is (overflow == "inside")
     assert bool(found.profile_text) is (plan != "fp32")
     profile = parse(found.profile_text, "it") if found.profile_text else None

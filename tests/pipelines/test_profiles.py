@@ -262,10 +262,14 @@ def test_a_files_name_is_one_whatever_the_model_is_called():
 def test_in_words():
     words = "CogVideoX 5b/fine:tune, sm75, fp16; 'transformer_blocks.3', 'transformer_blocks.17' in fp32"
     assert PROFILE.in_words() == words
-    assert replace(PROFILE, learned=NOTHING).in_words().endswith("nothing learned")
+    assert replace(PROFILE, learned=NOTHING).in_words().endswith("; no block needs extra protection")
     some = replace(PROFILE, learned=PrecisionOverrides(islands=ISLANDS[:1], wide_parts=ISLANDS[1:])).in_words()
-    assert some.endswith("fp16; 'transformer_blocks.17' wide; 'transformer_blocks.3' in fp32")
-    assert replace(PROFILE, learned=PrecisionOverrides(everything=True)).in_words().endswith("fp16; every layer wide")
+    assert some.endswith("fp16; 'transformer_blocks.17' protected; 'transformer_blocks.3' in fp32")
+    assert (
+        replace(PROFILE, learned=PrecisionOverrides(everything=True))
+        .in_words()
+        .endswith("fp16; overflow protection in every layer")
+    )
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path):

@@ -283,7 +283,7 @@ def test_without_torchao_the_loader_says_what_to_install(opened: Any, monkeypatc
 
 
 def test_fp8_is_refused_on_a_cpu(opened: Any) -> None:
-    with pytest.raises(PlanImpossible, match=r"CPU quantises nothing to fp8.*8\.9 or newer"):
+    with pytest.raises(PlanImpossible, match=r"^fp8 needs .*8\.9 or newer\); this is CPU\. Choose precision"):
         opened("fp8")
 
 

@@ -11,7 +11,7 @@ def test_it_is_said_what_is_read_to_who_listens() -> None:
     with listening(lines.append):
         tell_reading("text_encoder", 4 * 10**9)
     tell_reading("vae", 1000)
-    assert lines == ["reading text_encoder, 4.0 GB"]
+    assert lines == ["loading the weights of text_encoder, 4.0 GB"]
 
 
 def test_nobody_listens_after_an_interrupt() -> None:

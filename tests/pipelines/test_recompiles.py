@@ -76,7 +76,7 @@ def test_other_options_and_back_compile_nothing_that_is_there(model_folder: Any)
     handle, (size, *_) = opened(model_folder("2b")), SIZES["2b"]
     other = replace(handle, compile_options=CompileOptions(dynamic=True))
     assert [run(each, size).graphs for each in (handle, other, handle, other)] == [1, 1, 0, 0]
-    assert "backend: inductor (asked for; one graph for all sizes), 0 graphs" in run(other, size).text()
+    assert "backend: inductor (as you chose; one graph for all sizes), 0 graphs" in run(other, size).text()
 
 
 def test_another_strength_or_another_lora_of_the_same_shapes_compiles_nothing_anew(
@@ -99,7 +99,7 @@ def test_another_strength_or_another_lora_of_the_same_shapes_compiles_nothing_an
 def test_the_report_says_so(model_folder: Any) -> None:
     handle, (size, *_) = opened(model_folder("2b")), SIZES["2b"]
     first, again = run(handle, size), run(handle, size)
-    assert "backend: inductor (asked for), 1 graph compiled anew" in first.text()
+    assert "backend: inductor (as you chose), 1 graph compiled anew" in first.text()
     assert "0 graphs compiled anew" in again.text() and again.as_dict()["graphs"] == 0
-    eager = run(replace(handle, backend=BackendChoice("eager", "asked for: not compiled")), size)
+    eager = run(replace(handle, backend=BackendChoice("eager", "as you chose: not compiled")), size)
     assert eager.graphs is None and "compiled anew" not in eager.text()

@@ -72,7 +72,7 @@ BREAKS: dict[str, Any] = {
     **{f"{kind} in fp16, scaled": Broken(func, torch.float16) for kind, func in KINDS.items()},
     "the accumulation switches": Broken(F.linear, torch.float16, 16384),
     "a call that overflows, computed again in fp32": Broken(F.linear, torch.float32),
-    "a residual stream in float32, beyond fp16": Broken(F.layer_norm, torch.float32),
+    "overflow protection, beyond fp16": Broken(F.layer_norm, torch.float32),
 }  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def without_its_first_block(network: torch.nn.Module, parts: tuple[str, ...], *_
             lambda _stage, network, **_: network,
             "ValueError: the guard did not see the overflow",
         ),
-        ("a residual stream in float32, beyond fp16", "with_wide_stream", lambda network, *_: network, ""),
+        ("overflow protection, beyond fp16", "with_wide_stream", lambda network, *_: network, ""),
         ("a compiled block", "compiled", lambda network, *_, **__: network.float(), "RuntimeError"),
         ("a compiled block", "compiled", lambda *_, **__: lambda x: x.mul(3), ""),
         ("a compiled block", "compiled", without_its_first_block, ""),
@@ -148,7 +148,7 @@ def test_too_little_memory_is_no_fault_of_the_card(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "with_wide_stream", full)
     (found,) = only("attention in fp16")
     timed = dict(module._times(CPU, detect(CPU)))
-    assert found.verdict == "not run" and timed and [each for each in timed if "wide" in each] == []
+    assert found.verdict == "not run" and timed and [each for each in timed if "protected" in each] == []
     assert found.note.startswith("too little memory is free: OutOfMemoryError: CUDA out")
 
 

@@ -42,7 +42,7 @@ def with_failed(name: str, *failed: str) -> Architecture:
 def test_auto_takes_the_next_best(card: str, model: str, failed: tuple[str, ...], comes_to: str) -> None:
     plan = choose(with_failed(card, *failed), VARIANTS[model], Component.DENOISER, Precision.AUTO)
     before = choose(ARCHITECTURES[card], VARIANTS[model], Component.DENOISER, Precision.AUTO)
-    assert plan.dtype == comes_to and plan.reason.endswith(f"→ {comes_to}")
+    assert plan.dtype == comes_to and plan.reason.startswith((f"{comes_to}: ", f"{comes_to}, since "))
     assert (f"but {before.dtype} came out wrong in this card's self-test of {DAY}" in plan.reason) == (
         before.dtype in failed
     )
@@ -79,7 +79,7 @@ def test_comfyuis_own_models_too(
 def test_what_was_compiled_wrong_is_compiled_only_where_that_is_asked_for() -> None:
     card = with_failed("sm90", COMPILED)
     by_itself = for_dtype(BackendChoice("inductor", "auto: first choice", automatic=True), card, "fp16")
-    asked_for = BackendChoice("inductor", "asked for")
+    asked_for = BackendChoice("inductor", "as you chose")
     assert by_itself.name == "eager" and by_itself.reason == (
         f"auto: inductor is there, but compiled code came out wrong in this card's self-test of {DAY}"
     )

@@ -43,7 +43,7 @@ def test_a_text_encoder_that_would_overflow_does_not_with_every_layer_wide(broke
     (expected, _), _ = encode_prompts(open_pipeline(folder, "fp32"), ["a boat", ""])
     handle = open_pipeline(folder, "fp16")
     (found, _), report = encode_prompts(handle, ["a boat", ""])
-    assert report.wide == "every layer wide" and report.reruns == 0
+    assert report.wide == "overflow protection in every layer" and report.reruns == 0
     assert found.dtype == torch.float32
     assert (found - expected).norm() <= 2e-3 * expected.norm()
     plain = open_pipeline(folder, "fp16 (plain)")

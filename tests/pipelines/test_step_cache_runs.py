@@ -175,7 +175,7 @@ def test_a_wide_stream(model_folder: Callable[..., Path], model: str, overflow: 
     handle = opened(model_folder(model, overflow), "fp16")
     plain, _ = run(handle, model)
     found, report = run(handle, model, WIDE)
-    assert "stream in float32" in report.text() and report.cache.cached and not report.reruns
+    assert "overflow protection on" in report.text() and report.cache.cached and not report.reruns
     assert drift(found, plain) <= max(report.cache.drift, WIDE.error)
 
 
@@ -186,7 +186,7 @@ def test_a_wide_stream(model_folder: Callable[..., Path], model: str, overflow: 
         PrecisionOverrides(wide_parts=("transformer_blocks.0",)),
         PrecisionOverrides(everything=True),
     ],
-    ids=["island", "wide block", "every layer wide"],
+    ids=["island", "wide block", "overflow protection in every layer"],
 )
 def test_what_was_learned(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, known: PrecisionOverrides
@@ -205,7 +205,7 @@ def test_halves_apart(model_folder: Callable[..., Path], monkeypatch: pytest.Mon
 
     def halved(steps: Any, *args: Any) -> None:
         init(steps, *args)
-        steps._savings = ("halves apart",)
+        steps._savings = ("CFG halves in turn",)
 
     monkeypatch.setattr(denoising.GuardedDenoiser, "__init__", halved)
     handle = opened(model_folder(model))

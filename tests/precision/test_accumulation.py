@@ -111,8 +111,8 @@ ONEDIFF = "https://github.com/siliconflow/onediff"
         ("sm80", AUTO, (Mode.OFF, "half-precision accumulation comes out NaN or black on sm80 (Ampere)", "issues/958")),
         ("sm90", AUTO, (Mode.OFF, "half-precision accumulation has never been confirmed safe on sm90 (Hopper)",
                         "issues/958")),
-        ("sm80", FAST, (Mode.FAST, "asked for 'fast': half-precision accumulation, scores in fp32, reported right on "
-                        "sm89", "pull/454")),
+        ("sm80", FAST, (Mode.FAST, "'fast', as you chose: half-precision accumulation, scores in fp32, reported right "
+                        "on sm89", "pull/454")),
     ],
 )  # fmt: skip
 def test_the_decision_has_a_reason_and_a_source(name: str, asked: Accumulation, decision: Any) -> None:

@@ -147,9 +147,9 @@ def test_what_a_step_changes_is_known_one_step_later() -> None:
     [
         *((lambda known, it=it: known.with_change(it), "the latents", 0) for it in (math.nan, math.inf)),
         (lambda known: known.after_comparison(0.01, 1.0), "", GROWTH * 0.5),  # the target is reached
-        *((lambda known, it=it: known.after_comparison(*it), "not finite", 0)
+        *((lambda known, it=it: known.after_comparison(*it), "NaN or infinite", 0)
           for it in ((math.nan, 0.1), (0.1, math.nan), (0.1, math.inf))),
-        (lambda known: known.after_reuse(math.nan), "not finite", None),  # it counts as predicted, and is the last
+        (lambda known: known.after_reuse(math.nan), "NaN or infinite", None),  # it counts as predicted, and is the last
     ],
 )  # fmt: skip
 def test_what_ends_it(end: Any, why: str, added: float | None) -> None:

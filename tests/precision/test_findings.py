@@ -195,15 +195,15 @@ def test_what_only_the_half_call_shows_and_no_island_helps():
 
 # --- from a diagnosis to what follows ---------------------------------------------------------------------------------
 
-NEXT = "from the next call on"
-ALL_WIDE, REST = f"every layer wide {NEXT}", "the rest of the run in fp32"
+NEXT = "from here on"
+ALL_WIDE, REST = f"overflow protection in every layer {NEXT}", "the rest of the run in fp32"
 HOPELESS, NOT_FOUND = OverflowDiagnosis("", hopeless=True), OverflowDiagnosis("nothing was found")
 KNOWN = parts("blocks.0", wide=True, islands=("blocks.1",))
 STEPS = [  # structure, dtype, what is known, what is found → what is known then, and what is said of it
     (STREAMS, "fp16", NOTHING, inside("blocks.1", stream=5e5), parts("blocks.1", wide=True),
-     f"its residual stream in float32 and 'blocks.1' wide {NEXT}"),
+     f"its residual stream protected and 'blocks.1' protected {NEXT}"),
     (STREAMS, "fp16", parts("blocks.1", wide=True), inside("blocks.1", "blocks.0"), KNOWN,
-     f"'blocks.0' wide and 'blocks.1' in fp32 {NEXT}"),
+     f"'blocks.0' protected and 'blocks.1' in fp32 {NEXT}"),
     (STREAMS, "fp16", KNOWN, inside("blocks.1"), KNOWN, None),
     (STREAMS, "fp16", KNOWN, inside(stream=4e5), KNOWN, None),
     (STREAMS, "fp16", KNOWN, NOT_FOUND, KNOWN, ""),

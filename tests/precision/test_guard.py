@@ -88,7 +88,7 @@ def test_a_stage_that_cannot_learn_names_where_it_failed_once():
     first, second = (step.rerun for step in guard.report.steps)
     assert first and second and (first.module, first.action, second.module) == ("out", "", "")
     assert first.peak and first.peak > 65504 and "'out' reaches" in guard.report.steps[0].note
-    assert guard.report.steps[1].note == "non-finite in fp16"
+    assert guard.report.steps[1].note == "NaN or infinite in fp16"
 
 
 class Chunked(nn.Module):
@@ -175,7 +175,8 @@ def test_off_only_watches():
     found = guard(hidden_states=latents(2000))[0]
     assert not torch.isfinite(found).all() and module.seen == [torch.float16]
     assert outcomes(guard) == ["non-finite"] and guard.report.failed == 1
-    assert "NOT FINITE" in guard.report.summary()
+    assert "1 with NaN, infinite or clipped values: the result is broken" in guard.report.summary()
+    assert guard.report.finding() == "Step 1: NaN or infinite values; in which layer, only the NaN Guard finds out."
 
 
 def with_nan(count: int) -> torch.Tensor:
@@ -187,11 +188,12 @@ def with_nan(count: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("dtype", "policy", "weight", "x", "said", "calls"),
     [
-        ("fp16", {"on_failure": OnFailure.STOP}, 0, latents(2000), r"denoiser, call 1: .*fp16 is non-finite.*rerun", 1),
-        ("fp16", {}, 0, with_nan(2), "input 'hidden_states' holds 2 non-finite values", 1),  # no rerun was wasted
-        ("fp16", {}, INF, latents(), r"in fp32 too.*weight 'out.weight' holds 1 non-finite values of 16", None),
-        ("bf16", {}, 0, latents(1e25), "non-finite in fp32 too, first in 'Denoiser'", None),
-        ("fp32", {}, 0, latents(1e30), "non-finite in fp32 too", None),
+        ("fp16", {"on_failure": OnFailure.STOP}, 0, latents(2000),
+         r"denoiser, call 1: .*fp16 is NaN or infinite.*rerun", 1),
+        ("fp16", {}, 0, with_nan(2), "input 'hidden_states' holds 2 NaN or infinite values", 1),  # no rerun was wasted
+        ("fp16", {}, INF, latents(), r"in fp32 too.*weight 'out.weight' holds 1 NaN or infinite values of 16", None),
+        ("bf16", {}, 0, latents(1e25), "NaN or infinite in fp32 too, first in 'Denoiser'", None),
+        ("fp32", {}, 0, latents(1e30), "NaN or infinite in fp32 too", None),
     ],
 )  # fmt: skip
 def test_what_ends_a_run_is_named_and_its_hooks_go(dtype, policy, weight, x, said, calls):
@@ -207,9 +209,9 @@ def test_fp32_that_breaks_later_is_diagnosed_where_half_is_not_tried():
     module, guard = build(scope=Scope.RUN)
     guard(hidden_states=latents(2000).half())
     module.out.weight[1, 2] = INF
-    with pytest.raises(GuardStopped, match=r"weight 'out.weight' holds 1 non-finite"):
+    with pytest.raises(GuardStopped, match=r"weight 'out.weight' holds 1 NaN or infinite"):
         guard(hidden_states=latents())
-    with pytest.raises(GuardStopped, match="its input 'hidden_states' holds 1 non-finite values already"):
+    with pytest.raises(GuardStopped, match="its input 'hidden_states' holds 1 NaN or infinite values already"):
         guard(hidden_states=with_nan(1))
 
 
@@ -241,8 +243,8 @@ def test_the_report_has_a_cell_a_step_and_tells_the_plan_first_and_the_switches_
     facts = report.as_dict()
     assert (facts["outcomes"], facts["reruns"]) == ({"finite": 5, "rerun": 2}, 2)
     assert facts["seconds"] == pytest.approx(sum(step["seconds"] for step in facts["steps"]))
-    assert "7 steps, 2 reruns" in facts["summary"]
-    assert len([line for line in report.text().splitlines() if line.startswith("denoiser ")]) == 7
+    assert "7 steps, 2 repeated in fp32" in facts["summary"]
+    assert len([line for line in report.text().splitlines() if line.startswith("step ")]) == 7
     report.steps[4:6] = [replace(report.steps[4], dtype="fp32"), replace(report.steps[5], outcome="saturated")]
     report.note("a note")
     report.switches = (Switch("A_SWITCH", "1", "user", "exported"),)
@@ -250,7 +252,8 @@ def test_the_report_has_a_cell_a_step_and_tells_the_plan_first_and_the_switches_
     report.calls_per_step = 2
     assert report.cells() == ["rerun", "half", "failed", "rerun"]
     said = report.as_dict()["text"]
-    places = [said.index(part) for part in (report.summary(), "wide: ", "denoiser 1 ", "note: a note", "A_SWITCH=1")]
+    parts = report.summary(), "overflow protection ", "step 1, call 1 of 2 (t=1): fp16, OK, ", "note: a note", "A_SW"
+    places = [said.index(part) for part in parts]
     assert places == sorted(places)
 
 
@@ -276,7 +279,7 @@ class Stale:
     ("dtype", "given", "outcome", "helped"),
     [
         ("fp16", 3.0, "finite", "after that fp16 was finite"),
-        ("fp16", 3e4, "rerun", "and the step computed in fp32"),
+        ("fp16", 3e4, "rerun", "and the step repeated in fp32"),
         ("fp32", 3e4, "finite", "after that fp32 was finite"),
     ],
 )
@@ -284,7 +287,7 @@ def test_the_report_says_that_weights_were_loaded_anew_and_what_helped(dtype, gi
     stage = Stale(dtype=dtype)
     assert (stage.guard(torch.full((1, 4), given)) == 8 * given).all()
     assert outcomes(stage.guard) == [outcome] and stage.renewed == 1
-    assert stage.guard.report.notes == (f"non-finite in fp32 too: the weights were loaded anew, {helped}",)
+    assert stage.guard.report.notes == (f"NaN or infinite in fp32 too: the weights were loaded again, {helped}",)
 
 
 def test_weights_are_loaded_anew_where_half_is_not_tried_any_more():
@@ -299,11 +302,11 @@ def test_weights_are_loaded_anew_where_half_is_not_tried_any_more():
 @pytest.mark.parametrize(
     ("weight", "policy", "x", "said", "renewed"),
     [
-        (NAN, OnFailure.RERUN, 1.0, "non-finite in fp32 too", 1),
-        (0.0, OnFailure.RERUN, 1.0, "non-finite in fp32 too", 1),  # they could not be loaded
+        (NAN, OnFailure.RERUN, 1.0, "NaN or infinite in fp32 too", 1),
+        (0.0, OnFailure.RERUN, 1.0, "NaN or infinite in fp32 too", 1),  # they could not be loaded
         (2.0, OnFailure.STOP, 1.0, "set to stop", 0),
         (2.0, OnFailure.OFF, 1.0, "", 0),
-        (2.0, OnFailure.RERUN, NAN, "its input 'argument 1' holds 1 non-finite", 0),
+        (2.0, OnFailure.RERUN, NAN, "its input 'argument 1' holds 1 NaN or infinite", 0),
     ],
 )
 def test_weights_are_loaded_anew_once_and_only_where_that_may_help(weight, policy, x, said, renewed):

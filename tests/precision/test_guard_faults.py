@@ -72,7 +72,7 @@ def test_saturation_is_located_too(dtype, learned):
     run = guarded(build(dtype=dtype), dtype, faults=Faults({"out": spoil(65504.0, (0, 0, 0))}, [0]))
     run(latents())
     assert run.outcomes == ["rerun" if learned else "finite"] and run.learned.wide_parts == learned
-    assert run.report.steps[0].note.startswith("saturated in fp16: 'out'") == bool(learned)
+    assert run.report.steps[0].note.startswith("clipped in fp16: 'out'") == bool(learned)
 
 
 @pytest.mark.parametrize("at", [1, 2, 3], ids=["in the attempt", "in the rerun", "while it is located"])
@@ -161,7 +161,8 @@ def check_totals(report):
     reruns = [step["rerun"] for step in steps if step["rerun"]]
     assert facts["rerun_seconds"] == pytest.approx(sum(rerun["seconds"] for rerun in reruns))
     assert all(step["rerun"] is None or step["rerun"]["seconds"] <= step["seconds"] for step in steps)
-    assert f"{facts['reruns']} rerun" in facts["summary"]
+    how = f"{facts['reruns']} repeated in fp32" if facts["reruns"] else "fine"
+    assert facts["summary"].endswith(f", {how}.")
 
 
 @settings(max_examples=drawn(60, 20))

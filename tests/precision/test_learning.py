@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
 IN_FP32 = PrecisionOverrides(whole_run_fp32=True)
-REST, EVERYTHING = "the rest of the run in fp32", "every layer wide from the next call on"
+REST, EVERYTHING = "the rest of the run in fp32", "overflow protection in every layer from here on"
 
 
 def nan(made):
@@ -114,12 +114,12 @@ def islands(*names):
     return PrecisionOverrides(islands=names)
 
 
-def action(what, how="wide"):
-    return f"{what} {how} from the next call on"
+def action(what, how="protected"):
+    return f"{what} {how} from here on"
 
 
 INNER, STREAM_1, EVEN_WIDE = (overflow_inside, 2), (overflow_stream, 1), (fail_even_wide,)
-WIDE, ISLAND, IN_STREAM = action("'blocks.2'"), action("'blocks.2'", "in fp32"), "its residual stream in float32"
+WIDE, ISLAND, IN_STREAM = action("'blocks.2'"), action("'blocks.2'", "in fp32"), "its residual stream protected"
 UNKNOWN, HIDDEN = {"stream": None}, {"faults": Faults({"blocks.2.inner": nan}, range(100))}
 KNOWN = parts("blocks.2", wide=True)
 CASES = {
@@ -134,10 +134,10 @@ CASES = {
         [INNER, (overflow_inside, 0)], parts("blocks.0", "blocks.2"), (action("'blocks.0', 'blocks.2'"),)
     ),
     "a stream": Case(
-        [(overflow_stream, 0)], parts(wide=True), (f"{IN_STREAM} from the next call on",), blocks=28,
+        [(overflow_stream, 0)], parts(wide=True), (f"{IN_STREAM} from here on",), blocks=28,
         note="the residual stream reaches",
     ),
-    "a stream from its start on": Case([(hot_embedding,)], parts(wide=True), (f"{IN_STREAM} from the next call on",)),
+    "a stream from its start on": Case([(hot_embedding,)], parts(wide=True), (f"{IN_STREAM} from here on",)),
     "a stream that is planned wide": Case([STREAM_1], given={"wide": True}),
     "a stream and an inner overflow": Case([STREAM_1, INNER], KNOWN, (f"{IN_STREAM} and {WIDE}",)),
     "a stream that is not known": Case(
@@ -168,7 +168,7 @@ def test_what_is_learned_from_failing_calls(case, caplog):
         change(module, *given)
     run = guarded(module, case.dtype, **copy.deepcopy(case.given))
     sample(run)
-    cannot = "only a Linear or a convolution can be wide" in caplog.text
+    cannot = "only a Linear or a convolution can be protected against overflow" in caplog.text
     assert cannot == (case is CASES["a writer that cannot be wide"])
     failed = len(case.actions)
     assert run.outcomes == ["rerun"] * failed + ["finite"] * (5 - failed)
@@ -182,7 +182,7 @@ def test_what_is_learned_from_failing_calls(case, caplog):
         assert run.learner.attempt.everything
         assert run(latents() * 1e6).isfinite().all() and run.outcomes[-1] == "finite", "what it is given need not fit"
         assert sample(guarded(module, stream=None, learned=run.learned)).report.reruns == 0
-    assert ("only a Linear or a convolution can be wide" in caplog.text) == (
+    assert ("only a Linear or a convolution can be protected against overflow" in caplog.text) == (
         case is CASES["a writer that cannot be wide"]
     )
 
@@ -297,7 +297,7 @@ def test_reruns_in_the_report():
     facts = run.report.as_dict()
     assert facts["rerun_seconds"] == step.rerun.seconds and facts["learned"]["wide_parts"] == ["blocks.2"]
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
-    assert "'blocks.2' wide; 5 steps, 1 rerun" in run.report.summary()
+    assert "'blocks.2' protected; 5 steps, 1 repeated in fp32" in run.report.summary()
     assert max(map(len, run.report.text().splitlines())) < 240
 
 

@@ -69,7 +69,7 @@ def anonymous(reason: str, device: Architecture, variant: Variant) -> str:
 
 
 def cell_of(plan: Plan) -> str:
-    return f"{plan.dtype} wide" if plan.wide else plan.dtype
+    return f"{plan.dtype} protected" if plan.wide else plan.dtype
 
 
 def test_the_committed_page_is_up_to_date_and_make_docs_writes_it(root: Path, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_the_other_components_are_told_as_they_run_in_fp16() -> None:
             for component in set(variant.components) - {Component.DENOISER}:
                 plans = [choose(device, variant, component, asked) for asked in (Precision.FP16, Precision.FP16_PLAIN)]
                 assert told[component.words] == [cell_of(plan) for plan in plans]
-                assert all("every layer" in plan.wide_reason for plan in plans if plan.wide)
+                assert all("on in every layer: " in plan.wide_reason for plan in plans if plan.wide)
                 auto, denoiser = (choose(device, variant, c, Precision.AUTO) for c in (component, Component.DENOISER))
                 assert auto.dtype == denoiser.dtype, "as the text above says"
                 assert auto.dtype != "fp16" or cell_of(auto) == told[component.words][0]

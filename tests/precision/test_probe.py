@@ -74,7 +74,7 @@ def test_hooks_are_gone_after_an_interrupt(error):
 # --- what is recommended ----------------------------------------------------------------------------------------------
 
 X = torch.linspace(-3, 3, 48).reshape(1, 6, 8)
-BLOCK = "'blocks.2' wide"
+BLOCK, PROTECTED = "'blocks.2' protected", "fp16 with overflow protection"
 INSIDE = PrecisionOverrides(wide_parts=("blocks.2",))
 BOTH = PrecisionOverrides(wide=True, wide_parts=("blocks.2",))
 
@@ -95,21 +95,21 @@ def measured(module, stream=STREAM, **more):
     return anatomy, probed_calls(module, anatomy, X)
 
 
-EVERY = PrecisionOverrides(everything=True), "fp16 every layer wide"
-HOPELESS = PrecisionOverrides(whole_run_fp32=True), "fp16 does not do"
+EVERY = PrecisionOverrides(everything=True), "fp16 with overflow protection in every layer"
+HOPELESS = PrecisionOverrides(whole_run_fp32=True), "fp16 is not enough"
 
 
 @pytest.mark.parametrize(
     ("faults", "structure", "learned", "plan", "says", "native", "other"),
     [
         ((), {}, NOTHING, "fp16 plain", "fp16 ends at 65504", "fp16 plain", "fp16 plain"),
-        (("stream",), {}, PrecisionOverrides(wide=True), "fp16 wide", "stream reaches", "fp16 wide", "fp16 wide"),
-        (("inside",), {}, INSIDE, f"fp16 {BLOCK}", "inner' reaches", f"fp16 {BLOCK}", f"fp16 {BLOCK}"),
-        (("stream", "inside"), {}, BOTH, f"fp16 wide + {BLOCK}", "", f"fp16 wide + {BLOCK}", f"fp16 wide + {BLOCK}"),
+        (("stream",), {}, PrecisionOverrides(wide=True), PROTECTED, "stream reaches", PROTECTED, PROTECTED),
+        (("inside",), {}, INSIDE, f"fp16 with {BLOCK}", "inner' reaches", f"fp16 with {BLOCK}", f"fp16 with {BLOCK}"),
+        (("stream", "inside"), {}, BOTH, *(f"{PROTECTED} + {BLOCK}", "", *[f"{PROTECTED} + {BLOCK}"] * 2)),
         (("stream",), {"stream": None}, *EVERY, "what comes after it cannot take it", "bf16", EVERY[1]),
         (("stream", "inside"), {"stream": None}, *EVERY, "what comes after it cannot take it", "bf16", EVERY[1]),
         (("inside",), {"stream": None, "everything": True}, *EVERY, "'blocks.2.inner' reaches", "bf16", EVERY[1]),
-        (("infinite",), {}, *HOPELESS, "", "fp32 does not do", "fp32 does not do"),
+        (("infinite",), {}, *HOPELESS, "", "fp32 is not enough", "fp32 is not enough"),
     ],
 )  # fmt: skip
 def test_what_a_dtype_needs_and_what_is_recommended(faults, structure, learned, plan, says, native, other):
@@ -118,7 +118,7 @@ def test_what_a_dtype_needs_and_what_is_recommended(faults, structure, learned, 
     anatomy, probed = measured(module, **structure)
     verdict = judge(probed, "fp16")
     assert (verdict.learned, verdict.plan) == (learned, plan) and says in verdict.reason
-    assert judge(probed, "bf16").plan == ("bf16" if verdict.fits else "bf16 does not do")
+    assert judge(probed, "bf16").plan == ("bf16" if verdict.fits else "bf16 is not enough")
     assert [recommend(probed, "fp16", native_bf16=has).plan for has in (True, False)] == [native, other]
     if verdict.fits:
         attempt = build_half_precision_forward(module, anatomy, verdict.learned, verdict.dtype)
@@ -158,8 +158,10 @@ def test_values_that_every_layer_wide_does_not_resolve_are_named(monkeypatch, la
     probed = probed_calls(module, replace(ModuleStructure.of(module, ["0"]), everything=True), x)
     verdict = judge(probed, "fp16")
     assert [*probed.too_far_apart] == ["0"] * apart and verdict.fits is not apart
-    assert ("'0' is given values too far apart" in verdict.reason) is apart
-    assert recommend(probed, "fp16", native_bf16=False).plan == ("fp32" if apart else "fp16 every layer wide")
+    assert ("'0' is given values that differ too much in size" in verdict.reason) is apart
+    assert recommend(probed, "fp16", native_bf16=False).plan == (
+        "fp32" if apart else "fp16 with overflow protection in every layer"
+    )
     monkeypatch.setattr(half_products, "_can_look", lambda _: False)  # as on a GPU, where a run then ends in fp32
     made = run_with_half_products(module, x, products=ScaledHalfMatmulMode(torch.float16))
     assert bool(made.isfinite().all()) is not apart
@@ -171,7 +173,7 @@ def test_a_writer_of_the_stream_counts_since_it_is_always_wide():
     x[..., 3] = 1e3
     anatomy = ModuleStructure.of(module, ["blocks"], STREAM)
     module.embed.weight[:, 3] = 0
-    assert judge(probed_calls(module, anatomy, x), "fp16").plan == "fp16 does not do"
+    assert judge(probed_calls(module, anatomy, x), "fp16").plan == "fp16 is not enough"
     assert judge(probed_calls(module, replace(anatomy, writers=frozenset()), x), "fp16").fits
 
 

@@ -368,7 +368,7 @@ def test_a_failure_that_a_quantiser_hides_is_missed_without_the_sentinel_and_see
     assert (wrong - right).abs().max() > 0.1 * right.abs().max(), "finite, and wrong"
     seen = Run(module, value, kind)
     assert torch.equal(seen(tokens()), right)
-    assert seen.outcomes == ["rerun"] and seen.guard.report.steps[0].note.startswith("non-finite in bf16")
+    assert seen.outcomes == ["rerun"] and seen.guard.report.steps[0].note.startswith("NaN or infinite in bf16")
     assert seen.learner.learned == PrecisionOverrides(islands=("blocks.0",)), "the norm broke it, not a quantised layer"
     seen(tokens(1))
     assert seen.outcomes == ["rerun", "finite"], "what was noted before is forgotten"
@@ -397,7 +397,7 @@ def test_a_layer_that_breaks_where_it_is_quantised_is_left_unquantised_from_then
     step = run.guard.report.steps[0]
     assert step.outcome == "rerun" and step.rerun is not None
     assert step.rerun.module == "blocks.1.inner"
-    assert step.rerun.action == "'blocks.1.inner' unquantised from the next call on"
+    assert step.rerun.action == "'blocks.1.inner' unquantised from here on"
     for seed in (1, 2):
         right = run_in_fp32(module, tokens(seed))
         assert (run(tokens(seed)) - right).norm() < 0.1 * right.norm()

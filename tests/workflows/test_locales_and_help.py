@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,12 @@ ROOT = Path(__file__).resolve().parents[2]
 LOCALES = sorted(path for path in (ROOT / "locales").iterdir() if path.is_dir())
 HELP = ROOT / "web" / "docs"
 SAID = english_locale.texts()
+OURS_ALONE = re.compile(
+    r"\b(wide|islands?|asked for|laid out like|planned like|reckon\w*|on paper|taught|stream in float32|halves apart|"
+    r"drift(s|ed)?|not finite)\b",
+    re.IGNORECASE,
+)
+SAMPLE_PROMPTS = {ROOT / "demo" / "small_tokenizer.py", ROOT / "pipelines" / "small_files.py"}
 COMFYUI_LANGUAGES = {"ar", "en", "es", "fr", "ja", "ko", "ru", "tr", "zh", "zh-TW"}
 
 
@@ -137,6 +145,33 @@ def test_every_node_has_a_help_page_that_names_all_of_it(name: str) -> None:
     mentioned = set(re.findall(r"`([^`\n]+)`", page))
     described = schema.from_class(name, node)
     assert set(described.inputs) | set(node.RETURN_NAMES) <= mentioned
+
+
+def _texts_of_the_code() -> Iterator[str]:
+    """Every literal of several words that is no docstring; of an f-string, its parts."""
+    for package in ("comfyui_host", "demo", "headless", "nodes", "pipelines", "precision", "trust"):
+        for path in {*(ROOT / package).rglob("*.py")} - SAMPLE_PROMPTS:
+            nodes = [*ast.walk(ast.parse(path.read_text("utf-8")))]
+            docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+            said = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings)
+            yield from (n.value for n in said if isinstance(n.value, str) and " " in n.value)
+
+
+def _texts_of_the_locale() -> Iterator[str]:
+    for name in ("main.json", "nodeDefs.json", "settings.json"):
+        yield from texts(read(ROOT / "locales" / "en" / name)).values()
+
+
+def _texts_of_the_page() -> Iterator[str]:
+    yield from (path.read_text("utf-8") for path in (ROOT / "web").glob("*.js"))
+    yield from (path.read_text("utf-8") for path in HELP.glob("*.md"))
+
+
+@pytest.mark.parametrize("said", [_texts_of_the_code, _texts_of_the_locale, _texts_of_the_page])
+def test_what_people_read_has_no_word_that_is_ours_alone(said: Callable[[], Iterator[str]]) -> None:
+    """Docs may explain the mechanism by its name; nodes, reports, logs, errors and commands say what it does."""
+    assert len(found := [*said()]) > 10
+    assert not [text for text in found if OURS_ALONE.search(text)]
 
 
 def test_no_help_page_is_left_over() -> None:

@@ -241,7 +241,7 @@ CHOSEN = {
     "native_sd15_text_to_image": {"scheduler"},
     "native_svd_image_to_video": {"cfg", "scheduler", "video_frames"},  # frames: SVD-XT's
     # as in ComfyUI's own templates of these
-    # precision: fp16 with every layer wide where there is no bf16
+    # precision: fp16 with overflow protection in every layer where there is no bf16
     "native_qwen_image_text_to_image": {"type", "shift", "width", "height", "cfg", "precision"},
     "native_z_image_text_to_image": {"type", "shift", "steps", "cfg", "sampler_name", "precision"},
 }

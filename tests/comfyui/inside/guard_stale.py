@@ -16,7 +16,7 @@ from in_comfyui import difference, error_of, guarded, module, said
 from native_models import in_fp32, make_model, sample
 from simulated_card import CARD, DYNAMIC, HOST, MANAGEMENT, card, on_host
 
-ANEW = "non-finite in fp32 too: the weights were loaded anew, "
+ANEW = "NaN or infinite in fp32 too: the weights were loaded again, "
 OTHER = "diffusion_model.output_blocks.0.1.transformer_blocks.0.ff.net.2"
 Spoil = Callable[[Any], None]  # of a ModelPatcher
 
@@ -85,10 +85,10 @@ def test_weights_are_loaded_anew_and_what_fits_fp16_is_right_in_it(hot: bool, dy
         made = sample(guarded(stale()), SD15)
     if hot:
         assert difference(made, expected) <= 1e-5
-        assert f"{ANEW}and the step computed in fp32" in said[-1] and "3 steps, 3 reruns" in said[-1]
+        assert f"{ANEW}and the step repeated in fp32" in said[-1] and "3 steps, 3 repeated in fp32" in said[-1]
     else:
         assert torch.equal(made, expected)
-        assert f"{ANEW}after that fp16 was finite" in said[-1] and "3 steps, 0 reruns" in said[-1]
+        assert f"{ANEW}after that fp16 was finite" in said[-1] and "3 steps, all fine" in said[-1]
         assert len(loads) == 2  # the run's own, and one more
 
 
@@ -133,10 +133,10 @@ def test_what_no_loading_helps_is_named_as_ever_and_nothing_is_loaded_where_none
     with counting_loads() as loads:
         error = error_of(lambda: sample(guarded(broken), SD15))
     assert error.startswith("GuardStopped") and len(loads) == 2
-    assert "ff.net.2.weight' holds 1 non-finite values of 16384" in error
+    assert "ff.net.2.weight' holds 1 NaN or infinite values of 16384" in error
     with counting_loads() as loads:
         error = error_of(lambda: sample(guarded(make_model(SD15)), SD15, latents=nan))
-    assert "was given latents with 512 non-finite values" in error and len(loads) == 1
+    assert "was given latents with 512 NaN or infinite values" in error and len(loads) == 1
     with counting_loads() as loads:
         error = error_of(lambda: sample(guarded(spoiled(stale, spoil_patched), on_failure="stop"), SD15))
     assert "set to stop" in error and len(loads) == 1

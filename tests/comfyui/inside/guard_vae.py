@@ -50,7 +50,7 @@ def test_a_healthy_vae_is_the_same_to_the_bit(call: str, dtype: torch.dtype) -> 
     plain, made = (run(CALLS[call], each) for each in (vae, guarded(vae)))
     assert plain.isfinite().all() and torch.equal(plain, made)
     (told,) = said  # whatever the number of tiles
-    assert "0 reruns" in told
+    assert told.splitlines()[0].endswith(" fine.")
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -60,14 +60,14 @@ def test_a_vae_that_overflows_is_broken_without_and_right_with_it(call: str) -> 
     made, exact = (run(CALLS[call], each) for each in (guarded(vae), vae_in_fp32(vae)))
     assert torch.equal(made, exact)
     part = call.split()[0]
-    counts = re.search(r"(\d+) calls?, (\d+) reruns?", said[-1])
+    counts = re.search(r"(\d+) parts?, (\d+) repeated in fp32", said[-1])
     assert counts and counts[1] == counts[2]
     assert (int(counts[1]) > 1) is ("tiled" in call)
     assert said[-1].startswith(f"VAE {part}r: AutoencoderKL computes in fp16")
     assert f"'{part}r.mid.block_1.conv1' reaches" in said[-1]
     in_bf16, wide = (run(CALLS[call], guarded(vae, precision=precision)) for precision in ("bf16", "fp16"))
     assert (wide - exact).norm() <= (in_bf16 - exact).norm() / 4
-    assert ", every layer wide; " in said[-1] and ", 0 reruns" in said[-1]
+    assert "; overflow protection in every layer; " in said[-1] and said[-1].splitlines()[0].endswith(" fine.")
 
 
 def test_svds_decoder_is_guarded_over_all_frames() -> None:
@@ -87,7 +87,7 @@ def test_one_bad_tile_costs_one_tile() -> None:
     )
     assert torch.isnan(plain).any() and not torch.isnan(plain).all()
     assert difference(made, exact) <= 2e-2
-    counts = re.search(r"(\d+) calls, (\d+) reruns?", said[-1])
+    counts = re.search(r"(\d+) parts, (\d+) repeated in fp32", said[-1])
     assert counts and 0 < int(counts[2]) < int(counts[1])
 
 
@@ -130,7 +130,7 @@ def test_what_no_precision_helps_is_named() -> None:
     nan = torch.full((1, 4, 6, 6), torch.nan)
     for vae in (hot, single):
         error = error_of(lambda vae=vae: run(lambda vae: vae.decode(nan), guarded(vae)))
-        assert "holds 144 non-finite values already" in error
+        assert "holds 144 NaN or infinite values already" in error
     replaced, empty = copy.copy(hot), copy.copy(hot)
     replaced.decode, empty.first_stage_model = hot.decode, None
     assert error_of(lambda: guarded(replaced)).startswith("BadInput: Another node has replaced this VAE's 'decode'")

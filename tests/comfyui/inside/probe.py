@@ -51,7 +51,7 @@ def test_it_names_what_overflows_and_what_it_recommends_leads_to_no_rerun(family
     assert worst["reach"] == pytest.approx(_reached(in_fp32(patcher, layout), layout, layer), rel=1e-3)
     assert worst["reach"] > 65504 and found["measured_steps"] == STEPS
     fp16 = next(verdict for verdict in found["verdicts"] if verdict["dtype"] == "fp16")
-    assert fp16["fits"] and fp16["plan"] == "fp16 every layer wide"
+    assert fp16["fits"] and fp16["plan"] == "fp16 with overflow protection in every layer"
     assert (layout.block if "blocks.0" in layout.block else "input_blocks.1") in fp16["reason"]
     assert found["dtype"] == "bf16", "which it computes natively"
     assert "put NaN Guard (native) behind the model, with precision 'bf16'" in text
@@ -59,7 +59,7 @@ def test_it_names_what_overflows_and_what_it_recommends_leads_to_no_rerun(family
     for precision in ("bf16", "fp16"):
         with on(HERE):
             assert sample(guarded(patcher, precision=precision), layout).isfinite().all()
-        assert f"{STEPS} steps, 0 reruns" in said[-1] and f"asked for {precision}" in said[-1]
+        assert f"{STEPS} steps, all fine" in said[-1] and f"{precision}, as you chose" in said[-1]
 
 
 def check_shown(picture: torch.Tensor, text: str) -> None:
@@ -76,14 +76,14 @@ def test_its_profile_wired_to_the_guard_leads_to_no_rerun_on_that_card_alone(fam
     patcher = make_model(layout, hot=True)
     with on("sm75"):
         _, text, profile = probed(patcher, layout)["result"]
-        assert "fp16 every layer wide" in text and "`profile` wired into its `profile`" in text
+        assert "fp16 with overflow protection in every layer" in text and "`profile` wired into its `profile`" in text
         assert sample(guarded(patcher, scope="learned", profile=profile), layout).isfinite().all()
         (told,) = said
-        assert f"every layer wide; {STEPS} steps, 0 reruns" in told and "from a profile: " in told
+        assert f"overflow protection in every layer; {STEPS} steps, all fine" in told and "from a profile: " in told
     with on(HERE):
         sample(guarded(patcher, scope="learned", profile=profile), layout)
     assert f"the profile that was given is left alone: it is for sm75, and this is {HERE}" in said[-1]
-    assert f"{STEPS} steps, 1 rerun" in said[-1]
+    assert f"{STEPS} steps, 1 repeated in fp32" in said[-1]
 
 
 def _reached(patcher: Any, layout: Layout, name: str) -> float:
@@ -145,7 +145,7 @@ def test_nothing_is_left_and_a_guard_before_it_does_not_count() -> None:
     assert len(said) == STEPS + 1
     said.clear()
     assert torch.equal(before, sample(patcher, SD15)) and torch.equal(before, sample(behind, SD15))
-    assert any("0 reruns" in text for text in said)
+    assert any(", all fine." in text for text in said)
     assert found["worst"] == facts(probed(patcher, SD15))["worst"]
     assert not any(layer._forward_hooks for layer in patcher.model.modules())
 
@@ -156,7 +156,7 @@ def test_bad_input_is_named_and_the_next_run_works() -> None:
     assert f"'{layer}.weight' holds" in error_of(lambda: probed(broken, SD15))
     nan = {"samples": torch.full(SD15.latents, torch.nan)}
     error = error_of(lambda: probed(make_model(SD15), SD15, latent_image=nan))
-    assert "was given latents with 512 non-finite values" in error
+    assert "was given latents with 512 NaN or infinite values" in error
     error = error_of(lambda: probed(make_model(SD15, torch.float64), SD15))
     assert error.startswith("BadInput: SD15 computes in float64")
     assert facts(probed(make_model(SD15), SD15))["dtype"] == "fp16"

@@ -156,7 +156,7 @@ def test_a_text_encoder_with_every_layer_wide(offload: str) -> None:
         return encode_prompts(handle, ["a red kite"])
 
     (right, _), (found, report) = encoded("none"), encoded(offload)
-    assert report.wide == "every layer wide" and report.reruns == 0
+    assert report.wide == "overflow protection in every layer" and report.reruns == 0
     assert torch.equal(found[0], right[0])
 
 

@@ -25,7 +25,7 @@ Run = Callable[[], tuple[Any, Any]]
 def cases(handle: PipelineHandle, model: str) -> dict[str, tuple[Run, set[str], float]]:
     """{what: (run, ways that are seen on cards of one size or another, how far from the right result)}"""
     latents, _ = sampled(handle, model)
-    apart = {"none, halves apart"} if handle.family.guidance.calls == 1 else set()
+    apart = {"none, CFG halves in turn"} if handle.family.guidance.calls == 1 else set()
     smaller = {"svd": {"2 at once", "1 at once"}, "wan": set()}.get(model, {"tiling"})
 
     def encoding() -> tuple[torch.Tensor, Any]:
@@ -123,7 +123,7 @@ def test_what_ran_out_in_spite_of_the_count_is_not_tried_again_with_as_little(
         assert chosen(report) == ["none"] and ways(report)
         everything_away(handle)
         second, report = sampled(handle, "2b")
-        assert chosen(report) == ["none, halves apart"] and not ways(report)
+        assert chosen(report) == ["none, CFG halves in turn"] and not ways(report)
     everything_away(handle)
     with room.limited(2 * most):
         third, report = sampled(handle, "2b")

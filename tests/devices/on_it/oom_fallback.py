@@ -80,7 +80,7 @@ def in_parts(handle: PipelineHandle, offload: Offload) -> int:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("way", ["halves apart", "group", "sequential"])
+@pytest.mark.parametrize("way", ["CFG halves in turn", "group", "sequential"])
 def test_a_run_with_less_room_goes_on_in_a_cheaper_way(room: Room, model: str, way: str) -> None:
     """There is room for what the denoiser took, less most of what this way saves."""
     handle = room.opened(model)
@@ -88,13 +88,13 @@ def test_a_run_with_less_room_goes_on_in_a_cheaper_way(room: Room, model: str, w
     even = handle.family.guidance.calls == 1
     weights = weights_of(handle, handle.family.denoiser)
     saved = room.made["denoiser"] / 5 if even else 0
-    if way != "halves apart":
+    if way != "CFG halves in turn":
         saved += 0.9 * (weights - in_parts(handle, Offload(way)))
     limit = weights + room.beside["denoiser"] - saved
     with room.limited(limit, only="denoiser"):
         latents, report = sampled(handle, model)
     offloads = (
-        [f"{each}, halves apart" for each in ("none", "group", "sequential")] if even else ["group", "sequential"]
+        [f"{each}, CFG halves in turn" for each in ("none", "group", "sequential")] if even else ["group", "sequential"]
     )
     taken, order = ways(report), ["nothing else on the device", *offloads]
     assert taken == order[: len(taken)]
@@ -219,5 +219,5 @@ def test_a_rerun_in_fp32_has_the_same_fallback(room: Room) -> None:
         latents, report = sampled(handle, "2b")
     hook.remove()
     assert report.reruns >= 1 and latents.isfinite().all()
-    assert ways(report)[:2] == ["nothing else on the device", "none, halves apart"]
+    assert ways(report)[:2] == ["nothing else on the device", "none, CFG halves in turn"]
     assert (latents - right).norm() <= 0.05 * right.norm()

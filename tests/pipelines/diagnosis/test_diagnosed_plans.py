@@ -32,8 +32,8 @@ def test_all_variants_where_no_model_is_named() -> None:
     for model in found.models:
         assert tuple(plan.component for plan in model.plans) == VARIANTS[model.variant].components
     text = found.text()
-    assert re.search(r"CogVideoX-5B +fp16 wide +– +fp16 wide +fp16 wide +fp16\n", text)
-    assert re.search(r"SVD +– +fp16 +fp16 wide +fp16 +fp16\n", text)
+    assert re.search(r"CogVideoX-5B +fp16 protected +– +fp16 protected +fp16 protected +fp16\n", text)
+    assert re.search(r"SVD +– +fp16 +fp16 protected +fp16 +fp16\n", text)
     assert text.count("has no native bf16") == 1, "each reason once"
     assert "plans are for" in text and not found.here
 
@@ -48,7 +48,12 @@ def test_one_model_with_reasons_and_sources(folder: Path) -> None:
         for said in (plan.reason, plan.guard_reason, plan.wide_reason, plan.accumulation_reason):
             assert f"{said} -" in text
         assert plan.source in text and plan.accumulation_source in text
-    rows = {"text encoder": "every layer", "VAE encoder": "every layer", "denoiser": "its stream", "VAE decoder": "no"}
+    rows = {
+        "text encoder": "every layer",
+        "VAE encoder": "every layer",
+        "denoiser": "residual stream",
+        "VAE decoder": "no",
+    }
     assert all(f"{component} fp16 rerun {wide} off" in text for component, wide in rows.items())
 
 
@@ -110,7 +115,7 @@ def test_rows_added_to_the_tables_show_up(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.models[-1].variant == "CogVideoX-99B"
     text = one_line(found)
     assert "CogVideoX-99B bf16 – bf16 bf16 bf16" in text
-    assert "It was made up, which sm300 (Made-up) computes natively → bf16" in text
+    assert "bf16, since It was made up, which sm300 (Made-up) computes natively" in text
     assert "comes out NaN or black on sm300 (Made-up)" in text
 
 
@@ -133,7 +138,7 @@ def test_a_pipeline_is_told_as_it_is_set(folder: Path, open_pipeline: Callable[.
     assert found.backends.reason == handle.backend.reason
     assert found.models[0].plans == tuple(handle.plan(component) for component in handle.store.model.variant.components)
     assert switch(found, ATTENTION_SWITCH).value == "1"
-    assert "denoiser fp16 stop its stream" in one_line(found)
+    assert "denoiser fp16 stop residual stream" in one_line(found)
     assert "plain fp32, not in TF32: exact_fp32 is on" in one_line(found)
     assert handle.store.loaded() == {}, "no weight was read"
     handle.store.module("vae", "fp32")

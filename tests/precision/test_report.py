@@ -1,0 +1,91 @@
+"""What a report says of steps, to the word."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.precision.arch import named
+from comfyui_onediff_guard.precision.overrides import EVERYTHING, STREAM
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
+from comfyui_onediff_guard.precision.report import Rerun, RunReport, StepRecord
+
+DENOISER, TEXT, DECODER = Component.DENOISER, Component.TEXT_ENCODER, Component.VAE_DECODE
+FINE = StepRecord("denoiser", 0, 874.0, "fp16", "finite", 0.228, 3.211)
+RERUN = Rerun("blocks.1.ff", 264_522.4, "'blocks.1' protected from here on", 0.3, 12_000_000)
+FAILED = replace(FINE, dtype="fp32", outcome="rerun", rerun=RERUN)
+UNPLACED = replace(FAILED, rerun=replace(RERUN, module="", peak=None, action=""))
+FITTING = replace(FAILED, rerun=replace(RERUN, peak=12.0))
+NAN, CLIPPED = replace(FINE, outcome="non-finite", largest=None), replace(FINE, outcome="saturated", largest=65504.0)
+BROKEN = "with NaN, infinite or clipped values: the result is broken; choose precision 'auto' or 'fp16'."
+UNKNOWN = "in which layer, only the NaN Guard finds out."
+
+
+def report(component: Component, *steps: StepRecord, **more: object) -> RunReport:
+    plan = choose(named("sm75"), VARIANTS["CogVideoX-2B"], component, Precision.FP16)
+    numbered = [replace(step, step=number) for number, step in enumerate(steps)]
+    return RunReport("CogVideoX-2B", "sm75 (Turing)", plan, steps=numbered, **more)
+
+
+@pytest.mark.parametrize(
+    ("of", "summary", "finding"),
+    [
+        (report(DENOISER, FINE), "fp16, as you chose; 1 step, fine.", ""),
+        (report(DENOISER, FINE, FINE, wide=STREAM),
+         "fp16, as you chose; overflow protection on; 2 steps, all fine.", ""),
+        (report(TEXT, FINE, FINE, wide=EVERYTHING),
+         "text encoder: fp16, as you chose; overflow protection in every layer; 2 prompts, all fine.", ""),
+        (report(DECODER, FINE), "VAE decoder: fp16, as you chose; 1 part, fine.", ""),
+        (report(DENOISER, FAILED, FINE), "fp16, as you chose; 2 steps, 1 repeated in fp32.",
+         "Step 1: a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. "
+         "Repeated in fp32; 'blocks.1' protected from here on."),
+        (report(DENOISER, FINE, UNPLACED), "fp16, as you chose; 2 steps, 1 repeated in fp32.",
+         "Step 2: NaN, infinite or clipped values. Repeated in fp32."),
+        (report(DECODER, FITTING), "VAE decoder: fp16, as you chose; 1 part, 1 repeated in fp32.",
+         "Part 1: NaN, infinite or clipped values in blocks.1.ff. "
+         "Repeated in fp32; 'blocks.1' protected from here on."),
+        (report(DENOISER, FAILED, FINE, FAILED, FAILED, calls_per_step=2),
+         "fp16, as you chose; 2 steps, 3 of 4 calls repeated in fp32.",
+         "Step 1: a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. "
+         "Repeated in fp32; 'blocks.1' protected from here on."),
+        (report(DENOISER, FINE, NAN), f"fp16, as you chose; 2 steps, 1 {BROKEN}",
+         f"Step 2: NaN or infinite values; {UNKNOWN}"),
+        (report(TEXT, CLIPPED), f"text encoder: fp16, as you chose; 1 prompt, 1 {BROKEN}",
+         f"Prompt 1: clipped values; {UNKNOWN}"),
+        (report(DENOISER, FAILED, NAN), f"fp16, as you chose; 2 steps, 1 repeated in fp32, 1 {BROKEN}",
+         "Step 1: a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. "
+         "Repeated in fp32; 'blocks.1' protected from here on."),
+    ],
+)  # fmt: skip
+def test_the_summary_and_the_first_failure(of: RunReport, summary: str, finding: str) -> None:
+    assert (of.summary(), of.finding()) == (summary, finding)
+
+
+def test_nothing_computed() -> None:
+    assert report(TEXT).summary() == "text encoder: fp16, as you chose; nothing to compute, all of it was remembered."
+
+
+@pytest.mark.parametrize(
+    ("of", "lines"),
+    [
+        (report(DENOISER, FINE, replace(FINE, cached=True)),
+         ["step 1 (t=874): fp16, OK, 0.23 s, largest value 3.2",
+          "step 2 (t=874): fp16, OK, from the step cache, 0.23 s, largest value 3.2"]),
+        (report(DENOISER, FAILED),
+         ["step 1 (t=874): fp32, repeated in fp32, 0.23 s, largest value 3.2",
+          "    repeated in fp32: 0.30 s; 12 MB more memory; first in 'blocks.1.ff', which reached 264,522; "
+          "'blocks.1' protected from here on"]),
+        (report(DECODER, NAN), ["VAE decoder, part 1 (t=874): fp16, NaN or infinite, 0.23 s"]),
+        (report(DENOISER, FINE, CLIPPED, calls_per_step=2),
+         ["step 1, call 1 of 2 (t=874): fp16, OK, 0.23 s, largest value 3.2",
+          "step 1, call 2 of 2 (t=874): fp16, clipped, 0.23 s, largest value 65,504"]),
+    ],
+)  # fmt: skip
+def test_a_line_for_each_step(of: RunReport, lines: list[str]) -> None:
+    assert "\n".join(lines) in of.text()
+
+
+@pytest.mark.parametrize(("steps", "said"), [((FINE,), ""), ((FAILED, FINE, FAILED), "2 repeated in fp32")])
+def test_a_run_under_way_says_nothing_of_reruns_until_there_is_one(steps: tuple[StepRecord, ...], said: str) -> None:
+    assert report(DENOISER, *steps).repeated() == said
