@@ -56,7 +56,7 @@ def comfy_plan(
     plain = request is Precision.FP16_PLAIN
     half = dtype != "fp32"
     switched = decide(architecture, others=present()) if dtype == "fp16" else None  # the others need none
-    guard = "on: the NaN Guard's node" if half else "only watching: fp32 is what it would repeat a step in"
+    guard = "on: the NaN Guard's node" if half else "only watching: fp32 is what it would recompute a step in"
     return Plan(
         component=component,
         dtype=dtype,

@@ -93,7 +93,7 @@ class Sampler(Node):
 
         def step_done(done: int, total: int, report: RunReport) -> None:
             at, numerics = Message("step {}/{}", done, total), report.plan.numerics
-            line = joined(" · ", filter(None, (at, numerics, report.repeated())))
+            line = joined(" · ", filter(None, (at, numerics, report.recomputed())))
             progress.update(done, line, more=report.finding())
 
         with running(pipeline), progress:

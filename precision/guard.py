@@ -166,7 +166,9 @@ class StageGuard:
             raise GuardStopped(self._diagnose(args, kwargs)) from None
         last = self.report.steps[-1]
         rerun = last.outcome == "rerun"
-        helped = Message("and the step repeated in fp32") if rerun else Message("after that {} was finite", last.dtype)
+        helped = (
+            Message("and the step recomputed in fp32") if rerun else Message("after that {} was finite", last.dtype)
+        )
         self.report.note(Message("NaN or infinite in fp32 too: the weights were loaded again, {}", helped))
         return output
 

@@ -240,7 +240,7 @@ def _in_fp16(architecture: Architecture) -> str:
 
 def _guard(variant: Variant, dtype: str, request: Precision) -> tuple[bool, str]:
     if dtype == "fp32":
-        return False, "not needed: fp32 is what it would repeat a step in; NaN or infinite values end the run"
+        return False, "not needed: fp32 is what it would recompute a step in; NaN or infinite values end the run"
     if request is Precision.FP16_PLAIN:
         return False, "off: fp16 (plain) is only watched"
     if dtype == "bf16":

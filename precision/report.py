@@ -93,9 +93,9 @@ class RunReport:
     def reruns(self) -> int:
         return sum(step.outcome == "rerun" for step in self.steps)
 
-    def repeated(self) -> str:
-        """Say in how many calls a failure was repeated in fp32; "" where none was."""
-        return Message("{} repeated in fp32", self.reruns) if self.reruns else ""
+    def recomputed(self) -> str:
+        """Say in how many calls a failure was recomputed in fp32; "" where none was."""
+        return Message("{} recomputed in fp32", self.reruns) if self.reruns else ""
 
     @property
     def failed(self) -> int:
@@ -116,9 +116,9 @@ class RunReport:
             return Message("{}{}; nothing to compute, all of it was remembered.", stage, self.plan.reason)
         made = _of(component, len(cells))
         if self.reruns and self.calls_per_step > 1:
-            made = Message("{}, {} of {} calls repeated in fp32", made, self.reruns, len(self.steps))
+            made = Message("{}, {} of {} calls recomputed in fp32", made, self.reruns, len(self.steps))
         elif self.reruns:
-            made = Message("{}, {} repeated in fp32", made, self.reruns)
+            made = Message("{}, {} recomputed in fp32", made, self.reruns)
         if failed := cells.count("failed"):
             made = Message("{}, {} with NaN, infinite or clipped values: the result is broken", made, failed)
             made = Message("{}; choose precision 'auto' or 'fp16'", made)
@@ -135,7 +135,7 @@ class RunReport:
         if step.outcome != "rerun":
             return Message("{}; in which layer, only the NaN Guard finds out.", said)
         action = step.rerun.action if step.rerun else ""
-        then = Message("Repeated in fp32; {}.", action) if action else Message("Repeated in fp32.")
+        then = Message("Recomputed in fp32; {}.", action) if action else Message("Recomputed in fp32.")
         return joined(" ", (Message("{}.", said), then))
 
     def _which(self, step: StepRecord) -> Message:
@@ -189,7 +189,7 @@ class RunReport:
         largest = "" if step.largest is None else f", largest value {_amount(step.largest)}"
         note = f" — {step.note}" if step.note else ""
         line = f"{which}{at}: {step.dtype}, {came_to}, {step.seconds:.2f} s{largest}{note}"
-        return [line, f"    repeated in fp32: {_rerun(step.rerun)}"] if step.rerun else [line]
+        return [line, f"    recomputed in fp32: {_rerun(step.rerun)}"] if step.rerun else [line]
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON takes it, with the sums over the steps."""
@@ -254,7 +254,7 @@ def _amount(value: float) -> str:
 
 
 PROBLEMS = {"non-finite": Message("NaN or infinite"), "saturated": Message("clipped")}  # of outcomes, in words
-_OUTCOMES = {"finite": "OK", "rerun": "repeated in fp32"} | PROBLEMS
+_OUTCOMES = {"finite": "OK", "rerun": "recomputed in fp32"} | PROBLEMS
 
 
 def _wrong(step: StepRecord, dtype: str) -> Message:

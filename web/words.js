@@ -5,7 +5,7 @@ const WORDS = {
   en: {
     half: "half precision",
     fp32: "fp32",
-    rerun: "repeated in fp32",
+    rerun: "recomputed in fp32",
     cached: "cached",
     failed: "NaN",
     step: "step {}",
@@ -17,7 +17,7 @@ const WORDS = {
     broken: "Result: NOT OK. Some values are NaN, infinite or clipped.",
     verdicts: {
       ok: "OK.",
-      rescued: "OK. Repeated in fp32: {}.",
+      rescued: "OK. Recomputed in fp32: {}.",
       broken: "NOT OK. Some values are NaN, infinite or clipped.",
     },
     result: "Result:",

@@ -118,7 +118,7 @@ def test_an_overflowing_run_is_as_with_guards_wired_by_hand(server: legs.Server,
     on = Queued(server, with_seed(unguarded(name, hot=True), 3), SWITCHED_ON)
     assert off.frames.max() == 0
     assert np.array_equal(on.frames, by_hand.frames) and on.frames.std() > 2
-    assert "2 steps, 1 repeated in fp32" in on.log
+    assert "2 steps, 1 recomputed in fp32" in on.log
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -107,8 +107,8 @@ def test_a_run_shows_its_report_on_the_sampler(opened: browser.Canvas) -> None:
     assert end == "execution_success", detail
     opened.wait_for_video()
     opened.picture("ran")
-    shown = [value for value in opened.widgets(SAMPLER).values() if "repeated in fp32" in str(value)]
-    assert shown and "2 steps, 2 repeated in fp32" in shown[0], opened.widgets(SAMPLER)
+    shown = [value for value in opened.widgets(SAMPLER).values() if "recomputed in fp32" in str(value)]
+    assert shown and "2 steps, 2 recomputed in fp32" in shown[0], opened.widgets(SAMPLER)
     assert opened.widgets(SAMPLER)["seed"] != 42, "control after generate: randomize"
 
 
@@ -120,7 +120,7 @@ def test_a_run_from_the_cache_still_shows_its_report(opened: browser.Canvas) -> 
         end, detail = opened.queue()
         assert end == "execution_success", detail
         shown.append(opened.widgets(SAMPLER))
-    assert "2 steps, 2 repeated in fp32" in str(shown[0]) and shown[1] == shown[0]
+    assert "2 steps, 2 recomputed in fp32" in str(shown[0]) and shown[1] == shown[0]
     runs = sorted(opened.ask("/api/history").values(), key=lambda run: run["prompt"][0])[-2:]
     first, second = ({id_: ui.get("onediff_guard") for id_, ui in run["outputs"].items()} for run in runs)
     assert second == first

@@ -46,7 +46,7 @@ def test_the_guard_of_vaes_works(server: legs.Server) -> None:
     guarded = make(server, graph(NAME, hot=True, without={"model"}))
     assert plain.frames.max() == 0
     assert guarded.frames.std() > 2
-    assert "1 part, 1 repeated in fp32" in guarded.report("VAE decoder: AutoencoderKL computes in fp16")
+    assert "1 part, 1 recomputed in fp32" in guarded.report("VAE decoder: AutoencoderKL computes in fp16")
     assert len([*profiles.glob("*.json")]) == 1, "what was learned is kept for later runs"
 
 
@@ -61,4 +61,4 @@ def test_guard_every_workflow_guards_vaes_and_lets_models_run_on(server: legs.Se
     assert np.array_equal(frames_of(server.base / "output" / file["subfolder"] / file["filename"]), by_hand.frames)
     log = server.log_text()[before:]
     assert "guards nothing: This ComfyUI cannot wrap a MODEL's apply_model" in log
-    assert "1 part, 1 repeated in fp32" in log and "Traceback" not in log
+    assert "1 part, 1 recomputed in fp32" in log and "Traceback" not in log

@@ -66,7 +66,7 @@ def test_a_run_says_in_chinese_what_it_did(opened: browser.Canvas) -> None:
     (how,) = re.findall("2 步，(全部正常|其中 1 个以 fp32 重算)。", shown)  # fine where an earlier run found the block
     run = max(opened.ask("/api/history").values(), key=lambda each: each["prompt"][0])
     (told,) = (output["onediff_guard"] for output in run["outputs"].values() if "2 步" in str(output.get("text")))
-    assert f"2 steps, {'all fine' if how == '全部正常' else '1 repeated in fp32'}." in told[0]["summary"], (
+    assert f"2 steps, {'all fine' if how == '全部正常' else '1 recomputed in fp32'}." in told[0]["summary"], (
         "what programs read stays English"
     )
 

@@ -139,10 +139,10 @@ def test_a_finished_run_says_what_ran_why_and_which_step_was_rerun(
         "a sign each, not a colour alone"
     )
     lines = sampler["text"].splitlines()
-    assert lines[:2] == ["Result: OK. Repeated in fp32: 1.", "fp16 · CPU"]
+    assert lines[:2] == ["Result: OK. Recomputed in fp32: 1.", "fp16 · CPU"]
     assert lines[2] == (
         "fp16, as you chose (which is slow on CPU); overflow protection on; 'transformer_blocks.1' protected; "
-        "5 steps, 1 repeated in fp32."
+        "5 steps, 1 recomputed in fp32."
     )
     assert any(
         line.startswith("Step 1: a value reached ") and "in transformer_blocks.1.ff.net.0.proj." in line
@@ -274,7 +274,7 @@ def test_a_long_run_stays_compact(canvas: browser.Canvas, cells: list[str], most
     strip = canvas.evaluate(STRIPS)[SAMPLER]
     assert len(strip["cells"]) == most and strip["size"][1] < 750
     reruns = cells.count("rerun")
-    assert f"repeated in fp32: {'step 401' if reruns == 1 else reruns}" in strip["text"]
+    assert f"recomputed in fp32: {'step 401' if reruns == 1 else reruns}" in strip["text"]
 
 
 def test_in_the_pages_language(canvas: browser.Canvas, server: legs.Server) -> None:

@@ -121,7 +121,7 @@ def test_a_server_is_asked_to_guard_a_workflow(comfy: Any, there: RunThere) -> N
 @pytest.mark.parametrize(
     ("prompt", "guards"),
     [
-        ([0, "id", {}, {SUMMARIES: ["2 steps, 1 repeated in fp32", 3]}, []], ("2 steps, 1 repeated in fp32",)),
+        ([0, "id", {}, {SUMMARIES: ["2 steps, 1 recomputed in fp32", 3]}, []], ("2 steps, 1 recomputed in fp32",)),
         ([0, "id", {}, {SUMMARIES: "no list"}, []], ()),
         ([0, "id", {}, None, []], ()),
         ([0, "id"], ()),

@@ -93,7 +93,7 @@ def test_without_comfyui_everything_is_english() -> None:
         GUARD().apply()
     assert (
         language.page_language() == ""
-        and language.translated("1 step, 1 repeated in fp32") == "1 step, 1 repeated in fp32"
+        and language.translated("1 step, 1 recomputed in fp32") == "1 step, 1 recomputed in fp32"
     )
 
 
@@ -115,12 +115,12 @@ def test_another_choice_holds_from_then_on(page: Choose) -> None:
     said = []
     for chosen in ("zh", "ru", "en"):
         page(chosen)
-        at, reruns = Message("step {}/{}", 3, 50), Message("{} repeated in fp32", 2)
+        at, reruns = Message("step {}/{}", 3, 50), Message("{} recomputed in fp32", 2)
         said.append(language.translated(joined(" · ", (at, "fp16", reruns, in_words(180)))))
     assert said == [
         "第 3/50 步 · fp16 · 2 次以 fp32 重算 · 还需 3 分钟",
         "шаг 3/50 · fp16 · повторено в fp32: 2 · осталось 3 мин",
-        "step 3/50 · fp16 · 2 repeated in fp32 · 3 min left",
+        "step 3/50 · fp16 · 2 recomputed in fp32 · 3 min left",
     ]
 
 

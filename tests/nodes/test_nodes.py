@@ -98,11 +98,11 @@ def test_a_rerun_is_told_where_it_can_be_seen(model_folder, tmp_path):
     model = model_folder("2b", "inside")
     with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
         sampled, _ = run("fp16", model)
-    assert "2 steps, 1 repeated in fp32" in sampled["ui"]["text"][0]
+    assert "2 steps, 1 recomputed in fp32" in sampled["ui"]["text"][0]
     finding = sampled["ui"]["text"][0].splitlines()[1]
     assert re.fullmatch(
         r"Step 1: a value reached [1-9][0-9]+,[0-9]{3} \(fp16 ends at 65,504\) in transformer_blocks.1.ff.net.0.proj. "
-        r"Repeated in fp32; 'transformer_blocks.1' protected from here on\.",
+        r"Recomputed in fp32; 'transformer_blocks.1' protected from here on\.",
         finding,
     )
     assert sampled["ui"]["onediff_guard"][0]["reruns"] == 1

@@ -113,7 +113,7 @@ def test_an_inner_overflow_makes_one_block_wide_and_no_new_graph(model_folder, o
     assert [step.outcome for step in report.steps] == ["rerun", "finite", "finite", "finite"]
     assert learned_by(report) == PrecisionOverrides(wide_parts=("transformer_blocks.1",))
     assert first_rerun(report).module.startswith("transformer_blocks.1.ff.net.0")
-    assert "'transformer_blocks.1' protected; 4 steps, 1 repeated in fp32" in report.summary()
+    assert "'transformer_blocks.1' protected; 4 steps, 1 recomputed in fp32" in report.summary()
     _, again = sampled(handle, LEARNED, seed=4)
     assert again.reruns == 0
     assert counters["stats"]["unique_graphs"] - before == (backend == "inductor")

@@ -243,7 +243,7 @@ def test_the_report_has_a_cell_a_step_and_tells_the_plan_first_and_the_switches_
     facts = report.as_dict()
     assert (facts["outcomes"], facts["reruns"]) == ({"finite": 5, "rerun": 2}, 2)
     assert facts["seconds"] == pytest.approx(sum(step["seconds"] for step in facts["steps"]))
-    assert "7 steps, 2 repeated in fp32" in facts["summary"]
+    assert "7 steps, 2 recomputed in fp32" in facts["summary"]
     assert len([line for line in report.text().splitlines() if line.startswith("step ")]) == 7
     report.steps[4:6] = [replace(report.steps[4], dtype="fp32"), replace(report.steps[5], outcome="saturated")]
     report.note("a note")
@@ -279,7 +279,7 @@ class Stale:
     ("dtype", "given", "outcome", "helped"),
     [
         ("fp16", 3.0, "finite", "after that fp16 was finite"),
-        ("fp16", 3e4, "rerun", "and the step repeated in fp32"),
+        ("fp16", 3e4, "rerun", "and the step recomputed in fp32"),
         ("fp32", 3e4, "finite", "after that fp32 was finite"),
     ],
 )

@@ -161,7 +161,7 @@ def check_totals(report):
     reruns = [step["rerun"] for step in steps if step["rerun"]]
     assert facts["rerun_seconds"] == pytest.approx(sum(rerun["seconds"] for rerun in reruns))
     assert all(step["rerun"] is None or step["rerun"]["seconds"] <= step["seconds"] for step in steps)
-    how = f"{facts['reruns']} repeated in fp32" if facts["reruns"] else "fine"
+    how = f"{facts['reruns']} recomputed in fp32" if facts["reruns"] else "fine"
     assert facts["summary"].endswith(f", {how}.")
 
 

@@ -297,7 +297,7 @@ def test_reruns_in_the_report():
     facts = run.report.as_dict()
     assert facts["rerun_seconds"] == step.rerun.seconds and facts["learned"]["wide_parts"] == ["blocks.2"]
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
-    assert "'blocks.2' protected; 5 steps, 1 repeated in fp32" in run.report.summary()
+    assert "'blocks.2' protected; 5 steps, 1 recomputed in fp32" in run.report.summary()
     assert max(map(len, run.report.text().splitlines())) < 240
 
 

@@ -37,25 +37,25 @@ def report(component: Component, *steps: StepRecord, **more: object) -> RunRepor
         (report(TEXT, FINE, FINE, wide=EVERYTHING),
          "text encoder: fp16, as you chose; overflow protection in every layer; 2 prompts, all fine.", ""),
         (report(DECODER, FINE), "VAE decoder: fp16, as you chose; 1 part, fine.", ""),
-        (report(DENOISER, FAILED, FINE), "fp16, as you chose; 2 steps, 1 repeated in fp32.",
+        (report(DENOISER, FAILED, FINE), "fp16, as you chose; 2 steps, 1 recomputed in fp32.",
          "Step 1: a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. "
-         "Repeated in fp32; 'blocks.1' protected from here on."),
-        (report(DENOISER, FINE, UNPLACED), "fp16, as you chose; 2 steps, 1 repeated in fp32.",
-         "Step 2: NaN, infinite or clipped values. Repeated in fp32."),
-        (report(DECODER, FITTING), "VAE decoder: fp16, as you chose; 1 part, 1 repeated in fp32.",
+         "Recomputed in fp32; 'blocks.1' protected from here on."),
+        (report(DENOISER, FINE, UNPLACED), "fp16, as you chose; 2 steps, 1 recomputed in fp32.",
+         "Step 2: NaN, infinite or clipped values. Recomputed in fp32."),
+        (report(DECODER, FITTING), "VAE decoder: fp16, as you chose; 1 part, 1 recomputed in fp32.",
          "Part 1: NaN, infinite or clipped values in blocks.1.ff. "
-         "Repeated in fp32; 'blocks.1' protected from here on."),
+         "Recomputed in fp32; 'blocks.1' protected from here on."),
         (report(DENOISER, FAILED, FINE, FAILED, FAILED, calls_per_step=2),
-         "fp16, as you chose; 2 steps, 3 of 4 calls repeated in fp32.",
+         "fp16, as you chose; 2 steps, 3 of 4 calls recomputed in fp32.",
          "Step 1: a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. "
-         "Repeated in fp32; 'blocks.1' protected from here on."),
+         "Recomputed in fp32; 'blocks.1' protected from here on."),
         (report(DENOISER, FINE, NAN), f"fp16, as you chose; 2 steps, 1 {BROKEN}",
          f"Step 2: NaN or infinite values; {UNKNOWN}"),
         (report(TEXT, CLIPPED), f"text encoder: fp16, as you chose; 1 prompt, 1 {BROKEN}",
          f"Prompt 1: clipped values; {UNKNOWN}"),
-        (report(DENOISER, FAILED, NAN), f"fp16, as you chose; 2 steps, 1 repeated in fp32, 1 {BROKEN}",
+        (report(DENOISER, FAILED, NAN), f"fp16, as you chose; 2 steps, 1 recomputed in fp32, 1 {BROKEN}",
          "Step 1: a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. "
-         "Repeated in fp32; 'blocks.1' protected from here on."),
+         "Recomputed in fp32; 'blocks.1' protected from here on."),
     ],
 )  # fmt: skip
 def test_the_summary_and_the_first_failure(of: RunReport, summary: str, finding: str) -> None:
@@ -73,8 +73,8 @@ def test_nothing_computed() -> None:
          ["step 1 (t=874): fp16, OK, 0.23 s, largest value 3.2",
           "step 2 (t=874): fp16, OK, from the step cache, 0.23 s, largest value 3.2"]),
         (report(DENOISER, FAILED),
-         ["step 1 (t=874): fp32, repeated in fp32, 0.23 s, largest value 3.2",
-          "    repeated in fp32: 0.30 s; 12 MB more memory; first in 'blocks.1.ff', which reached 264,522; "
+         ["step 1 (t=874): fp32, recomputed in fp32, 0.23 s, largest value 3.2",
+          "    recomputed in fp32: 0.30 s; 12 MB more memory; first in 'blocks.1.ff', which reached 264,522; "
           "'blocks.1' protected from here on"]),
         (report(DECODER, NAN), ["VAE decoder, part 1 (t=874): fp16, NaN or infinite, 0.23 s"]),
         (report(DENOISER, FINE, CLIPPED, calls_per_step=2),
@@ -86,6 +86,6 @@ def test_a_line_for_each_step(of: RunReport, lines: list[str]) -> None:
     assert "\n".join(lines) in of.text()
 
 
-@pytest.mark.parametrize(("steps", "said"), [((FINE,), ""), ((FAILED, FINE, FAILED), "2 repeated in fp32")])
+@pytest.mark.parametrize(("steps", "said"), [((FINE,), ""), ((FAILED, FINE, FAILED), "2 recomputed in fp32")])
 def test_a_run_under_way_says_nothing_of_reruns_until_there_is_one(steps: tuple[StepRecord, ...], said: str) -> None:
-    assert report(DENOISER, *steps).repeated() == said
+    assert report(DENOISER, *steps).recomputed() == said

@@ -98,7 +98,7 @@ def test_frames_after_frames_attend_to_what_the_rerun_made_of_those_before(
 
     model.model.diffusion_model.register_forward_hook(spoil)
     made = sampled(guarded(model), CAUSAL, *how)
-    assert (f", {reruns} of 9 calls repeated in fp32." if reruns else ", all fine.") in said[-1]
+    assert (f", {reruns} of 9 calls recomputed in fp32." if reruns else ", all fine.") in said[-1]
     if not reruns:
         assert torch.equal(made, sampled(make_model(CAUSAL), CAUSAL, *how))
     # their keys and values are kept in fp16, as those of a healthy run are
@@ -115,7 +115,7 @@ def test_a_prompt_that_the_network_remembers_is_not_that_of_a_failed_call(hot: b
     behind = guarded(model)
     for _ in range(2):
         made = sampled(behind, HIDREAM, *how, **TOKENS)
-        assert f"3 steps, {'3 repeated in fp32' if hot else 'all fine'}." in said[-1]
+        assert f"3 steps, {'3 recomputed in fp32' if hot else 'all fine'}." in said[-1]
         assert difference(made, expected) <= 1e-5 if hot else torch.equal(made, expected)
     assert len(model.model.diffusion_model._kv_cache_entries) == (0 if hot else 1)
 
@@ -138,7 +138,7 @@ def test_a_cache_beside_the_network_is_filled_by_the_rerun() -> None:
     cached = import_module("comfy_extras.nodes_wan").WanAnimate2Cache.execute(model, "cpu").args[0]
     for patcher, bound in ((model, 1e-5), (cached, 2e-3)):  # it is kept in fp16
         assert difference(sampled(guarded(patcher), ANIMATE, *how, **conditions), exact) <= bound
-        assert "2 steps, 2 repeated in fp32" in said[-1]
+        assert "2 steps, 2 recomputed in fp32" in said[-1]
 
 
 class Prefix:
@@ -164,5 +164,5 @@ def test_what_a_network_keeps_in_an_object_is_not_that_of_a_failed_call() -> Non
         network.blocks[0].ffn.register_forward_hook(network.prefix.through)
         network.blocks[1].register_forward_pre_hook(lambda _block, given: (given[0].mul_(2), None)[1])
     made, expected = (sampled(model, TEXT_TO_VIDEO, EULER, [1.0, 0.6, 0.0]) for model in (guarded(hot), exact))
-    assert "2 steps, 2 repeated in fp32" in said[-1]
+    assert "2 steps, 2 recomputed in fp32" in said[-1]
     assert difference(made, expected) <= 1e-5

@@ -59,7 +59,7 @@ def check_overflowing(
 
 def reruns() -> int:
     """That the guard reported."""
-    found = re.search(r"(\d+)(?: of \d+ calls)? repeated in fp32\.", said[-1])
+    found = re.search(r"(\d+)(?: of \d+ calls)? recomputed in fp32\.", said[-1])
     assert found or said[-1].splitlines()[0].endswith(" fine."), said[-1]
     return int(found[1]) if found else 0
 

@@ -34,7 +34,7 @@ def counting(patcher: Any) -> Iterator[list[torch.dtype]]:
 def test_each_rerun_is_told_as_it_happens_and_the_report_names_the_layer(family: str, layer: str) -> None:
     sample(guarded(make_model(LAYOUTS[family], hot=True)), LAYOUTS[family])
     assert f"'{layer}' reaches" in said[-1]
-    assert f"{STEPS} steps, {STEPS} repeated in fp32" in said[-1]
+    assert f"{STEPS} steps, {STEPS} recomputed in fp32" in said[-1]
     assert len(said) == STEPS + 1 and said[0].startswith("call 1: NaN or infinite in fp16")
 
 

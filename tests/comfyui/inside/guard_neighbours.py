@@ -198,4 +198,4 @@ def test_a_fault_in_one_step_costs_one_step(family: str) -> None:
     faulty.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "fault", fault)
     made = sample(guarded(faulty), layout)
     assert 0 < difference(made, sample(in_fp32(healthy, layout), layout)) <= 2e-2
-    assert "3 steps, 1 repeated in fp32." in said[-1]
+    assert "3 steps, 1 recomputed in fp32." in said[-1]

@@ -77,7 +77,7 @@ def test_a_rerun_multiplies_in_fp32_what_the_checkpoint_holds(kind: str) -> None
         assert any(products) == (kind != "scaled fp8 weights")
         made = sample(guarded(patcher), SD15, steps=STEPS)
     assert difference(made, sample(in_fp32(patcher), SD15, steps=STEPS)) <= 1e-5
-    assert "2 steps, 2 repeated in fp32" in said[-1]
+    assert "2 steps, 2 recomputed in fp32" in said[-1]
     assert "rerun from the float8_e4m3fn weights as they are stored, with products in fp32" in said[-1]
 
 
@@ -99,7 +99,7 @@ def test_what_a_product_in_fp8_hides_is_seen() -> None:
     plain, made, exact = (sample(each, SD15, steps=STEPS) for each in (patcher, guarded(patcher), in_fp32(patcher)))
     assert plain.isfinite().all() and difference(plain, exact) > 0.01
     assert difference(made, exact) <= 1e-5
-    assert "2 steps, 2 repeated in fp32" in said[-1]
+    assert "2 steps, 2 recomputed in fp32" in said[-1]
 
 
 def test_nothing_is_left_of_a_rerun_that_failed_too() -> None:

@@ -83,7 +83,7 @@ def test_a_rerun_multiplies_in_fp32_what_the_checkpoint_holds_and_a_healthy_run_
     before = switches(hot)
     made = sampled(guarded(hot))
     assert difference(made, sampled(exact)) <= 1e-5
-    assert "2 steps, 2 repeated in fp32" in said[-1]
+    assert "2 steps, 2 recomputed in fp32" in said[-1]
     stored = f"rerun from the {FORMATS[kind].name} weights as they are stored, with products in fp32"
     assert stored in said[-1]
     assert before == switches(hot)
@@ -185,7 +185,7 @@ def test_a_lora_on_quantised_weights_is_in_the_rerun(kind: str) -> None:
         weight.copy_(layer.weight.float().dequantize())
     assert difference(weight, stored + lora) > 0  # it was quantised anew
     assert difference(made, sampled(twin)) <= 1e-5
-    assert "2 steps, 2 repeated in fp32" in said[-1]
+    assert "2 steps, 2 recomputed in fp32" in said[-1]
 
 
 def test_what_rounding_hides_is_seen() -> None:
@@ -198,7 +198,7 @@ def test_what_rounding_hides_is_seen() -> None:
     plain, made, exact = (sample(each, SD15, steps=1) for each in (patcher, guarded(patcher), twin))
     assert plain.isfinite().all() and difference(plain, exact) > 0.01
     assert difference(made, exact) <= 1e-5
-    assert "1 step, 1 repeated in fp32" in said[-1]
+    assert "1 step, 1 recomputed in fp32" in said[-1]
 
 
 def test_quantised_weights_in_a_layer_without_comfyuis_switch_are_refused_by_name() -> None:

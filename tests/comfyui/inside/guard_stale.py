@@ -85,7 +85,7 @@ def test_weights_are_loaded_anew_and_what_fits_fp16_is_right_in_it(hot: bool, dy
         made = sample(guarded(stale()), SD15)
     if hot:
         assert difference(made, expected) <= 1e-5
-        assert f"{ANEW}and the step repeated in fp32" in said[-1] and "3 steps, 3 repeated in fp32" in said[-1]
+        assert f"{ANEW}and the step recomputed in fp32" in said[-1] and "3 steps, 3 recomputed in fp32" in said[-1]
     else:
         assert torch.equal(made, expected)
         assert f"{ANEW}after that fp16 was finite" in said[-1] and "3 steps, all fine" in said[-1]

@@ -60,7 +60,7 @@ def test_a_vae_that_overflows_is_broken_without_and_right_with_it(call: str) -> 
     made, exact = (run(CALLS[call], each) for each in (guarded(vae), vae_in_fp32(vae)))
     assert torch.equal(made, exact)
     part = call.split()[0]
-    counts = re.search(r"(\d+) parts?, (\d+) repeated in fp32", said[-1])
+    counts = re.search(r"(\d+) parts?, (\d+) recomputed in fp32", said[-1])
     assert counts and counts[1] == counts[2]
     assert (int(counts[1]) > 1) is ("tiled" in call)
     assert said[-1].startswith(f"VAE {part}r: AutoencoderKL computes in fp16")
@@ -87,7 +87,7 @@ def test_one_bad_tile_costs_one_tile() -> None:
     )
     assert torch.isnan(plain).any() and not torch.isnan(plain).all()
     assert difference(made, exact) <= 2e-2
-    counts = re.search(r"(\d+) parts, (\d+) repeated in fp32", said[-1])
+    counts = re.search(r"(\d+) parts, (\d+) recomputed in fp32", said[-1])
     assert counts and 0 < int(counts[2]) < int(counts[1])
 
 

@@ -157,7 +157,7 @@ def test_a_vae_that_overflows_is_broken_without_and_right_with_it(name: str, cal
     plain, exact, made = (call(each, kind) for each in (vae, in_fp32(vae, kind), guarded(vae)))
     assert plain.isnan().any()
     assert exact.std() > 0 and difference(made, exact) <= 1e-5
-    assert "1 part, 1 repeated in fp32" in said[-1]
+    assert "1 part, 1 recomputed in fp32" in said[-1]
     wide = call(guarded(vae, precision="fp16"), kind)
     assert (wide - exact).norm() <= 5e-3 * exact.norm()
     assert "; overflow protection in every layer; 1 part, fine" in said[-1]
@@ -170,7 +170,7 @@ def test_what_a_vae_hides_is_seen(name: str) -> None:
     plain, exact, made = (decode(each, kind) for each in (vae, in_fp32(vae, kind), guarded(vae)))
     assert plain.isfinite().all() and difference(plain, exact) > 0.05
     assert difference(made, exact) <= 1e-5
-    assert "1 part, 1 repeated in fp32" in said[-1]
+    assert "1 part, 1 recomputed in fp32" in said[-1]
 
 
 @pytest.mark.skipif(not hasattr(ARGS, "fp16_intermediates"), reason="this ComfyUI keeps what comes out in float32")

@@ -112,7 +112,7 @@ def test_scope_learned_reruns_once_and_is_wide_from_then_on(family: str) -> None
         *told, report = said
         if time == "first":
             assert len(told) == 1 and told[0].startswith("call 1: NaN or infinite in fp16")
-            assert WIDE in report and "2 steps, 1 repeated in fp32." in report
+            assert WIDE in report and "2 steps, 1 recomputed in fp32." in report
         else:
             assert not told
             check_said(WIDE)
@@ -131,10 +131,10 @@ def test_what_was_learned_is_known_to_later_guards_of_the_same_model_and_not_of_
             return run(patcher, layout, "inherit", scope="learned")
 
     learning(overflows)
-    assert "2 steps, 1 repeated in fp32." in said[-1] and "profile" not in said[-1]
+    assert "2 steps, 1 recomputed in fp32." in said[-1] and "profile" not in said[-1]
     assert same(plain, learning(healthy)) and "profile" not in said[-1]
     learning(lora_on(overflows))
-    assert "2 steps, 1 repeated in fp32." in said[-1] and "profile" not in said[-1]
+    assert "2 steps, 1 recomputed in fp32." in said[-1] and "profile" not in said[-1]
     again = make_model(layout, hot=True)
     for patcher, around in [
         (lora_on(make_model(layout, hot=True)), nullcontext),

@@ -213,7 +213,7 @@ def test_what_a_streamed_model_taught_is_known_to_the_next_guard(way: str) -> No
         behind = guarded(streamed(make_model(LAYOUTS["flux"], hot=True), way), scope="learned")
         with WAYS[way]():
             sample(behind, LAYOUTS["flux"], steps=STEPS)
-        assert known or "2 steps, 1 repeated in fp32." in said[-1]
+        assert known or "2 steps, 1 recomputed in fp32." in said[-1]
     check_said(WIDE, "from a profile: ")
 
 

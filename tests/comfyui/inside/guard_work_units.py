@@ -52,9 +52,9 @@ def wrapped(patcher: Any, wrapper: Callable[..., Any], kind: str = KINDS.DIFFUSI
 
 def check_reports(reruns: int, runs: int = 1, steps: int = STEPS) -> None:
     """Of the latest runs."""
-    endings = " fine.", "repeated in fp32."
+    endings = " fine.", "recomputed in fp32."
     reports = [text for text in said if text.splitlines()[0].endswith(endings) and not text.startswith("call ")]
-    how = f"{reruns} of {2 * steps} calls repeated in fp32"
+    how = f"{reruns} of {2 * steps} calls recomputed in fp32"
     expected = f"{steps} step{'s' * (steps > 1)}, {how if reruns else 'all fine' if steps > 1 else 'fine'}."
     assert len(reports) == runs and all(expected in text for text in reports), reports
 

@@ -83,7 +83,7 @@ def test_its_profile_wired_to_the_guard_leads_to_no_rerun_on_that_card_alone(fam
     with on(HERE):
         sample(guarded(patcher, scope="learned", profile=profile), layout)
     assert f"the profile that was given is left alone: it is for sm75, and this is {HERE}" in said[-1]
-    assert f"{STEPS} steps, 1 repeated in fp32" in said[-1]
+    assert f"{STEPS} steps, 1 recomputed in fp32" in said[-1]
 
 
 def _reached(patcher: Any, layout: Layout, name: str) -> float:
