@@ -1,4 +1,5 @@
-"""Guard every workflow on all of ComfyUI's own families, queued from its page: all of them in one prompt."""
+"""Guard every workflow on all of ComfyUI's own families, queued from its page and by its API: all of them in one
+prompt."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import legs
 import pytest
 import torch
 from test_every_workflow_in_browser import LOADED, SWITCH
+from waiting import wait_until
 
 pytestmark = pytest.mark.comfyui
 
@@ -29,7 +31,10 @@ VAE_NODES = {  # of the one for pictures
     "encode": ("VAEEncode", {}),
     "encode tiled": ("VAEEncodeTiled", TILES),
 }
+API = ", by API"
 RUNS = {"healthy": False, "healthy, guarded": True, "hot": False, "hot, guarded": True, "hot in fp32": False}
+RUNS |= {f"healthy, guarded{API}": False, f"hot, guarded{API}": False}  # the prompt itself says that it is guarded
+GUARDED = ("guarded", f"guarded{API}")
 Made = dict[str, dict[str, torch.Tensor]]  # what came of each case, by run
 
 
@@ -75,14 +80,26 @@ def made(leg: legs.Leg, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ma
         found: Made = {}
         for run, switch in RUNS.items():
             server.ask(f"/settings/{SWITCH}", switch)
-            canvas.evaluate(LOADED, graph(server, run.removesuffix(", guarded")))
-            canvas.set_widgets({"KSampler.control_after_generate": "fixed"})
-            end, detail = canvas.queue(seconds=900)
-            assert end == "execution_success", (run, detail)
+            server.ask("/free", {"free_memory": True, "unload_models": True})  # nothing is taken from the cache
+            shutil.rmtree(folder / "user" / "onediff_guard" / "profiles", ignore_errors=True)
+            prompt = graph(server, run.split(", ")[0])
+            if run.endswith(API):
+                by_api(server, prompt)
+            else:
+                canvas.evaluate(LOADED, prompt)
+                canvas.set_widgets({"KSampler.control_after_generate": "fixed"})
+                end, detail = canvas.queue(seconds=900)
+                assert end == "execution_success", (run, detail)
             found[run] = {file.stem: torch.load(file) for file in (folder / "output").glob("*.pt")}
             shutil.rmtree(folder / "output")
             (folder / "output").mkdir()
         yield found
+
+
+def by_api(server: legs.Server, prompt: dict[str, Any]) -> None:
+    id_ = server.ask("/prompt", {"prompt": prompt, "extra_data": {"onediff_guard": True}})["prompt_id"]
+    wait_until(lambda: server.ask(f"/history/{id_}"), server.tail)
+    assert server.ask(f"/history/{id_}")[id_]["status"]["status_str"] == "success", server.tail()
 
 
 def test_all_families_are_there(made: Made, leg: legs.Leg) -> None:
@@ -91,16 +108,18 @@ def test_all_families_are_there(made: Made, leg: legs.Leg) -> None:
     assert len(cases) == (31 if leg.name == "c" else 22), cases
 
 
-def test_healthy_runs_are_the_same_to_the_bit(made: Made) -> None:
-    guarded = made["healthy, guarded"]
+@pytest.mark.parametrize("way", GUARDED)
+def test_healthy_runs_are_the_same_to_the_bit(made: Made, way: str) -> None:
+    guarded = made[f"healthy, {way}"]
     assert [case for case, plain in made["healthy"].items() if not torch.equal(plain, guarded[case])] == []
     assert all(plain.isfinite().all() for plain in made["healthy"].values())
 
 
-def test_overflowing_runs_are_rescued(made: Made) -> None:
-    """As far from fp32 as half precision is: from the failed step on, every layer is wide."""
+@pytest.mark.parametrize("way", GUARDED)
+def test_overflowing_runs_are_rescued(made: Made, way: str) -> None:
+    """As far from fp32 as half precision is: from the failed step on, every layer is protected."""
     figures = {
-        case: [distance(made[run][case], exact) for run in ("hot", "hot, guarded")]
+        case: [distance(made[run][case], exact) for run in ("hot", f"hot, {way}")]
         for case, exact in made["hot in fp32"].items()
     }
     assert {case: both for case, both in figures.items() if not both[1] < 0.01} == {}

@@ -67,7 +67,7 @@ BROKEN = {
     "pickled": (lambda _, folder: written(folder / "lora.pt", pickle.dumps({})), "it is no safetensors file"),
     "truncated": (lambda path, folder: written(folder / "a.safetensors", path.read_bytes()[:-9]), "it has .* bytes"),
     "missing": (lambda _, folder: folder / "gone.safetensors", "gone.safetensors' cannot be read"),
-    "NaN": (lambda *where: changed(*where, value=float("nan")), "is damaged: '.*' holds values that are not finite"),
+    "NaN": (lambda *where: changed(*where, value=float("nan")), "is damaged: '.*' holds NaN or infinite values"),
     "PiSSA": (lambda *where: header(*where, r=4, init_lora_weights="pissa_niter_4"), "changed by 'pissa_niter_4'"),
     "DoRA": (lambda *where: header(*where, r=4, use_dora=True), "holds DoRA"),
     "alpha": (lambda *where: header(*where, r=4, lora_alpha="4"), "lora_alpha is 4: input should be a valid number"),

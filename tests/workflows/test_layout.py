@@ -22,6 +22,9 @@ SLOT = 20  # a row
 GROWTH = {  # below a node, in a run: a preview, a strip
     **dict.fromkeys(("OneDiffGuardSample", "KSampler", "SamplerCustomAdvanced"), 340),
     "OneDiffGuardNaNGuardNative": 300,
+    "OneDiffGuardEncodePrompt": 260,
+    "OneDiffGuardDecodeLatents": 180,
+    "OneDiffGuardLoadPipeline": 200,
 }
 
 

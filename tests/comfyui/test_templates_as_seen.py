@@ -1,0 +1,114 @@
+"""Each template as a person sees it: opened, run with a small model, and failed for want of a model. In both frontends,
+and in Nodes 2.0. Pictures of all of them: see `browser.py`.
+
+Qwen-Image and Z-Image are opened and fail, but do not run here: their small models are no files that ComfyUI loads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import browser
+import comfyui_nodes
+import families
+import legs
+import native_checkpoints
+import native_graphs
+import pytest
+from runs import HEALTHY
+from templates import TITLES, api_file, ui_file
+from test_layout_in_browser import FAULTS, WIDEST
+from test_strip_in_browser import STRIPS
+
+pytestmark = [
+    pytest.mark.comfyui,
+    pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
+]
+
+WITHOUT_FILES = {"native_qwen_image_text_to_image", "native_z_image_text_to_image"}
+MODELS = {  # the inputs that name a model, by node
+    "OneDiffGuardLoadPipeline": "model",
+    "CheckpointLoaderSimple": "ckpt_name",
+    "ImageOnlyCheckpointLoader": "ckpt_name",
+    "UNETLoader": "unet_name",
+}
+SVD_FILE = "small_svd.safetensors"  # as ComfyUI's own nodes read it
+OTHERS = {  # what a template names and what is here in its place
+    "OneDiffGuardLoadPipeline.model": {"CogVideoX-2b": HEALTHY},
+    "ImageOnlyCheckpointLoader.ckpt_name": {comfyui_nodes.SVD_FILE: SVD_FILE},
+}
+GONE = "a-model-that-is-gone"
+
+
+@pytest.fixture(scope="module")
+def files(server: legs.Server) -> Iterator[None]:
+    """What ComfyUI's own loaders read, and what stands in their lists alone."""
+    models = server.base / "models"
+    written = [models / "checkpoints" / name for name in (comfyui_nodes.SD15_FILE, SVD_FILE)]
+    native_checkpoints.write_sd15(written[0], overflows=False)
+    native_checkpoints.write_svd(written[1], overflows=False)
+    listed = [models / folder / name for folder, names in comfyui_nodes.FILES.items() for name in names]
+    for file in listed:
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    yield
+    for file in (*written, *listed):
+        file.unlink()
+
+
+@pytest.fixture(scope="module", params=["classic", "nodes_2"])
+def canvas(
+    request: pytest.FixtureRequest, server: legs.Server, pictures: Path, files: None
+) -> Iterator[browser.Canvas]:
+    vue = request.param == "nodes_2"
+    if vue and server.leg.id == "leg_b":
+        pytest.skip("Nodes 2.0 is newer than this frontend")
+    folder = pictures / request.param
+    folder.mkdir(exist_ok=True)
+    with browser.canvas(server.url, folder) as opened:
+        opened.choose(server.url, VueNodes_Enabled=vue)
+        opened.open(server.url)
+        yield opened
+        opened.choose(server.url, VueNodes_Enabled=False)
+
+
+def small(name: str, known: dict[str, Any]) -> dict[str, Any]:
+    """What its widgets are to be, by node and name, for a CPU."""
+    sizes = native_graphs.SMALL if name.startswith("native_") else {}
+    given = {
+        f"{node['class_type']}.{key}": sizes.get(key, value)
+        for node in families.small(api_file(name), known).values()
+        for key, value in node["inputs"].items()
+        if not isinstance(value, list) and key != "text"  # a link; several prompts
+    }
+    return given | {name: others[given[name]] for name, others in OTHERS.items() if given.get(name) in others}
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_it_opens_runs_and_fails(canvas: browser.Canvas, server: legs.Server, name: str) -> None:
+    canvas.open(server.url)
+    canvas.load(json.loads(ui_file(name).read_text(encoding="utf-8")))
+    canvas.settle()
+    canvas.picture(f"{name}_1_opened")
+    assert canvas.missing() == []
+    if name not in WITHOUT_FILES:
+        canvas.set_widgets(small(name, canvas.ask("/object_info")))
+        end, detail = canvas.queue()
+        assert end == "execution_success", detail
+        canvas.settle()
+        canvas.picture(f"{name}_2_ran")
+        strips = canvas.evaluate(STRIPS)
+        verdicts = {kind: strip["text"].splitlines()[0] for kind, strip in strips.items() if strip["cells"]}
+        assert verdicts and set(verdicts.values()) <= {"Result: OK.", "This stage: OK."}, verdicts
+        if loader := strips.get("OneDiffGuardLoadPipeline"):
+            assert ", since " in loader["text"], "the dtype, and why"
+        assert any(kind.startswith(("OneDiffGuardSample", native_graphs.GUARD)) for kind in verdicts)
+        found = canvas.evaluate(FAULTS, WIDEST)[0]
+        assert [fault for fault in found if "lies on" in fault] == [], "strips have room"
+    canvas.set_widgets({f"{kind}.{key}": GONE for kind, key in MODELS.items()})
+    canvas.press_run()
+    canvas.wait_for_error("not in list" if name.startswith("native_") else GONE)
+    canvas.picture(f"{name}_3_failed")
