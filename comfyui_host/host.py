@@ -304,16 +304,12 @@ def note_in_history(line: str) -> None:
         extra[SUMMARIES] = [*extra.get(SUMMARIES, ()), str(line)][-MOST_SUMMARIES:]
 
 
-_NO_WORKFLOW = "00000000-0000-0000-0000-000000000000"  # the page's id of a graph that it got in API format
-
-
 def _workflow_id() -> str | None:
     """The id that the page gave the workflow whose prompt runs; None of a prompt that no page sent."""
     for extra in _running_extra_data():
         pnginfo = extra.get("extra_pnginfo")
         workflow = pnginfo.get("workflow") if isinstance(pnginfo, dict) else None
-        id_ = workflow.get("id") if isinstance(workflow, dict) else None
-        return id_ if id_ != _NO_WORKFLOW else None
+        return workflow.get("id") if isinstance(workflow, dict) else None
     return None
 
 

@@ -1,6 +1,7 @@
 // Guard every workflow: its settings, and the offer to run again, guarded, what came out black.
 import { app } from "../../scripts/app.js"
 import { api } from "../../scripts/api.js"
+import { historyOf } from "./history.js"
 import { words } from "./words.js"
 
 const OFFER = "OneDiffGuard.OfferRerun"
@@ -13,37 +14,25 @@ const STYLE = `position: fixed; left: 84px; bottom: 24px; z-index: 10000; width:
 const BUTTON = `all: unset; cursor: pointer; padding: 5px 12px; border-radius: 6px; font-weight: 600;
   border: 1px solid var(--border-color, #4e4e4e);`
 const FIRST_BUTTON = "background: #f0b429; border-color: #f0b429; color: #201400;"
-const ATTEMPTS = 20 // to find a prompt in the history, where it comes when it has ended
 
 /** Queues a prompt of the history again with guards: same nodes, same seed; what is cached is used again. */
 async function runAgain(prompt) {
-  for (let attempt = 0; attempt < ATTEMPTS; attempt++) {
-    const entry = (await (await api.fetchApi(`/history/${prompt}`)).json())[prompt]
-    if (entry) {
-      const [, , nodes, extra, targets] = entry.prompt
-      const body = {
-        prompt: nodes,
-        partial_execution_targets: targets,
-        client_id: api.clientId,
-        // the history holds no credentials
-        extra_data: {
-          ...extra,
-          auth_token_comfy_org: api.authToken,
-          api_key_comfy_org: api.apiKey,
-          onediff_guard: true,
-        },
-      }
-      const answer = await api.fetchApi("/prompt", {
-        method: "POST",
-        headers: { "Content-Type": "application/json" },
-        body: JSON.stringify(body),
-      })
-      if (!answer.ok) throw new Error(await answer.text())
-      return
-    }
-    await new Promise((done) => setTimeout(done, 500))
+  const entry = await historyOf(prompt)
+  if (!entry) throw new Error(words().gone)
+  const [, , nodes, extra, targets] = entry.prompt
+  const body = {
+    prompt: nodes,
+    partial_execution_targets: targets,
+    client_id: api.clientId,
+    // the history holds no credentials
+    extra_data: { ...extra, auth_token_comfy_org: api.authToken, api_key_comfy_org: api.apiKey, onediff_guard: true },
   }
-  throw new Error(words().gone)
+  const answer = await api.fetchApi("/prompt", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+  })
+  if (!answer.ok) throw new Error(await answer.text())
 }
 
 let offered = [] // prompts, the latest one last

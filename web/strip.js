@@ -2,6 +2,7 @@
 import { app } from "../../scripts/app.js"
 import { api } from "../../scripts/api.js"
 import { StripView } from "./strip_view.js"
+import { historyOf } from "./history.js"
 import { words } from "./words.js"
 
 const OURS = "OneDiffGuard" // node types begin so
@@ -10,11 +11,14 @@ const PICTURE = "$$canvas-image-preview" // and its widget for pictures, which r
 const LATE = "OneDiffGuardNaNGuardNative" // reports when others sample or decode, not when it runs or is remembered
 const MOST_REPORTS = 64 // of one prompt, on a node that many samplers use
 const MARGIN = 10
+const NO_WORKFLOW = "00000000-0000-0000-0000-000000000000" // of a graph that the page got in API format
 
 const rootGraph = () => app.rootGraph ?? app.graph
 
+const isKnown = (workflow) => Boolean(workflow) && workflow !== NO_WORKFLOW
+
 /** Whether the workflow of a run is the one on the canvas. Of a run that no page queued nobody knows: then it is. */
-const isOpen = (workflow) => !workflow || workflow === rootGraph().id
+const isOpen = (workflow) => !isKnown(workflow) || workflow === rootGraph().id
 
 /** The node's widget, made where it has none. */
 function stripOf(node) {
@@ -37,20 +41,22 @@ function stripOf(node) {
   return strip
 }
 
-/** What a person has made a node larger since its strip was laid out. Nodes 2.0 lays nodes out by itself. */
-const grown = (node, strip) =>
-  strip.laidOut && !globalThis.LiteGraph?.vueNodesMode
-    ? [node.size[0] - strip.laidOut[0], Math.max(0, node.size[1] - strip.laidOut[1])]
-    : [0, 0]
+/** What a person has made another pack's node larger since it got a strip. Nodes 2.0 sets heights by itself. */
+function grown(node, { laidOut }) {
+  if (!laidOut) return [0, 0]
+  const height = globalThis.LiteGraph?.vueNodesMode ? 0 : Math.max(0, node.size[1] - laidOut[1])
+  return [node.size[0] - laidOut[0], height]
+}
 
 /** The size of another pack's node without its strip. */
 const withoutStrip = (node, strip) => strip.without.map((side, nth) => side + grown(node, strip)[nth])
 
 function resize(node, strip) {
-  if (strip.without) strip.without = withoutStrip(node, strip)
   const [width, height] = node.computeSize()
-  node.setSize([Math.max(node.size[0], width), Math.max((strip.without ?? node.size)[1], height)])
-  strip.laidOut = [...node.size]
+  const [wider, higher] = strip.without ? grown(node, strip) : [0, 0]
+  const least = (strip.without ?? node.size)[1]
+  node.setSize([Math.max(node.size[0], width), Math.max(least, height) + higher])
+  strip.laidOut = [node.size[0] - wider, node.size[1] - higher]
   node.setDirtyCanvas?.(true, true)
 }
 
@@ -109,8 +115,11 @@ const SEVERITIES = { rescued: "success", unguarded: "warn", broken: "error" } //
 const SECONDS = { rescued: 10, unguarded: 30, broken: 30 }
 
 // Nodes of other packs on which a guard has reported in this prompt: by their ids, their type and workflow, what was
-// reported, what they are called, and where they are on the canvas, the node and how it is put back
+// reported, and what they are called
 const others = new Map()
+// Their strips on the canvas, and how a node is put back, by the node. A subgraph that is used twice has it once.
+const placed = new Map()
+const missed = [] // reports of native guards in a workflow that was not open
 
 /** Puts a strip on another pack's node. Returns it, and what takes all that it changes about the node off again. Files
  * and undo never see it. */
@@ -139,7 +148,8 @@ function stripOnOther(node) {
 function newPrompt() {
   for (const node of nodesByLocator().values())
     if (node.type?.startsWith(OURS)) node.widgets?.find((widget) => widget.strip)?.strip.age(words().earlier)
-  for (const { putBack } of others.values()) putBack?.()
+  for (const { putBack } of placed.values()) putBack()
+  placed.clear()
   others.clear()
 }
 
@@ -166,10 +176,10 @@ function showOnOther(id) {
   const other = others.get(id)
   const [, node] = isOpen(other.workflow) ? nodeByExecutionId(id) : []
   if (node?.type !== other.type) return
-  // a workflow that was opened anew has other nodes
-  if (other.node !== node) Object.assign(other, { node, title: node.title, ...stripOnOther(node) })
-  const { outputs } = other
-  other.strip.show(
+  Object.assign(other, { node, title: node.title })
+  if (!placed.has(node)) placed.set(node, stripOnOther(node)) // a workflow that was opened anew has other nodes
+  const outputs = [...others.values()].filter((each) => each.node === node).flatMap((each) => each.outputs)
+  placed.get(node).strip.show(
     {
       text: [...new Set(outputs.flatMap(({ text }) => text.join("\n").split("\n")))],
       onediff_guard: outputs.flatMap(({ onediff_guard }) => onediff_guard).slice(-MOST_REPORTS),
@@ -197,9 +207,19 @@ function sayAtEnd() {
     })
 }
 
+/** Keeps a native guard's report for when its workflow is open again; until then a toast says what is amiss. */
+function miss(report) {
+  missed.push(report)
+  if (!report.output.onediff_guard.some(({ cells }) => cells?.some((cell) => ["rerun", "failed"].includes(cell)))) return
+  const id = `missed ${report.node}`
+  const outputs = [...(others.get(id)?.outputs ?? []), report.output]
+  others.set(id, { type: "", workflow: report.workflow, title: "NaN Guard", outputs })
+}
+
 /** A native guard reports after its node has run, once for each sampler of a prompt. */
 function reported({ node, type, prompt, workflow, output }) {
   if (type) reportedOnOther(node, type, workflow, output)
+  else if (!isOpen(workflow)) miss({ node, prompt, workflow, output })
   if (type || !isOpen(workflow)) return
   keep(node, (earlier) => {
     const before = earlier?.prompt?.[0] === prompt ? earlier : { text: [], onediff_guard: [] }
@@ -234,9 +254,11 @@ app.registerExtension({
       cached = detail
       for (const id of detail.nodes) if (nodeByExecutionId(id)[1]?.type !== LATE) ownStrip(id)?.age("")
     })
-    api.addEventListener("execution_error", ({ detail }) =>
-      ownStrip(detail.node_id)?.age(`${words().failedHere} ${String(detail.exception_message).split("\n")[0]}`),
-    )
+    api.addEventListener("execution_error", async ({ detail }) => {
+      const extra = (await historyOf(detail.prompt_id))?.prompt[3]
+      if (!isOpen(extra?.extra_pnginfo?.workflow?.id)) return
+      ownStrip(detail.node_id)?.age(`${words().failedHere} ${String(detail.exception_message).split("\n")[0]}`)
+    })
     api.addEventListener("executing", ({ detail: node }) => node ?? recall(cached)) // null: the history has it all now
   },
   beforeRegisterNodeDef(type, { name }) {
@@ -250,6 +272,7 @@ app.registerExtension({
   onNodeOutputsUpdated: showAll, // another tab, a job from the queue
   afterConfigureGraph() { // undo, another tab
     showAll(app.nodeOutputs)
-    for (const [id, { workflow }] of others) if (workflow) showOnOther(id)
+    for (const [id, { workflow }] of others) if (isKnown(workflow)) showOnOther(id)
+    for (const report of missed.splice(0)) reported(report)
   },
 })

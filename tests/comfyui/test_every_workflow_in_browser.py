@@ -80,6 +80,21 @@ REPORTED = """([outputs, type, end, workflow]) => {
 }"""
 GRAPH = "() => (app.rootGraph ?? app.graph).serialize()"
 OPENED = "graph => app.loadGraphData(graph)"
+TWICE = """type => {
+    const root = app.graph
+    const {node} = app.canvas.graph.convertToSubgraph(new Set([root.nodes.find(node => node.type === type)]))
+    const again = LiteGraph.createNode(node.type)
+    root.add(again)
+    const inner = node.subgraph.nodes.find(node => node.type === type).id
+    return [node, again].map(({id}) => `${id}:${inner}`)
+}"""
+INSIDE = """() => {
+    const inner = app.graph.nodes.find(node => node.subgraph).subgraph.nodes.find(node => node.type === 'KSampler')
+    const strip = inner.widgets?.find(widget => widget.strip)?.element
+    if (!strip) return {size: [...inner.size], saved: [...inner.serialize().size]}
+    const cells = strip.querySelectorAll('.cells > .cell').length
+    return {text: strip.firstChild.innerText || strip.textContent, cells}
+}"""
 ENLARGED = """([type, width, height]) => {
     const node = app.graph.nodes.find(node => node.type === type)
     node.setSize([node.size[0] + width, node.size[1] + height])
@@ -340,14 +355,48 @@ def test_a_strip_is_in_the_workflow_that_ran(canvas: browser.Canvas, server: leg
     assert set(strips(canvas)) == set(shown)
 
 
+def test_a_guard_of_ones_own_reports_to_a_workflow_that_is_open_later(canvas: browser.Canvas) -> None:
+    guard = {"class_type": "OneDiffGuardNaNGuardNative", "inputs": {"model": ["2", 0]}}
+    canvas.evaluate(LOADED, api() | {"9": guard})
+    graph = canvas.evaluate(GRAPH) | {"id": str(uuid.uuid4())}
+    notices = len(guard_notices(canvas))
+    for dtype in ("fp16", "bf16"):
+        canvas.evaluate(
+            "detail => app.api.dispatchEvent(new CustomEvent('onediff_guard.report', {detail}))",
+            {"node": "9", "prompt": "one", "workflow": graph["id"], "output": report(dtype, "said", ["rerun"])},
+        )
+    canvas.evaluate(REPORTED, [[], "KSampler", "execution_success"])
+    assert strips(canvas) == {} and len(guard_notices(canvas)) == notices + 1
+    canvas.evaluate(OPENED, graph)
+    canvas.settle()
+    assert strips(canvas)["OneDiffGuardNaNGuardNative"]["cells"] == ["rerun", "rerun"]
+
+
+def test_a_subgraph_that_is_used_twice_shows_what_was_reported_of_both(canvas: browser.Canvas) -> None:
+    sizes, outer = canvas.evaluate(SIZES), canvas.evaluate(TWICE, "KSampler")
+    for id_, outcome in zip(outer, ("non-finite", "rerun"), strict=True):
+        output = report("fp16", f"of {id_}", ["failed" if outcome == "non-finite" else "rerun"])
+        output["onediff_guard"][0]["outcomes"] = {outcome: 1}
+        canvas.evaluate(
+            "detail => app.api.dispatchEvent(new CustomEvent('onediff_guard.report', {detail}))",
+            {"node": id_, "type": "KSampler", "prompt": "one", "output": output},
+        )
+    canvas.settle()
+    shown = canvas.evaluate(INSIDE)
+    assert shown["text"].startswith("Result: NOT OK.") and shown["cells"] == 2
+    canvas.evaluate("() => app.api.dispatchEvent(new CustomEvent('execution_start', {detail: {}}))")
+    assert canvas.evaluate(INSIDE) == {"size": sizes["KSampler"], "saved": sizes["KSampler"]}
+
+
 def test_a_node_that_was_enlarged_under_its_strip_stays_so(canvas: browser.Canvas) -> None:
     before = canvas.evaluate(SIZES)["KSampler"]
     canvas.evaluate(REPORTED, [[report("fp16", "said", ["rerun"])], "KSampler", "nothing yet"])
     canvas.settle()
     canvas.evaluate(ENLARGED, ["KSampler", 70, 50])
     (saved,) = (node for node in canvas.evaluate(GRAPH)["nodes"] if node["type"] == "KSampler")
-    canvas.evaluate(REPORTED, [[report("bf16", "more", ["rerun"])], "KSampler", "nothing yet"])
-    canvas.settle()
+    for more in ("more", "and more"):  # it is laid out anew
+        canvas.evaluate(REPORTED, [[report("bf16", more, ["rerun"] * 30)], "KSampler", "nothing yet"])
+        canvas.settle()
     canvas.evaluate(REPORTED, [[], "KSampler", "execution_start"])
     after = canvas.evaluate(SIZES)["KSampler"]
     assert [after, list(saved["size"])] == [[before[0] + 70, before[1] + 50]] * 2

@@ -160,11 +160,14 @@ def test_what_is_of_an_earlier_run_says_so_until_its_node_has_run(canvas: browse
     assert told["OneDiffGuardDecodeLatents"]["text"].startswith("This stage: OK."), "it decodes what it was given"
     ids = canvas.evaluate("() => Object.fromEntries(app.graph.nodes.map(node => [node.type, String(node.id)]))")
 
+    prompt = max(canvas.ask("/api/history").values(), key=lambda run: run["prompt"][0])["prompt"][1]
+
     def after(event: str, **detail: Any) -> dict[str, Any]:
         canvas.evaluate(
             "([kind, detail]) => app.api.dispatchEvent(new CustomEvent(kind, {detail}))",
-            [event, {"prompt_id": "x", **detail}],
+            [event, {"prompt_id": prompt, **detail}],
         )
+        canvas.settle()
         return canvas.evaluate(STRIPS)
 
     old = after("execution_start")
@@ -191,7 +194,12 @@ def test_the_whole_report_opens_over_the_page(canvas: browser.Canvas) -> None:
     assert {kind: strip["size"] for kind, strip in canvas.evaluate(STRIPS).items()} == {
         kind: strip["size"] for kind, strip in told.items()
     }
+    canvas.press("Delete")
+    canvas.press("Escape")
+    assert canvas.count(REPORT) == 0 and canvas.evaluate(STRIPS).keys() == told.keys(), "keys are the report's alone"
+    canvas.click(f"{BUTTON} >> nth=2")
     canvas.click(f"{REPORT} button")
+    canvas.settle()
     assert canvas.count(REPORT) == 0
 
 
@@ -251,6 +259,13 @@ def test_in_a_subgraph(canvas: browser.Canvas) -> None:
     end, detail = canvas.queue()
     assert end == "execution_success", detail
     assert canvas.evaluate(STRIPS)[SAMPLER]["cells"] == CELLS
+    canvas.evaluate("() => app.canvas.openSubgraph(app.graph.nodes.find(node => node.subgraph).subgraph)")
+    canvas.settle()
+    canvas.evaluate(f"() => document.querySelector('{BUTTON}').click()")
+    canvas.press("Escape")
+    assert canvas.count(REPORT) == 0 and canvas.evaluate("() => app.canvas.graph !== app.graph.rootGraph"), (
+        "still in it"
+    )
     assert complaints(canvas) == []
 
 
