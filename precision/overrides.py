@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from ..trust.message import Message, joined
@@ -349,7 +350,7 @@ def escalate_overrides(
         if can_widen and not everything and not broken:
             return PrecisionOverrides(everything=True), Message("{} from here on", EVERYTHING)
         return replace(learned, whole_run_fp32=True), STAY
-    actions: list[str] = []
+    actions: list[Message] = []
     if finding.stream is not None and anatomy.widens(dtype):
         learned = replace(learned, wide=True)
         actions.append(Message("its residual stream protected"))
@@ -362,7 +363,8 @@ def escalate_overrides(
         kept = tuple(name for name in learned.wide_parts if not covered(name, islands))
         learned = replace(learned, wide_parts=kept, islands=largest_of((*learned.islands, *islands)))
         actions.append(Message("{} in fp32", parts_in_words(islands)))
-    return learned, Message("{} from here on", joined(" and ", actions)) if actions else ""
+    done = reduce(lambda one, other: Message("{} and {}", one, other), actions) if actions else ""
+    return learned, Message("{} from here on", done) if done else ""
 
 
 def _tried(name: str, learned: PrecisionOverrides) -> str:

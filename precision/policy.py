@@ -295,11 +295,13 @@ def _not_quantised(architecture: Architecture, request: Precision) -> str:
     """Say why linear layers are not quantised on an architecture, and what to choose."""
     takes, instead = {
         Precision.FP8: (
-            "an RTX 40 or 50, L4, H100 or B200 (compute capability 8.9 or newer)",
+            Message("an RTX 40 or 50, L4, H100 or B200 (compute capability 8.9 or newer)"),
             "'auto', or from compute capability 8.0 on 'int8'",
         ),
         Precision.INT8: (
-            "an RTX 30, 40 or 50, A100, H100 or B200 (compute capability 8.0 or newer), or a CPU that has bf16",
+            Message(
+                "an RTX 30, 40 or 50, A100, H100 or B200 (compute capability 8.0 or newer), or a CPU that has bf16"
+            ),
             "'auto'",
         ),
     }[request]

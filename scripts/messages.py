@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = ("ru", "zh")
 PACKAGES = ("nodes", "comfyui_host", "pipelines", "precision")
 TOLD_BY = ("BadInput", "Message", "Calls", "counted", "translated", "cls")  # beside errors; these take templates
-_WORD = re.compile(r"[A-Za-z]{3}")
+_WORD = re.compile(r"[A-Za-z]{2}")
 
 
 def _trees() -> dict[str, ast.Module]:

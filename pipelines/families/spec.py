@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...precision.overrides import Stream
 from ...precision.policy import Component, Variant
 from ...trust.foreign import Foreign
+from ...trust.message import Message
 from ..errors import BadSize
 from ..parallel.plan import ContextPlan
 from .components import ComponentSpec
@@ -119,8 +120,8 @@ class SizeRule:
             )
             good = min(max(round((value - offset) / step) * step + offset, least), most)
             if value != good:
-                rule = f"{step}·k + {offset} from" if offset else f"a multiple of {step} from"
-                rule = "from" if step == 1 else rule
+                rule = Message("{}·k + {} from", step, offset) if offset else Message("a multiple of {} from", step)
+                rule = Message("from") if step == 1 else rule
                 raise BadSize("{} is {}, but must be {} {} to {}. Nearest: {}.", name, value, rule, least, most, good)
 
 

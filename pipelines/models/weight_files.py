@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from ...trust.foreign import Foreign, check_whole, fitting, parse, read_bytes
+from ...trust.message import Message
 from ...trust.text import listed, shown
 from ..errors import BadFolder
 from ..safetensors_header import FLOATS, Tensor, bytes_by_dtype, read_header
@@ -106,7 +107,7 @@ def check_fit(where: str, module: torch.nn.Module, tensors: Mapping[str, Tensor]
     ignored = re.compile("|".join(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ["$^"]))
     missing = sorted(key for key in wanted if not tied.get(key, {key}) & found.keys())
     extra = sorted(key for key in found.keys() - wanted.keys() - computed.keys() if not ignored.search(key))
-    for keys, what in ((missing, "lack"), (extra, "hold")):
+    for keys, what in ((missing, Message("lack")), (extra, Message("hold"))):
         if keys:
             raise BadFolder(
                 "'{}': its files {} {}, which a {} of its sizes {}. Download all of it again, of the same model.",
@@ -114,7 +115,7 @@ def check_fit(where: str, module: torch.nn.Module, tensors: Mapping[str, Tensor]
                 what,
                 listed((f"'{shown(key, 100)}'" for key in keys), most=3, limit=100),
                 type(module).__name__,
-                "needs" if keys is missing else "has no place for",
+                Message("needs" if keys is missing else "has no place for"),
             )
     for key in sorted(wanted.keys() & found.keys()):
         if found[key].shape != wanted[key]:

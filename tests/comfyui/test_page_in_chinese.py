@@ -62,8 +62,8 @@ def test_a_run_says_in_chinese_what_it_did(opened: browser.Canvas) -> None:
     assert end == "execution_success", detail
     opened.picture("chinese_run")
     shown = " ".join(map(str, opened.widgets(SAMPLER).values()))
-    assert "fp16，按您的选择" in shown
-    (how,) = re.findall("2 步，(全部正常|其中 1 个以 fp32 重算)。", shown)  # fine where an earlier run found the block
+    assert "fp16，按你的选择" in shown
+    (how,) = re.findall("2 步，(全部正常|其中 1 个用 fp32 重算)。", shown)  # fine where an earlier run found the block
     run = max(opened.ask("/api/history").values(), key=lambda each: each["prompt"][0])
     (told,) = (output["onediff_guard"] for output in run["outputs"].values() if "2 步" in str(output.get("text")))
     assert f"2 steps, {'all fine' if how == '全部正常' else '1 recomputed in fp32'}." in told[0]["summary"], (

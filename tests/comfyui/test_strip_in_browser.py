@@ -293,7 +293,7 @@ def test_a_long_run_stays_compact(canvas: browser.Canvas, cells: list[str], most
 
 
 def test_in_the_pages_language(canvas: browser.Canvas, server: legs.Server) -> None:
-    for locale, says in {"zh": "以 fp32 重算: 第 1 步", "ru": "пересчитано в fp32: шаг 1"}.items():
+    for locale, says in {"zh": "用 fp32 重算: 第 1 步", "ru": "пересчитано в fp32: шаг 1"}.items():
         canvas.choose(server.url, Locale=locale)
         canvas.open(server.url)
         canvas.load(WORKFLOW)

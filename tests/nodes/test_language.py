@@ -19,21 +19,28 @@ import pytest
 from comfyui_onediff_guard.comfyui_host import host, language
 from comfyui_onediff_guard.comfyui_host.runs import Settings, guarded_run
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
-from comfyui_onediff_guard.pipelines.errors import HubError
+from comfyui_onediff_guard.pipelines.errors import BadSize, HubError
 from comfyui_onediff_guard.pipelines.families.table import FAMILIES
 from comfyui_onediff_guard.pipelines.models.folder import _unlike
 from comfyui_onediff_guard.pipelines.pace import in_words
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, named
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped
-from comfyui_onediff_guard.precision.overrides import EVERYTHING
+from comfyui_onediff_guard.precision.overrides import (
+    EVERYTHING,
+    ModuleStructure,
+    OverflowDiagnosis,
+    PrecisionOverrides,
+    escalate_overrides,
+)
 from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, Variant, choose
 from comfyui_onediff_guard.precision.report import Rerun, RunReport, StepRecord
-from comfyui_onediff_guard.trust.message import BadInput, Message, joined
+from comfyui_onediff_guard.trust.message import BadInput, Message, joined, message_of
 
 Choose = Callable[[object], None]
 GUARD = NODE_CLASS_MAPPINGS["OneDiffGuardNaNGuardNative"]
 COGVIDEOX_2B, COGVIDEOX_5B, *_ = FAMILIES["CogVideoXPipeline"].variants
-NOTHING_WIRED = "Nothing is wired to NaN Guard (native). Wire a model, a VAE or both through it."
+WIRE = " Wire a model, a VAE or both through it."
+NOTHING_WIRED = f"Nothing is wired to NaN Guard (native).{WIRE}"
 
 
 @pytest.fixture
@@ -72,8 +79,8 @@ def test_the_reader_finds_what_is_raised_and_told() -> None:
 @pytest.mark.parametrize(
     ("chosen", "begins"),
     [
-        ("zh", "NaN 守护（原生）没有任何连接。 Wire a model, a VAE or both through it."),
-        ("ru", "К защите от NaN (встроенные модели) ничего не подключено. Wire a model, a VAE or both through it."),
+        ("zh", f"“NaN 守护（原生）”没有任何连接。{WIRE}"),
+        ("ru", f"К узлу «Защита от NaN (встроенные модели)» ничего не подключено.{WIRE}"),
         ("en", NOTHING_WIRED),
         ("fr", NOTHING_WIRED),
         ("../zh", NOTHING_WIRED),
@@ -118,8 +125,8 @@ def test_another_choice_holds_from_then_on(page: Choose) -> None:
         at, reruns = Message("step {}/{}", 3, 50), Message("{} recomputed in fp32", 2)
         said.append(language.translated(joined(" · ", (at, "fp16", reruns, in_words(180)))))
     assert said == [
-        "第 3/50 步 · fp16 · 2 次以 fp32 重算 · 还需 3 分钟",
-        "шаг 3/50 · fp16 · повторено в fp32: 2 · осталось 3 мин",
+        "第 3/50 步 · fp16 · 用 fp32 重算 2 次 · 还需 3 分钟",
+        "шаг 3/50 · fp16 · пересчитано в fp32: 2 · осталось 3 мин",
         "step 3/50 · fp16 · 2 recomputed in fp32 · 3 min left",
     ]
 
@@ -133,12 +140,18 @@ def _report(variant: Variant, architecture: str, component: Component, *steps: S
     return RunReport(variant.name, architecture, plan, steps=list(steps))
 
 
+def _refused(**sizes: int) -> str:
+    with pytest.raises(BadSize) as caught:
+        FAMILIES["CogVideoXPipeline"].sizes.check(**sizes)
+    return message_of(caught.value)
+
+
 @pytest.mark.parametrize(
     ("said", "chinese"),
     [
         (
             lambda: _report(COGVIDEOX_5B, "sm80", Component.DENOISER, STEP, replace(STEP, outcome="rerun")).summary(),
-            "bf16，因为 CogVideoX-5B 用 bf16 训练，sm80 (Ampere) 可原生计算；2 步，其中 1 个以 fp32 重算。",
+            "bf16，因为 CogVideoX-5B 用 bf16 训练，sm80 (Ampere) 可原生计算；2 步，其中 1 个用 fp32 重算。",
         ),
         (
             lambda: replace(
@@ -150,7 +163,7 @@ def _report(variant: Variant, architecture: str, component: Component, *steps: S
             lambda: _report(
                 COGVIDEOX_5B, "sm75", Component.DENOISER, replace(STEP, step=3, outcome="rerun", rerun=RERUN)
             ).finding(),
-            "第 4 步：blocks.7.ff 中有值达到 90,000（fp16 止于 65,504）。 已用 fp32 重算；从此'blocks.7' 受保护。",
+            "第 4 步：blocks.7.ff 中有值达到 90,000（fp16 止于 65,504）。 已用 fp32 重算；此后'blocks.7' 受保护。",
         ),
         (
             lambda: joined("\n", (Message("encoding prompt {} of {}", 1, 2), Message("decoding part {} of {}", 5, 32))),
@@ -164,6 +177,30 @@ def _report(variant: Variant, architecture: str, component: Component, *steps: S
             lambda: next(iter(_unlike(COGVIDEOX_2B, {"num_layers": 2, "num_attention_heads": 4}))),
             "未知的变体（num_layers 为 2 而不是 30，num_attention_heads 为 4 而不是 30）：按 CogVideoX-2B 处理",
         ),
+        (
+            lambda: _report(
+                COGVIDEOX_5B,
+                "sm75",
+                Component.DENOISER,
+                replace(STEP, outcome="rerun", rerun=replace(RERUN, peak=None)),
+            ).finding(),
+            "第 1 步：blocks.7.ff 中出现 NaN、无穷大或被截断的值。 已用 fp32 重算；此后'blocks.7' 受保护。",
+        ),
+        (
+            lambda: escalate_overrides(
+                PrecisionOverrides(wide_parts=("a",)),
+                OverflowDiagnosis("", islands=("a", "b")),
+                ModuleStructure(),
+                "fp16",
+            )[1],
+            "此后'b' 受保护，并且'a' 改用 fp32",
+        ),
+        (
+            lambda: replace(_report(COGVIDEOX_5B, "sm75", Component.DENOISER), graphs=2).compiled(),
+            "，2 个图是新编译的",
+        ),
+        (lambda: _refused(width=100), "width 是 100，但必须是 16 的倍数，从 16 到 4096。 Nearest: 96."),
+        (lambda: _refused(frames=10), "frames 是 10，但必须是 4·k + 1，从 1 到 1025。 Nearest: 9."),
         (lambda: pickle.loads(pickle.dumps(Message("decoding part {} of {}", 1, 2))), "解码第 1/2 部分"),
         (lambda: copy.deepcopy(Message("decoding part {} of {}", 1, 2)), "解码第 1/2 部分"),
         (lambda: "nobody knows this, nor that.", "nobody knows this, nor that."),
@@ -229,7 +266,7 @@ def test_errors_of_a_guard_of_comfyuis_own_models_too(page: Choose) -> None:
             "fp16",
             Message("NaN or infinite"),
         )
-    assert str(caught.value) == "第 4 步：fp16 中的输出是 NaN 或无穷大，而守护设为停止。 Set it to 'rerun'."
+    assert str(caught.value) == "第 4 步：fp16 中的输出是 NaN 或无穷大，而守护设为 stop。 Set it to 'rerun'."
 
 
 def test_what_a_node_shows_is_in_the_language_of_the_page(page: Choose, monkeypatch: pytest.MonkeyPatch) -> None:

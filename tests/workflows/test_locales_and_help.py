@@ -89,6 +89,20 @@ def test_a_translation_names_the_same_options_and_numbers(folder: Path) -> None:
         assert found == wanted, f"{path}: {translated[path]}"
 
 
+@pytest.mark.parametrize("language", translations.LANGUAGES)
+def test_a_translation_calls_nodes_and_inputs_as_the_page_does(language: str) -> None:
+    """By the names that this language gives them. A drop-down value may be such a word too, with a colon behind it."""
+    folder = ROOT / "locales" / language
+    shown = read(folder / "nodeDefs.json")
+    nodes = {SAID[node]["display_name"] for node in shown} - {node["display_name"] for node in shown.values()}
+    inputs_ = {(key, text["name"].lower()) for node in shown.values() for key, text in node["inputs"].items()}
+    renamed = {key for key, _ in inputs_} - {name for _, name in inputs_}
+    english = re.compile(rf"(?<![\w./-])(?:{'|'.join(sorted({*nodes, *renamed}))})(?![\w.:：/-])")
+    said = [*texts(shown).values(), *read(folder / "messages.json").values(), *read(folder / "settings.json").values()]
+    assert renamed >= {"error", "check_every", "positive"} and nodes >= {"Step Cache", "NaN Guard"}
+    assert not [text for text in map(str, said) if english.search(re.sub(r"`[^`]*`", "", text))]
+
+
 def test_translations_are_made_from_the_english_as_it_is() -> None:
     assert {*translations.LANGUAGES, "en"} == {folder.name for folder in LOCALES}
     assert not translations.faults(), "translate what has changed, then run the command at each line's end"
