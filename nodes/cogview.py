@@ -16,7 +16,7 @@ class SampleCogView(Sampler):
     PIPELINES = ("CogView3PlusPipeline", "CogView4Pipeline")
     SEARCH_ALIASES = ["KSampler", "text to image", "black image", "CogView3", "CogView4", *inputs.PRECISION_WORDS]
     DESCRIPTION = (
-        "Runs the denoising steps of CogView3-Plus or CogView4. Each step is checked, and computed again in fp32 if it "
+        "Runs the denoising steps of CogView3-Plus or CogView4. Each step is checked, and recomputed in fp32 if it "
         "fails or clips. The report says which precision was used and why, and what each step did."
     )
 

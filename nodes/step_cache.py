@@ -47,7 +47,7 @@ class StepCache(Node):
                         2,
                         20,
                         1,
-                        "Of the steps that could be cached, at least every so many-th is computed and compared.",
+                        "Of the steps that could be cached, at least one in this many is computed and compared.",
                     )
                 ),
             }

@@ -18,7 +18,7 @@ class SampleStableVideoDiffusion(Sampler):
     SEARCH_ALIASES = ["SVD", "SVD-XT", "KSampler", "image to video", "img2vid", "black video", *inputs.PRECISION_WORDS]
     DESCRIPTION = (
         "Makes a video from an image with Stable Video Diffusion. Image encoder, VAE encoder and every step are "
-        "checked, and computed again in fp32 if they fail. The report says which precision was used and why."
+        "checked, and recomputed in fp32 if they fail. The report says which precision was used and why."
     )
 
     @classmethod

@@ -17,7 +17,7 @@ class SampleWan(Sampler):
     PIPELINES = ("WanPipeline",)
     SEARCH_ALIASES = ["KSampler", "text to video", "black video", "Wan2.1", "Wan2.2", *inputs.PRECISION_WORDS]
     DESCRIPTION = (
-        "Runs the denoising steps of Wan 2.1 or 2.2. Each step is checked, and computed again in fp32 if it fails. "
+        "Runs the denoising steps of Wan 2.1 or 2.2. Each step is checked, and recomputed in fp32 if it fails. "
         "The report says which precision was used and why, and what each step did."
     )
 

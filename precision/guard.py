@@ -54,7 +54,7 @@ class GuardPolicy:
     """What the guard does about a call that fails."""
 
     on_failure: OnFailure = OnFailure.RERUN
-    exact_fp32: bool = False  # rerun in plain fp32 instead of TF32 on cards that have it
+    exact_fp32: bool = False  # rerun in full fp32 instead of TF32 on cards that have it
     scope: Scope = Scope.LEARNED
     give_up_after: int = 3  # failing calls of a run, in scope LEARNED, after which the rest of it is in fp32
 

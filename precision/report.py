@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rerun:
-    """Why a call had to be computed again in fp32, what that cost, and what followed from it."""
+    """Why a call had to be recomputed in fp32, what that cost, and what followed from it."""
 
     module: str  # the first to leave the dtype's range; "" where it was not looked for, or not found
     peak: float | None  # max |x| there in fp32, where it was measured

@@ -2,7 +2,7 @@
 
 A family's pipeline calls its denoiser once with both halves as a batch, or once for each. Here every rank makes one
 call a step either way, with its own half, and gets what the other part made of the other. This stands outside of the
-guard: all ranks judge their calls together, so both halves are computed again, or none.
+guard: all ranks judge their calls together, so both halves are recomputed, or none.
 """
 
 from __future__ import annotations

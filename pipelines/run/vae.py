@@ -174,7 +174,7 @@ def _anatomy(network: torch.nn.Module) -> ModuleStructure:
 
 class _HandsOnItsCache(torch.nn.Module):
     """A network that writes to the lists by which chunks hand on what the next one needs, as Wan's do: here a function
-    of what it is given, so that a chunk can be computed again."""
+    of what it is given, so that a chunk can be recomputed."""
 
     def forward(self, x: torch.Tensor, feat_cache: list[Any], feat_idx: list[int], **options: Any) -> Any:
         """Leaves the lists that it is given as they are. Returns (output, feat_cache, feat_idx)."""

@@ -128,7 +128,7 @@ def _checks(architecture: Architecture) -> Iterator[_Check]:
     long_sums = partial(_plain, architecture, F.linear, _LONG_SUMS, "fp16")
     yield _Check("the accumulation switches", BOUNDS["fp16"], long_sums, "fp16")
     rerun = partial(_rerun, architecture)
-    yield _Check("a call that overflows, computed again in fp32", BOUNDS["fp32"], rerun, "fp16")
+    yield _Check("a call that overflows, recomputed in fp32", BOUNDS["fp32"], rerun, "fp16")
     yield _Check("overflow protection, beyond fp16", 2 * BOUNDS["fp16"], _stream, "fp16")
     yield _Check("a compiled block", 2 * BOUNDS["fp16"], _compiled_block, COMPILED)
     yield _Check("offload 'group'", 0.0, _group_offload, "")

@@ -1,6 +1,6 @@
 """What saved workflows name stays: node ids, inputs with their order, options and outputs. Only additions pass.
 
-`frozen.json` is written anew by `python tests/nodes/test_frozen.py` where something was added.
+`python tests/nodes/test_frozen.py` adds what is new to `frozen.json`, and nothing where something is gone.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def nodes_now() -> dict[str, Any]:
                 for part in ("required", "optional")
                 for name, spec in cls.INPUT_TYPES().get(part, {}).items()
             },
+            "required": [*cls.INPUT_TYPES()["required"]],
             "outputs": dict(zip(getattr(cls, "RETURN_NAMES", cls.RETURN_TYPES), cls.RETURN_TYPES, strict=True)),
         }
         for id_, cls in NODE_CLASS_MAPPINGS.items()
@@ -37,7 +38,8 @@ def as_text(nodes: dict[str, Any]) -> str:
 def test_what_saved_workflows_name_is_still_there() -> None:
     frozen, now = json.loads(FROZEN.read_text(encoding="utf-8")), json.loads(as_text(nodes_now()))
     for id_, node in frozen.items():
-        for kind, named in node.items():
+        assert now[id_]["required"] == node["required"], f"{id_}: saved API files lack what becomes required"
+        for kind, named in ((kind, node[kind]) for kind in ("inputs", "outputs")):
             there = now[id_][kind]
             assert [*there][: len(named)] == [*named], f"{id_}: {kind} may only be added, at the end"
             for name, what in named.items():
@@ -50,4 +52,6 @@ def test_it_is_up_to_date() -> None:
 
 
 if __name__ == "__main__":
+    if FROZEN.is_file():
+        test_what_saved_workflows_name_is_still_there()
     FROZEN.write_text(as_text(nodes_now()), encoding="utf-8")

@@ -71,7 +71,7 @@ BREAKS: dict[str, Any] = {
     **{f"{kind} in fp32, without TF32": Broken(func, torch.float32) for kind, func in KINDS.items()},
     **{f"{kind} in fp16, scaled": Broken(func, torch.float16) for kind, func in KINDS.items()},
     "the accumulation switches": Broken(F.linear, torch.float16, 16384),
-    "a call that overflows, computed again in fp32": Broken(F.linear, torch.float32),
+    "a call that overflows, recomputed in fp32": Broken(F.linear, torch.float32),
     "overflow protection, beyond fp16": Broken(F.layer_norm, torch.float32),
 }  # fmt: skip
 
@@ -95,7 +95,7 @@ def without_its_first_block(network: torch.nn.Module, parts: tuple[str, ...], *_
     ("name", "part", "stand_in", "note"),
     [
         (
-            "a call that overflows, computed again in fp32",
+            "a call that overflows, recomputed in fp32",
             "StageGuard",
             lambda _stage, network, **_: network,
             "ValueError: the guard did not see the overflow",
