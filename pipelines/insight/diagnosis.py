@@ -89,6 +89,7 @@ class Diagnosis:
     switches: tuple[Switch, ...] = ()
     models: tuple[ModelPlans, ...] = ()
     notes: tuple[str, ...] = ()
+    missing: str = ""  # what the precision needs and is not installed here, and what to do; also one of the notes
     compile_cache: str = ""  # where it is and how full; empty where nobody said
     comfyui: ComfyUI | None = None  # None where nobody looked
     runs: tuple[RunEstimate, ...] = ()  # on a card of so much memory, where one was asked for
@@ -174,14 +175,14 @@ def _planned(
     """The same with plans, switches and notes. beside: the architectures of the process's devices."""
     switches = tried(lambda: preview(found.architecture, found.accumulation, beside if found.here else ()), ())
     models = tuple(_plans(found, variant, folder) for variant in variants)
-    found = replace(found, models=models, switches=switches)
+    found = replace(found, models=models, switches=switches, missing=tried(lambda: _missing(found.precision), ""))
     unknown = dict.fromkeys(str(each) for each in (found.architecture, *beside) if not each.known)
     said = [
         *found.machine.advice,
         *(f"{each}: little is known of it, so its plan is the safe one" for each in unknown),
         *_attention_of(found.architecture),
         *([] if switches else ["The accumulation switches could not be read: some are PyTorch's"]),
-        *tried(lambda: _lacking(found), []),
+        *filter(None, (found.missing, tried(lambda: _fp16_sums_missing(found), ""))),
         *(["The NaN Guard is off: steps are only watched"] if found.on_failure == "off" else []),
         *notes,
     ]
@@ -237,13 +238,15 @@ def _attention_of(architecture: Architecture) -> Iterator[str]:
         )
 
 
-def _lacking(found: Diagnosis) -> list[str]:
-    """What the plans need and PyTorch or torchao does not have."""
+def _missing(precision: Precision) -> str:
     from ...precision.quantised import lacking
 
-    sums = any(plan.fp16_sums for model in found.models for plan in model.plans)
-    quantiser = lacking(found.precision.value) if found.precision.quantises else ""
-    return [*filter(None, (quantiser, without_fp16_accumulation() if sums else ""))]
+    return lacking(precision.value) if precision.quantises else ""
+
+
+def _fp16_sums_missing(found: Diagnosis) -> str:
+    """What the plans need and PyTorch does not have."""
+    return without_fp16_accumulation() if any(plan.fp16_sums for model in found.models for plan in model.plans) else ""
 
 
 def _model_text(found: Diagnosis, model: ModelPlans) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ...precision.arch import COMPILED
 from ...precision.machine import Obstacle
 from .diagnosis import estimates_text, wrapped
 
@@ -13,6 +12,7 @@ if TYPE_CHECKING:
     from ...precision.arch import Architecture
     from ...precision.policy import Plan
     from .diagnosis import Diagnosis
+    from .vram_estimate import RunEstimate
 
 WIDTH, INDENT = 79, 14  # of a terminal that nobody has widened; of what stands behind the labels
 
@@ -28,10 +28,10 @@ def _rows(found: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "Can it run?", _verdict(found, refused)
     yield from _under("Precision", _precisions(found))
     yield from _under("Why", _why(found))
-    yield "Backend", _backend(found)
-    if found.here:
+    if found.here:  # both are of this machine
+        yield "Backend", _backend(found)
         yield "Self-test", _self_test(found.architecture)
-    advice = found.machine.advice
+    advice = [*found.machine.advice, *filter(None, [found.missing])]
     yield from _under("To fix", advice)
     yield from _under("Refused", refused)
     yield from _under("Note", [*(note for note in found.notes if note not in advice), *_against_advice(found)])
@@ -50,10 +50,24 @@ def _verdict(found: Diagnosis, refused: Sequence[str]) -> str:
     where = f"on {device if found.here else ''}{found.architecture}"
     if any(isinstance(each, Obstacle) for each in machine.advice):
         return "No. First do what 'To fix' says."
-    if refused and not any(model.plans for model in found.models):
+    if refused:
         return f"No, not {where} with precision '{found.precision.value}': see 'Refused'."
+    if found.missing:
+        return f"No, precision '{found.precision.value}' lacks a package: see 'To fix'."
+    by = f", with PyTorch {machine.torch}" if found.here else ""
     but = " But see 'To fix'." if machine.advice else ""
-    return f"Yes, {where}, with PyTorch {machine.torch}.{but}"
+    return f"Yes, {where}{by}{_no_room(found.runs)}.{but}"
+
+
+def _no_room(runs: Sequence[RunEstimate]) -> str:
+    """Say what has no room on the card of so much memory that was asked for."""
+    lacking = [run for run in runs if not all(stage.fits for stage in run.stages)]
+    if not lacking:
+        return ""
+    card = f"on a card of {runs[0].memory / 2**30:g} GiB"
+    if len(runs) > 1:
+        return f", but not {len(lacking)} of {len(runs)} models {card}: see 'no room' below"
+    return f", but not {card}: no room for {', '.join(stage.stage for stage in lacking[0].stages if not stage.fits)}"
 
 
 def _precisions(found: Diagnosis) -> list[str]:
@@ -84,12 +98,23 @@ def _runs_in(plan: Plan) -> str:
 def _backend(found: Diagnosis) -> str:
     if not found.machine.torch_works:
         return "none: nothing runs without PyTorch"
-    if found.here and COMPILED in found.architecture.failed:
-        return "eager, so nothing is compiled: compiled code came out wrong in the self-test"
-    if found.backends.chosen != "eager":
-        return f"{found.backends.chosen} compiles the denoiser"
-    *_, last = (state.reason for state in found.backends.states if not state.found)
-    return f"eager, so nothing is compiled: {last}"
+    if len(found.backends.states) == 1:  # eager, which needs nothing
+        return "unknown: no compile backend could be asked what it needs"
+    lacks = [state.reason for state in found.backends.states if not state.found]
+    if found.backends.chosen == "eager":
+        return f"eager, so nothing is compiled: {lacks[-1]}"
+    from ..compile.auto_compile import COMPILE_SECONDS
+    from ..compile.backends import BackendChoice, for_dtype
+
+    plans = [plan for model in found.models for plan in model.plans if plan.component == "denoiser"]
+    choice = BackendChoice(found.backends.chosen, found.backends.reason, automatic=True)
+    for plan in plans:
+        if (taken := for_dtype(choice, found.architecture, plan.dtype)) is not choice:
+            return f"eager, so nothing is compiled: {taken.reason.removeprefix('auto: ')}"
+    if any(plan.quantised for plan in plans):
+        return f"{choice.name} compiles the denoiser in its first run, since it is quantised"
+    pays = f"once its eager calls have taken {COMPILE_SECONDS:.0f} s, or at once where the compile cache has it"
+    return f"{choice.name}, which compiles the denoiser when that pays: {pays}"
 
 
 def _self_test(card: Architecture) -> str:
@@ -109,7 +134,7 @@ def _against_advice(found: Diagnosis) -> Iterator[str]:
 
 
 def _next(found: Diagnosis) -> Iterator[str]:
-    if found.machine.advice:
+    if found.machine.advice or found.missing:
         yield "Run `onediff-guard doctor` again once that is done."
     elif found.here and not found.architecture.tested:
         yield "`onediff-guard selftest` checks in a minute whether this card computes right."

@@ -21,10 +21,12 @@ from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.insight import diagnosis
 from comfyui_onediff_guard.pipelines.insight.diagnosis import Backends, BackendState, ComfyUI, Diagnosis, Flag
 from comfyui_onediff_guard.pipelines.insight.diagnosis_summary import summary
-from comfyui_onediff_guard.precision import arch
+from comfyui_onediff_guard.pipelines.insight.vram_estimate import RunEstimate, StageEstimate
+from comfyui_onediff_guard.precision import arch, quantised
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Switch
 from comfyui_onediff_guard.precision.arch import COMPILED
 from comfyui_onediff_guard.precision.machine import Gpu, Obstacle
+from comfyui_onediff_guard.precision.policy import Plan
 
 Doctor = Callable[..., tuple[int, str, str]]
 
@@ -71,11 +73,21 @@ def without_compiler(found: Diagnosis) -> Diagnosis:
     return replace(found, backends=Backends((lacking, eager), "eager", ""))
 
 
+def run_in(gib: int, **fits: bool) -> RunEstimate:
+    stages = (StageEstimate(name, "bf16", "whole", 1, 1, fits.get(name, True)) for name in ("denoiser", "decode"))
+    return RunEstimate("CogVideoX-5B", (64, 48, 9), gib * 2**30, 1, tuple(stages))
+
+
+def int8_plan(found: Diagnosis) -> Plan:
+    return next(replace(plan, quantised="int8") for plan in found.models[0].plans if plan.component == "denoiser")
+
+
 PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
     "none": (
         lambda found: found,
         "Yes, on cuda:0: Card 0, sm90 (Hopper), with PyTorch 2.9.",
-        "Self-test passed (today)",
+        "Backend inductor, which compiles the denoiser when that pays: once its eager calls have taken 60 s, or at "
+        "once where the compile cache has it Self-test passed (today)",
     ),
     "nothing runs": (
         lambda found: with_advice(found, Obstacle("PyTorch is not installed. Get it from there")),
@@ -94,7 +106,7 @@ PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
     ),
     "one refused": (
         lambda found: replace(found, models=(replace(found.models[0], refused={"denoiser": "no bf16"}),)),
-        "Yes, ",
+        "No, not on cuda:0: Card 0, sm90 (Hopper) with precision 'auto': see 'Refused'.",
         "Refused no bf16",
     ),
     "never verified": (
@@ -105,10 +117,43 @@ PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
     "a wrong result": (
         lambda found: with_card(found, failed=("fp16", COMPILED)),
         "Yes, ",
-        "eager, so nothing is compiled: compiled code came out wrong in the self-test Self-test "
+        "eager, so nothing is compiled: inductor is there, but compiled code came out wrong in this card's self-test "
+        "of today Self-test "
         "fp16, compiled code came out WRONG, so 'auto' does not choose it (today) Next Update the driver",
     ),
     "no compiler": (without_compiler, "Yes, ", "Backend eager, so nothing is compiled: inductor needs a C++ compiler"),
+    "no quantiser": (
+        lambda found: replace(found, missing="It needs torchao", notes=("It needs torchao",)),
+        "No, precision 'auto' lacks a package: see 'To fix'.",
+        "To fix It needs torchao Next Run `onediff-guard doctor` again",
+    ),
+    "no room for a stage": (
+        lambda found: replace(found, runs=(run_in(4, decode=False),)),
+        "with PyTorch 2.9, but not on a card of 4 GiB: no room for decode.",
+        "no room",
+    ),
+    "no room for a model": (
+        lambda found: replace(found, runs=(run_in(4), run_in(4, decode=False))),
+        "with PyTorch 2.9, but not 1 of 2 models on a card of 4 GiB: see 'no room' below.",
+        "no room",
+    ),
+    "room for all": (lambda found: replace(found, runs=(run_in(4),)), "with PyTorch 2.9.", "a card of 4 GiB"),
+    "no backend could be asked": (
+        lambda found: replace(found, backends=Backends((BackendState("eager", True, ""),), "eager", "")),
+        "Yes, ",
+        "Backend unknown: no compile backend could be asked what it needs",
+    ),
+    "bf16 that is emulated": (
+        lambda found: with_card(found, bf16="emulated"),
+        "Yes, ",
+        "Backend eager, so nothing is compiled: inductor cannot compile bf16 for sm90 (Hopper)",
+    ),
+    "quantised": (
+        lambda found: replace(found, models=(replace(found.models[0], plans=(int8_plan(found),)),)),
+        "Yes, ",
+        "Backend inductor compiles the denoiser in its first run, since it is quantised",
+    ),
+    "another card": (lambda found: replace(found, here=False), "Yes, on sm90 (Hopper).", "bf16, guarded"),
     "a note": (lambda found: replace(found, notes=("sm130: little is known of it",)), "Yes, ", "Note sm130: little is"),
     "a switch against advice": (
         lambda found: replace(found, switches=(Switch("A", "1", "user", "respected, although it is NaN"),)),
@@ -129,9 +174,13 @@ def test_what_is_wrong_stands_on_the_one_screen(problem: str) -> None:
     examined = examine(architecture="sm90")
     machine = replace(examined.machine, torch="2.9", torch_works=True, device="cuda:0", advice=())
     healthy = replace(examined, here=True, notes=(), machine=replace(machine, gpus=(Gpu(0, "Card 0", SM90, 80.0),)))
-    lines = summary(ill(with_card(healthy, tested="today"))).splitlines()
-    assert verdict in one_line("\n".join(lines[:2])) and said in one_line("\n".join(lines))
+    inductor = Backends((BackendState("inductor", True, ""), BackendState("eager", True, "")), "inductor", "")
+    found = ill(with_card(replace(healthy, backends=inductor), tested="today"))
+    text = summary(found)
+    lines = text.split("\n\n")[0].splitlines()
+    assert verdict in one_line("\n".join(lines[:2])) and said in one_line(text)
     assert len(lines) <= 22 and max(map(len, lines)) < 80, "a terminal that nobody has widened"
+    assert found.here or not [said for said in ("Backend", "Self-test", "PyTorch") if said in text], "this machine's"
     if problem == "none":
         assert not [label for label in ("To fix", "Refused", "Note") if label in "\n".join(lines)]
 
@@ -154,6 +203,15 @@ def test_a_model_on_another_card(doctor: Doctor, model_folder: Callable[..., Pat
     out = doctor(*asked, "--verbose")[1]
     assert "Plan for 5b-none: CogVideoX-5B on sm75 (Turing), precision auto" in out
     assert "fp16, since sm75 (Turing) has no native bf16" in out
+
+
+@pytest.mark.parametrize(("missing", "verdict"), [("It needs torchao", "No, precision 'int8' "), ("", "Yes, on sm80")])
+def test_a_precision_whose_package_is_not_installed(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, missing: str, verdict: str
+) -> None:
+    monkeypatch.setattr(quantised, "lacking", lambda _: missing)
+    out = doctor("--arch", "sm80", "--precision", "int8")[1]
+    assert verdict in out and (f"To fix        {missing}" in out) == bool(missing)
 
 
 def test_one_json_object(doctor: Doctor, model_folder: Callable[..., Path]) -> None:
