@@ -66,7 +66,7 @@ CARD_COLUMNS = """\
 - **dtype**: what its authors trained or published it in. *fp16 models* and *bf16 models* below mean this dtype.
 - **leaves fp16's range**: activations of the denoiser are known to grow beyond 65504. Plain fp16 is NaN or black then.
 - **stream**: all blocks add to one residual stream, which is float32 wherever the model runs in fp16. See
-  [wide layers](wide.md).
+  [overflow protection](overflow_protection.md).
 
 A model's name links to what its authors say, here and everywhere below.
 """
@@ -77,9 +77,9 @@ that was trained in bf16 and may leave fp16's range. Weights stored in fp16 or f
 
 ## What `auto` chooses
 
-This table is about the denoiser. *fp16 protected* is fp16 with overflow protection: the residual stream is float32
-([wide layers](wide.md)). Whatever runs in fp16 or bf16 is guarded: a call that comes out NaN or infinite is computed
-again in fp32. `auto` never takes plain fp16.
+This table is about the denoiser. *fp16 protected* is fp16 with
+[overflow protection](overflow_protection.md): the residual stream is float32. Whatever runs in fp16 or bf16 is guarded:
+a call that comes out NaN or infinite is computed again in fp32. `auto` never takes plain fp16.
 """
 
 OTHERS = """\

@@ -1,6 +1,6 @@
-"""What wide layers do to the numbers: the figure of docs/wide.md, and the tables in it on standard output.
+"""What wide layers do to the numbers: the figure of docs/overflow_protection.md, and its tables on standard output.
 
-    python scripts/benchmarks/wide_figure.py [--out docs/wide.png]
+    python scripts/benchmarks/wide_figure.py [--out docs/overflow_protection.png]
 
 Small denoisers with random weights, as diffusers makes them, or changed so that the residual stream climbs over the
 blocks. An error is the norm of what the output differs by from fp32's, in parts of fp32's norm.
@@ -67,7 +67,7 @@ MODELS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "docs" / "wide.png")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "docs" / "overflow_protection.png")
     args = parser.parse_args()
     with torch.no_grad():
         denoiser, call = build(COGVIDEOX_5B, HOT)
