@@ -59,6 +59,9 @@ def guarded_run(settings: Settings, steps: int = 0) -> Generator[Run]:
     try:
         with speaking():
             yield run
+    except BaseException as error:
+        run.ended_by(error)
+        raise
     finally:
         try:
             run.end()
@@ -81,6 +84,8 @@ class Run:
         self._lock = threading.Lock()
         self._before: list[str] = []  # what had to be made again before the first call
         self._given_up: str = ""  # why an inserted guard lets the rest of the run through
+        self._stopped: StepRecord | None = None  # the call that a guard has ended
+        self._ended_by: str = ""  # what ended the run before its end
         self.retried = False  # ComfyUI makes a call that runs out of memory again, tiled
 
     def refining(self, model: Any) -> Any:
@@ -124,6 +129,13 @@ class Run:
         return made
 
     def call(self, of: ComfyNetwork, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._call(of, *args, **kwargs)
+        except GuardStopped:
+            self._stopped = self._executor(of).guard.report.steps[-1]
+            raise
+
+    def _call(self, of: ComfyNetwork, *args: Any, **kwargs: Any) -> Any:
         executor = self._executor(of)
         try:
             made = executor(*args, **kwargs)
@@ -153,18 +165,34 @@ class Run:
                 self._executors[key] = _executor(of, settings or self._settings)
             return self._executors[key]
 
+    def ended_by(self, error: BaseException) -> None:
+        """Have the report say that the run did not come to its end."""
+        with self._lock:
+            done = len(self._calls)
+            if isinstance(error, GuardStopped):
+                self._ended_by = Message("ended by the NaN Guard at call {}", done + 1)
+                if self._stopped:
+                    self._calls.append(replace(self._stopped, step=done))
+            elif host.is_interrupt(error) or not isinstance(error, Exception):
+                self._ended_by = Message("stopped after call {}", done) if done else Message("stopped at call 1")
+            else:
+                after = Message("ended by an error after call {}", done)
+                self._ended_by = after if done else Message("ended by an error at call 1")
+
     def end(self) -> None:
         """Show the report on the node, and write it to the log."""
         with self._lock:
             executors, steps = [*self._executors.values()], [*self._calls]
-        if not steps:
+        if not steps and not (executors and self._ended_by):
             if self._given_up:
                 self._tell(joined("\n", (*self._before, self._given_up)))
             return
         for executor in executors:
             executor.keep()
         report = together([executor.guard.report for executor in executors], steps)
-        report.calls_per_step = -(-len(steps) // self._steps) if self._steps else 1
+        report.ended_by = self._ended_by
+        report.in_calls = bool(self._steps) and (len(steps) < self._steps or bool(self._ended_by))
+        report.calls_per_step = -(-len(steps) // self._steps) if self._steps and not report.in_calls else 1
         for line in self._before:
             report.note(line)
         notes = dict.fromkeys(_what_happened(step) for step in steps if step.note)

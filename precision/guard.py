@@ -62,6 +62,8 @@ class GuardPolicy:
 class GuardStopped(Told, RuntimeError):
     """The guard ended the run; the message says which stage failed, how, and what to do."""
 
+    outcome = "non-finite"  # of the call that it ended, as in its StepRecord
+
 
 logger = logging.getLogger(__name__)
 
@@ -144,10 +146,13 @@ class StageGuard:
         Raises GuardStopped where an input is broken, where fp32 fails as well, or where the policy says stop.
         """
         before = self._snapshot(args, kwargs, self._owner, self._attempt)
+        started = time.perf_counter()
         try:
             return self._called(args, kwargs, before)
-        except BaseException:
+        except BaseException as error:
             before.restore()
+            if isinstance(error, GuardStopped):
+                self._recorded(None, started, None, self.dtype, error.outcome, Range(False, None))
             raise
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Snapshot) -> Any:
@@ -208,8 +213,10 @@ class StageGuard:
         del output
         dtypes = before.dtypes_now()
         self._restore(before)
+        outcome = "non-finite" if outcome == "finite" else outcome
         problem = PROBLEMS[outcome] if given.finite else Message("its input does not fit")
-        self._refuse(problem, args, kwargs, may_be_right=ends is not None)
+        self._refuse(outcome, args, kwargs, fits=given.finite, may_be_right=ends is not None)
+        logger.info("%s: %s in %s, rerunning in fp32", self._where(), problem, self.dtype)
         output, made, finding, rerun = self._again(
             args, kwargs, before, ends, to_blame=given.finite, saturated=outcome == "saturated"
         )
@@ -240,20 +247,34 @@ class StageGuard:
                 half_args, half_kwargs, _ = self._half(args, kwargs, IdentityMemo())
                 learner.check_fp16_accumulation(*half_args, **half_kwargs)
 
-    def _refuse(self, problem: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_right: bool) -> None:
-        """Raise GuardStopped where a rerun cannot help, or is not wanted, unless it may show that nothing is wrong."""
+    def _refuse(
+        self, outcome: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, fits: bool, may_be_right: bool
+    ) -> None:
+        """Raise GuardStopped where a rerun cannot help, or is not wanted, unless it may show that nothing is wrong.
+
+        fits: whether the input is finite in half precision.
+        """
         self._refuse_broken_input(args, kwargs)
         if self.dtype == "fp32":
             raise _BrokenInFp32
         if self.policy.on_failure is OnFailure.STOP and not may_be_right:
-            raise GuardStopped(
-                "{}: the output in {} is {}, and the guard is set to stop. Set the NaN Guard's on_failure to 'rerun' "
-                "to have such a step computed in fp32.",
-                self._where(),
-                self.dtype,
-                problem,
-            )
-        logger.info("%s: %s in %s, rerunning in fp32", self._where(), problem, self.dtype)
+            if fits:
+                stopped = GuardStopped(
+                    "{}: the output in {} is {}, and the guard is set to stop. Set the NaN Guard's on_failure to "
+                    "'rerun' to have such a step computed in fp32.",
+                    self._where(),
+                    self.dtype,
+                    PROBLEMS[outcome],
+                )
+            else:
+                stopped = GuardStopped(
+                    "{}: its input does not fit in {}, and the guard is set to stop. Set the NaN Guard's on_failure to "
+                    "'rerun' to have such a step computed in fp32.",
+                    self._where(),
+                    self.dtype,
+                )
+            stopped.outcome = outcome
+            raise stopped
 
     def _again(
         self,
@@ -281,7 +302,7 @@ class StageGuard:
             right = OverflowDiagnosis("fp32 has the same at the same places, so it is right from the next call on")
             return output, made, right, Rerun("", None, "", time.perf_counter() - started, extra_bytes())
         if self.policy.on_failure is OnFailure.STOP:
-            self._refuse(PROBLEMS["saturated" if saturated else "non-finite"], args, kwargs, may_be_right=False)
+            self._refuse("saturated" if saturated else "non-finite", args, kwargs, fits=to_blame, may_be_right=False)
         if learner and finding is None:
             with before.once_more(output) as possible:
                 if possible:

@@ -61,6 +61,8 @@ class RunReport:
     wide: str = ""  # what was float32 in fp16: "overflow protection on", "overflow protection in every layer"
     learned: PrecisionOverrides | None = None  # what the run knew in the end, where it learns
     calls_per_step: int = 1  # of the denoiser
+    in_calls: bool = False  # how many calls a step has is not known, so calls are counted, not steps
+    ended_by: str = ""  # what ended the run before its end, and at which call; "" where it came to its end
     cache: CacheUse | None = None  # of the steps; None where all are computed
     memory: Memory | None = None  # None where nobody counts
     before: list[RunReport] = field(default_factory=list)  # stages that ran first, to encode an image
@@ -113,18 +115,32 @@ class RunReport:
         component, cells = self.plan.component, self.cells()
         stage = "" if component is Component.DENOISER else Message("{}: ", component.words)
         if not self.steps:
-            return Message("{}{}; nothing to compute, all of it was remembered.", stage, self.plan.reason)
-        made = _of(component, len(cells))
+            why = self.ended_by or Message("nothing to compute, all of it was remembered")
+            return Message("{}{}; {}.", stage, self.plan.reason, why)
+        made = counted(len(cells), "1 call", "{} calls") if self.in_calls else _of(component, len(cells))
         if self.reruns and self.calls_per_step > 1:
             made = Message("{}, {} of {} calls recomputed in fp32", made, self.reruns, len(self.steps))
         elif self.reruns:
             made = Message("{}, {} recomputed in fp32", made, self.reruns)
         if failed := cells.count("failed"):
-            made = Message("{}, {} with NaN, infinite or clipped values: the result is broken", made, failed)
-            made = Message("{}; choose precision 'auto' or 'fp16'", made)
-        elif not self.reruns:
+            made = Message("{}, {} with NaN, infinite or clipped values", made, failed)
+            if not self.ended_by:
+                made = Message("{}: the result is broken; {}", made, self._what_to_choose())
+        elif not self.reruns and not self.ended_by:
             made = Message("{}, fine", made) if len(cells) == 1 else Message("{}, all fine", made)
+        made = Message("{}; {}", made, self.ended_by) if self.ended_by else made
         return Message("{}{}{}; {}.", stage, self.plan.reason, self._otherwise(), made)
+
+    @property
+    def _plain(self) -> bool:
+        """Whether precision 'fp16 (plain)' keeps the guard from acting, and not its own setting."""
+        return self.plan.half and not self.plan.guarded
+
+    def _what_to_choose(self) -> Message:
+        """Say what to set so that a broken result is not handed on."""
+        if self._plain:
+            return Message("choose precision 'auto' or 'fp16'")
+        return Message("set the NaN Guard's on_failure to 'rerun'")
 
     def finding(self) -> str:
         """Say in one line which call failed first, where, and what followed; "" where none did."""
@@ -132,8 +148,12 @@ class RunReport:
         if step is None:
             return ""
         said = joined(": ", (self._which(step), _wrong(step, self.plan.dtype)))
-        if step.outcome != "rerun":
+        if self.ended_by and step.outcome != "rerun":
+            return Message("{}.", said)
+        if step.outcome != "rerun" and self._plain:
             return Message("{}; in which layer, only the NaN Guard finds out.", said)
+        if step.outcome != "rerun":
+            return Message("{}; on_failure 'rerun' also finds out in which layer.", said)
         action = step.rerun.action if step.rerun else ""
         then = Message("Recomputed in fp32; {}.", action) if action else Message("Recomputed in fp32.")
         return joined(" ", (Message("{}.", said), then))
@@ -141,6 +161,8 @@ class RunReport:
     def _which(self, step: StepRecord) -> Message:
         of, number = self.plan.component, step.step // self.calls_per_step + 1
         denoising, text = of is Component.DENOISER, of is Component.TEXT_ENCODER
+        if self.in_calls:
+            return Message("Call {}", number)
         return Message("Step {}" if denoising else "Prompt {}" if text else "Part {}", number)
 
     def compiled(self) -> str:
@@ -200,6 +222,7 @@ class RunReport:
             "finding": self.finding(),
             "text": self.text(),
             "cells": self.cells(),
+            "ended": bool(self.ended_by),
             "reruns": self.reruns,
             "outcomes": dict(outcomes),
             "seconds": sum(step.seconds for step in self.steps),

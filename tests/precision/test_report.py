@@ -18,12 +18,16 @@ FAILED = replace(FINE, dtype="fp32", outcome="rerun", rerun=RERUN)
 UNPLACED = replace(FAILED, rerun=replace(RERUN, module="", peak=None, action=""))
 FITTING = replace(FAILED, rerun=replace(RERUN, peak=12.0))
 NAN, CLIPPED = replace(FINE, outcome="non-finite", largest=None), replace(FINE, outcome="saturated", largest=65504.0)
-BROKEN = "with NaN, infinite or clipped values: the result is broken; choose precision 'auto' or 'fp16'."
+WRONG = "with NaN, infinite or clipped values"
+PLAIN = "fp16 (plain), as you chose: no protection, for comparison"
+CHOOSE = f"{WRONG}: the result is broken; choose precision 'auto' or 'fp16'."
 UNKNOWN = "in which layer, only the NaN Guard finds out."
+SWITCHED_OFF = f"{WRONG}: the result is broken; set the NaN Guard's on_failure to 'rerun'."
+NOT_LOOKED_FOR = "on_failure 'rerun' also finds out in which layer."
 
 
-def report(component: Component, *steps: StepRecord, **more: object) -> RunReport:
-    plan = choose(named("sm75"), VARIANTS["CogVideoX-2B"], component, Precision.FP16)
+def report(component: Component, *steps: StepRecord, request: Precision = Precision.FP16, **more: object) -> RunReport:
+    plan = choose(named("sm75"), VARIANTS["CogVideoX-2B"], component, request)
     numbered = [replace(step, step=number) for number, step in enumerate(steps)]
     return RunReport("CogVideoX-2B", "sm75 (Turing)", plan, steps=numbered, **more)
 
@@ -49,13 +53,21 @@ def report(component: Component, *steps: StepRecord, **more: object) -> RunRepor
          "fp16, as you chose; 2 steps, 3 of 4 calls recomputed in fp32.",
          "Step 1: a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. "
          "Recomputed in fp32; 'blocks.1' protected from here on."),
-        (report(DENOISER, FINE, NAN), f"fp16, as you chose; 2 steps, 1 {BROKEN}",
+        (report(DENOISER, FINE, NAN, request=Precision.FP16_PLAIN), f"{PLAIN}; 2 steps, 1 {CHOOSE}",
          f"Step 2: NaN or infinite values; {UNKNOWN}"),
-        (report(TEXT, CLIPPED), f"text encoder: fp16, as you chose; 1 prompt, 1 {BROKEN}",
-         f"Prompt 1: clipped values; {UNKNOWN}"),
-        (report(DENOISER, FAILED, NAN), f"fp16, as you chose; 2 steps, 1 recomputed in fp32, 1 {BROKEN}",
+        (report(DENOISER, FINE, NAN), f"fp16, as you chose; 2 steps, 1 {SWITCHED_OFF}",
+         f"Step 2: NaN or infinite values; {NOT_LOOKED_FOR}"),
+        (report(DENOISER, FINE, NAN, request=Precision.FP32), f"fp32, as you chose; 2 steps, 1 {SWITCHED_OFF}",
+         f"Step 2: NaN or infinite values; {NOT_LOOKED_FOR}"),
+        (report(TEXT, CLIPPED), f"text encoder: fp16, as you chose; 1 prompt, 1 {SWITCHED_OFF}",
+         f"Prompt 1: clipped values; {NOT_LOOKED_FOR}"),
+        (report(DENOISER, FAILED, NAN), f"fp16, as you chose; 2 steps, 1 recomputed in fp32, 1 {SWITCHED_OFF}",
          "Step 1: a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. "
          "Recomputed in fp32; 'blocks.1' protected from here on."),
+        (report(DENOISER, FINE, NAN, in_calls=True, ended_by="ended by the NaN Guard at call 2"),
+         f"fp16, as you chose; 2 calls, 1 {WRONG}; ended by the NaN Guard at call 2.",
+         "Call 2: NaN or infinite values."),
+        (report(DENOISER, ended_by="stopped at call 1"), "fp16, as you chose; stopped at call 1.", ""),
     ],
 )  # fmt: skip
 def test_the_summary_and_the_first_failure(of: RunReport, summary: str, finding: str) -> None:

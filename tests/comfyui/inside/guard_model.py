@@ -62,6 +62,7 @@ def test_what_the_policy_says_is_done() -> None:
     patcher = make_model(SD15, hot=True)
     stopped = error_of(lambda: sample(guarded(patcher, on_failure="stop"), SD15))
     assert "call 1" in stopped and "set to stop" in stopped
+    assert "1 call, 1 with NaN, infinite or clipped values; ended by the NaN Guard at call 1." in said[-1]
     assert torch.isnan(sample(guarded(patcher, on_failure="off"), SD15)).all()
     assert f"{STEPS} steps, {STEPS} with NaN, infinite or clipped values: " in said[-1]
     with counting(patcher) as seen:
