@@ -17,11 +17,12 @@ from pathlib import Path
 import diffusers
 import torch
 from comfyui_onediff_guard.pipelines.insight.vram_estimate import RunEstimate, StageEstimate, estimate_runs
+from comfyui_onediff_guard.pipelines.run.features import APART
 from comfyui_onediff_guard.precision.arch import named
 from measure import RESULTS, write_json
 
 GIBIBYTES = (6, 8, 10, 12, 16, 24, 32, 48, 80)
-SHORT = {"none": "n", "group": "g", "sequential": "s", "halves apart": "½", "whole": "w", "tiling": "t"}
+SHORT = {"none": "n", "group": "g", "sequential": "s", APART: "½", "whole": "w", "tiling": "t"}
 
 
 def main() -> None:
