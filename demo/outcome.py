@@ -72,8 +72,9 @@ class Outcome:
             return f"{steps} steps in fp32 · every frame finite"
         broken = self.broken_frames
         told = [f"{broken} of {frames} frames NaN" if broken else "every frame finite"]
-        if failed := self.count("non-finite", "saturated"):
-            told.append(f"{failed} of {steps} steps NaN or infinite")
+        for outcome, words in {"non-finite": "NaN or infinite", "saturated": "clipped"}.items():
+            if failed := self.count(outcome):
+                told.append(f"{failed} of {steps} steps {words}")
         if reruns := self.count("rerun"):
             widened = any((stage.get("learned") or {}).get("wide_parts") for stage in self.stages)
             told.append(f"{reruns} of {steps} steps computed again in fp32{', protected since' if widened else ''}")

@@ -143,7 +143,8 @@ class PrecisionOutcome:
         broken = like.frame_psnr.count(None)
         verdict = "reference" if frames is reference else "finite"
         if broken or failed:
-            verdict = "black" if broken == count else "partly black" if broken else "NaN in steps"
+            in_steps = "NaN/inf in steps" if _calls(stages, "non-finite") else "clipped in steps"
+            verdict = "black" if broken == count else "partly black" if broken else in_steps
         colour, middle = VERDICTS.get(verdict, pictures.BAD), count // 2
         apart = None if frames is reference else difference(frames[middle], reference[middle])
         return cls(facts, row, pictures.PicturedRun(precision, verdict, colour, numbers, as_bytes(frames), apart))

@@ -103,5 +103,5 @@ def on_disk(model: Path) -> Path:
     except HubError:
         raise BadInput(
             f"There is no '{model}'. Name the folder that holds the model's model_index.json, Stable Video Diffusion's "
-            "single file, or the hub id of a model that a Load node has downloaded."
+            "single file, or the hub id of a model that Load Pipeline has downloaded."
         ) from None

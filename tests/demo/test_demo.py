@@ -151,6 +151,18 @@ def test_numbers_name_what_was_computed_again() -> None:
     assert "1 of 2 steps computed again" in _outcome(0.51, ("finite", "rerun")).numbers(reference)
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "said"),
+    [
+        (("finite", "non-finite"), "every frame finite · 1 of 2 steps NaN or infinite · max"),
+        (("saturated", "saturated"), "every frame finite · 2 of 2 steps clipped · max"),
+        (("saturated", "non-finite"), "1 of 2 steps NaN or infinite · 1 of 2 steps clipped · max"),
+    ],
+)
+def test_numbers_tell_what_is_clipped_from_what_is_not_finite(outcomes: tuple[str, ...], said: str) -> None:
+    assert said in _outcome(0.51, outcomes).numbers(_outcome(0.5))
+
+
 def test_a_still_has_a_row_for_each_run() -> None:
     run, black = (
         pictures.PicturedRun("fp16", "right", pictures.GOOD, "numbers", np.full((7, 32, 48, 3), shade, dtype=np.uint8))

@@ -8,11 +8,13 @@ import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from comfyui_onediff_guard.headless.commands.compare import PrecisionOutcome
 from comfyui_onediff_guard.headless.comparison.precisions import SHOWN
 from conftest import FakeComfy
 from PIL import Image
@@ -107,6 +109,23 @@ def test_one_json_object_and_a_file_that_says_the_same(here: Path, compare: Any)
     files = told.pop("files")
     assert told.pop("status") == "done"
     assert json.loads(Path(files[2]).read_text(), parse_constant=pytest.fail) == told
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "verdict"),
+    [
+        (["finite", "rerun"], "finite"),
+        (["finite", "saturated"], "clipped in steps"),
+        (["finite", "non-finite"], "NaN/inf in steps"),
+        (["saturated", "non-finite"], "NaN/inf in steps"),
+    ],
+)
+def test_what_went_wrong_in_steps_is_told_where_the_frames_are_finite(outcomes: list[str], verdict: str) -> None:
+    steps = [{"stage": "denoiser", "outcome": outcome, "seconds": 0.5} for outcome in outcomes]
+    stage = {"plan": {"component": "denoiser", "dtype": "fp16", "guarded": False}, "steps": steps, "wide": ""}
+    result: Any = SimpleNamespace(stages=lambda: [stage], seconds=1.0, results={"2": None})
+    frames = np.full((2, 8, 8, 3), 0.5, np.float32)
+    assert PrecisionOutcome.of("fp16 (plain)", result, frames + 0.1, frames).run.verdict == verdict
 
 
 def test_the_picture_and_the_animation(here: Path, compare: Any) -> None:

@@ -269,6 +269,7 @@ def test_the_readme_names_the_comfyuis_of_this_release(root: Path) -> None:
         (["--arch", "potato"], "'potato' is no architecture. Write one of sm60"),
         (["--arch", ""], "'' is no architecture"),
         (["--model", "absent"], "There is no 'absent'. Name the folder"),
+        (["--model", "absent"], "or the hub id of a model that Load Pipeline has downloaded."),
         (["--model", "file"], "'file' is not a .safetensors file"),
         (["--model", "."], "has no model_index.json. Choose a folder in diffusers format"),
         (["--model", "other"], "'other' holds a FluxPipeline. Known: CogVideoXPipeline"),
