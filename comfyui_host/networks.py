@@ -98,7 +98,7 @@ def _automatic(model: str, chosen: str, architecture: Architecture) -> tuple[str
         lacks = "" if architecture.fast_fp16 else Message(", and {} has no fast fp16", architecture)
         return chosen, Message("{}, which ComfyUI chose for {}{}", chosen, model, lacks)
     if chosen == "fp32" and _fp32_is_asked_for():
-        return "fp32", Message("fp32, as ComfyUI was started for {}", model)
+        return "fp32", Message("fp32 for {}, as ComfyUI's start options say", model)
     return "fp16", Message("fp16, since {} has no native bf16", architecture)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ..trust.message import Message, joined
+from ..trust.message import Message
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,12 @@ class CacheUse:
         """Say that the estimate is over the target; "" where it is not."""
         if not self.over_target:
             return ""
-        over = Message(
-            "The step cache is over its target of {:.2%}: the result is off by an estimated {:.2%}.",
-            self.target,
+        return Message(
+            "The step cache changed the latents by an estimated {:.2%}, more than the target of {:.2%}: for a closer "
+            "result set a smaller 'check_every' or 'error' in Step Cache, or take it out.",
             self.drift,
+            self.target,
         )
-        advice = Message("Set a smaller 'check_every' or 'error' in Step Cache, or take it out.")
-        return joined(" ", (over, advice))
 
     def __str__(self) -> str:
         stopped = f"; stopped: {self.stopped}" if self.stopped else ""

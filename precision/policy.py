@@ -172,22 +172,22 @@ def choose(
 def unless_failed(architecture: Architecture, dtype: str, reason: str) -> tuple[str, str]:
     """Return what 'auto' takes in place of a dtype, and why: the same, where the card's self-test did not find it wrong
     there; else the next best, and fp32 where all of them are wrong."""
-    if dtype not in architecture.failed:
-        return dtype, reason
     has = ("bf16", architecture.native_bf16), ("fp16", architecture.fast_fp16)
     right = [other for other, is_there in has if is_there and other not in architecture.failed]
-    taken = (*right, "fp32")[0]
-    return taken, Message("{}: {}, {}", taken, reason, failure(architecture, dtype))
+    taken = dtype if dtype not in architecture.failed else (*right, "fp32")[0]
+    if taken == dtype:
+        return dtype, reason
+    return taken, Message("{}, since {}", taken, failure(architecture, dtype))
 
 
 def with_failure(architecture: Architecture, dtype: str, reason: str) -> str:
     """Return the reason of a dtype that was asked for, with what the card's self-test found wrong with it."""
-    return Message("{}, {}", reason, failure(architecture, dtype)) if dtype in architecture.failed else reason
+    return Message("{}, but {}", reason, failure(architecture, dtype)) if dtype in architecture.failed else reason
 
 
 def failure(architecture: Architecture, what: str) -> str:
     """Say that the card's self-test found a dtype or a compiler wrong."""
-    return Message("but {} came out wrong in this card's self-test of {}", what, architecture.tested)
+    return Message("{} came out wrong in this card's self-test of {}", what, architecture.tested)
 
 
 def _dtype(architecture: Architecture, variant: Variant, request: Precision) -> tuple[str, str]:
@@ -271,7 +271,7 @@ def _quantised(component: Component, dtype: str, request: Precision) -> tuple[st
     if not request.quantises:
         return "", ""
     if component is not Component.DENOISER:
-        return "", f"nothing: {request.value} is for the denoiser, and the {component.words} is {dtype}"
+        return "", f"nothing, since {request.value} is for the denoiser, and the {component.words} is {dtype}"
     how = "a scale for each row of inputs and weights, taken as they come; the half-precision weights stay for reruns"
     return request.value, f"the large linear layers of its blocks, to {request.value}: {how}"
 
@@ -283,11 +283,11 @@ def _fp16_sums(
     if accumulation is not Accumulation.FP16 or component is not Component.DENOISER:
         return False, ""
     if dtype != "fp16":
-        return False, f"nothing: products of {dtype} always accumulate in fp32; choose precision 'fp16' for it"
+        return False, f"off: products of {dtype} always accumulate in fp32; choose precision 'fp16' for it"
     if request is Precision.FP16_PLAIN:
-        return False, "nothing: fp16 (plain) is not checked"
+        return False, "off: fp16 (plain) is not checked"
     if architecture.fp16_sums == "same":
-        return False, f"nothing: {architecture} multiplies no faster with it, if it is no GeForce RTX"
+        return False, f"off: {architecture} multiplies no faster with it, if it is no GeForce RTX"
     return True, "where the first step is right with it; GeForce cards multiply twice as fast"
 
 

@@ -200,7 +200,7 @@ class ProbeResult:
     def reason(self) -> str:
         if self.chosen.dtype == self.plan.dtype:
             return f"{self.plan.reason}; {self.chosen.reason}"
-        return f"{self.plan.dtype} does not hold it: {judge(self.probed, self.plan.dtype).reason}"
+        return f"{self.plan.dtype} is not enough here: {judge(self.probed, self.plan.dtype).reason}"
 
     @property
     def cost(self) -> str:
@@ -219,9 +219,10 @@ class ProbeResult:
             *(f"    {entry.reach:.3g} in {entry.label}, step {entry.step + 1}" for entry in self.probed.worst()),
         ]
         if apart := self.probed.too_far_apart:
-            named = ", ".join(f"'{name}' {share:.3g} ×" for name, share in [*apart.items()][:WORST])
+            named = ", ".join(f"'{name}' {share:.3g} × as far off" for name, share in [*apart.items()][:WORST])
+            layers, their = ("1 layer", "its") if len(apart) == 1 else (f"{len(apart)} layers", "their")
             lines.append(
-                f"Given values that differ too much in size for fp16, beside bf16's error: {len(apart)} layers: {named}"
+                f"In {layers} fp16 loses more digits than bf16, since {their} inputs differ too much in size: {named}"
             )
         return "\n".join([*lines, f"Cost: {self.cost}"])
 

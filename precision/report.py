@@ -191,7 +191,7 @@ class RunReport:
             f"guard {self.plan.guard_reason}",
             f"overflow protection {self.plan.wide_reason}",
             *([f"quantised: {self.plan.quantised_reason}"] if self.plan.quantised_reason else ()),
-            *([f"fp16 accumulation: {self.plan.fp16_sums_reason}"] if self.plan.fp16_sums_reason else ()),
+            *([f"fp16 accumulation {self.plan.fp16_sums_reason}"] if self.plan.fp16_sums_reason else ()),
             *([f"step cache: {self.cache}"] if self.cache else ()),
             *([f"memory: {self.memory}"] if self.memory else ()),
         ]
@@ -273,7 +273,7 @@ def _of(component: Component, number: int) -> Message:
 
 
 def _amount(value: float) -> str:
-    return f"{value:,.0f}" if 100 <= abs(value) < 1e7 else f"{value:.2g}"
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.2g}"
 
 
 PROBLEMS = {"non-finite": Message("NaN or infinite"), "saturated": Message("clipped")}  # of outcomes, in words
@@ -284,8 +284,10 @@ def _wrong(step: StepRecord, dtype: str) -> Message:
     """Say what was wrong with a step that failed, and where that is known."""
     rerun, ends = step.rerun, RANGE.get(dtype, math.inf)
     if rerun and rerun.module and rerun.peak is not None and ends < rerun.peak < math.inf:
-        reached = _amount(rerun.peak)
-        return Message("a value reached {} ({} ends at {}) in {}", reached, dtype, _amount(ends), rerun.module)
+        reached, end = _amount(rerun.peak), _amount(ends)
+        if reached == end:
+            return Message("a value reached {} in {}", reached, rerun.module)
+        return Message("a value reached {} ({} ends at {}) in {}", reached, dtype, end, rerun.module)
     wrong = Message(
         "NaN or infinite values"
         if step.outcome == "non-finite"

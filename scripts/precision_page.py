@@ -314,7 +314,7 @@ def _outcome(device: _Device, variant: Variant, component: Component, request: P
     try:
         plan = choose(_nameless(device.architecture), _anonymous(variant), component, request)
     except PlanImpossible as refused:
-        return "*refused*", str(refused)
+        return "*refused*", str(refused).replace("; this is this device.", ".")
     return plan.dtype, plan.reason
 
 

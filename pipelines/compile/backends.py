@@ -148,7 +148,7 @@ def for_dtype(choice: BackendChoice, architecture: Architecture, dtype: str) -> 
     """
     if choice.automatic and choice.name != EAGER and COMPILED in architecture.failed:
         why = failure(architecture, COMPILED)
-        return BackendChoice(EAGER, Message("auto: {} is there, {}", choice.name, why), automatic=True)
+        return BackendChoice(EAGER, Message("auto: {} is there, but {}", choice.name, why), automatic=True)
     if dtype != "bf16" or architecture.native_bf16 or choice.name == "eager":
         return choice
     missing = Message("{} cannot compile bf16 for {}, which has none in hardware", choice.name, architecture)

@@ -174,13 +174,13 @@ def test_a_step_cache_stands_around_it(opened, model_folder, card) -> None:
 @pytest.mark.parametrize(
     ("architecture", "precision", "said"),
     [
-        ("sm90", Precision.FP16, r"nothing: sm90 \(Hopper\) multiplies no faster with it"),
-        ("cpu", Precision.FP16, "nothing: CPU multiplies no faster with it"),
-        ("gfx1100", Precision.FP16, "nothing: .* multiplies no faster with it"),
-        ("sm89", Precision.BF16, "nothing: products of bf16 always accumulate in fp32; choose precision 'fp16'"),
-        ("sm89", Precision.INT8, "nothing: products of bf16 always"),
-        ("sm89", Precision.FP32, "nothing: products of fp32 always"),
-        ("sm89", Precision.FP16_PLAIN, r"nothing: fp16 \(plain\) is not checked"),
+        ("sm90", Precision.FP16, r"off: sm90 \(Hopper\) multiplies no faster with it"),
+        ("cpu", Precision.FP16, "off: CPU multiplies no faster with it"),
+        ("gfx1100", Precision.FP16, "off: .* multiplies no faster with it"),
+        ("sm89", Precision.BF16, "off: products of bf16 always accumulate in fp32; choose precision 'fp16'"),
+        ("sm89", Precision.INT8, "off: products of bf16 always"),
+        ("sm89", Precision.FP32, "off: products of fp32 always"),
+        ("sm89", Precision.FP16_PLAIN, r"off: fp16 \(plain\) is not checked"),
     ],
 )
 def test_where_it_gains_nothing_it_costs_nothing_and_says_so(
@@ -204,7 +204,7 @@ def test_on_a_card_that_gains_nothing_not_a_bit_is_otherwise(opened, model_folde
     handle = replace(opened(model_folder("2b")), architecture=ARCHITECTURES["sm80"])
     made, report = sampled(handle, "2b")
     assert torch.equal(made, sampled(replace(handle, accumulation=AUTO), "2b")[0]) and card.launched == 0
-    assert "fp16 accumulation: nothing: sm80 (Ampere) multiplies no faster with it" in report.text()
+    assert "fp16 accumulation off: sm80 (Ampere) multiplies no faster with it" in report.text()
 
 
 def test_a_pytorch_without_the_switch_is_named_before_anything_is_read(opened, model_folder, monkeypatch) -> None:

@@ -193,6 +193,8 @@ def with_nan(count: int) -> torch.Tensor:
     [
         ("fp16", {"on_failure": OnFailure.STOP}, 0, latents(2000),
          r"denoiser, call 1: .*fp16 is NaN or infinite.*rerun", 1),
+        ("fp16", {"on_failure": OnFailure.STOP}, 0, latents(1e5),
+         "denoiser, call 1: its input does not fit in fp16, and the guard is set to stop", 1),
         ("fp16", {}, 0, with_nan(2), "input 'hidden_states' holds 2 NaN or infinite values", 1),  # no rerun was wasted
         ("fp16", {}, INF, latents(), r"in fp32 too.*weight 'out.weight' holds 1 NaN or infinite values of 16", None),
         ("bf16", {}, 0, latents(1e25), "NaN or infinite in fp32 too, first in 'Denoiser'", None),

@@ -9,12 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 from blocky import STREAM, Gain, build, hooks, overflow_inside, overflow_stream
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision import half_products
+from comfyui_onediff_guard.precision.arch import named
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
 from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode, run_with_half_products
 from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, Peak, PrecisionOverrides
-from comfyui_onediff_guard.precision.probe import Probe, judge, recommend
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
+from comfyui_onediff_guard.precision.probe import Probe, Probed, ProbeResult, judge, recommend
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from torch import nn
 
@@ -186,3 +189,21 @@ def test_the_worst_are_named_and_a_stream_once():
     assert len({entry.name for entry in worst if entry.name in probed.anatomy.blocks}) == 1
     assert "blocks.3.inner" in [entry.name for entry in worst]
     assert [entry.reach for entry in worst] == sorted((entry.reach for entry in worst), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("apart", "said"),
+    [
+        ({"a.b": 3.0},
+         "In 1 layer fp16 loses more digits than bf16, since its inputs differ too much in size: 'a.b' 3 × as far off"),
+        ({"a.b": 31.26, "c": 2.0},
+         "In 2 layers fp16 loses more digits than bf16, since their inputs differ too much in size: "
+         "'a.b' 31.3 × as far off, 'c' 2 × as far off"),
+    ],
+)  # fmt: skip
+def test_layers_whose_inputs_differ_too_much_in_size_are_told(apart: dict[str, float], said: str) -> None:
+    probed = Probed(ModuleStructure(everything=True), ({name: Peak(1.0, 1e6) for name in apart},), {}, apart)
+    plan = choose(named("sm75"), VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision.FP16)
+    result = ProbeResult("CogVideoX-2b", named("sm75"), plan, "", probed, 9.0, judge(probed, "fp32"), "")
+    assert said in result.text().splitlines()
+    assert result.reason.startswith("fp16 is not enough here: 'a.b' is given values that differ too much in size")

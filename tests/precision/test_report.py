@@ -17,9 +17,11 @@ RERUN = Rerun("blocks.1.ff", 264_522.4, "'blocks.1' protected from here on", 0.3
 FAILED = replace(FINE, dtype="fp32", outcome="rerun", rerun=RERUN)
 UNPLACED = replace(FAILED, rerun=replace(RERUN, module="", peak=None, action=""))
 FITTING = replace(FAILED, rerun=replace(RERUN, peak=12.0))
+AT_THE_END = replace(FAILED, rerun=replace(RERUN, peak=3.4e38))  # bf16 ends at 3.39e38
 NAN, CLIPPED = replace(FINE, outcome="non-finite", largest=None), replace(FINE, outcome="saturated", largest=65504.0)
 WRONG = "with NaN, infinite or clipped values"
 PLAIN = "fp16 (plain), as you chose: no protection, for comparison"
+BF16 = "bf16, as you chose, which sm75 (Turing) only emulates: slow, and hungry for memory; 'auto' is faster here"
 CHOOSE = f"{WRONG}: the result is broken; choose precision 'auto' or 'fp16'."
 UNKNOWN = "in which layer, only the NaN Guard finds out."
 SWITCHED_OFF = f"{WRONG}: the result is broken; set the NaN Guard's on_failure to 'rerun'."
@@ -49,6 +51,9 @@ def report(component: Component, *steps: StepRecord, request: Precision = Precis
         (report(DECODER, FITTING), "VAE decoder: fp16, as you chose; 1 part, 1 recomputed in fp32.",
          "Part 1: NaN, infinite or clipped values in blocks.1.ff. "
          "Recomputed in fp32; 'blocks.1' protected from here on."),
+        (report(DENOISER, AT_THE_END, request=Precision.BF16),
+         f"{BF16}; 1 step, 1 recomputed in fp32.",
+         "Step 1: a value reached 3.4e+38 in blocks.1.ff. Recomputed in fp32; 'blocks.1' protected from here on."),
         (report(DENOISER, FAILED, FINE, FAILED, FAILED, calls_per_step=2),
          "fp16, as you chose; 2 steps, 3 of 4 calls recomputed in fp32.",
          "Step 1: a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. "
@@ -82,15 +87,15 @@ def test_nothing_computed() -> None:
     ("of", "lines"),
     [
         (report(DENOISER, FINE, replace(FINE, cached=True)),
-         ["step 1 (t=874): fp16, OK, 0.23 s, largest value 3.2",
-          "step 2 (t=874): fp16, OK, from the step cache, 0.23 s, largest value 3.2"]),
+         ["step 1 (t=874): fp16, OK, 0.23 s, largest value 3.21",
+          "step 2 (t=874): fp16, OK, from the step cache, 0.23 s, largest value 3.21"]),
         (report(DENOISER, FAILED),
-         ["step 1 (t=874): fp32, recomputed in fp32, 0.23 s, largest value 3.2",
+         ["step 1 (t=874): fp32, recomputed in fp32, 0.23 s, largest value 3.21",
           "    recomputed in fp32: 0.30 s; 12 MB more memory; first in 'blocks.1.ff', which reached 264,522; "
           "'blocks.1' protected from here on"]),
         (report(DECODER, NAN), ["VAE decoder, part 1 (t=874): fp16, NaN or infinite, 0.23 s"]),
         (report(DENOISER, FINE, CLIPPED, calls_per_step=2),
-         ["step 1, call 1 of 2 (t=874): fp16, OK, 0.23 s, largest value 3.2",
+         ["step 1, call 1 of 2 (t=874): fp16, OK, 0.23 s, largest value 3.21",
           "step 1, call 2 of 2 (t=874): fp16, clipped, 0.23 s, largest value 65,504"]),
     ],
 )  # fmt: skip
@@ -101,3 +106,12 @@ def test_a_line_for_each_step(of: RunReport, lines: list[str]) -> None:
 @pytest.mark.parametrize(("steps", "said"), [((FINE,), ""), ((FAILED, FINE, FAILED), "2 recomputed in fp32")])
 def test_a_run_under_way_says_nothing_of_reruns_until_there_is_one(steps: tuple[StepRecord, ...], said: str) -> None:
     assert report(DENOISER, *steps).recomputed() == said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0.0, "0"), (0.012345, "0.0123"), (3.211, "3.21"), (99.5, "99.5"), (99.99, "100"), (65504.0, "65,504"),
+     (3.4e38, "3.4e+38")],
+)  # fmt: skip
+def test_the_largest_value_can_be_read(value: float, said: str) -> None:
+    assert report(DENOISER, replace(FINE, largest=value)).text().endswith(f" s, largest value {said}")

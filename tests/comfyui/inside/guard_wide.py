@@ -182,7 +182,7 @@ def test_auto_is_fp32_where_comfyui_was_told_to(option: str) -> None:
     with on("sm75"), patch.object(import_module("comfy.cli_args").args, option, True, create=True):
         made = run(patcher, layout, "auto")
     assert same(made, sample(patcher, layout, steps=STEPS))
-    check_said("fp32, as ComfyUI was started for ")
+    check_said("fp32 for ")
 
 
 def test_bf16_is_refused_on_a_device_that_has_none() -> None:
