@@ -68,7 +68,9 @@ function show(node, output) {
 function ownVerdict(reports) {
   const cells = reports.flatMap((report) => [...(report?.before ?? []), report]).flatMap((run) => run?.cells ?? [])
   const reruns = cells.filter((cell) => cell === "rerun").length
-  const verdict = !cells.length ? "" : cells.includes("failed") ? "broken" : reruns ? "rescued" : "ok"
+  const ended = reports.some((report) => report?.ended)
+  const good = ended ? "ended" : reruns ? "rescued" : "ok"
+  const verdict = cells.includes("failed") ? "broken" : cells.length || ended ? good : ""
   const say = words()
   const sampled = reports.some((report) => report?.plan?.component === "denoiser") // else it is what it was given
   const inWords = verdict && `${sampled ? say.result : say.stage} ${say.verdicts[verdict].replace("{}", reruns)}`
@@ -110,9 +112,9 @@ function keep(id, more) {
   show(node, app.nodeOutputs[locator])
 }
 
-const VERDICTS = ["rescued", "unguarded", "broken"] // the worst last
-const SEVERITIES = { rescued: "success", unguarded: "warn", broken: "error" } // of ComfyUI's toasts
-const SECONDS = { rescued: 10, unguarded: 30, broken: 30 }
+const VERDICTS = ["rescued", "ended", "unguarded", "broken"] // the worst last
+const SEVERITIES = { rescued: "success", ended: "warn", unguarded: "warn", broken: "error" } // of ComfyUI's toasts
+const SECONDS = { rescued: 10, ended: 10, unguarded: 30, broken: 30 }
 
 // Nodes of other packs on which a guard has reported in this prompt: by their ids, their type and workflow, what was
 // reported, and what they are called
@@ -156,8 +158,9 @@ function newPrompt() {
 /** Whether the result of a node can be used, from what guards reported of it, and that in words. */
 function verdictOf(outputs) {
   const isBroken = ({ outcomes }) => (outcomes?.["non-finite"] ?? 0) + (outcomes?.saturated ?? 0) > 0
+  const hasEnded = ({ ended }) => ended
   const verdicts = outputs.map(({ onediff_guard: reports, unguarded }) =>
-    reports.some(isBroken) ? "broken" : unguarded ? "unguarded" : "rescued",
+    reports.some(isBroken) ? "broken" : unguarded ? "unguarded" : reports.some(hasEnded) ? "ended" : "rescued",
   )
   const verdict = VERDICTS.findLast((each) => verdicts.includes(each))
   const reasons = new Set(outputs.flatMap(({ unguarded }) => unguarded ?? []))

@@ -18,7 +18,7 @@ const STYLE = `
 .onediff-guard .verdict { font-weight: 600; }
 .onediff-guard .verdict:empty { display: none; }
 .onediff-guard .verdict:is(.ok, .rescued) { color: #4cae72; }
-.onediff-guard .verdict.unguarded { color: #f0b429; }
+.onediff-guard .verdict:is(.ended, .unguarded) { color: #f0b429; }
 .onediff-guard .verdict.broken { color: #f06a6a; }
 .onediff-guard .what { font-weight: 600; font-size: 13px; }
 .onediff-guard .cells { display: flex; flex-wrap: wrap; gap: 2px; max-height: 70px; overflow-y: auto; }
@@ -182,7 +182,7 @@ export class StripView {
   }
 
   /** @param {{text: string[], onediff_guard: object[]}} output of a node that ran
-   * @param {[string, string]} verdict whether the result can be used: "ok", "rescued", "unguarded" or "broken", and in
+   * @param {[string, string]} verdict whether the result can be used: "ok", "rescued", "ended", "unguarded" or "broken", and in
    * words; both empty where none is computed
    * @param {boolean} brief on nodes of other packs, which have little room: the verdict and the cells */
   show(output, [verdict, inWords], brief = false) {

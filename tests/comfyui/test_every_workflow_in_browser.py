@@ -323,6 +323,11 @@ def test_several_reports_on_a_node_are_shown_together(canvas: browser.Canvas) ->
     canvas.evaluate(REPORTED, [[broken], "KSampler", "execution_error"])
     assert strips(canvas)["KSampler"]["text"].startswith("Result: NOT OK.")
     assert len(guard_notices(canvas)) == 3, "one at each end of a prompt"
+    canvas.evaluate("() => app.api.dispatchEvent(new CustomEvent('execution_start', {detail: {}}))")
+    cut = report("fp16", "the last", ["rerun"])
+    cut["onediff_guard"][0]["ended"] = True
+    canvas.evaluate(REPORTED, [[cut], "KSampler", "execution_interrupted"])
+    assert strips(canvas)["KSampler"]["text"].startswith("Result: not finished")
 
 
 def test_a_strip_comes_off_a_workflow_that_was_opened_anew(canvas: browser.Canvas) -> None:

@@ -203,6 +203,25 @@ def test_the_whole_report_opens_over_the_page(canvas: browser.Canvas) -> None:
     assert canvas.count(REPORT) == 0
 
 
+@pytest.mark.parametrize(
+    ("cells", "ended", "says"),
+    [
+        (["half", "fp32"], False, "Result: OK."),
+        (["rerun", "half"], False, "Result: OK. Recomputed in fp32: 1."),
+        (["failed", "half"], False, "Result: NOT OK. Some values are NaN, infinite or clipped."),
+        (["half"], True, "Result: not finished, since the run ended early."),
+        (["failed"], True, "Result: NOT OK. Some values are NaN, infinite or clipped."),
+    ],
+)
+def test_the_first_line_says_whether_the_result_can_be_used(
+    canvas: browser.Canvas, cells: list[str], ended: bool, says: str
+) -> None:
+    canvas.load(WORKFLOW)
+    canvas.evaluate(SHOW, [SAMPLER, {"text": ["said"], "onediff_guard": [report(cells, ended=ended)]}])
+    canvas.settle()
+    assert canvas.evaluate(STRIPS)[SAMPLER]["text"].splitlines()[0] == says
+
+
 def test_files_and_prompts_have_no_trace_of_it(canvas: browser.Canvas) -> None:
     canvas.load(WORKFLOW)
     canvas.set_widgets(RUN)
