@@ -41,8 +41,8 @@ def report_of(
     try:
         with guarded_run(Settings(GuardPolicy(scope=Scope.STEP, **policy), node_id="7"), steps) as run:
             for each in given:
-                raised = [each] if isinstance(each, BaseException) else []
-                run.call(of, torch.full((1, 64), 1.0 if raised else each).half(), raised)
+                value, raised = (1.0, [each]) if isinstance(each, BaseException) else (each, [])
+                run.call(of, torch.full((1, 64), value).half(), raised)
     except (GuardStopped, host.Interrupted, torch.OutOfMemoryError):
         pass
     (output,) = told
