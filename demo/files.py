@@ -41,7 +41,7 @@ def write_pictures(output: Path, outcomes: Sequence[Outcome], footnote: str) -> 
         )
     picture = still(
         runs,
-        heading="CogVideoX in fp16, plain and made safe",
+        heading="CogVideoX in fp16, plain and with overflow protection",
         subheading="One seed and prompt. A block writes 500,000 into the residual stream, and in the third run a layer "
         "inside it overflows too; fp16 ends at 65,504.",
         footnote=footnote,

@@ -42,7 +42,7 @@ BLUEPRINTS = (
     Blueprint(
         "Guarded CogVideoX Text to Video",
         "CogVideoX 2B text to video - no NaN or black frames in fp16",
-        "A prompt → frames, with CogVideoX: precision chosen by card, and a failing step computed again in fp32.",
+        "A prompt → frames, with CogVideoX: precision chosen by card, and a failing step recomputed in fp32.",
         {
             "OneDiffGuardLoadPipeline": ("model", "precision"),
             "OneDiffGuardNaNGuard": (),
@@ -54,7 +54,7 @@ BLUEPRINTS = (
     Blueprint(
         "Guarded SVD Image to Video",
         "SVD image to video - no NaN or black frames in fp16",
-        "An image → frames, with Stable Video Diffusion: precision chosen by card, and a failing step computed again "
+        "An image → frames, with Stable Video Diffusion: precision chosen by card, and a failing step recomputed "
         "in fp32.",
         {
             "OneDiffGuardLoadPipeline": ("model", "precision"),

@@ -79,7 +79,7 @@ that was trained in bf16 and may leave fp16's range. Weights stored in fp16 or f
 
 This table is about the denoiser. *fp16 protected* is fp16 with
 [overflow protection](overflow_protection.md): the residual stream is float32. Whatever runs in fp16 or bf16 is guarded:
-a call that comes out NaN or infinite is computed again in fp32. `auto` never takes plain fp16.
+a call that comes out NaN or infinite is recomputed in fp32. `auto` never takes plain fp16.
 """
 
 OTHERS = """\

@@ -2,7 +2,7 @@
 
     python scripts/registry_pictures.py
 
-The icon is a run as its strip shows it: steps in half precision, and the one that was computed again.
+The icon is a run as its strip shows it: steps in half precision, and the one that was recomputed.
 """
 
 from __future__ import annotations

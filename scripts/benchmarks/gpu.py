@@ -14,7 +14,7 @@ end_to_end  prompt, 10 steps and decode: our nodes' functions beside diffusers' 
 compile     the first step's compiling: with an empty cache, and in a second process with the cache that it left
 autotune    max-autotune-no-cudagraphs: diffusers' whole and by block, and ours
 layout      2D convolutions in channels-last: SVD alone
-rerun       a step that fails and is computed again in fp32
+rerun       a step that fails and is recomputed in fp32
 attention   PyTorch's attention kernels on the model's shapes, with their errors
 profile     where a step's time goes, as text
 

@@ -148,7 +148,7 @@ def test_the_verdict_follows_the_frames(value: float, verdict: str) -> None:
 def test_numbers_name_what_was_computed_again() -> None:
     reference = _outcome(0.5)
     assert reference.verdict(reference) == "reference"
-    assert "1 of 2 steps computed again" in _outcome(0.51, ("finite", "rerun")).numbers(reference)
+    assert "1 of 2 steps recomputed" in _outcome(0.51, ("finite", "rerun")).numbers(reference)
 
 
 @pytest.mark.parametrize(
