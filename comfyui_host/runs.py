@@ -56,17 +56,18 @@ def guarded_run(settings: Settings, steps: int = 0) -> Generator[Run]:
     steps: of the sampler; 0 where each call counts as one.
     """
     run = Run(settings, steps)
+    ended_by: BaseException | None = None
     try:
         with speaking():
             yield run
     except BaseException as error:
-        run.ended_by(error)
+        run.ended_by(ended_by := error)
         raise
     finally:
         try:
             run.end()
         except Exception:
-            if not settings.inserted:
+            if not (settings.inserted or ended_by):  # what ended the run is what is told
                 raise
             logger.exception("NaN Guard: no report of this run")
 

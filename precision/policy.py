@@ -175,9 +175,8 @@ def unless_failed(architecture: Architecture, dtype: str, reason: str) -> tuple[
     has = ("bf16", architecture.native_bf16), ("fp16", architecture.fast_fp16)
     right = [other for other, is_there in has if is_there and other not in architecture.failed]
     taken = dtype if dtype not in architecture.failed else (*right, "fp32")[0]
-    if taken == dtype:
-        return dtype, reason
-    return taken, Message("{}, since {}", taken, failure(architecture, dtype))
+    why = reason if taken == dtype else Message("{}, since {}", taken, failure(architecture, dtype))
+    return taken, with_failure(architecture, taken, why)
 
 
 def with_failure(architecture: Architecture, dtype: str, reason: str) -> str:

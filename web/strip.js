@@ -64,11 +64,17 @@ function show(node, output) {
   if (node.type?.startsWith(OURS) && output?.onediff_guard) stripOf(node).show(output, ownVerdict(output.onediff_guard))
 }
 
+/** Whether a stage did not come to its end: its last run, since a node may try again. */
+function hasEnded(reports) {
+  const last = new Map(reports.map((report) => [report?.plan?.component, report]))
+  return [...last.values()].some((report) => report?.ended)
+}
+
 /** Whether the result of a node of ours can be used, and that in words; empty of one that computes none. */
 function ownVerdict(reports) {
   const cells = reports.flatMap((report) => [...(report?.before ?? []), report]).flatMap((run) => run?.cells ?? [])
   const reruns = cells.filter((cell) => cell === "rerun").length
-  const ended = reports.some((report) => report?.ended)
+  const ended = hasEnded(reports)
   const good = ended ? "ended" : reruns ? "rescued" : "ok"
   const verdict = cells.includes("failed") ? "broken" : cells.length || ended ? good : ""
   const say = words()
@@ -121,7 +127,9 @@ const SECONDS = { rescued: 10, ended: 10, unguarded: 30, broken: 30 }
 const others = new Map()
 // Their strips on the canvas, and how a node is put back, by the node. A subgraph that is used twice has it once.
 const placed = new Map()
-const missed = [] // reports of native guards in a workflow that was not open
+// What native guards reported in a workflow that was not open, of its last prompt, by workflow and node
+const missed = new Map()
+const MOST_MISSED = 32
 
 /** Puts a strip on another pack's node. Returns it, and what takes all that it changes about the node off again. Files
  * and undo never see it. */
@@ -158,9 +166,8 @@ function newPrompt() {
 /** Whether the result of a node can be used, from what guards reported of it, and that in words. */
 function verdictOf(outputs) {
   const isBroken = ({ outcomes }) => (outcomes?.["non-finite"] ?? 0) + (outcomes?.saturated ?? 0) > 0
-  const hasEnded = ({ ended }) => ended
   const verdicts = outputs.map(({ onediff_guard: reports, unguarded }) =>
-    reports.some(isBroken) ? "broken" : unguarded ? "unguarded" : reports.some(hasEnded) ? "ended" : "rescued",
+    reports.some(isBroken) ? "broken" : unguarded ? "unguarded" : hasEnded(reports) ? "ended" : "rescued",
   )
   const verdict = VERDICTS.findLast((each) => verdicts.includes(each))
   const reasons = new Set(outputs.flatMap(({ unguarded }) => unguarded ?? []))
@@ -211,27 +218,49 @@ function sayAtEnd() {
 }
 
 /** Keeps a native guard's report for when its workflow is open again; until then a toast says what is amiss. */
-function miss(report) {
-  missed.push(report)
-  if (!report.output.onediff_guard.some(({ cells }) => cells?.some((cell) => ["rerun", "failed"].includes(cell)))) return
-  const id = `missed ${report.node}`
-  const outputs = [...(others.get(id)?.outputs ?? []), report.output]
-  others.set(id, { type: "", workflow: report.workflow, title: "NaN Guard", outputs })
+function miss(node, prompt, workflow, output) {
+  const key = `${workflow} ${node}`
+  const known = missed.get(key)
+  const outputs = [...(known?.prompt === prompt ? known.outputs : []), output].slice(-MOST_REPORTS)
+  missed.delete(key) // the latest one comes last
+  missed.set(key, { node, prompt, workflow, outputs })
+  if (missed.size > MOST_MISSED) missed.delete(missed.keys().next().value)
+  const isAmiss = ({ cells }) => cells?.some((cell) => cell === "rerun" || cell === "failed")
+  if (outputs.some(({ onediff_guard: reports }) => reports.some(isAmiss)))
+    others.set(`missed ${key}`, { type: "", workflow, title: "NaN Guard", outputs })
 }
 
-/** A native guard reports after its node has run, once for each sampler of a prompt. */
-function reported({ node, type, prompt, workflow, output }) {
-  if (type) reportedOnOther(node, type, workflow, output)
-  else if (!isOpen(workflow)) miss({ node, prompt, workflow, output })
-  if (type || !isOpen(workflow)) return
+/** Shows what was missed of the workflow that is open now. It stays: the page may load older outputs after this. */
+function deliver() {
+  for (const [key, { node, prompt, workflow, outputs }] of missed) {
+    if (!isOpen(workflow)) continue
+    others.delete(`missed ${key}`)
+    for (const output of outputs) add(node, prompt, output, true)
+  }
+}
+
+/** Adds a native guard's report to those of the same prompt. once: not where it is among them. */
+function add(node, prompt, output, once = false) {
   keep(node, (earlier) => {
     const before = earlier?.prompt?.[0] === prompt ? earlier : { text: [], onediff_guard: [] }
-    const all = [...before.onediff_guard, ...output.onediff_guard]
+    const had = new Set(once ? before.onediff_guard.map((report) => JSON.stringify(report)) : [])
+    const all = [...before.onediff_guard, ...output.onediff_guard.filter((report) => !had.has(JSON.stringify(report)))]
     let over = all.length - MOST_REPORTS
     const reports = all.filter(({ cells }) => over <= 0 || cells?.includes("failed") || !over--)
     const lines = [...before.text, ...output.text].flatMap((text) => text.split("\n"))
     return { text: [[...new Set(lines)].join("\n")], prompt: [prompt], onediff_guard: reports }
   })
+}
+
+/** A native guard reports after its node has run, once for each sampler of a prompt. */
+function reported({ node, type, prompt, workflow, output }) {
+  if (type) reportedOnOther(node, type, workflow, output)
+  else if (!isOpen(workflow)) miss(node, prompt, workflow, output)
+  else {
+    deliver() // what the same prompt reported before
+    missed.delete(`${workflow} ${node}`)
+    add(node, prompt, output)
+  }
 }
 
 /** ComfyUI before 0.20 does not send again what a cached node had to show; a page that was reopened lacks it. */
@@ -250,7 +279,11 @@ app.registerExtension({
   setup() {
     let cached = { nodes: [] }
     api.addEventListener("onediff_guard.report", ({ detail }) => reported(detail))
-    api.addEventListener("execution_start", newPrompt)
+    let started
+    api.addEventListener("execution_start", ({ detail }) => {
+      started = detail.prompt_id
+      newPrompt()
+    })
     for (const end of ["execution_success", "execution_error", "execution_interrupted"])
       api.addEventListener(end, sayAtEnd)
     api.addEventListener("execution_cached", ({ detail }) => {
@@ -259,7 +292,7 @@ app.registerExtension({
     })
     api.addEventListener("execution_error", async ({ detail }) => {
       const extra = (await historyOf(detail.prompt_id))?.prompt[3]
-      if (!isOpen(extra?.extra_pnginfo?.workflow?.id)) return
+      if (started !== detail.prompt_id || !isOpen(extra?.extra_pnginfo?.workflow?.id)) return
       ownStrip(detail.node_id)?.age(`${words().failedHere} ${String(detail.exception_message).split("\n")[0]}`)
     })
     api.addEventListener("executing", ({ detail: node }) => node ?? recall(cached)) // null: the history has it all now
@@ -272,10 +305,13 @@ app.registerExtension({
       show(this, output)
     }
   },
-  onNodeOutputsUpdated: showAll, // another tab, a job from the queue
+  onNodeOutputsUpdated(outputs) { // another tab, a job from the queue
+    showAll(outputs)
+    deliver()
+  },
   afterConfigureGraph() { // undo, another tab
     showAll(app.nodeOutputs)
     for (const [id, { workflow }] of others) if (isKnown(workflow)) showOnOther(id)
-    for (const report of missed.splice(0)) reported(report)
+    deliver()
   },
 })

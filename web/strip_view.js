@@ -71,7 +71,7 @@ function cellsOf(runs, say) {
       for (end = first + 1; many && run.cells[end] === state; ) end++
       const one = cell(state, end - first > 1 ? `${SIGNS[state]}×${end - first}` : undefined)
       const span = end - first > 1 ? `${first + 1}–${end}` : `${end}`
-      one.title = `${run.plan.component} · ${callsOf(span, run.plan.component, say)}: ${state === "half" ? run.plan.dtype : say[state]}`
+      one.title = `${run.plan.component} · ${callsOf(span, run, say)}: ${state === "half" ? run.plan.dtype : say[state]}`
       made.push(one)
     }
     return made
@@ -80,8 +80,11 @@ function cellsOf(runs, say) {
 
 const NOUNS = { denoiser: "step", text_encoder: "prompt" } // of other components: part
 
-/** Numbers of a component's calls in words: "step 3", "steps 1–4", "prompt 1". */
-const callsOf = (which, component, say) => say[NOUNS[component] ?? "part"][/\D/.test(which) ? 1 : 0].replace("{}", which)
+/** Numbers of a run's calls in words: "step 3", "steps 1–4", "prompt 1". */
+function callsOf(which, { plan, in_calls: inCalls }, say) {
+  const [one, several] = say[inCalls ? "call" : (NOUNS[plan.component] ?? "part")]
+  return (/\D/.test(which) ? several : one).replace("{}", which)
+}
 
 /** Ascending numbers as "1–4", "7": neighbours as one. */
 function spansOf(numbers) {
@@ -104,7 +107,7 @@ function legendOf(runs, say) {
     const [meaning, at] = [(state === "half" && dtypes) || say[state], steps[state]]
     const spans = spansOf(at)
     const named = ["rerun", "failed"].includes(state) && runs.length === 1 && spans.length <= MOST_NAMED
-    const text = `${meaning}: ${named ? callsOf(spans.join(", "), runs[0].plan.component, say) : at.length}`
+    const text = `${meaning}: ${named ? callsOf(spans.join(", "), runs[0], say) : at.length}`
     return element("span", "", "", [...(kinds.length > 1 ? [cell(state)] : []), text])
   })
 }

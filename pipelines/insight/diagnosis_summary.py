@@ -102,7 +102,7 @@ def _backend(found: Diagnosis) -> str:
         return "unknown: no compile backend could be asked what it needs"
     lacks = [state.reason for state in found.backends.states if not state.found]
     if found.backends.chosen == "eager":
-        return f"eager, so nothing is compiled: {lacks[-1]}"
+        return f"eager, so nothing is compiled: {lacks[-1] if lacks else found.backends.reason}"
     from ..compile.auto_compile import COMPILE_SECONDS
     from ..compile.backends import BackendChoice, for_dtype
 

@@ -78,6 +78,7 @@ NATIVE_REPORT = """([type, prompt, cells]) => {
     app.api.dispatchEvent(new CustomEvent('onediff_guard.report', {detail: {node: String(node.id), prompt, output}}))
 }"""
 BUTTON, REPORT = ".onediff-guard button", "dialog.onediff-guard-report"
+PRESS = f"nth => document.querySelectorAll('{BUTTON}')[nth].click()"  # wherever it is on the page
 OPENED = f"""() => {{
     const text = document.querySelector('{REPORT} pre')
     const room = text.clientWidth
@@ -184,7 +185,7 @@ def test_the_whole_report_opens_over_the_page(canvas: browser.Canvas) -> None:
     canvas.evaluate("() => { app.canvas.ds.scale = 0.9; app.canvas.ds.offset = [-300, 50] }")
     canvas.evaluate("() => app.canvas.setDirty(true, true)")
     canvas.settle()
-    canvas.click(f"{BUTTON} >> nth=2")
+    canvas.evaluate(PRESS, 2)
     canvas.settle()
     canvas.picture("strip_open")
     shown = canvas.evaluate(OPENED)
@@ -197,7 +198,7 @@ def test_the_whole_report_opens_over_the_page(canvas: browser.Canvas) -> None:
     canvas.press("Delete")
     canvas.press("Escape")
     assert canvas.count(REPORT) == 0 and canvas.evaluate(STRIPS).keys() == told.keys(), "keys are the report's alone"
-    canvas.click(f"{BUTTON} >> nth=2")
+    canvas.evaluate(PRESS, 2)
     canvas.click(f"{REPORT} button")
     canvas.settle()
     assert canvas.count(REPORT) == 0
@@ -278,14 +279,14 @@ def test_in_a_subgraph(canvas: browser.Canvas) -> None:
     end, detail = canvas.queue()
     assert end == "execution_success", detail
     assert canvas.evaluate(STRIPS)[SAMPLER]["cells"] == CELLS
+    assert complaints(canvas) == []
     canvas.evaluate("() => app.canvas.openSubgraph(app.graph.nodes.find(node => node.subgraph).subgraph)")
     canvas.settle()
-    canvas.evaluate(f"() => document.querySelector('{BUTTON}').click()")
+    canvas.evaluate(PRESS, 0)
     canvas.press("Escape")
     assert canvas.count(REPORT) == 0 and canvas.evaluate("() => app.canvas.graph !== app.graph.rootGraph"), (
         "still in it"
     )
-    assert complaints(canvas) == []
 
 
 def test_markup_is_shown_and_never_run(canvas: browser.Canvas) -> None:
@@ -382,6 +383,26 @@ def test_a_native_guard_has_one_of_all_samplers_that_use_it(
     for prompt, cells in (("one", ["half"]), ("one", ["rerun"]), ("two", ["fp32"]), ("two", ["half"])):
         canvas.evaluate(NATIVE_REPORT, ["OneDiffGuardNaNGuardNative", prompt, cells])
     assert canvas.evaluate(STRIPS)["OneDiffGuardNaNGuardNative"]["cells"] == ["fp32", "half"], "of the last prompt"
+    detail = canvas.evaluate(
+        """type => ({
+            node: String(app.graph.nodes.find(node => node.type === type).id), prompt: 'two',
+            workflow: (app.rootGraph ?? app.graph).id,
+            output: {text: ['said'], onediff_guard: [{...window.told, cells: ['failed']}]},
+        })""",
+        "OneDiffGuardNaNGuardNative",
+    )
+    canvas.load(WORKFLOW)  # another tab
+    canvas.evaluate("detail => app.api.dispatchEvent(new CustomEvent('onediff_guard.report', {detail}))", detail)
+    assert canvas.evaluate(STRIPS) == {}
+    for _ in ("once", "and again"):
+        canvas.click(".workflow-tabs .workflow-label >> nth=-2")
+        canvas.settle()
+        strip = canvas.evaluate(STRIPS)["OneDiffGuardNaNGuardNative"]
+        assert strip["cells"] == ["fp32", "half", "failed"] and strip["text"].startswith("Result: NOT OK.")
+        canvas.click(".workflow-tabs .workflow-label >> nth=-1")
+        canvas.settle()
+    canvas.click(".workflow-tabs .workflow-label >> nth=-2")
+    canvas.settle()
     canvas.evaluate(
         """type => {
             const nodes = app.graph.nodes.filter(node => node.type === type).map(node => String(node.id))

@@ -38,13 +38,16 @@ def report_of(
     of = ComfyNetwork(
         "Tiny", Component.DENOISER, network, torch.float16, torch.device("cpu"), attempt, attempt, attempt
     )
+    given, caught = [*given], None
     try:
         with guarded_run(Settings(GuardPolicy(scope=Scope.STEP, **policy), node_id="7"), steps) as run:
             for each in given:
                 value, raised = (1.0, [each]) if isinstance(each, BaseException) else (each, [])
                 run.call(of, torch.full((1, 64), value).half(), raised)
-    except (GuardStopped, host.Interrupted, torch.OutOfMemoryError):
-        pass
+    except (GuardStopped, host.Interrupted, torch.OutOfMemoryError) as error:
+        caught = error
+    own = [each for each in given if isinstance(each, BaseException)]
+    assert isinstance(caught, GuardStopped) or [caught] == (own or [None]), "what ended it comes out"
     (output,) = told
     return output["onediff_guard"][0]
 
