@@ -127,9 +127,10 @@ const SECONDS = { rescued: 10, ended: 10, unguarded: 30, broken: 30 }
 const others = new Map()
 // Their strips on the canvas, and how a node is put back, by the node. A subgraph that is used twice has it once.
 const placed = new Map()
-// What native guards reported in a workflow that was not open, of its last prompt, by workflow and node
-const missed = new Map()
-const MOST_MISSED = 32
+// What native guards reported of the last prompt, by workflow and node: pages lose it with a tab, and a workflow that is
+// not open lacks it
+const late = new Map()
+const MOST_LATE = 32
 
 /** Puts a strip on another pack's node. Returns it, and what takes all that it changes about the node off again. Files
  * and undo never see it. */
@@ -218,21 +219,22 @@ function sayAtEnd() {
 }
 
 /** Keeps a native guard's report for when its workflow is open again; until then a toast says what is amiss. */
-function miss(node, prompt, workflow, output) {
+function remember(node, prompt, workflow, output) {
   const key = `${workflow} ${node}`
-  const known = missed.get(key)
+  const known = late.get(key)
   const outputs = [...(known?.prompt === prompt ? known.outputs : []), output].slice(-MOST_REPORTS)
-  missed.delete(key) // the latest one comes last
-  missed.set(key, { node, prompt, workflow, outputs })
-  if (missed.size > MOST_MISSED) missed.delete(missed.keys().next().value)
+  late.delete(key) // the latest one comes last
+  late.set(key, { node, prompt, workflow, outputs })
+  if (late.size > MOST_LATE) late.delete(late.keys().next().value)
+  if (isOpen(workflow)) return
   const isAmiss = ({ cells }) => cells?.some((cell) => cell === "rerun" || cell === "failed")
   if (outputs.some(({ onediff_guard: reports }) => reports.some(isAmiss)))
     others.set(`missed ${key}`, { type: "", workflow, title: "NaN Guard", outputs })
 }
 
-/** Shows what was missed of the workflow that is open now. It stays: the page may load older outputs after this. */
+/** Shows what was reported of the workflow that is open now. It stays: the page may load older outputs after this. */
 function deliver() {
-  for (const [key, { node, prompt, workflow, outputs }] of missed) {
+  for (const [key, { node, prompt, workflow, outputs }] of late) {
     if (!isOpen(workflow)) continue
     others.delete(`missed ${key}`)
     for (const output of outputs) add(node, prompt, output, true)
@@ -241,6 +243,7 @@ function deliver() {
 
 /** Adds a native guard's report to those of the same prompt. once: not where it is among them. */
 function add(node, prompt, output, once = false) {
+  if (nodeByExecutionId(node)[1]?.type !== LATE) return
   keep(node, (earlier) => {
     const before = earlier?.prompt?.[0] === prompt ? earlier : { text: [], onediff_guard: [] }
     const had = new Set(once ? before.onediff_guard.map((report) => JSON.stringify(report)) : [])
@@ -255,11 +258,9 @@ function add(node, prompt, output, once = false) {
 /** A native guard reports after its node has run, once for each sampler of a prompt. */
 function reported({ node, type, prompt, workflow, output }) {
   if (type) reportedOnOther(node, type, workflow, output)
-  else if (!isOpen(workflow)) miss(node, prompt, workflow, output)
   else {
-    deliver() // what the same prompt reported before
-    missed.delete(`${workflow} ${node}`)
-    add(node, prompt, output)
+    if (isKnown(workflow)) remember(node, prompt, workflow, output)
+    if (isOpen(workflow)) add(node, prompt, output)
   }
 }
 
@@ -307,7 +308,7 @@ app.registerExtension({
   },
   onNodeOutputsUpdated(outputs) { // another tab, a job from the queue
     showAll(outputs)
-    deliver()
+    if (Object.keys(outputs ?? {}).length) deliver() // none: the page clears the old workflow, which is still there
   },
   afterConfigureGraph() { // undo, another tab
     showAll(app.nodeOutputs)

@@ -75,7 +75,8 @@ PASTE = """type => {
 NATIVE_REPORT = """([type, prompt, cells]) => {
     const node = app.graph.nodes.find(node => node.type === type)
     const output = {text: ['said'], onediff_guard: [{...window.told, cells}]}
-    app.api.dispatchEvent(new CustomEvent('onediff_guard.report', {detail: {node: String(node.id), prompt, output}}))
+    const detail = {node: String(node.id), prompt, workflow: (app.rootGraph ?? app.graph).id, output}
+    app.api.dispatchEvent(new CustomEvent('onediff_guard.report', {detail}))
 }"""
 BUTTON, REPORT = ".onediff-guard button", "dialog.onediff-guard-report"
 PRESS = f"nth => document.querySelectorAll('{BUTTON}')[nth].click()"  # wherever it is on the page
