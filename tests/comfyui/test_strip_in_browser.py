@@ -78,8 +78,9 @@ NATIVE_REPORT = """([type, prompt, cells]) => {
     const detail = {node: String(node.id), prompt, workflow: (app.rootGraph ?? app.graph).id, output}
     app.api.dispatchEvent(new CustomEvent('onediff_guard.report', {detail}))
 }"""
-BUTTON, REPORT = ".onediff-guard button", "dialog.onediff-guard-report"
-PRESS = f"nth => document.querySelectorAll('{BUTTON}')[nth].click()"  # wherever it is on the page
+REPORT = "dialog.onediff-guard-report"
+PRESS = """type => app.canvas.graph.nodes.find(node => node.type === type)
+    .widgets.find(widget => widget.strip).element.querySelector('button').click()"""  # wherever it is on the page
 OPENED = f"""() => {{
     const text = document.querySelector('{REPORT} pre')
     const room = text.clientWidth
@@ -186,7 +187,7 @@ def test_the_whole_report_opens_over_the_page(canvas: browser.Canvas) -> None:
     canvas.evaluate("() => { app.canvas.ds.scale = 0.9; app.canvas.ds.offset = [-300, 50] }")
     canvas.evaluate("() => app.canvas.setDirty(true, true)")
     canvas.settle()
-    canvas.evaluate(PRESS, 2)
+    canvas.evaluate(PRESS, SAMPLER)
     canvas.settle()
     canvas.picture("strip_open")
     shown = canvas.evaluate(OPENED)
@@ -199,7 +200,7 @@ def test_the_whole_report_opens_over_the_page(canvas: browser.Canvas) -> None:
     canvas.press("Delete")
     canvas.press("Escape")
     assert canvas.count(REPORT) == 0 and canvas.evaluate(STRIPS).keys() == told.keys(), "keys are the report's alone"
-    canvas.evaluate(PRESS, 2)
+    canvas.evaluate(PRESS, SAMPLER)
     canvas.click(f"{REPORT} button")
     canvas.settle()
     assert canvas.count(REPORT) == 0
@@ -283,7 +284,7 @@ def test_in_a_subgraph(canvas: browser.Canvas) -> None:
     assert complaints(canvas) == []
     canvas.evaluate("() => app.canvas.openSubgraph(app.graph.nodes.find(node => node.subgraph).subgraph)")
     canvas.settle()
-    canvas.evaluate(PRESS, 0)
+    canvas.evaluate(PRESS, SAMPLER)
     canvas.press("Escape")
     assert canvas.count(REPORT) == 0 and canvas.evaluate("() => app.canvas.graph !== app.graph.rootGraph"), (
         "still in it"
