@@ -280,7 +280,7 @@ app.registerExtension({
   setup() {
     let cached = { nodes: [] }
     api.addEventListener("onediff_guard.report", ({ detail }) => reported(detail))
-    let started
+    let started // the prompt that runs; undefined on a page that was opened since it started
     api.addEventListener("execution_start", ({ detail }) => {
       started = detail.prompt_id
       newPrompt()
@@ -293,7 +293,7 @@ app.registerExtension({
     })
     api.addEventListener("execution_error", async ({ detail }) => {
       const extra = (await historyOf(detail.prompt_id))?.prompt[3]
-      if (started !== detail.prompt_id || !isOpen(extra?.extra_pnginfo?.workflow?.id)) return
+      if ((started ?? detail.prompt_id) !== detail.prompt_id || !isOpen(extra?.extra_pnginfo?.workflow?.id)) return
       ownStrip(detail.node_id)?.age(`${words().failedHere} ${String(detail.exception_message).split("\n")[0]}`)
     })
     api.addEventListener("executing", ({ detail: node }) => node ?? recall(cached)) // null: the history has it all now

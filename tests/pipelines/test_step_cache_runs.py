@@ -186,7 +186,7 @@ def test_a_wide_stream(model_folder: Callable[..., Path], model: str, overflow: 
         PrecisionOverrides(wide_parts=("transformer_blocks.0",)),
         PrecisionOverrides(everything=True),
     ],
-    ids=["island", "wide block", "overflow protection in every layer"],
+    ids=["fallback block", "protected block", "overflow protection in every layer"],
 )
 def test_what_was_learned(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, known: PrecisionOverrides
