@@ -6,7 +6,7 @@
 # make comfyui-env CHECKOUT=~/ComfyUI  an environment beside a ComfyUI's checkout, for the tests to run it with
 # make reliability  faults, fuzzing, threads and soak at full depth: docs/reliability.md, from their figures
 # make audit   known holes in the packages that tests run with, by pip-audit (needs the internet)
-# make bench   what the guard, wide layers and compiling cost and gain a step
+# make bench   what the guard, scaled layers and compiling cost and gain a step
 # make docs    docs/precision.md from the tables in precision/, locales/en from the nodes, subgraphs/ from workflows/
 # Each makes .venv from nothing where it is missing, once. Needs Python 3.10 to 3.13, a C compiler and PyPI, or a mirror
 # of it. PYTHON=python3.12 chooses the interpreter. Using the pack in ComfyUI needs no make: see README.md.
@@ -85,7 +85,7 @@ types: .venv/.installed
 bench: .venv/.installed
 	.venv/bin/python scripts/benchmarks/guard.py --heads 4 --rounds 20
 	.venv/bin/python scripts/benchmarks/learning.py --heads 2 --rounds 8
-	.venv/bin/python scripts/benchmarks/wide.py --heads 4 --rounds 20
+	.venv/bin/python scripts/benchmarks/scaled_layers.py --heads 4 --rounds 20
 	.venv/bin/python scripts/benchmarks/compiled.py --rounds 10
 
 docs: .venv/.installed

@@ -52,21 +52,22 @@ def comfy_plan(
         reason = with_failure(architecture, dtype, asked)
     by_us = request is Precision.AUTO and (_best_in_fp16(architecture) or dtype != chosen)
     ours = request is Precision.FP16 or by_us
-    wide = dtype == "fp16" and ours
+    overflow_protection = dtype == "fp16" and ours
     plain = request is Precision.FP16_PLAIN
     half = dtype != "fp32"
+    on = "on in every layer: products in fp16, scaled to fit, and all else in float32"
     switched = decide(architecture, others=present()) if dtype == "fp16" else None  # the others need none
     guard = "on: the NaN Guard's node" if half else "only watching: fp32 is what it would recompute a step in"
     return Plan(
         component=component,
         dtype=dtype,
         guarded=half and not plain,
-        wide=wide,
+        overflow_protection=overflow_protection,
         accumulation=switched.mode.value if switched else "as it is",
         reason=reason,
         source="ComfyUI",
         guard_reason="off: fp16 (plain) is only watched" if plain else guard,
-        wide_reason="on in every layer: products in fp16, scaled to fit, and all else in float32" if wide else "off",
+        overflow_protection_reason=on if overflow_protection else "off",
         accumulation_reason=switched.reason_on(architecture) if switched else "ComfyUI's own",
         accumulation_source=switched.source if switched else "ComfyUI",
     )

@@ -84,7 +84,7 @@ class _Run:
         self._of = denoiser_of(call)
         self._stage = self._of.stage(GuardPolicy())
         blocks = _lists_of_blocks(call.network)
-        self.probe = Probe(call.network, replace(ModuleStructure.of(call.network, blocks), everything=True))
+        self.probe = Probe(call.network, replace(ModuleStructure.of(call.network, blocks), all_layers_scaled=True))
         self._guards: dict[tuple[torch.nn.Module, int], StageGuard] = {}  # by network and thread
         self._started = time.perf_counter()
 
@@ -102,11 +102,11 @@ class _Run:
         probed, plan, card = self.probe.probed, self._stage.plan, self._stage.architecture
         chosen = recommend(probed, plan.dtype, native_bf16=card.native_bf16)
         profile, to_apply = None, f"put NaN Guard (native) behind the model, with precision '{chosen.dtype}'"
-        if chosen.learned.everything:
+        if chosen.learned.all_layers_scaled:
             profile = replace(profile_of(self._of, card, chosen.dtype), learned=chosen.learned.to_share)
         if chosen.dtype != plan.dtype:
             to_apply += f"; or keep {plan.dtype}, and have it compute the steps that fail in fp32"
-        elif chosen.learned.everything:
+        elif chosen.learned.all_layers_scaled:
             to_apply += "; or with scope 'learned', and `profile` wired into its `profile`"
         else:
             to_apply = ""

@@ -18,14 +18,14 @@ from ..precision.arch import present
 from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.fallback import HalfPrecisionForward
 from ..precision.guard import GuardPolicy, GuardStopped, Scope, StageGuard
-from ..precision.half_products import ScaledHalfMatmulMode, run_with_half_products
 from ..precision.overflow import Clips
 from ..precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
 from ..precision.policy import Component, Precision
 from ..precision.profile_store import Profile, ProfileFile
 from ..precision.report import PROBLEMS, StepRecord, together
+from ..precision.scaled_layers import CannotProtect
+from ..precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
 from ..precision.upcast import RerunUnsupported
-from ..precision.wide import CannotWiden
 from ..trust.message import BadInput, Message, joined, message_of
 from ..trust.text import shown
 from . import host
@@ -140,7 +140,7 @@ class Run:
         executor = self._executor(of)
         try:
             made = executor(*args, **kwargs)
-        except CannotWiden as error:
+        except CannotProtect as error:
             policy = self._settings.policy
             scope = Scope.STEP if policy.scope is Scope.LEARNED else policy.scope
             plain = replace(self._settings, request=None, policy=replace(policy, scope=scope))
@@ -258,17 +258,17 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
 
     def in_half(*args: Any, **kwargs: Any) -> Any:
         try:
-            return run_with_half_products(of.in_full, *args, products=products, tf32=stage.tf32, **kwargs)
+            return run_with_scaled_products(of.in_full, *args, products=products, tf32=stage.tf32, **kwargs)
         except RerunUnsupported as error:
-            raise CannotWiden(message_of(error)) from error
+            raise CannotProtect(message_of(error)) from error
 
     def build(learned: PrecisionOverrides) -> HalfPrecisionForward:
-        wide = in_fp16 and (plan.wide or learned.everything)
-        if not wide and plan.dtype == dtype_name(of.dtype):
+        all_layers_scaled = in_fp16 and (plan.overflow_protection or learned.all_layers_scaled)
+        if not all_layers_scaled and plan.dtype == dtype_name(of.dtype):
             attempt = clips.watched(of.attempt)
         else:
             attempt = in_half if plan.half else stage.in_fp32(of.in_full)
-        return HalfPrecisionForward(attempt, attempt, everything=wide)
+        return HalfPrecisionForward(attempt, attempt, all_layers_scaled=all_layers_scaled)
 
     learned, profile = NOTHING, None
     if stage.learns:
@@ -279,10 +279,10 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
             for line in notes:
                 report.note(line)
         learned = settings.learned[key]
-    learner = stage.learner(of.network, build, ModuleStructure(everything=True), learned)
+    learner = stage.learner(of.network, build, ModuleStructure(all_layers_scaled=True), learned)
 
     def peak_inside() -> torch.Tensor | None:
-        return None if learner.attempt.everything else clips.take()
+        return None if learner.attempt.all_layers_scaled else clips.take()
 
     how = {"rerun": of.rerun, "renew": of.renew, "peak_inside": peak_inside, "snapshot": of.snapshot}
     guard = stage.guard(of.network, learner, **how)

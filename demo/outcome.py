@@ -25,10 +25,10 @@ class Case:
 
 
 PLAIN = Case("fp16 (plain)", "fp16 (plain)", "fp16-plain")
-WIDE = Case("fp16, protected", "fp16", "fp16-guarded")
+PROTECTED = Case("fp16, protected", "fp16", "fp16-guarded")
 LEARNS = Case("fp16, inside a block too", "fp16", "fp16-inside", INSIDE)
 EXACT = Case("fp32", "fp32", "fp32")
-RUNS = (PLAIN, WIDE, LEARNS, EXACT)
+RUNS = (PLAIN, PROTECTED, LEARNS, EXACT)
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Outcome:
             if failed := self.count(outcome):
                 told.append(f"{failed} of {steps} steps {words}")
         if reruns := self.count("rerun"):
-            widened = any((stage.get("learned") or {}).get("wide_parts") for stage in self.stages)
-            told.append(f"{reruns} of {steps} steps recomputed in fp32{', protected since' if widened else ''}")
+            protected = any((stage.get("learned") or {}).get("scaled_blocks") for stage in self.stages)
+            told.append(f"{reruns} of {steps} steps recomputed in fp32{', protected since' if protected else ''}")
         if not broken:
             told.append(f"max difference from fp32 {self.difference(reference):.4f}")
         return " · ".join(told)

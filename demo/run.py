@@ -13,7 +13,7 @@ from typing import Any
 from ..comfyui_host.host import PROFILES_VARIABLE
 from ..headless.workflow.settings import Setting
 from .files import FPS, writing
-from .outcome import PLAIN, WIDE, Case, Outcome
+from .outcome import PLAIN, PROTECTED, Case, Outcome
 
 WORKFLOW = Path(__file__).resolve().parents[1] / "workflows" / "api" / "cogvideox_text_to_video.json"
 PROMPT = "a slow river of colour moves through the night"
@@ -74,6 +74,6 @@ def changes(case: Case) -> list[Setting]:
 
 def command(output: Path) -> str:
     """The demo's run, as a command of its own."""
-    settings = [*changes(WIDE), Setting("Encode Prompt", "prompt", "a red balloon")]
+    settings = [*changes(PROTECTED), Setting("Encode Prompt", "prompt", "a red balloon")]
     sets = " ".join(f'--set "{change.node}.{change.input}={change.text}"' for change in settings)
     return f'onediff-guard run "{WORKFLOW}" --models "{output / "models"}" {sets}'

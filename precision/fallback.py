@@ -1,4 +1,4 @@
-"""What a run makes of calls that fail: blocks that run in fp32, or wide, from the next call on."""
+"""What a run makes of calls that fail: blocks that run in fp32, or with their layers scaled, from the next call on."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from torch.utils import _pytree as pytree
 
 from .accumulation import fp16_accumulation
 from .dtypes import DTYPES, FP16_MAX
-from .half_products import ScaledHalfMatmulMode, run_with_half_products
 from .observe import Agree, alone, difference, first_broken, floating, leaf_peaks
 from .overflow import propagate_nonfinite_attention
 from .overrides import (
-    EVERYTHING,
+    ALL_LAYERS_SCALED,
+    FP32_RESIDUAL_STREAM,
     NOTHING,
     STAY,
-    STREAM,
     ModuleStructure,
     OverflowDiagnosis,
     Peak,
@@ -31,9 +30,10 @@ from .overrides import (
     escalate_overrides,
 )
 from .quantised import QuantisedLinears
+from .scaled_layers import CannotProtect, with_fp32_residual_stream
+from .scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
 from .shallow_copy import Make, replace_submodules, with_forward
 from .upcast import run_in_fp32
-from .wide import CannotWiden, with_wide_stream
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class HalfPrecisionForward:
 
     run: Any  # a module, or another callable
     eager: Any  # the same, but not compiled: layers can be watched in it
-    wide: bool = False  # its residual stream is float32
-    everything: bool = False  # all of it is float32, but for products that are scaled to fit
+    fp32_residual_stream: bool = False  # its residual stream is float32
+    all_layers_scaled: bool = False  # all of it is float32, but for products that are scaled to fit
     quantised: tuple[str, ...] = ()  # names of its layers that are quantised
     measure: Callable[[Callable[[], Any]], None] | None = None  # finds what may be quantised, given a call of `eager`
     fp16_accumulation: bool | None = None  # PyTorch's switch while it is called; None: as it is
@@ -57,62 +57,64 @@ class HalfPrecisionForward:
     @property
     def in_words(self) -> str:
         """What of the attempt is float32; "" where nothing is."""
-        return EVERYTHING if self.everything else STREAM if self.wide else ""
+        if self.all_layers_scaled:
+            return ALL_LAYERS_SCALED
+        return FP32_RESIDUAL_STREAM if self.fp32_residual_stream else ""
 
 
 def build_half_precision_forward(
     module: torch.nn.Module,
-    anatomy: ModuleStructure,
+    structure: ModuleStructure,
     learned: PrecisionOverrides,
     dtype: str,
     *,
-    wide: bool = False,
-    everything: bool = False,
+    fp32_residual_stream: bool = False,
+    all_layers_scaled: bool = False,
     quantised: QuantisedLinears | None = None,
-    compiled: Callable[[torch.nn.Module, bool, tuple[str, ...]], torch.nn.Module] = lambda shell, _wide, _left: shell,
+    compiled: Callable[[torch.nn.Module, bool, tuple[str, ...]], torch.nn.Module] = lambda shell, _stream, _left: shell,
     onloaded: Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module] = lambda shell, _eager: shell,
     device: torch.device | None = None,
     tf32: bool = False,
 ) -> HalfPrecisionForward:
-    """Build the attempt that the plan and what was learned ask for: the module with a wide stream, then
-    quantised, then compiled, then with islands, which leave what is compiled, and are not quantised.
+    """Build the attempt that the plan and what was learned ask for: the module with an fp32 residual stream, then
+    quantised, then compiled, then with fallback blocks, which leave what is compiled, and are not quantised.
 
-    wide, everything: the plan's, which hold whatever was learned.
+    fp32_residual_stream, all_layers_scaled: the plan's, which hold whatever was learned.
     quantised: the module's quantised layers, where the plan asks for them. Until their errors are measured, `eager`
         computes in half precision and measures them, and nothing is compiled.
-    compiled: makes a shell with compiled blocks, given the module, whether its stream is wide, and the names of layers
-        that are not quantised though the plan asks for that. Whoever passes it remembers the shell, since islands
-        change nothing about it.
+    compiled: makes a shell with compiled blocks, given the module, whether its stream is fp32, and the names of layers
+        that are not quantised though the plan asks for that. Whoever passes it remembers the shell, since fallback
+        blocks change nothing about it.
     onloaded: makes a shell that brings its weights to the device, given a shell and the eager module that it is one of.
     device: where it computes, if its weights are elsewhere until they are needed.
 
-    Raises CannotWiden where the stream is to be wide and a layer of it cannot be.
+    Raises CannotProtect where the stream is to be fp32 and a layer that writes to it cannot be scaled.
     """
-    if dtype == "fp16" and (everything or learned.everything):
+    if dtype == "fp16" and (all_layers_scaled or learned.all_layers_scaled):
         products = ScaledHalfMatmulMode(DTYPES[dtype])
-        run = partial(run_with_half_products, onloaded(module, module), products=products, tf32=tf32)
-        return HalfPrecisionForward(run, run, everything=True, overrides=learned)
-    wide = anatomy.widens(dtype) and (wide or learned.wide)
-    stream = anatomy.stream if wide else None
+        run = partial(run_with_scaled_products, onloaded(module, module), products=products, tf32=tf32)
+        return HalfPrecisionForward(run, run, all_layers_scaled=True, overrides=learned)
+    fp32_residual_stream = structure.protects_stream(dtype) and (fp32_residual_stream or learned.fp32_residual_stream)
+    stream = structure.stream if fp32_residual_stream else None
     half = module
     if stream:
         writers, readers = stream.writer_names(module), stream.reader_names(module)
-        half = with_wide_stream(module, writers, DTYPES[dtype], readers=readers, device=device)
-    made = "fp32" if wide else dtype
+        half = with_fp32_residual_stream(module, writers, DTYPES[dtype], readers=readers, device=device)
+    made = "fp32" if fp32_residual_stream else dtype
     blocks = onloaded(half, half)
     left = tuple(dict.fromkeys((*learned.unquantised, *quantised.left))) if quantised else ()
     names = tuple(name for name in quantised.names if name not in left) if quantised else ()
     fewer = quantised.shell(half, left) if quantised and names else half
     watched, measure = quantised.measuring(half) if quantised and names and not quantised.errors else (fewer, None)
-    shell = fewer if measure else compiled(fewer, wide, left)
-    eager = with_islands(onloaded(watched, half), learned, made, source=blocks, tf32=tf32)
+    shell = fewer if measure else compiled(fewer, fp32_residual_stream, left)
+    eager = with_fallback_blocks(onloaded(watched, half), learned, made, source=blocks, tf32=tf32)
     run = eager
     if shell is not watched:
-        run = with_islands(onloaded(shell, half), learned, made, source=blocks, tf32=tf32)
-    return HalfPrecisionForward(run, eager, wide, quantised=names, measure=measure, overrides=learned)
+        run = with_fallback_blocks(onloaded(shell, half), learned, made, source=blocks, tf32=tf32)
+    return HalfPrecisionForward(run, eager, fp32_residual_stream, quantised=names, measure=measure, overrides=learned)
 
 
-def with_islands(
+def with_fallback_blocks(
     module: torch.nn.Module,
     learned: PrecisionOverrides,
     dtype: str,
@@ -120,15 +122,15 @@ def with_islands(
     source: torch.nn.Module | None = None,
     tf32: bool = False,
 ) -> torch.nn.Module:
-    """Return a shell of `module` in which some submodules of `source` (`module` by default) run in fp32, or wide: those
-    for which that was learned.
+    """Return a shell of `module` in which some submodules of `source` (`module` by default) run in fp32, or with their
+    layers scaled: those for which that was learned.
 
     Their floating outputs are cast to `dtype`, and contiguous, as those of their neighbours are. A value that does not
     fit is infinite there, for the guard to find.
     """
     origin = source or module
 
-    def island(name: str, run: Callable[..., Any]) -> Make:
+    def fallback_block(name: str, run: Callable[..., Any]) -> Make:
         block = origin.get_submodule(name)
 
         def narrowed(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,10 +145,10 @@ def with_islands(
         return lambda _replaced: with_forward(block, forward)
 
     found: dict[str, Make] = {}
-    if learned.wide_parts:
-        wide = partial(run_with_half_products, products=ScaledHalfMatmulMode(torch.float16))
-        found |= {name: island(name, wide) for name in learned.wide_parts}
-    found |= {name: island(name, run_in_fp32) for name in learned.islands}
+    if learned.scaled_blocks:
+        scaled = partial(run_with_scaled_products, products=ScaledHalfMatmulMode(torch.float16))
+        found |= {name: fallback_block(name, scaled) for name in learned.scaled_blocks}
+    found |= {name: fallback_block(name, run_in_fp32) for name in learned.fp32_fallback_blocks}
     return replace_submodules(module, found) if found else module
 
 
@@ -164,7 +166,7 @@ class FallbackAdapter:
         module: torch.nn.Module,
         dtype: str,
         build: Callable[[PrecisionOverrides], HalfPrecisionForward],
-        anatomy: ModuleStructure = LAYERS,
+        structure: ModuleStructure = LAYERS,
         learned: PrecisionOverrides = NOTHING,
         agree: Agree = alone,
     ):
@@ -173,7 +175,7 @@ class FallbackAdapter:
         self.attempt = build(learned)
         self._dtype = dtype
         self._build = build
-        self._anatomy = anatomy
+        self._structure = structure
         self._agree = agree
         self._peaks: dict[str, Peak] = {}
         self._proven = NOTHING  # a call has come out right with it
@@ -181,14 +183,18 @@ class FallbackAdapter:
     def watch(self, rerun: Callable[[], Result]) -> tuple[Result, OverflowDiagnosis | None]:
         """Make the rerun. Returns its result, and what left the dtype's range in it; None where nothing did."""
         results: list[Result] = []
-        blocks = () if self._anatomy.stream else self._anatomy.blocks
-        also = *self._anatomy.groups, *blocks
+        blocks = () if self._structure.stream else self._structure.blocks
+        also = *self._structure.groups, *blocks
         peaks = leaf_peaks(self.module, lambda: results.append(rerun()), also, self._agree)
         self._peaks = {name: peak for name, peak in peaks.items() if counts(self.module.get_submodule(name))}
-        if self.attempt.everything:  # what its layers reach in float32 is no reason
+        if self.attempt.all_layers_scaled:  # what its layers reach in float32 is no reason
             return results[0], None
         return results[0], diagnose_from_fp32_peaks(
-            self._peaks, self._anatomy, self._dtype, self.learned.parts, wide=self.attempt.wide
+            self._peaks,
+            self._structure,
+            self._dtype,
+            self.learned.parts,
+            fp32_residual_stream=self.attempt.fp32_residual_stream,
         )
 
     def locate(self, *args: Any, saturated: bool = False, **kwargs: Any) -> OverflowDiagnosis:
@@ -205,18 +211,20 @@ class FallbackAdapter:
         return diagnose_from_half_run(
             name,
             self._peaks,
-            self._anatomy,
+            self._structure,
             self._dtype,
-            self.learned.islands,
+            self.learned.fp32_fallback_blocks,
             self.attempt.quantised,
-            everything=self.attempt.everything,
+            all_layers_scaled=self.attempt.all_layers_scaled,
             fp16_accumulation=bool(self.attempt.fp16_accumulation),
         )
 
     def learn(self, finding: OverflowDiagnosis) -> str:
         """Build the next attempt as the finding asks for. Returns what changes, in words; "" where nothing does."""
-        known = replace(self.learned, everything=self.learned.everything or self.attempt.everything)
-        learned, action = escalate_overrides(known, finding, self._anatomy, self._dtype)
+        known = replace(
+            self.learned, all_layers_scaled=self.learned.all_layers_scaled or self.attempt.all_layers_scaled
+        )
+        learned, action = escalate_overrides(known, finding, self._structure, self._dtype)
         if learned == known:
             return ""
         logger.info("%s: %s", finding.reason, action)
@@ -224,7 +232,7 @@ class FallbackAdapter:
             return self.stay()
         try:
             self.attempt = self._build(learned)
-        except CannotWiden as error:
+        except CannotProtect as error:
             logger.warning("%s", error)
             return self.stay()
         self.learned = learned
@@ -244,7 +252,7 @@ class FallbackAdapter:
     def checks_fp16_accumulation(self) -> bool:
         """Whether fp16 accumulation was asked for, and has still to be checked."""
         attempt = self.attempt
-        return attempt.fp16_accumulation is False and self.learned.fp16_error is None and not attempt.everything
+        return attempt.fp16_accumulation is False and self.learned.fp16_error is None and not attempt.all_layers_scaled
 
     def check_fp16_accumulation(self, *args: Any, **kwargs: Any) -> None:
         """Make a call without fp16 accumulation and with it, not compiled, and build the next attempt by how far the
@@ -267,7 +275,8 @@ class FallbackAdapter:
         """Give up half precision for the rest of the run, and say so in words. What no call came out right with is
         forgotten: it did not help, and later runs would pay for it."""
         known = self.learned
-        self.learned = replace(self._proven, wide=known.wide, fp16_error=known.fp16_error, whole_run_fp32=True)
+        kept = {"fp32_residual_stream": known.fp32_residual_stream, "fp16_error": known.fp16_error}
+        self.learned = replace(self._proven, whole_run_fp32=True, **kept)
         return STAY
 
 

@@ -316,7 +316,7 @@ class StageGuard:
         self, output: Any, started: float, timestep: float | None, dtype: str, outcome: str, made: Range, **more: Any
     ) -> Any:
         if self._learner:
-            self.report.wide = self._learner.attempt.in_words
+            self.report.protection = self._learner.attempt.in_words
         seconds = time.perf_counter() - started
         record = StepRecord(self.stage, self._step, timestep, dtype, outcome, seconds, made.largest, **more)
         self.report.add(record)
@@ -374,7 +374,7 @@ class StageGuard:
     @property
     def _narrow(self) -> bool:
         """Whether what the attempt takes and gives has to fit in half precision."""
-        return not (self._learner and self._learner.attempt.everything)
+        return not (self._learner and self._learner.attempt.all_layers_scaled)
 
     @property
     def _step(self) -> int:

@@ -25,44 +25,46 @@ MAX_FP16_ERROR = 0.005
 class PrecisionOverrides:
     """What failures taught about a module in one half-precision dtype."""
 
-    wide: bool = False  # the residual stream is float32
-    islands: tuple[str, ...] = ()  # blocks, or parts outside of blocks, that run in fp32
+    fp32_residual_stream: bool = False  # the residual stream is float32
+    fp32_fallback_blocks: tuple[str, ...] = ()  # blocks, or parts outside of blocks, that run in fp32
     whole_run_fp32: bool = False  # half precision is not tried any more
-    wide_parts: tuple[str, ...] = ()  # blocks, or parts outside of blocks, of which every layer is wide
-    everything: bool = False  # every layer of the module is wide
+    scaled_blocks: tuple[str, ...] = ()  # blocks, or parts outside of blocks, of which every layer is scaled
+    all_layers_scaled: bool = False  # every layer of the module is scaled
     unquantised: tuple[str, ...] = ()  # layers that stay in half precision where the others are quantised
     fp16_error: float | None = None  # change of a step by fp16 accumulation; 1: full or not finite; None: unchecked
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the parts that do not run in half precision as the rest does."""
-        return (*self.wide_parts, *self.islands)
+        return (*self.scaled_blocks, *self.fp32_fallback_blocks)
 
     @property
     def to_share(self) -> PrecisionOverrides:
         """Return what a profile may hold of it: nothing that belongs to one run alone."""
-        return replace(self, wide=False, whole_run_fp32=False)
+        return replace(self, fp32_residual_stream=False, whole_run_fp32=False)
 
     def with_component(self, name: str, its: PrecisionOverrides) -> PrecisionOverrides:
         """Return what this component and another one of the same run learned.
 
         name, its: the other component, and what it learned. Its parts have its name before theirs; where every layer
-        of it is wide, it counts as one wide part.
+        of it is scaled, it counts as one scaled block.
         """
-        islands, wide_parts = (tuple(f"{name}.{part}" for part in parts) for parts in (its.islands, its.wide_parts))
+        fallback_blocks, scaled_blocks = (
+            tuple(f"{name}.{part}" for part in parts) for parts in (its.fp32_fallback_blocks, its.scaled_blocks)
+        )
         return replace(
             self,
-            islands=self.islands + islands,
+            fp32_fallback_blocks=self.fp32_fallback_blocks + fallback_blocks,
             whole_run_fp32=self.whole_run_fp32 or its.whole_run_fp32,
-            wide_parts=self.wide_parts + ((name,) if its.everything else wide_parts),
+            scaled_blocks=self.scaled_blocks + ((name,) if its.all_layers_scaled else scaled_blocks),
             unquantised=self.unquantised + tuple(f"{name}.{layer}" for layer in its.unquantised),
         )
 
     def in_words(self) -> list[str]:
         """Return a few words for each thing that a run does otherwise, apart from the stream."""
-        said: list[str] = [EVERYTHING] if self.everything else []
-        said += [Message("{} protected", parts_in_words(self.wide_parts))] if self.wide_parts else []
-        said += [Message("{} in fp32", parts_in_words(self.islands))] if self.islands else []
+        said: list[str] = [ALL_LAYERS_SCALED] if self.all_layers_scaled else []
+        said += [Message("{} protected", parts_in_words(self.scaled_blocks))] if self.scaled_blocks else []
+        said += [Message("{} in fp32", parts_in_words(self.fp32_fallback_blocks))] if self.fp32_fallback_blocks else []
         said += [Message("{} unquantised", parts_in_words(self.unquantised))] if self.unquantised else []
         return said
 
@@ -77,8 +79,8 @@ def fp16_accumulation_in_words(error: float) -> str:
 
 
 NOTHING = PrecisionOverrides()
-EVERYTHING = Message("overflow protection in every layer")
-STREAM = Message("overflow protection on")
+ALL_LAYERS_SCALED = Message("overflow protection in every layer")
+FP32_RESIDUAL_STREAM = Message("overflow protection on")
 STAY = Message("the rest of the run in fp32")
 
 
@@ -87,14 +89,14 @@ def parts_in_words(modules: tuple[str, ...]) -> str:
     return ", ".join(f"'{name}'" for name in modules) if len(modules) <= 3 else Message("{} parts", len(modules))
 
 
-def covered(name: str, islands: Iterable[str]) -> bool:
-    """Return whether a module is one of the islands, or inside one."""
-    return any(covers(island, name) for island in islands)
+def covered(name: str, parts: Iterable[str]) -> bool:
+    """Return whether a module is one of the parts, or inside one."""
+    return any(covers(part, name) for part in parts)
 
 
-def largest_of(islands: Iterable[str]) -> tuple[str, ...]:
-    """Return the islands, each once, without those that are inside another one."""
-    found = tuple(dict.fromkeys(islands))
+def largest_of(parts: Iterable[str]) -> tuple[str, ...]:
+    """Return the parts, each once, without those that are inside another one."""
+    found = tuple(dict.fromkeys(parts))
     return tuple(name for name in found if not covered(name, set(found) - {name}))
 
 
@@ -149,16 +151,18 @@ class Peak:
 class ModuleStructure:
     """A module's parts by their full names, as far as the guard needs them."""
 
-    blocks: tuple[str, ...] = ()  # what becomes an island as a whole
+    blocks: tuple[str, ...] = ()  # what becomes a fallback block as a whole
     stream: Stream | None = None  # the residual stream, where it is known
     norms: frozenset[str] = frozenset()  # what reads the stream
     writers: frozenset[str] = frozenset()  # what starts the stream or writes to it
-    groups: tuple[str, ...] = ()  # modules outside of the blocks that hold layers, and no block: islands too
-    everything: bool = False  # what failed in fp16 is tried with every layer wide, and never with islands
+    groups: tuple[str, ...] = ()  # modules outside of the blocks that hold layers, and no block: fallback blocks too
+    all_layers_scaled: bool = (
+        False  # what failed in fp16 is tried with every layer scaled, and never with fallback blocks
+    )
 
     @classmethod
     def of(cls, module: torch.nn.Module, parts: Iterable[str], stream: Stream | None = None) -> ModuleStructure:
-        """Return the anatomy of a module.
+        """Return the structure of a module.
 
         parts: names of its blocks, or of lists of blocks.
         """
@@ -194,21 +198,23 @@ class ModuleStructure:
         return tuple(name for name in self.blocks if not self.stream or name.startswith(f"{self.stream.blocks}."))
 
     def parts(self, names: Iterable[str]) -> list[str]:
-        """Return those names of modules that may be islands: the blocks', and those outside of the blocks."""
+        """Return those names of modules that may be fallback blocks: the blocks', and those outside of the blocks."""
         return [name for name in names if self.home(name) == name]
 
-    def island(self, name: str, peaks: Mapping[str, Peak], dtype: str, islands: Collection[str] = ()) -> str | None:
-        """Return what would have to run in fp32 for a module's sake, apart from the islands that there are already;
-        None where nothing helps.
+    def fallback_block(
+        self, name: str, peaks: Mapping[str, Peak], dtype: str, fallback_blocks: Collection[str] = ()
+    ) -> str | None:
+        """Return what would have to run in fp32 for a module's sake, apart from the fallback blocks that there are
+        already; None where nothing helps.
 
         It is the module's block, or outside of the blocks the smallest part around the module whose input and output
         fit in the dtype.
         """
         home = self.home(name)
         if home is None or home in self.blocks:
-            return None if home in islands else home
+            return None if home in fallback_blocks else home
         around = sorted((group for group in self.groups if covers(group, name) and group != name), key=len)
-        parts = (part for part in (name, *reversed(around)) if not covered(part, islands))
+        parts = (part for part in (name, *reversed(around)) if not covered(part, fallback_blocks))
         return next((part for part in parts if self._fits(part, peaks, dtype)), None)
 
     def _fits(self, part: str, peaks: Mapping[str, Peak], dtype: str) -> bool:
@@ -218,7 +224,7 @@ class ModuleStructure:
         peak = peaks.get(part, Peak(0.0, 0.0))
         return peak.output <= RANGE[dtype] and (reads_stream or peak.input <= RANGE[dtype])
 
-    def widens(self, dtype: str) -> bool:
+    def protects_stream(self, dtype: str) -> bool:
         """Return whether a float32 stream has more range than one in `dtype`: bf16 has fp32's."""
         return self.stream is not None and dtype == "fp16"
 
@@ -239,52 +245,52 @@ class OverflowDiagnosis:
     module: str = ""  # the first to leave the range; "" where none was found
     peak: float | None = None  # max |x| there in fp32, where it was measured
     stream: float | None = None  # max |x| of the residual stream, where that left the range
-    islands: tuple[str, ...] = ()  # what would have to run in fp32
-    hopeless: bool = False  # neither a wide stream nor an island helps
+    fallback_blocks: tuple[str, ...] = ()  # what would have to run in fp32
+    hopeless: bool = False  # neither an fp32 residual stream nor a fallback block helps
     quantised: str = ""  # a quantised layer that came out broken although its input was not
     fp16_accumulation: bool = False  # it accumulated in fp16, which may be why
 
 
 def diagnose_from_fp32_peaks(
     peaks: Mapping[str, Peak],
-    anatomy: ModuleStructure,
+    structure: ModuleStructure,
     dtype: str,
-    islands: Collection[str] = (),
+    parts: Collection[str] = (),
     *,
-    wide: bool = False,
+    fp32_residual_stream: bool = False,
 ) -> OverflowDiagnosis | None:
     """Return what left the range of `dtype`, told by the peaks of layers and blocks in fp32; None where nothing did.
 
-    peaks: in the order in which layers ran, and of the anatomy's groups too.
-    islands: names of what runs in fp32 already, or wide.
-    wide: the stream is float32 already.
+    peaks: in the order in which layers ran, and of the structure's groups too.
+    parts: names of what runs in fp32 already, or is scaled.
+    fp32_residual_stream: the stream is float32 already.
     """
     limit, here = RANGE[dtype], Message("{}'s {:.5g}", dtype, RANGE[dtype])
-    stream = {name: peaks[name].input for name in peaks if name in anatomy.norms}
-    stream = {name: value for name, value in stream.items() if not value <= (RANGE["fp32"] if wide else limit)}
-    handed_on = {} if anatomy.stream else {name: peaks[name].output for name in peaks if name in anatomy.blocks}
+    most = RANGE["fp32"] if fp32_residual_stream else limit
+    stream = {name: peaks[name].input for name in peaks if name in structure.norms and not peaks[name].input <= most}
+    handed_on = {} if structure.stream else {name: peaks[name].output for name in peaks if name in structure.blocks}
     handed_on = {name: value for name, value in handed_on.items() if not value <= limit}
-    inner = {name: anatomy.inner(name, peak) for name, peak in peaks.items()}
-    inner = {name: value for name, value in inner.items() if not value <= limit and not covered(name, islands)}
+    inner = {name: structure.inner(name, peak) for name, peak in peaks.items()}
+    inner = {name: value for name, value in inner.items() if not value <= limit and not covered(name, parts)}
     first = next((name for name in peaks if name in inner or name in stream or name in handed_on), None)
     if first is None:
         return None
     reasons: list[str] = []
     if inner:
         name, peak = next(iter(inner.items()))
-        reasons.append(Message("'{}' reaches {:.3g}, beyond {}{}", name, peak, here, _beside(anatomy, dtype, name)))
+        reasons.append(Message("'{}' reaches {:.3g}, beyond {}{}", name, peak, here, _beside(structure, dtype, name)))
     if stream:
         reasons.append(Message("the residual stream reaches {:.3g}, beyond {}", max(stream.values(), key=order), here))
     if handed_on:
         name, peak = next(iter(handed_on.items()))
         reasons = [Message("'{}' puts out {:.3g}, beyond {}: what comes after it cannot take it", name, peak, here)]
-    wanted = [anatomy.island(name, peaks, dtype) for name in inner]
+    wanted = [structure.fallback_block(name, peaks, dtype) for name in inner]
     return OverflowDiagnosis(
         joined("; ", reasons),
         first,
         {**handed_on, **inner, **stream}[first],
         max(stream.values(), key=order) if stream else None,
-        largest_of(island for island in wanted if island is not None),
+        largest_of(name for name in wanted if name is not None),
         hopeless=bool(handed_on) or None in wanted,
     )
 
@@ -292,19 +298,19 @@ def diagnose_from_fp32_peaks(
 def diagnose_from_half_run(
     name: str | None,
     peaks: Mapping[str, Peak],
-    anatomy: ModuleStructure,
+    structure: ModuleStructure,
     dtype: str,
-    islands: Collection[str] = (),
+    fallback_blocks: Collection[str] = (),
     quantised: Collection[str] = (),
     *,
-    everything: bool = False,
+    all_layers_scaled: bool = False,
     fp16_accumulation: bool = False,
 ) -> OverflowDiagnosis:
     """Say why a call failed in half precision although nothing leaves the dtype's range when it runs in fp32.
 
     name: the module whose output was broken when the half-precision call was made once more; None where none was.
     quantised: the layers that were quantised in it.
-    everything: every layer was wide in it.
+    all_layers_scaled: every layer was scaled in it.
     fp16_accumulation: its products accumulated in fp16.
     """
     if name is None:
@@ -323,61 +329,63 @@ def diagnose_from_half_run(
     inside = Message("inside attention") if "attn" in name or "attention" in name else inside
     reason = Message("'{}'", name) if name else Message("the output")
     reason += Message(" is broken in {}, although no layer's output leaves its range: it overflows {}", dtype, inside)
-    reason += Message(", apart from the residual stream") if anatomy.widens(dtype) else ""
-    if everything:
+    reason += Message(", apart from the residual stream") if structure.protects_stream(dtype) else ""
+    if all_layers_scaled:
         reason = Message("values differ too much in size, or are too large, for products in {}, {}", dtype, inside)
-    island = anatomy.island(name, peaks, dtype, islands)
-    return OverflowDiagnosis(reason, name, peak, islands=() if island is None else (island,), hopeless=island is None)
+    fallback_block = structure.fallback_block(name, peaks, dtype, fallback_blocks)
+    wanted = () if fallback_block is None else (fallback_block,)
+    return OverflowDiagnosis(reason, name, peak, fallback_blocks=wanted, hopeless=not wanted)
 
 
 def escalate_overrides(
-    learned: PrecisionOverrides, finding: OverflowDiagnosis, anatomy: ModuleStructure, dtype: str
+    learned: PrecisionOverrides, finding: OverflowDiagnosis, structure: ModuleStructure, dtype: str
 ) -> tuple[PrecisionOverrides, str]:
     """Return what is known after a failure, and what follows from it in words; "" where nothing follows.
 
-    In fp16, a part is made wide before it is run in fp32, and every layer is made wide before the rest of the run goes
-    to fp32.
+    In fp16, a part's layers are scaled before it is run in fp32, and every layer is scaled before the rest of the run
+    goes to fp32.
     """
     if finding.quantised:
         learned = replace(learned, unquantised=(*learned.unquantised, finding.quantised))
         return learned, Message("'{}' unquantised from here on", finding.quantised)
     if finding.fp16_accumulation:
         return replace(learned, fp16_error=1.0), Message("no fp16 accumulation from here on")
-    can_widen = dtype == "fp16"
-    everything = can_widen and learned.everything
+    can_scale = dtype == "fp16"
+    all_layers_scaled = can_scale and learned.all_layers_scaled
     broken = finding.stream is not None and not math.isfinite(finding.stream)
-    if broken or anatomy.everything or finding.hopeless or (everything and finding.islands):
-        if can_widen and not everything and not broken:
-            return PrecisionOverrides(everything=True), Message("{} from here on", EVERYTHING)
+    if broken or structure.all_layers_scaled or finding.hopeless or (all_layers_scaled and finding.fallback_blocks):
+        if can_scale and not all_layers_scaled and not broken:
+            return PrecisionOverrides(all_layers_scaled=True), Message("{} from here on", ALL_LAYERS_SCALED)
         return replace(learned, whole_run_fp32=True), STAY
     actions: list[Message] = []
-    if finding.stream is not None and anatomy.widens(dtype):
-        learned = replace(learned, wide=True)
+    if finding.stream is not None and structure.protects_stream(dtype):
+        learned = replace(learned, fp32_residual_stream=True)
         actions.append(Message("its residual stream protected"))
-    tried = {name: _tried(name, learned) for name in finding.islands}
-    widened = tuple(name for name in finding.islands if can_widen and not tried[name])
-    if widened:
-        learned = replace(learned, wide_parts=largest_of((*learned.wide_parts, *widened)))
-        actions.append(Message("{} protected", parts_in_words(widened)))
-    if islands := largest_of(tried[name] or name for name in finding.islands if name not in widened):
-        kept = tuple(name for name in learned.wide_parts if not covered(name, islands))
-        learned = replace(learned, wide_parts=kept, islands=largest_of((*learned.islands, *islands)))
-        actions.append(Message("{} in fp32", parts_in_words(islands)))
+    tried = {name: _tried(name, learned) for name in finding.fallback_blocks}
+    scaled = tuple(name for name in finding.fallback_blocks if can_scale and not tried[name])
+    if scaled:
+        learned = replace(learned, scaled_blocks=largest_of((*learned.scaled_blocks, *scaled)))
+        actions.append(Message("{} protected", parts_in_words(scaled)))
+    if fallback_blocks := largest_of(tried[name] or name for name in finding.fallback_blocks if name not in scaled):
+        kept = tuple(name for name in learned.scaled_blocks if not covered(name, fallback_blocks))
+        in_fp32 = largest_of((*learned.fp32_fallback_blocks, *fallback_blocks))
+        learned = replace(learned, scaled_blocks=kept, fp32_fallback_blocks=in_fp32)
+        actions.append(Message("{} in fp32", parts_in_words(fallback_blocks)))
     done = reduce(lambda one, other: Message("{} and {}", one, other), actions) if actions else ""
     return learned, Message("{} from here on", done) if done else ""
 
 
 def _tried(name: str, learned: PrecisionOverrides) -> str:
-    """Return the name of what has been wide already for a part's sake: what the part is in, or the part itself where it
-    holds an island; else ""."""
-    holds_island = any(covers(name, island) for island in learned.islands)
-    return next((part for part in learned.wide_parts if covers(part, name)), name if holds_island else "")
+    """Return the name of what is scaled already for a part's sake: what the part is in, or the part itself where it
+    holds a fallback block; else ""."""
+    holds_fallback_block = any(covers(name, block) for block in learned.fp32_fallback_blocks)
+    return next((part for part in learned.scaled_blocks if covers(part, name)), name if holds_fallback_block else "")
 
 
-def _beside(anatomy: ModuleStructure, dtype: str, name: str) -> str:
-    if not anatomy.widens(dtype):
+def _beside(structure: ModuleStructure, dtype: str, name: str) -> str:
+    if not structure.protects_stream(dtype):
         return ""
-    where = Message("inside a block") if covered(name, anatomy.repeated) else Message("outside of the blocks")
+    where = Message("inside a block") if covered(name, structure.repeated) else Message("outside of the blocks")
     return Message(": {}, apart from the residual stream", where)
 
 

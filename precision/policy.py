@@ -80,12 +80,12 @@ class Plan:
     component: Component
     dtype: str  # "fp16", "bf16" or "fp32"
     guarded: bool  # checked, and rerun in fp32 where it fails
-    wide: bool  # a denoiser's residual stream is float32, all else half precision; of another, every layer is wide
+    overflow_protection: bool  # a denoiser's residual stream is fp32, all else half; of another, every layer is scaled
     accumulation: str  # half-precision accumulation in attention: "off", "on", or on with scores in fp32
     reason: str  # of the dtype
     source: str
     guard_reason: str
-    wide_reason: str
+    overflow_protection_reason: str
     accumulation_reason: str
     accumulation_source: str
     quantised: str = ""  # what its large linear layers multiply in: "int8", "fp8"; "": in the dtype
@@ -146,7 +146,7 @@ def choose(
         raise PlanImpossible(_not_quantised(architecture, request))
     dtype, reason = _dtype(architecture, variant, request)
     guarded, guard_reason = _guard(variant, dtype, request)
-    wide, wide_reason = _wide(variant, component, dtype, request)
+    protects, overflow_protection_reason = _overflow_protection(variant, component, dtype, request)
     quantised, quantised_reason = _quantised(component, dtype, request)
     sums, sums_reason = _fp16_sums(architecture, component, dtype, request, accumulation)
     switched = decide(architecture, accumulation, beside)
@@ -154,12 +154,12 @@ def choose(
         component=component,
         dtype=dtype,
         guarded=guarded,
-        wide=wide,
+        overflow_protection=protects,
         accumulation=switched.mode.value,
         reason=reason,
         source=variant.source,
         guard_reason=guard_reason,
-        wide_reason=wide_reason,
+        overflow_protection_reason=overflow_protection_reason,
         accumulation_reason=switched.reason_on(architecture),
         accumulation_source=switched.source,
         quantised=quantised,
@@ -249,7 +249,7 @@ def _guard(variant: Variant, dtype: str, request: Precision) -> tuple[bool, str]
     return True, f"on: a LoRA or a prompt can push {variant.name} out of fp16's range"
 
 
-def _wide(variant: Variant, component: Component, dtype: str, request: Precision) -> tuple[bool, str]:
+def _overflow_protection(variant: Variant, component: Component, dtype: str, request: Precision) -> tuple[bool, str]:
     if dtype != "fp16":
         return False, f"off: {dtype} has the range"
     if request is Precision.FP16_PLAIN:
@@ -265,8 +265,8 @@ def _wide(variant: Variant, component: Component, dtype: str, request: Precision
 
 def _quantised(component: Component, dtype: str, request: Precision) -> tuple[str, str]:
     """Decide what linear layers are quantised to. All else is bf16: each card that can quantise has it natively, it
-    needs no wide stream, torchao takes it alone for fp8, and by fp16 its int8 product may overflow: it multiplies by
-    the weight's scale last."""
+    needs no fp32 residual stream, torchao takes it alone for fp8, and by fp16 its int8 product may overflow: it
+    multiplies by the weight's scale last."""
     if not request.quantises:
         return "", ""
     if component is not Component.DENOISER:

@@ -1,4 +1,4 @@
-"""What every layer of a module reaches while it computes in fp32, and what follows: dtype, wide stream, wide parts.
+"""What every layer of a module reaches while it computes in fp32, and what follows: dtype, fp32 stream, scaled blocks.
 
 In fp32 the measurement cannot overflow itself: it shows how far beyond fp16's range a layer would go.
 """
@@ -16,7 +16,6 @@ from ..trust.plain import for_json
 from .arch import Architecture
 from .dtypes import DTYPES, HALF_DTYPES
 from .fallback import counts
-from .half_products import error_beside_bf16
 from .observe import hooked, largest, leaves
 from .overrides import (
     NOTHING,
@@ -32,6 +31,7 @@ from .overrides import (
 )
 from .policy import Plan
 from .profile_store import Profile
+from .scaled_products import error_beside_bf16
 
 WORST = 10  # layers that are named
 
@@ -56,9 +56,9 @@ class ProbedLayer:
 class Probed:
     """What a probe measured."""
 
-    anatomy: ModuleStructure
+    structure: ModuleStructure
     steps: tuple[Mapping[str, Peak], ...]  # by layer and block, in the order in which they ran
-    groups: Mapping[str, Peak] = field(default_factory=dict)  # over all steps, of the anatomy's groups
+    groups: Mapping[str, Peak] = field(default_factory=dict)  # over all steps, of the structure's groups
     # Layers whose scaled product in fp16 is farther off than bf16's, since it loses small values beside large ones: how
     # many times as far, the farthest first.
     too_far_apart: Mapping[str, float] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Probed:
     def reach(self, name: str, peak: Peak) -> float:
         """Return max |x| that counts for a layer or block: what a block puts out, or what a layer reaches apart from
         the residual stream, which shows in the blocks."""
-        return peak.output if name in self.anatomy.blocks else self.anatomy.inner(name, peak)
+        return peak.output if name in self.structure.blocks else self.structure.inner(name, peak)
 
     def peaks(self) -> dict[str, Peak]:
         """Return the peaks over all steps of what a diagnosis looks at: layers and groups, and blocks where there is no
@@ -74,13 +74,13 @@ class Probed:
         peaks = dict(self.groups)
         for step in self.steps:
             for name, peak in step.items():
-                if not (self.anatomy.stream and name in self.anatomy.blocks):
+                if not (self.structure.stream and name in self.structure.blocks):
                     peaks[name] = peaks.get(name, peak).widened(peak)
         return peaks
 
     def entries(self) -> list[ProbedLayer]:
         """Return every layer and block in the first step in which it reached most, the largest first."""
-        stream, found = self.anatomy.blocks if self.anatomy.stream else (), dict[str, ProbedLayer]()
+        stream, found = self.structure.blocks if self.structure.stream else (), dict[str, ProbedLayer]()
         for index, step in enumerate(self.steps):
             for name, peak in step.items():
                 entry = ProbedLayer(name, self.reach(name, peak), index, name in stream)
@@ -102,13 +102,13 @@ class Probe:
     Copies of the module may run at the same time, each in a thread of its own.
     """
 
-    def __init__(self, module: torch.nn.Module, anatomy: ModuleStructure):
+    def __init__(self, module: torch.nn.Module, structure: ModuleStructure):
         half = any(parameter.dtype in HALF_DTYPES for parameter in module.parameters())
         # In a module that has no weights in half precision each layer counts, in fp32 or not.
         counted = counts if half else lambda layer: not isinstance(layer, torch.nn.Dropout)
         layers = {name: layer for name, layer in leaves(module).items() if counted(layer)}
-        self._modules = layers | {name: module.get_submodule(name) for name in (*anatomy.blocks, *anatomy.groups)}
-        self._anatomy = anatomy
+        self._modules = layers | {name: module.get_submodule(name) for name in (*structure.blocks, *structure.groups)}
+        self._structure = structure
         self._groups: dict[str, Peak] = {}
         self._apart: dict[str, float] = {}
         self._steps: list[dict[str, Peak]] = [{}]  # the last one goes on
@@ -131,7 +131,7 @@ class Probe:
             numbers = torch.stack([each.to(device) for _, each in seen]).tolist()
             with self._lock:
                 for (name, _), (given, made, apart) in zip(seen, numbers, strict=True):
-                    kept, peak = self._groups if name in self._anatomy.groups else self._steps[-1], Peak(given, made)
+                    kept, peak = self._groups if name in self._structure.groups else self._steps[-1], Peak(given, made)
                     kept[name] = kept.get(name, peak).widened(peak)
                     self._apart[name] = max(self._apart.get(name, 0.0), apart)
         return result
@@ -143,7 +143,7 @@ class Probe:
     @property
     def probed(self) -> Probed:
         apart = sorted(((name, share) for name, share in self._apart.items() if share > 1), key=lambda each: -each[1])
-        return Probed(self._anatomy, tuple(self._steps[:-1]), dict(self._groups), dict(apart))
+        return Probed(self._structure, tuple(self._steps[:-1]), dict(self._groups), dict(apart))
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Verdict:
         """How a run in this dtype would go, in a few words."""
         if not self.fits:
             return f"{self.dtype} is not enough"
-        how = ["overflow protection"] * self.learned.wide + self.learned.in_words()
+        how = ["overflow protection"] * self.learned.fp32_residual_stream + self.learned.in_words()
         return (
             f"{self.dtype} with {' + '.join(how)}" if how else self.dtype + (" plain" if self.dtype == "fp16" else "")
         )
@@ -249,14 +249,19 @@ class ProbeResult:
 
 def judge(probed: Probed, dtype: str) -> Verdict:
     """Say whether a dtype holds what was measured, and what it needs for it."""
-    peaks, anatomy = probed.peaks(), probed.anatomy
-    finding = diagnose_from_fp32_peaks(peaks, anatomy, dtype)
-    learned = escalate_overrides(NOTHING, finding, anatomy, dtype)[0] if finding else NOTHING
-    settled = learned.everything or learned.whole_run_fp32
-    if finding and not settled and diagnose_from_fp32_peaks(peaks, anatomy, dtype, learned.parts, wide=learned.wide):
-        learned = PrecisionOverrides(everything=dtype == "fp16", whole_run_fp32=dtype != "fp16")
+    peaks, structure = probed.peaks(), probed.structure
+    finding = diagnose_from_fp32_peaks(peaks, structure, dtype)
+    learned = escalate_overrides(NOTHING, finding, structure, dtype)[0] if finding else NOTHING
+    settled = learned.all_layers_scaled or learned.whole_run_fp32
+    parts, stream = learned.parts, learned.fp32_residual_stream
+    if (
+        finding
+        and not settled
+        and diagnose_from_fp32_peaks(peaks, structure, dtype, parts, fp32_residual_stream=stream)
+    ):
+        learned = PrecisionOverrides(all_layers_scaled=dtype == "fp16", whole_run_fp32=dtype != "fp16")
     for name, share in probed.too_far_apart.items() if dtype == "fp16" else ():
-        if learned.everything or covered(name, learned.wide_parts) or adapted(name) in anatomy.writers:
+        if learned.all_layers_scaled or covered(name, learned.scaled_blocks) or adapted(name) in structure.writers:
             said = f"'{name}' is given values that differ too much in size: its product in fp16 is {share:.3g} ×"
             return Verdict(dtype, PrecisionOverrides(whole_run_fp32=True), f"{said} as far off as bf16's")
     if finding:
@@ -267,8 +272,9 @@ def judge(probed: Probed, dtype: str) -> Verdict:
 
 def recommend(probed: Probed, dtype: str, *, native_bf16: bool) -> Verdict:
     """Return the first verdict that fits, of: the plan's dtype, bf16 where the card computes it natively, the plan's
-    dtype with every layer wide, fp32."""
+    dtype with every layer scaled, fp32."""
     candidates = dict.fromkeys((dtype, *(("bf16",) if native_bf16 else ()), "fp32"))
     fitting = [verdict for verdict in (judge(probed, candidate) for candidate in candidates) if verdict.fits]
-    cheap = (verdict for verdict in fitting if verdict.dtype in (dtype, "bf16") and not verdict.learned.everything)
+    half = (verdict for verdict in fitting if verdict.dtype in (dtype, "bf16"))
+    cheap = (verdict for verdict in half if not verdict.learned.all_layers_scaled)
     return next(cheap, fitting[0] if fitting else judge(probed, "fp32"))

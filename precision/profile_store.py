@@ -27,7 +27,7 @@ from .overrides import NOTHING, PrecisionOverrides, fp16_accumulation_in_words, 
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 _KIND = "onediff-guard profile"
 _MAX_BYTES = 2**20
 _AGAIN = "Delete it, and a run will make it anew; or import a whole one."
@@ -79,8 +79,8 @@ class Profile:
         return joined("; ", parts) if len(parts) > 1 else Message("{}; no block needs extra protection", parts[0])
 
     def misfit(self, here: Profile, parts: Iterable[str]) -> str:
-        """Why it cannot be used `here`, "" where it can. parts: of the denoiser, those that may run in fp32, or
-        wide."""
+        """Why it cannot be used `here`, "" where it can. parts: of the denoiser, those that may run in fp32,
+        or be scaled."""
         if self.weights != here.weights:
             return Message("it is of another model's weights")
         if self.loras != here.loras:
@@ -113,22 +113,21 @@ def _architecture(text: str) -> str:
     return text
 
 
-def _apart(islands: list[str]) -> list[str]:
-    if list(largest_of(islands)) != islands:
+def _apart(parts: list[str]) -> list[str]:
+    if list(largest_of(parts)) != parts:
         raise ValueError("one of these parts is in another, or stands here twice")
-    return islands
+    return parts
 
 
 _Text = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_one_line)]
 
 
 class _LearnedPart(Foreign):
-    """That a run went on in fp32 is of that run alone, and not here. Older profiles have a `stream_peak`, too, which
-    nothing needs any more."""
+    """That a run went on in fp32 is of that run alone, and not here."""
 
-    islands: Annotated[list[_Text], Field(max_length=200), AfterValidator(_apart)]
-    wide_parts: Annotated[list[_Text], Field(max_length=200), AfterValidator(_apart)] = []
-    everything: bool = False
+    fp32_fallback_blocks: Annotated[list[_Text], Field(max_length=200), AfterValidator(_apart)]
+    scaled_blocks: Annotated[list[_Text], Field(max_length=200), AfterValidator(_apart)] = []
+    all_layers_scaled: bool = False
     unquantised: Annotated[list[_Text], Field(max_length=1000)] = []
     fp16_error: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
 
@@ -137,7 +136,7 @@ class _ProfileJson(Foreign):
     """A profile as JSON."""
 
     kind: Literal["onediff-guard profile"]
-    format: Literal[1]
+    format: Literal[2]
     model: _Text
     weights: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     loras: Annotated[list[_Text], Field(max_length=100)]
@@ -174,8 +173,9 @@ def _fitting(value: Any) -> Profile:
     facts = foreign.fitting(_ProfileJson, value)
     given = facts.model_dump(exclude={"kind", "format", "learned", "loras"})
     learned = facts.learned
-    lists: dict[str, Any] = {name: tuple(getattr(learned, name)) for name in ("islands", "wide_parts", "unquantised")}
-    known = PrecisionOverrides(**lists, everything=learned.everything, fp16_error=learned.fp16_error)
+    names = ("fp32_fallback_blocks", "scaled_blocks", "unquantised")
+    lists: dict[str, Any] = {name: tuple(getattr(learned, name)) for name in names}
+    known = PrecisionOverrides(**lists, all_layers_scaled=learned.all_layers_scaled, fp16_error=learned.fp16_error)
     return Profile(**given, loras=tuple(facts.loras), learned=known)
 
 
@@ -220,7 +220,7 @@ class ProfileFile:
     def load(self, parts: Iterable[str] = ()) -> tuple[PrecisionOverrides, tuple[str, ...]]:
         """What a profile says, and lines for the report: what it brought, or why it was left alone.
 
-        parts: of the model, those that may run in fp32, or wide.
+        parts: of the model, those that may run in fp32, or be scaled.
         """
         try:
             found = self.given or self._on_disk()

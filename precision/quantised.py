@@ -31,8 +31,8 @@ from torch.nn import functional as F
 from .dtypes import HALF_DTYPES
 from .observe import Agree, alone, sampled
 from .overrides import covered
+from .scaled_layers import largest_of
 from .shallow_copy import copy_with_base, replace_submodules
-from .wide import largest_of
 
 TORCHAO = "torchao==0.18.0"
 LEAST = 512  # features of a layer, in and out, below which a card gains nothing: it waits for memory, not for products

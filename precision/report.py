@@ -58,7 +58,7 @@ class RunReport:
     graphs: int | None = None  # traced anew in this run, as dynamo counts; None where nothing is compiled
     graphs_kept: int = 0  # of them, those whose code an earlier run had compiled and kept
     switches: tuple[Switch, ...] = ()
-    wide: str = ""  # what was float32 in fp16: "overflow protection on", "overflow protection in every layer"
+    protection: str = ""  # what was float32 in fp16: "overflow protection on", "overflow protection in every layer"
     learned: PrecisionOverrides | None = None  # what the run knew in the end, where it learns
     calls_per_step: int = 1  # of the denoiser
     in_calls: bool = False  # how many calls a step has is not known, so calls are counted, not steps
@@ -178,7 +178,7 @@ class RunReport:
     def _otherwise(self) -> str:
         """Say what did not run in the plan's dtype, after a semicolon; "" where everything did."""
         learned = self.learned.in_words() if self.learned else []
-        said = dict.fromkeys([self.wide, *learned, self.cache.in_short() if self.cache else ""])
+        said = dict.fromkeys([self.protection, *learned, self.cache.in_short() if self.cache else ""])
         return joined("", (Message("; {}", words) for words in said if words))
 
     def text(self) -> str:
@@ -189,7 +189,7 @@ class RunReport:
             f"{self.variant} on {self.architecture}",
             f"backend: {self.backend} ({self.backend_reason}){self.compiled()}",
             f"guard {self.plan.guard_reason}",
-            f"overflow protection {self.plan.wide_reason}",
+            f"overflow protection {self.plan.overflow_protection_reason}",
             *([f"quantised: {self.plan.quantised_reason}"] if self.plan.quantised_reason else ()),
             *([f"fp16 accumulation {self.plan.fp16_sums_reason}"] if self.plan.fp16_sums_reason else ()),
             *([f"step cache: {self.cache}"] if self.cache else ()),

@@ -60,11 +60,11 @@ class Stage:
         self,
         network: torch.nn.Module,
         build: Callable[[PrecisionOverrides], HalfPrecisionForward],
-        anatomy: ModuleStructure,
+        structure: ModuleStructure,
         learned: PrecisionOverrides = NOTHING,
     ) -> FallbackAdapter:
         """Return a FallbackAdapter, which has the same arguments."""
-        return FallbackAdapter(network, self.plan.dtype, build, anatomy, learned, self.agree)
+        return FallbackAdapter(network, self.plan.dtype, build, structure, learned, self.agree)
 
     def guard(
         self, network: torch.nn.Module, attempt: Callable[..., Any] | FallbackAdapter, **options: Any

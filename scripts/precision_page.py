@@ -281,7 +281,7 @@ def _guard_and_stream() -> str:
         alike: dict[tuple[str, str], list[str]] = {}
         for variant in VARIANTS.values():
             plan = choose(_nameless(native.architecture), _anonymous(variant), Component.DENOISER, request)
-            alike.setdefault((plan.guard_reason, plan.wide_reason), []).append(variant.name)
+            alike.setdefault((plan.guard_reason, plan.overflow_protection_reason), []).append(variant.name)
         rows += [[request.value, guard, stream, _which(names)] for (guard, stream), names in alike.items()]
     return _table(["runs in", "guarded", "overflow protection", "models"], rows)
 
@@ -404,7 +404,7 @@ def _links(names: Iterable[str]) -> str:
 
 
 def _cell(plan: Plan) -> str:
-    return f"{plan.dtype} protected" if plan.wide else plan.dtype
+    return f"{plan.dtype} protected" if plan.overflow_protection else plan.dtype
 
 
 def _yes(flag: bool) -> str:

@@ -186,7 +186,7 @@ def _plan(stages: Sequence[dict[str, Any]]) -> str:
     if plan["dtype"] == "fp16" and not plan["guarded"]:
         return "fp16, with neither overflow protection nor guard"
     quantised = f"large linear layers in {plan['quantised']}" if plan.get("quantised") else ""
-    return ", ".join(filter(None, [plan["dtype"], quantised, report.get("wide")]))
+    return ", ".join(filter(None, [plan["dtype"], quantised, report.get("protection")]))
 
 
 def _calls(stages: Sequence[dict[str, Any]], *outcomes: str) -> int:

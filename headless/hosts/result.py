@@ -38,7 +38,7 @@ class EarlierReport(Foreign):
 class StageReport(EarlierReport):
     plan: PlanReport
     before: list[EarlierReport] | tuple[EarlierReport, ...] = []
-    wide: str | None = None
+    protection: str | None = None
 
 
 @dataclass(frozen=True)

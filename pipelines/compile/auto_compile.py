@@ -129,7 +129,7 @@ class DecoderCompiler:
             if self._dominant is None or signature_of(*args, **kwargs) != self._dominant:
                 return (otherwise or network)(*args, **kwargs)
             store, plan = self._handle.store, self._plan
-            how = self.backend.asked_for, self._how, plan.numerics, plan.wide, plan.accumulation
+            how = self.backend.asked_for, self._how, plan.numerics, plan.overflow_protection, plan.accumulation
             key: Any = ("vae", (), *how, plan.component)
             if key not in store.compiled:
                 store.compiled[key] = compiled(network, ("",), self.backend, self._how, device=store.placement.device)

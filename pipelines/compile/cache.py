@@ -93,7 +93,8 @@ def target_of(
     of_vae = plan.component.value == "vae_decode"
     read = model.vae_config if of_vae else model.denoiser_config
     config = {name: value for name, value in read.items() if not name.startswith("_")}
-    stream = "VAE decoder" if of_vae else "overflow protection" if plan.wide else "no overflow protection"
+    protection = "overflow protection" if plan.overflow_protection else "no overflow protection"
+    stream = "VAE decoder" if of_vae else protection
     layout = "channels last" if options.channels_last else ""
     parts = [stream, f"half accumulation {plan.accumulation}", layout, options.in_words("inductor")]
     return Target(

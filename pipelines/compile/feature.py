@@ -60,7 +60,7 @@ class _CompiledBlocks(CallFeature):
         return {} if self._backend.name == EAGER else {"compiled": self._in_blocks}
 
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
-        self._compiles = not made.everything
+        self._compiles = not made.all_layers_scaled
         self._tell()
         return made
 
@@ -73,11 +73,11 @@ class _CompiledBlocks(CallFeature):
         del record
         self._tell()
 
-    def _in_blocks(self, half: torch.nn.Module, wide: bool, left: tuple[str, ...]) -> torch.nn.Module:
+    def _in_blocks(self, half: torch.nn.Module, fp32_residual_stream: bool, left: tuple[str, ...]) -> torch.nn.Module:
         stage = self._stage
         handle, plan = stage.handle, stage.plan
         known = handle.store.compiled
-        how = (self._backend.asked_for, self._options, plan.numerics, wide, plan.accumulation, left)
+        how = (self._backend.asked_for, self._options, plan.numerics, fp32_residual_stream, plan.accumulation, left)
         key = (stage.name, keys(stage.loras), *how)
         if key not in known:
             device = handle.store.placement.device

@@ -256,8 +256,9 @@ def _model_text(found: Diagnosis, model: ModelPlans) -> list[str]:
     table = [("", "dtype", "guard", "overflow protection", "half accumulation")]
     reasons: dict[tuple[str, str], list[str]] = {}
     for plan in model.plans:
-        wide = "residual stream" if plan.component is Component.DENOISER else "every layer"
-        row = (plan.dtype, guard if plan.guarded else "no", wide if plan.wide else "no", plan.accumulation)
+        protected = "residual stream" if plan.component is Component.DENOISER else "every layer"
+        protected = protected if plan.overflow_protection else "no"
+        row = (plan.dtype, guard if plan.guarded else "no", protected, plan.accumulation)
         table.append((plan.component.words, *row))
     for name, plan in product(_REASONS, model.plans):
         if why := getattr(plan, name):
@@ -275,7 +276,10 @@ def _variants_text(found: Diagnosis) -> list[str]:
     """All variants: dtypes in a table, then each reason once."""
     table, told = [("", *(component.words for component in Component))], list[str]()
     for model in found.models:
-        cells = {plan.component.value: f"{plan.dtype}{' protected' if plan.wide else ''}" for plan in model.plans}
+        cells = {
+            plan.component.value: f"{plan.dtype}{' protected' if plan.overflow_protection else ''}"
+            for plan in model.plans
+        }
         cells |= dict.fromkeys(model.refused, "refused")
         table.append((model.variant, *(cells.get(component.value, "–") for component in Component)))
         for plan in model.plans:

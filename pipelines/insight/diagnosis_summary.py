@@ -90,7 +90,7 @@ def _why(found: Diagnosis) -> list[str]:
 
 def _runs_in(plan: Plan) -> str:
     quantised = f"{plan.quantised} and " if plan.quantised else ""
-    protected = " with overflow protection" if plan.wide else ""
+    protected = " with overflow protection" if plan.overflow_protection else ""
     guarded = "" if not plan.half else ", guarded" if plan.guarded else ", not guarded"
     return f"{quantised}{plan.dtype}{protected}{guarded}"
 

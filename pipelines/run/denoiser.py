@@ -152,7 +152,7 @@ class GuardedCalls:
 
         return stage.guard(
             stage.module,
-            stage.learner(stage.module, partial(build_attempt, stage, of_calls), stage.anatomy, self._known),
+            stage.learner(stage.module, partial(build_attempt, stage, of_calls), stage.structure, self._known),
             rerun=call if call is rerun else with_forward(rerun, call),
             peak_inside=peak_inside,
             constant=(PROMPT,),
@@ -197,7 +197,7 @@ def build_attempt(
     """Build what is called in half precision, as the plan, earlier failures and the features ask for."""
     options: dict[str, Any] = {"onloaded": stage.weights.shell, "device": stage.handle.store.placement.device}
     options |= options_of(features) | stage.numerics
-    made = build_half_precision_forward(stage.module, stage.anatomy, overrides, stage.plan.dtype, **options)
+    made = build_half_precision_forward(stage.module, stage.structure, overrides, stage.plan.dtype, **options)
     made = wrapped(made, features)
     run = made.run
     for feature in features:
@@ -209,6 +209,6 @@ def _known(stage: ComponentStage) -> tuple[PrecisionOverrides, tuple[str, ...]]:
     """What earlier runs taught, where this one learns, and what to say about it."""
     if not stage.learns:
         return NOTHING, ()
-    handle, parts = stage.handle, stage.anatomy.parts(dict(stage.module.named_modules()))
+    handle, parts = stage.handle, stage.structure.parts(dict(stage.module.named_modules()))
     load = partial(load_profile, handle, stage.name, stage.plan.numerics, parts)
     return load() if handle.ranks.alone else handle.ranks.broadcast_from_rank0(load)

@@ -100,7 +100,7 @@ class _Clipping(CallFeature):
         self._clips = Clips(dtype)
 
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
-        return made if made.everything else replace(made, run=self._clips.watched(made.run))
+        return made if made.all_layers_scaled else replace(made, run=self._clips.watched(made.run))
 
     def peak_inside(self) -> torch.Tensor | None:
         return self._clips.take()

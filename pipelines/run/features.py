@@ -89,11 +89,11 @@ class _Fp16Accumulation(CallFeature):
 
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
         error = made.overrides.fp16_error
-        if error is not None and not made.everything:
+        if error is not None and not made.all_layers_scaled:
             said = fp16_accumulation_in_words(error)
             self._report.note(f"{self._where}: {said}", instead_of=self._where)
         right = error is not None and error <= MAX_FP16_ERROR
-        return replace(made, fp16_accumulation=right and not made.everything)
+        return replace(made, fp16_accumulation=right and not made.all_layers_scaled)
 
 
 class ClippedBlocks(Feature):

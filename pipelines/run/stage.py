@@ -125,10 +125,11 @@ class ComponentStage(Stage):
 
     @property
     def numerics(self) -> dict[str, Any]:
-        """Options of `build_half_precision_forward`. Where the plan is wide, a denoiser's residual stream is float32,
-        and every layer of another component is scaled."""
-        denoiser = self.plan.component is Component.DENOISER
-        return {"wide": denoiser and self.plan.wide, "everything": not denoiser and self.plan.wide, "tf32": self.tf32}
+        """Options of `build_half_precision_forward`. Overflow protection is an fp32 residual stream in a denoiser, and
+        scales every layer of another component."""
+        protected, denoiser = self.plan.overflow_protection, self.plan.component is Component.DENOISER
+        scaled = protected and not denoiser
+        return {"fp32_residual_stream": protected and denoiser, "all_layers_scaled": scaled, "tf32": self.tf32}
 
     def ways(self) -> Iterator[tuple[str, ComponentStage]]:
         """Yield the kinds of offload that it can run with, by name, the fastest first: its own, and those that take
@@ -157,10 +158,10 @@ class ComponentStage(Stage):
         return replace(self, handle=other, plan=self.plan.unquantised)
 
     @lazy_property
-    def anatomy(self) -> ModuleStructure:
+    def structure(self) -> ModuleStructure:
         """Its parts, as far as the guard needs them; those of an encoder of text are not told apart."""
         if self.plan.component is not Component.DENOISER:
-            return ModuleStructure(everything=True)
+            return ModuleStructure(all_layers_scaled=True)
         return ModuleStructure.of(self.module, self.handle.family.blocks, self.handle.family.stream)
 
     @property

@@ -47,7 +47,7 @@ def dry_run(
     def prepare() -> Callable[[ActivationMemoryMode], object]:
         network, bare, bare_given = stage.module.get_submodule(part), on_meta(stage.module), on_meta(given)
         writes = stage.handle.family.layout.cache_is_written
-        attempt = attempt_on_meta(stage, _handing_on_its_cache(network) if writes else network, _anatomy(network))
+        attempt = attempt_on_meta(stage, _handing_on_its_cache(network) if writes else network, _structure(network))
         signatures: list[CallSignature] = []
 
         def count(memory: ActivationMemoryMode) -> None:
@@ -149,26 +149,29 @@ def _with_call(vae: torch.nn.Module, part: str, call: Callable[..., Any]) -> Any
 
 
 def _learning(stage: ComponentStage, network: torch.nn.Module, compiler: DecoderCompiler | None) -> FallbackAdapter:
-    anatomy = _anatomy(network)
+    structure = _structure(network)
 
     def build(known: PrecisionOverrides) -> HalfPrecisionForward:
         parts = known.parts  # inside of what would be compiled whole
 
-        def whole(half: torch.nn.Module, _wide: bool, _left: tuple[str, ...]) -> torch.nn.Module:
+        def whole(half: torch.nn.Module, _stream: bool, _left: tuple[str, ...]) -> torch.nn.Module:
             if compiler is None or parts:
                 return half
             return compiler.shell(half, around=partial(_unwatched, half))
 
-        made = build_half_precision_forward(network, anatomy, known, stage.plan.dtype, compiled=whole, **stage.numerics)
-        if compiler and (parts or made.everything):
-            wider = "overflow protection in every layer" if made.everything else "parts of it protected or in fp32"
-            compiler.leave(f"nothing is compiled with {wider}")
+        made = build_half_precision_forward(
+            network, structure, known, stage.plan.dtype, compiled=whole, **stage.numerics
+        )
+        if compiler and (parts or made.all_layers_scaled):
+            parted = "parts of it protected or in fp32"
+            with_it = "overflow protection in every layer" if made.all_layers_scaled else parted
+            compiler.leave(f"nothing is compiled with {with_it}")
         return made
 
-    return stage.learner(network, build, anatomy)
+    return stage.learner(network, build, structure)
 
 
-def _anatomy(network: torch.nn.Module) -> ModuleStructure:
+def _structure(network: torch.nn.Module) -> ModuleStructure:
     return ModuleStructure.of(network, [name for name in _BLOCKS if getattr(network, name, None) is not None])
 
 

@@ -18,15 +18,15 @@ from ...precision.activations import META, counting, on_meta
 from ...precision.arch import COMPILED, Architecture, detect
 from ...precision.dtypes import DTYPES
 from ...precision.guard import GuardPolicy, StageGuard
-from ...precision.half_products import ScaledHalfMatmulMode, run_with_half_products
 from ...precision.kernels import kernels_of
 from ...precision.machine import first_line
 from ...precision.memory import peak_memory
 from ...precision.policy import Component, Precision, choose
 from ...precision.report import RunReport
+from ...precision.scaled_layers import with_fp32_residual_stream
+from ...precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
 from ...precision.self_test import CheckResult, Concern, SelfTestReport, machine_of
 from ...precision.upcast import run_in_fp32
-from ...precision.wide import with_wide_stream
 from ..compile.backends import EAGER, CompileOptions, came_to, choose_backend, compiled
 from ..errors import DeviceGone
 from ..families.table import VARIANTS
@@ -158,7 +158,7 @@ def _scaled(compute: _Compute, shapes: tuple[tuple[int, ...], ...], device: torc
     large = -1 if compute is F.scaled_dot_product_attention else 0  # its values, since softmax takes no such logits
     given[large] = given[large] * _BEYOND
     given = [each if index == large % len(given) else each.half() for index, each in enumerate(given)]
-    made = run_with_half_products(
+    made = run_with_scaled_products(
         compute, *(each.to(device) for each in given), products=ScaledHalfMatmulMode(torch.float16)
     )
     return _off(made, compute(*(each.double() for each in given)))
@@ -205,8 +205,8 @@ class _StreamNetwork(torch.nn.Module):
 
 def _stream(device: torch.device) -> float:
     network, x = _StreamNetwork().half(), 2.0**8 * _drawn((32, 64), 9).half()
-    wide = with_wide_stream(network.to(device), STREAM, torch.float16)
-    made = wide(x.to(device)).cpu()
+    protected = with_fp32_residual_stream(network.to(device), STREAM, torch.float16)
+    made = protected(x.to(device)).cpu()
     return _off(made, network.cpu().double()(x.double()))
 
 
@@ -262,24 +262,25 @@ def _group_offload(device: torch.device) -> float:
 
 
 def _peak_beyond_estimate(device: torch.device) -> float:
-    """What a wide stream takes of the device's memory, beyond what was counted for it beforehand: a share of that."""
+    """What an fp32 residual stream takes of the device's memory, beyond what was counted for it beforehand: a share of
+    that."""
     network, x = _StreamNetwork().half().to(device), _drawn((65536, 64), 9).half().to(device)
     with counting(kernels_of(device)) as alive:
-        with_wide_stream(on_meta(network), STREAM, torch.float16, device=META)(x.to(META))
-    wide = with_wide_stream(network, STREAM, torch.float16)
-    wide(x)  # libraries keep the workspaces that they take at the first call
+        with_fp32_residual_stream(on_meta(network), STREAM, torch.float16, device=META)(x.to(META))
+    protected = with_fp32_residual_stream(network, STREAM, torch.float16)
+    protected(x)  # libraries keep the workspaces that they take at the first call
     with peak_memory(device) as peak:
         before = peak()
         if before is None or before.reserved is None:
             raise _NotRunError("memory is counted on cards of CUDA and ROCm alone")
-        wide(x)
+        protected(x)
         taken = peak()
     return max(0.0, (taken.used - before.used) / alive.most - 1) if taken else 0.0
 
 
 def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[str, float]]:
-    """What a square product takes in each dtype, and scaled in fp16; and what the guard and a wide stream add to a
-    stream of layers, as wide and long as CogVideoX-2B's on a card. What there is no memory for is left out."""
+    """What a square product takes in each dtype, and scaled in fp16; and what the guard and an fp32 residual stream add
+    to a stream of layers, as wide and long as CogVideoX-2B's on a card. What there is no memory for is left out."""
     size, tokens, width = TIMED["cpu" if device.type == "cpu" else "card"]
     in_fp32 = {"fp32": False, "TF32": True} if architecture.tf32 else {"fp32": False}
     product, stream = f"{size}×{size} product in", f"{len(STREAM)} layers of {width} over {tokens} tokens in fp16"
@@ -294,8 +295,8 @@ def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[s
         return partial(run_in_fp32, F.linear, *factors(), tf32=allowed)
 
     def scaled() -> Callable[[], object]:
-        x, weight = factors()
-        return partial(run_with_half_products, F.linear, x, weight.half(), products=ScaledHalfMatmulMode(torch.float16))
+        (x, weight), products = factors(), ScaledHalfMatmulMode(torch.float16)
+        return partial(run_with_scaled_products, F.linear, x, weight.half(), products=products)
 
     def layers(around: Callable[[torch.nn.Module], Callable[..., object]]) -> Callable[[], object]:
         return partial(around(_StreamNetwork(width).half().to(device)), _drawn((tokens, width), 9).half().to(device))
@@ -304,6 +305,9 @@ def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[s
         report = _report(architecture)
         return StageGuard("denoiser", network, dtype="fp16", policy=GuardPolicy(), report=report)
 
+    def protected(network: torch.nn.Module) -> Callable[..., object]:
+        return with_fp32_residual_stream(network, STREAM, torch.float16)
+
     halves = ("fp16",) if architecture.bf16 == "none" else ("fp16", "bf16")
     timed: dict[str, Callable[[], Callable[[], object]]] = {
         **{f"{product} {dtype}": partial(plain, dtype) for dtype in halves},
@@ -311,7 +315,7 @@ def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[s
         f"{product} fp16, scaled": scaled,
         stream: partial(layers, lambda network: network),
         f"{stream}, guarded": partial(layers, guarded),
-        f"{stream}, protected": partial(layers, lambda network: with_wide_stream(network, STREAM, torch.float16)),
+        f"{stream}, protected": partial(layers, protected),
     }
     for name, prepare in timed.items():
         if (seconds := _seconds(prepare, device)) is not None:

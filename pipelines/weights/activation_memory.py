@@ -37,7 +37,7 @@ def estimate_activation_bytes(
     made = [each for feature in features if (each := feature.on_meta(setup))]
 
     def prepare() -> Callable[[ActivationMemoryMode], object]:
-        call = attempt_on_meta(stage, stage.module, stage.anatomy, learned, made)
+        call = attempt_on_meta(stage, stage.module, stage.structure, learned, made)
         given = on_meta(inputs)
         return lambda _: call(**given)
 
@@ -74,7 +74,7 @@ def counted(
 def attempt_on_meta(
     stage: ComponentStage,
     network: torch.nn.Module,
-    anatomy: ModuleStructure,
+    structure: ModuleStructure,
     learned: PrecisionOverrides = NOTHING,
     features: Sequence[CallFeature] = (),
 ) -> Callable[..., Any]:
@@ -83,9 +83,9 @@ def attempt_on_meta(
     if not stage.plan.half:
         return _copying(bare, stage.in_fp32(wrapped(HalfPrecisionForward(bare, bare), features).run))
     options = options_of(features) | stage.numerics
-    made = build_half_precision_forward(bare, anatomy, learned, stage.plan.dtype, device=META, **options)
+    made = build_half_precision_forward(bare, structure, learned, stage.plan.dtype, device=META, **options)
     made = wrapped(made, features)
-    if made.everything:
+    if made.all_layers_scaled:
         return _copying(bare, made.run)
     return _copying(bare, partial(_narrowed, made.run, stage.inputs, DTYPES[stage.plan.dtype]))
 

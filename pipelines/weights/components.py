@@ -83,7 +83,7 @@ class ComponentStore:
         self.placement = placement
         self.components: dict[str, LoadedComponent] = {}  # those that are loaded
         self.prompts: dict[tuple[str, str, bool], torch.Tensor] = {}  # (text, dtype, guarded) → [1, tokens, channels]
-        # (denoiser, LoRAs, backend and whether 'auto' chose it, how, numerics, wide stream, half-precision
+        # (denoiser, LoRAs, backend and whether 'auto' chose it, how, numerics, fp32 residual stream, half-precision
         # accumulation, layers that are unquantised or accumulate in fp16) → shell
         self.compiled: dict[_CompiledKey, torch.nn.Module] = {}
         self.quantised: dict[tuple[str, tuple[LoraKey, ...], str], QuantisedLinears] = {}  # by denoiser, LoRAs and kind

@@ -138,10 +138,11 @@ def ours(
     sums: Callable[[], AbstractContextManager[None]] = nullcontext,
     accumulation: Accumulation = Accumulation.AUTO,
 ) -> Contestant:
-    """The guarded denoiser, as our samplers make it and hand it to diffusers; in fp16 with a wide stream if it has one.
+    """The guarded denoiser, as our samplers make it and hand it to diffusers; in fp16 with an fp32 residual stream if
+    it has one.
 
     fails: one layer fails in half precision at every step.
-    plain: in 'fp16 (plain)', neither wide nor guarded.
+    plain: in 'fp16 (plain)', neither protected nor guarded.
     sums: held inside what our samplers hold, which switch accumulation by themselves.
     accumulation: the loader's. 'fp16' is nothing else than 'auto' on a card that is no GeForce RTX.
     """
@@ -184,12 +185,12 @@ class Ours:
     def facts(self) -> dict[str, Any]:
         report, learned = self._report, self._report.learned
         made: dict[str, Any] = {"steps": len(report.steps), "reruns": report.reruns, "backend": report.backend}
-        if report.wide:
-            made["wide"] = report.wide
-        if learned and learned.wide_parts:
-            made["wide_parts"] = list(learned.wide_parts)
-        if learned and learned.islands:
-            made["islands"] = list(learned.islands)
+        if report.protection:
+            made["protection"] = report.protection
+        if learned and learned.scaled_blocks:
+            made["scaled_blocks"] = list(learned.scaled_blocks)
+        if learned and learned.fp32_fallback_blocks:
+            made["fp32_fallback_blocks"] = list(learned.fp32_fallback_blocks)
         if learned and learned.fp16_error is not None:
             made["fp16_accumulation"] = learned.fp16_error
         return made

@@ -79,8 +79,10 @@ def of_network(subject: quantised.Subject) -> dict[str, float]:
     single = make(torch.float32)
     given = quantised.cast(arguments(single.config, 0), family, torch.float16)
     module = quantised.denoisers_in(single, torch.float16)
-    anatomy = ModuleStructure.of(module, family.blocks, family.stream)
-    step = build_half_precision_forward(module, anatomy, NOTHING, "fp16", wide=family.stream is not None).eager
+    structure = ModuleStructure.of(module, family.blocks, family.stream)
+    step = build_half_precision_forward(
+        module, structure, NOTHING, "fp16", fp32_residual_stream=family.stream is not None
+    ).eager
     without, made = floating(step(**given)), {}
     for chunk in CHUNKS:
         with a_card_with_fp16_sums(chunk), fp16_sums():

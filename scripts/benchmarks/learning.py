@@ -3,8 +3,8 @@
     python scripts/benchmarks/learning.py [--rounds 50] [--blocks 30] [--heads 8] [--out scripts/benchmarks/results]
 
 A round is one step of each. One inner layer of one block puts out a NaN in half precision at every step; the others,
-and the fp32 rerun, know nothing of it. bf16 on a CPU, where the failing block becomes an fp32 island, and fp16 on a
-GPU, where every layer of it becomes wide. In scope `learned` the first step, which is thrown away as warm-up, learns;
+and the fp32 rerun, know nothing of it. bf16 on a CPU, where the failing block becomes an fp32 fallback block, and fp16
+on a GPU, where every layer of it is scaled. In scope `learned` the first step, which is thrown away as warm-up, learns;
 what it took is given by itself. How it is timed, and what noise is: scripts/benchmarks/measure.py.
 """
 
@@ -67,8 +67,8 @@ def main() -> None:
         "tokens": tokens,
         "blocks": args.blocks,
         "failing": leaf,
-        "wide_parts": learned.wide_parts if learned else (),
-        "islands": learned.islands if learned else (),
+        "scaled_blocks": learned.scaled_blocks if learned else (),
+        "fp32_fallback_blocks": learned.fp32_fallback_blocks if learned else (),
         "median_seconds": medians(seconds) | {"first step, learned": round(first, 4)},
         "ratios": {f"{name} / healthy": ratio(seconds, name, "healthy") for name in others},
         "quartiles": {f"{name} / healthy": quartiles(seconds, name, "healthy") for name in others},
@@ -111,9 +111,9 @@ def broken(denoiser: torch.nn.Module, leaf: str) -> torch.nn.Module:
 def guarded(original: torch.nn.Module, attempted: torch.nn.Module, dtype: str, scope: Scope) -> StageGuard:
     architecture = detect(next(original.parameters()).device)
     plan = choose(architecture, VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision(dtype))
-    anatomy = ModuleStructure.of(original, [BLOCKS])
+    structure = ModuleStructure.of(original, [BLOCKS])
     learner = FallbackAdapter(
-        original, dtype, lambda known: build_half_precision_forward(attempted, anatomy, known, dtype), anatomy
+        original, dtype, lambda known: build_half_precision_forward(attempted, structure, known, dtype), structure
     )
     return StageGuard(
         "denoiser",

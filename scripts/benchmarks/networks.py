@@ -1,5 +1,5 @@
-"""The networks of everything_wide.py and wide_bytes.py: the published denoisers of denoisers.py, and more that ComfyUI
-runs by itself, in diffusers' classes.
+"""The networks of all_layers_scaled.py and scaled_bytes.py: the published denoisers of denoisers.py, and more that
+ComfyUI runs by itself, in diffusers' classes.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ in whole runs of a model in a folder, where one is given.
 
 int8 is torchao's own, with its CPU kernel. fp8 is torchao's own tensor and quantiser, with PyTorch's CPU kernel for its
 scaled product (fp8_on_cpu.py): a card's adds up otherwise. Both on bf16, as the precisions are, and on float32, which
-shows what is quantising's own. `fp16` has a wide stream where the family has one. Weights are random. No times: without
-a card they say nothing.
+shows what is quantising's own. `fp16` has an fp32 residual stream where the family has one. Weights are random. No
+times: without a card they say nothing.
 
 Errors are norms of differences to the same network in fp32, as shares of the norm: its own weights in each dtype, as
 they are loaded.
@@ -166,9 +166,11 @@ def contestants(single: torch.nn.Module, family: FamilySpec) -> dict[str, Callab
         layers = QuantisedLinears(module, blocks, kind) if kind else None
         if layers:
             layers.fill()
-        anatomy = ModuleStructure.of(module, family.blocks, family.stream)
-        wide = dtype == "fp16" and family.stream is not None
-        made = build_half_precision_forward(module, anatomy, NOTHING, dtype, wide=wide, quantised=layers)
+        structure = ModuleStructure.of(module, family.blocks, family.stream)
+        fp32_residual_stream = dtype == "fp16" and family.stream is not None
+        made = build_half_precision_forward(
+            module, structure, NOTHING, dtype, fp32_residual_stream=fp32_residual_stream, quantised=layers
+        )
         return lambda given: made.run(**cast(given, family, DTYPES[dtype]))[0]
 
     def on_float32(kind: str) -> Callable[[dict[str, Any]], torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from comfyui_onediff_guard.precision.activations import FusedAttention
-from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -74,7 +74,7 @@ class Traffic(TorchDispatchMode):
 
 
 class CountedProducts(ScaledHalfMatmulMode):
-    """Every layer wide, and `traffic` told what it does around products."""
+    """Every layer scaled, and `traffic` told what it does around products."""
 
     def __init__(self, dtype: torch.dtype, traffic: Traffic):
         super().__init__(dtype)

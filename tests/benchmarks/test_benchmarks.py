@@ -28,8 +28,8 @@ RUNS = {
         "--stage",
         *GPU_STAGES,
     ),
-    "everything_wide": ("--rounds", "2", "--blocks", "1", "--heads", "1", "--size", "deep"),
-    "wide_bytes": ("--networks", "cogvideox-2b", "svd-xt", "--size", "tiny"),
+    "all_layers_scaled": ("--rounds", "2", "--blocks", "1", "--heads", "1", "--size", "deep"),
+    "scaled_bytes": ("--networks", "cogvideox-2b", "svd-xt", "--size", "tiny"),
     "activations": ("--networks", "cogvideox-2b", "svd-xt", "--decodes", "--size", "cut"),
 }
 

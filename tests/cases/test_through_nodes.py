@@ -78,7 +78,7 @@ def test_case_1_stream(model_folder, through_nodes, family):
     assert outcomes(turing) == [("fp16", "finite")] * calls
     assert largest_difference(turing, expected) < VISIBLE
     asked = through_nodes(family, folder, "sm80", "fp16", decode="fp32")
-    assert asked.reports["sample"]["wide"] and asked.reports["sample"]["reruns"] == 0
+    assert asked.reports["sample"]["protection"] and asked.reports["sample"]["reruns"] == 0
     assert "fp16, as you chose" in asked.text and "overflows plain fp16; overflow protection on" in asked.text
     assert largest_difference(asked, expected) < VISIBLE
     ampere = through_nodes(family, folder, "sm80")

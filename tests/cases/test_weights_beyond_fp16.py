@@ -57,7 +57,7 @@ WEIGHTS = {
     "a convolution": ("transformer", "patch_embed.proj.weight"),
     "a linear layer": ("transformer", TO_Q),
     "a norm": ("transformer", f"{BLOCK}.norm1.norm.weight"),
-    "a writer of the stream, which is wide": ("transformer", f"{BLOCK}.ff.net.2.weight"),
+    "a writer of the stream, which is scaled": ("transformer", f"{BLOCK}.ff.net.2.weight"),
     "the modulation": ("transformer", f"{BLOCK}.norm1.linear.weight"),
     "the text encoder's embedding": ("text_encoder", "shared.weight"),
     "its linear layer": ("text_encoder", "encoder.block.0.layer.0.SelfAttention.q.weight"),
@@ -83,7 +83,7 @@ def test_a_large_weight(model_folder, changed, on_card, what):
     expected, _ = run(on_card(folder, "sm75", "fp32", family))
     made, report = run(on_card(folder, "sm75", "auto" if component == "transformer" else "fp16", family))
     assert report.plan.dtype == "fp16" and not report.failed and error(made, expected) < 2e-2
-    assert report.plan.wide or component != "transformer"
+    assert report.plan.overflow_protection or component != "transformer"
     assert "up to 1e+05" in told(report, f"'{name}'")
 
 

@@ -17,7 +17,7 @@ from comfyui_onediff_guard.headless.hosts.result import RunProgress
 from comfyui_onediff_guard.headless.server.follow import run_on_server
 from comfyui_onediff_guard.headless.workflow.settings import Setting
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
-from overflows import ISLAND
+from overflows import OVERFLOWING_BLOCK
 from PIL import Image
 from runs import HEALTHY, OVERFLOWING, RERUN, SMALL, Ran, frames_of
 
@@ -167,7 +167,7 @@ def test_what_a_run_learned_is_kept_in_the_user_folder(run: Callable[..., Ran], 
     assert_is_a_picture(first)
     assert sum(report["reruns"] for report in first.reports()) == 1, "its block is in fp32 from the second step on"
     (profile,) = profiles.glob("*.json")
-    assert json.loads(profile.read_text(encoding="utf-8"))["learned"]["wide_parts"] == [ISLAND]
+    assert json.loads(profile.read_text(encoding="utf-8"))["learned"]["scaled_blocks"] == [OVERFLOWING_BLOCK]
     server.ask("/free", {"unload_models": True, "free_memory": True})
     again = run(**learning, SampleCogVideoX__seed=22)
     assert_is_a_picture(again)
@@ -200,7 +200,7 @@ def test_the_probe_and_its_profile_in_one_graph(run_graph: Callable[..., Ran], t
     ran = run_graph(workflow)
     assert ran.code == 0, ran.answer
     (probed,) = ran.answer["outputs"]["probe"]["onediff_guard"]
-    assert probed["plan"] == f"fp16 with '{ISLAND}' protected"
+    assert probed["plan"] == f"fp16 with '{OVERFLOWING_BLOCK}' protected"
     assert [report["reruns"] for report in ran.reports()] == [0, 0, 0], "encoder, sampler, decoder"
     frames = [np.asarray(Image.open(file).convert("RGB")) for file in ran.files if file.name.startswith("frame")]
     assert len(frames) == FRAMES and all(frame.std() > 2 for frame in frames)

@@ -112,7 +112,7 @@ def test_an_overflowing_model_is_black_without_the_guards_and_right_with_them(
     guarded = make(server, graph(name, hot=True, half=True))
     kept = [json.loads(file.read_text(encoding="utf-8")) for file in nothing_learned.glob("*.json")]
     assert {profile["model"] for profile in kept} >= {case.model, f"{case.vae}, VAE decoder"}
-    assert all(profile["learned"]["everything"] for profile in kept)
+    assert all(profile["learned"]["all_layers_scaled"] for profile in kept)
     right = in_fp32[name]
     assert guarded.frames.shape == right.frames.shape == (*case.size, 3)
     assert plain.frames.max() == 0  # of as many frames as differ: an animated WEBP keeps one of equal ones

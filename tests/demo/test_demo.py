@@ -15,7 +15,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.__main__ import main
 from comfyui_onediff_guard.demo.files import STILL_WIDTH, still, write
-from comfyui_onediff_guard.demo.outcome import MODEL, RUNS, WIDE, Outcome
+from comfyui_onediff_guard.demo.outcome import MODEL, PROTECTED, RUNS, Outcome
 from comfyui_onediff_guard.headless.comparison import pictures
 from comfyui_onediff_guard.headless.errors import ExitCode, OutputError
 from PIL import Image
@@ -135,7 +135,7 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest
 
 def _outcome(value: float, outcomes: tuple[str, ...] = ()) -> Outcome:
     steps = [{"stage": "denoiser", "outcome": outcome} for outcome in outcomes]
-    return Outcome(WIDE, torch.full((2, 4, 4, 3), value), Path("x.mp4"), [{"steps": steps}], 1.0)
+    return Outcome(PROTECTED, torch.full((2, 4, 4, 3), value), Path("x.mp4"), [{"steps": steps}], 1.0)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class Painter:
         if precision == "fp16":
             steps[1]["outcome"] = "rerun"
         plan = {"component": "denoiser", "dtype": precision[:4], "guarded": precision != "fp16 (plain)"}
-        report = {"plan": plan, "steps": steps, "wide": "overflow protection on" if precision == "fp16" else ""}
+        report = {"plan": plan, "steps": steps, "protection": "overflow protection on" if precision == "fp16" else ""}
         return {"ui": {"onediff_guard": [report]}, "result": (images,)}
 
 
@@ -122,7 +122,7 @@ def test_one_json_object_and_a_file_that_says_the_same(here: Path, compare: Any)
 )
 def test_what_went_wrong_in_steps_is_told_where_the_frames_are_finite(outcomes: list[str], verdict: str) -> None:
     steps = [{"stage": "denoiser", "outcome": outcome, "seconds": 0.5} for outcome in outcomes]
-    stage = {"plan": {"component": "denoiser", "dtype": "fp16", "guarded": False}, "steps": steps, "wide": ""}
+    stage = {"plan": {"component": "denoiser", "dtype": "fp16", "guarded": False}, "steps": steps, "protection": ""}
     result: Any = SimpleNamespace(stages=lambda: [stage], seconds=1.0, results={"2": None})
     frames = np.full((2, 8, 8, 3), 0.5, np.float32)
     assert PrecisionOutcome.of("fp16 (plain)", result, frames + 0.1, frames).run.verdict == verdict

@@ -11,7 +11,7 @@ import shared_models
 from comfyui_onediff_guard.comfyui_host.host import profiles_directory
 from comfyui_onediff_guard.precision.overrides import NOTHING
 from comfyui_onediff_guard.precision.profile_store import read
-from overflows import ISLAND
+from overflows import OVERFLOWING_BLOCK
 from PIL import Image
 
 SMALL = ("--steps", "1", "--width", "64", "--height", "48", "--frames", "9")
@@ -28,7 +28,8 @@ def test_it_writes_picture_text_and_profile(probe, model_folder, tmp_path):
     picture, text, profile = (tmp_path / "out" / f"probe_00001_.{suffix}" for suffix in ("png", "txt", "json"))
     assert out.splitlines()[-3:] == [str(picture), str(text), str(profile)]
     assert Image.open(picture).width > 1000 and out.startswith(text.read_text())
-    assert read(profile).architecture == "sm75" and read(profile).learned == NOTHING, "a wide stream needs no profile"
+    assert read(profile).architecture == "sm75"
+    assert read(profile).learned == NOTHING, "an fp32 residual stream needs no profile"
     assert list(profiles_directory().glob("*.json")) == []
     probe("--model", str(model_folder("5b", "stream")), *SMALL)
     assert (tmp_path / "out" / "probe_00002_.png").is_file(), "never over another file"
@@ -38,7 +39,7 @@ def test_one_json_object_and_the_profile_kept(probe, model_folder):
     code, out, _ = probe("--model", str(model_folder("cogview4", "inside")), "--json", "--save", "--steps", "1",
                          "--width", "64", "--height", "64", "--arch", "sm75")  # fmt: skip
     told = json.loads(out, parse_constant=pytest.fail)
-    assert code == 0 and told["status"] == "done" and told["plan"] == f"fp16 with '{ISLAND}' protected"
+    assert code == 0 and told["status"] == "done" and told["plan"] == f"fp16 with '{OVERFLOWING_BLOCK}' protected"
     assert [Path(file).suffix for file in told["files"]] == [".png", ".txt", ".json"]
     (file,) = profiles_directory().glob("*.json")
     assert file.read_text() == told["profile"]

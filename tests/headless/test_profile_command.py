@@ -12,7 +12,13 @@ from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.profile_store import Profile, read, write
 
 PROFILE = Profile(
-    "CogVideoX-5b", "0" * 32, (), "sm75", "fp16", {"torch": "2.13"}, PrecisionOverrides(islands=("blocks.3",))
+    "CogVideoX-5b",
+    "0" * 32,
+    (),
+    "sm75",
+    "fp16",
+    {"torch": "2.13"},
+    PrecisionOverrides(fp32_fallback_blocks=("blocks.3",)),
 )
 
 
@@ -37,7 +43,7 @@ def test_list_names_good_ones_and_bad_ones(folder, command):
     assert "broken\n    'broken.json' is no profile that can be used" in out
     told = json.loads(command("list", "--json")[1])
     assert [entry["name"] for entry in told["profiles"]] == [PROFILE.name, "broken"]
-    assert told["profiles"][0]["learned"]["islands"] == ["blocks.3"] and "error" in told["profiles"][1]
+    assert told["profiles"][0]["learned"]["fp32_fallback_blocks"] == ["blocks.3"] and "error" in told["profiles"][1]
 
 
 def test_show_prints_what_a_node_takes(folder, command):
@@ -73,7 +79,7 @@ def test_bad_input(folder, command, arguments, code, says):
 
 
 def test_a_bad_file_is_not_imported(folder, command, tmp_path):
-    (tmp_path / "bad.json").write_text(PROFILE.text().replace('"format": 1', '"format": 7'))
+    (tmp_path / "bad.json").write_text(PROFILE.text().replace('"format": 2', '"format": 7'))
     code, _, err = command("import", tmp_path / "bad.json")
     assert code == 2 and "format is 7" in err and not folder.exists()
 

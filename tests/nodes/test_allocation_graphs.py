@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.comfyui_host import calls
-from comfyui_onediff_guard.precision import half_products, shared
+from comfyui_onediff_guard.precision import scaled_products, shared
 from comfyui_onediff_guard.precision.overflow import Clips
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -58,7 +58,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Allocations:
 def test_limits_of_weights_outlive_the_block(plan: Allocations) -> None:
     assert shared.lasting is calls._outside_of_allocation_graphs
     layer = torch.nn.Linear(8, 8).half()
-    limits = half_products._Limits()
+    limits = scaled_products._Limits()
     with plan, torch.no_grad():
         *_, is_new = limits.of(layer.weight, torch.float16, transposed=False)
         limits.doubt(layer.weight, torch.tensor(True))

@@ -26,7 +26,7 @@ from comfyui_onediff_guard.pipelines.pace import in_words
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, named
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped
 from comfyui_onediff_guard.precision.overrides import (
-    EVERYTHING,
+    ALL_LAYERS_SCALED,
     ModuleStructure,
     OverflowDiagnosis,
     PrecisionOverrides,
@@ -155,7 +155,7 @@ def _refused(**sizes: int) -> str:
         ),
         (
             lambda: replace(
-                _report(COGVIDEOX_5B, "sm75", Component.TEXT_ENCODER, STEP, STEP), wide=EVERYTHING
+                _report(COGVIDEOX_5B, "sm75", Component.TEXT_ENCODER, STEP, STEP), protection=ALL_LAYERS_SCALED
             ).summary(),
             "文本编码器：fp16，因为 sm75 (Turing) 没有原生 bf16；每一层都有溢出保护；2 个提示词，全部正常。",
         ),
@@ -188,8 +188,8 @@ def _refused(**sizes: int) -> str:
         ),
         (
             lambda: escalate_overrides(
-                PrecisionOverrides(wide_parts=("a",)),
-                OverflowDiagnosis("", islands=("a", "b")),
+                PrecisionOverrides(scaled_blocks=("a",)),
+                OverflowDiagnosis("", fallback_blocks=("a", "b")),
                 ModuleStructure(),
                 "fp16",
             )[1],

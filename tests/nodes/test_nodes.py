@@ -91,7 +91,7 @@ def test_guarded_fp16_is_right_where_plain_fp16_is_black(folders):
     assert sampled["result"][0]["samples"].shape == (1, 16, 3, 6, 8)
     assert "overflow protection on; 2 steps, all fine" in sampled["ui"]["text"][0]
     (told,) = sampled["ui"]["onediff_guard"]
-    assert told["wide"] == "overflow protection on" and told["reruns"] == 0
+    assert told["protection"] == "overflow protection on" and told["reruns"] == 0
 
 
 def test_a_rerun_is_told_where_it_can_be_seen(model_folder, tmp_path):

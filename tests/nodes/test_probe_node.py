@@ -61,8 +61,8 @@ def test_it_keeps_a_profile_that_says_something_where_that_is_asked_for(
     kept = {file.read_text(): file.stem for file in host.profiles_directory().glob("*.json")}
     assert [*kept] == ([answer["result"][2]] if overflow == "inside" else [])
     assert (f"kept as {''.join(kept.values())}" if kept else "nothing to keep") in answer["result"][1]
-    wide_parts = (overflows.ISLAND,) if kept else ()
-    assert parse(answer["result"][2], "it").learned.wide_parts == wide_parts
+    scaled_blocks = (overflows.OVERFLOWING_BLOCK,) if kept else ()
+    assert parse(answer["result"][2], "it").learned.scaled_blocks == scaled_blocks
 
 
 def test_the_size_is_the_models_own_unless_given(folder: Path) -> None:

@@ -49,23 +49,25 @@ def error(folder, latents):
 
 @pytest.mark.parametrize("policy", [LEARNED, OFF], ids=["learned", "off"])
 @pytest.mark.parametrize("overflow", ["none", "stream"])
-@pytest.mark.parametrize("islands", [BLOCKS[:1], BLOCKS, OUTSIDE, (*OUTSIDE, *BLOCKS)], ids=len)
-def test_no_islands_make_the_result_worse(model_folder, islands, overflow, policy):
+@pytest.mark.parametrize("fallback_blocks", [BLOCKS[:1], BLOCKS, OUTSIDE, (*OUTSIDE, *BLOCKS)], ids=len)
+def test_no_fallback_blocks_make_the_result_worse(model_folder, fallback_blocks, overflow, policy):
     folder = model_folder("5b", overflow)
-    latents, report = sampled(folder, "fp16", policy, PrecisionOverrides(islands=islands))
+    latents, report = sampled(folder, "fp16", policy, PrecisionOverrides(fp32_fallback_blocks=fallback_blocks))
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * SMALL.steps
-    assert report.wide and error(folder, latents) < 0.005
+    assert report.protection and error(folder, latents) < 0.005
     assert [note.startswith("from a profile: ") for note in report.notes if "profile" in note] == [True]
 
 
 def test_where_nothing_is_learned_no_profile_is_read(model_folder):
     folder = model_folder("5b", "stream")
-    latents, report = sampled(folder, "fp16", STEP, PrecisionOverrides(islands=BLOCKS))
+    latents, report = sampled(folder, "fp16", STEP, PrecisionOverrides(fp32_fallback_blocks=BLOCKS))
     assert not any("profile" in note for note in report.notes)
-    assert report.learned is None and report.wide and error(folder, latents) < 0.005
+    assert report.learned is None and report.protection and error(folder, latents) < 0.005
 
 
-@pytest.mark.parametrize("island", ["transformer_blocks", "transformer_blocks.0.attn1", "", "transformer_blocks.9"])
-def test_parts_that_no_run_would_name_are_refused(model_folder, island):
-    _, report = sampled(model_folder("5b"), "fp16", LEARNED, PrecisionOverrides(islands=(island,)))
-    assert f"is left alone: this model has no part '{island}'" in str(report.notes)
+@pytest.mark.parametrize(
+    "fallback_block", ["transformer_blocks", "transformer_blocks.0.attn1", "", "transformer_blocks.9"]
+)
+def test_parts_that_no_run_would_name_are_refused(model_folder, fallback_block):
+    _, report = sampled(model_folder("5b"), "fp16", LEARNED, PrecisionOverrides(fp32_fallback_blocks=(fallback_block,)))
+    assert f"is left alone: this model has no part '{fallback_block}'" in str(report.notes)

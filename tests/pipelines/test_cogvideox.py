@@ -120,7 +120,7 @@ def test_the_stream_is_float32_whatever_it_reaches_and_the_weights_stay_in_half(
     handle = open_pipeline(model_folder(variant), "fp16")
     first, report = make(handle)
     again, _ = make(handle)
-    assert report.wide and torch.equal(first, again), "nothing is measured that a later run could know"
+    assert report.protection and torch.equal(first, again), "nothing is measured that a later run could know"
     denoiser = handle.store.module("transformer", "fp16")
     assert {weight.dtype for weight in denoiser.parameters()} == {torch.float16}
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in denoiser.modules())
@@ -129,23 +129,23 @@ def test_the_stream_is_float32_whatever_it_reaches_and_the_weights_stay_in_half(
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16 (plain)"])
 def test_what_has_the_range_and_plain_fp16_are_as_diffusers_computes_them(model_folder, open_pipeline, precision):
     _, report = make(open_pipeline(model_folder("5b"), precision))
-    assert not report.wide and "float32" not in report.summary()
+    assert not report.protection and "float32" not in report.summary()
 
 
-def test_where_the_wide_stream_does_not_help_the_guard_does(model_folder, open_pipeline):
+def test_where_the_fp32_residual_stream_does_not_help_the_guard_does(model_folder, open_pipeline):
     folder = model_folder("5b", "inside")
     expected, _ = make(open_pipeline(folder, "fp32"))
     frames, report = make(open_pipeline(folder, "fp16"))
-    assert report.wide and report.reruns == 1
+    assert report.protection and report.reruns == 1
     assert (frames - expected).abs().max() <= 2e-2
     assert "inside a block, apart from the residual stream" in report.text()
 
 
-def test_fp32_is_bit_equal_after_a_run_with_a_wide_stream(model_folder, open_pipeline):
+def test_fp32_is_bit_equal_after_a_run_with_an_fp32_residual_stream(model_folder, open_pipeline):
     folder = model_folder("5b", "stream")
     handle = open_pipeline(folder, "fp16")
     _, report = make(handle)
-    assert report.wide
+    assert report.protection
     assert torch.equal(make(open_pipeline(folder, "fp32"))[0], by_hand(folder, SMALL))
 
 

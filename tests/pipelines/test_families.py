@@ -224,7 +224,7 @@ def test_a_half_step_after_a_rerun_works_and_the_frames_are_right(model_folder, 
     assert (frames - expected).abs().mean() < 2 * (healthy - expected).abs().mean()
 
 
-def test_svd_encodes_with_every_layer_wide_from_weights_that_are_there_once(model_folder):
+def test_svd_encodes_with_every_layer_scaled_from_weights_that_are_there_once(model_folder):
     handle = opened(model_folder("svd"), "fp16")
     sampling, start = started("svd")
     _, report = make(handle, sampling, **start)

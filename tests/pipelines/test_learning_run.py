@@ -1,4 +1,4 @@
-"""Learning through a whole sampling run: wide blocks and islands under compile, and kept for the next run."""
+"""Learning through a whole sampling run: scaled blocks and fallback blocks under compile, and kept for the next run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode
 from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
 from torch._dynamo.utils import counters
 from torch.overrides import _get_current_function_mode_stack
 
@@ -100,18 +100,18 @@ def test_a_stream_beyond_fp16_teaches_nothing(model_folder, open_pipeline):
     handle = open_pipeline(model_folder("2b", "stream"), "fp16")
     _, report = sampled(handle, LEARNED)
     assert [step.outcome for step in report.steps] == ["finite"] * SMALL.steps
-    assert report.wide and learned_by(report) == PrecisionOverrides()
+    assert report.protection and learned_by(report) == PrecisionOverrides()
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_an_inner_overflow_makes_one_block_wide_and_no_new_graph(model_folder, open_pipeline, backend):
+def test_an_inner_overflow_scales_one_block_and_no_new_graph(model_folder, open_pipeline, backend):
     gc.collect()  # the weights are changed below: no other test's
     handle = open_pipeline(model_folder("2b"), "fp16", backend=backend)
     overflow_inside(handle, 1)
     before = counters["stats"]["unique_graphs"]
     latents, report = sampled(handle, LEARNED)
     assert [step.outcome for step in report.steps] == ["rerun", "finite", "finite", "finite"]
-    assert learned_by(report) == PrecisionOverrides(wide_parts=("transformer_blocks.1",))
+    assert learned_by(report) == PrecisionOverrides(scaled_blocks=("transformer_blocks.1",))
     assert first_rerun(report).module.startswith("transformer_blocks.1.ff.net.0")
     assert "'transformer_blocks.1' protected; 4 steps, 1 recomputed in fp32" in report.summary()
     _, again = sampled(handle, LEARNED, seed=4)
@@ -137,29 +137,28 @@ def test_an_overflow_outside_of_the_blocks_costs_one_rerun_and_no_more(model_fol
     _, report = run(3)
     assert [step.outcome for step in report.steps] == ["rerun", "finite", "finite", "finite"]
     assert {step.dtype for step in report.steps[1:]} == {"fp16"}
-    assert learned_by(report) == PrecisionOverrides(wide_parts=("time_embedding",))
+    assert learned_by(report) == PrecisionOverrides(scaled_blocks=("time_embedding",))
     assert first_rerun(report).module == "time_embedding.linear_1"
     assert "inside a block" not in report.steps[0].note
     assert run(4)[1].reruns == 0, "kept for the next run"
 
 
-def fails_wide(_layer, _given, made):
+def fails_scaled(_layer, _given, made):
     """As a hook: what the layer puts out is right in fp32 alone."""
-    is_wide = any(isinstance(mode, ScaledHalfMatmulMode) for mode in _get_current_function_mode_stack())
-    return made * math.inf if is_wide or made.dtype != torch.float32 else None
+    is_scaled = any(isinstance(mode, ScaledHalfMatmulMode) for mode in _get_current_function_mode_stack())
+    return made * math.inf if is_scaled or made.dtype != torch.float32 else None
 
 
 @pytest.mark.parametrize(("precision", "reruns"), [("fp16", 2), ("bf16", 1)])
-def test_a_block_that_fails_even_when_wide_becomes_an_island(model_folder, open_pipeline, precision, reruns):
+def test_a_block_that_fails_even_when_scaled_becomes_a_fallback_block(model_folder, open_pipeline, precision, reruns):
     handle = open_pipeline(model_folder("2b"), precision)
-    hook = (
-        handle.store.module("transformer", precision).transformer_blocks[1].ff.net[0].register_forward_hook(fails_wide)
-    )
+    block = handle.store.module("transformer", precision).transformer_blocks[1]
+    hook = block.ff.net[0].register_forward_hook(fails_scaled)
     latents, report = sampled(handle, LEARNED)
     _, again = sampled(handle, LEARNED, seed=4)
     hook.remove()
     assert [step.outcome for step in report.steps] == ["rerun"] * reruns + ["finite"] * (SMALL.steps - reruns)
-    assert learned_by(report) == PrecisionOverrides(islands=("transformer_blocks.1",))
+    assert learned_by(report) == PrecisionOverrides(fp32_fallback_blocks=("transformer_blocks.1",))
     assert (
         report.summary().count("'transformer_blocks.1' in fp32; 4 steps") == 1 and "protected" not in report.summary()
     )
@@ -168,7 +167,7 @@ def test_a_block_that_fails_even_when_wide_becomes_an_island(model_folder, open_
     assert error(latents, expected) < 5e-2
 
 
-def test_what_cannot_be_wide_in_parts_is_wide_in_all(model_folder, open_pipeline):
+def test_what_cannot_be_scaled_in_blocks_is_scaled_in_all(model_folder, open_pipeline):
     gc.collect()  # the weights are changed below: no other test's
     handle = open_pipeline(model_folder("2b"), "fp16")
     overflow_between_parts(handle.store.module("transformer", "fp16"))
@@ -177,18 +176,18 @@ def test_what_cannot_be_wide_in_parts_is_wide_in_all(model_folder, open_pipeline
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp32", "rerun"), *[("fp16", "finite")] * 3]
     assert first_rerun(report).action == "overflow protection in every layer from here on"
     assert (
-        learned_by(report) == PrecisionOverrides(everything=True)
-        and report.wide == "overflow protection in every layer"
+        learned_by(report) == PrecisionOverrides(all_layers_scaled=True)
+        and report.protection == "overflow protection in every layer"
     )
     assert again.reruns == 0 and again.summary().count("overflow protection in every layer") == 1
     expected, _ = sampled(handle, GuardPolicy(scope=Scope.STEP))
     assert error(latents, expected) < 2e-2
 
 
-def test_what_is_wide_in_all_is_not_compiled_and_the_report_says_so(model_folder, open_pipeline):
+def test_what_is_scaled_in_all_is_not_compiled_and_the_report_says_so(model_folder, open_pipeline):
     handle = open_pipeline(model_folder("2b"), "fp16", backend="inductor")
     key = handle.memory_key("transformer", "fp16")
-    handle.store.learned[key] = PrecisionOverrides(everything=True)
+    handle.store.learned[key] = PrecisionOverrides(all_layers_scaled=True)
     before = counters["stats"]["unique_graphs"]
     _, report = sampled(handle, LEARNED)
     assert (report.backend, report.backend_reason) == (
@@ -209,7 +208,7 @@ def test_what_did_not_help_is_not_kept_for_the_next_run(model_folder, open_pipel
     calls = iter(range(10**6))
 
     def fails(layer, given, made):
-        return fails_wide(layer, given, made) if next(calls) > 1 else made  # from the second step on
+        return fails_scaled(layer, given, made) if next(calls) > 1 else made  # from the second step on
 
     hook = denoiser.proj_out.register_forward_hook(fails)
     _, report = sampled(handle, LEARNED)

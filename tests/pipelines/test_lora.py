@@ -12,8 +12,8 @@ from comfyui_onediff_guard.pipelines.compile.backends import compiled
 from comfyui_onediff_guard.pipelines.errors import BadLora
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.lora import Lora, with_loras
+from comfyui_onediff_guard.precision.scaled_layers import with_fp32_residual_stream
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
-from comfyui_onediff_guard.precision.wide import with_wide_stream
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_models import INDUCTOR, MODELS, by_diffusers, call, denoiser, ours
@@ -37,21 +37,21 @@ def test_fp32_is_bit_equal_to_diffusers(name, scale, trained):
     assert not torch.equal(found, model(**inputs)[0])
 
 
-def wide(shell, family: Any = COGVIDEOX):
+def scaled(shell, family: Any = COGVIDEOX):
     names, readers = family.stream.writer_names(shell), family.stream.reader_names(shell)
-    return with_wide_stream(shell, names, torch.float16, readers=readers)
+    return with_fp32_residual_stream(shell, names, torch.float16, readers=readers)
 
 
 @pytest.mark.parametrize("scale", [1.0, -0.7, 40.0])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_wide_stream_in_half_has_the_lora_too(name, scale, trained):
+def test_an_fp32_residual_stream_in_half_has_the_lora_too(name, scale, trained):
     make, family, _ = MODELS[name]
     model, inputs = make()
     path = trained(model)
     expected = ours([path], [scale], model, family)(**inputs)[0]
     half = copy.deepcopy(model).half()
     given = {key: inputs[key].half() for key in ("hidden_states", "encoder_hidden_states")}
-    found = wide(ours([path], [scale], half, family), family)(**inputs | given)[0]
+    found = scaled(ours([path], [scale], half, family), family)(**inputs | given)[0]
     assert (found - expected).abs().max() < 1e-2 * expected.abs().max()
 
 

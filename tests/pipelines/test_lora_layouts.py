@@ -17,8 +17,8 @@ from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.families.wan import WAN
 from comfyui_onediff_guard.pipelines.models.lora import Lora, check_lora, with_loras
 from comfyui_onediff_guard.pipelines.models.lora_file import LayerNames
+from comfyui_onediff_guard.precision.scaled_layers import with_fp32_residual_stream
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
-from comfyui_onediff_guard.precision.wide import with_wide_stream
 from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from lora_models import saved, video_model
@@ -342,9 +342,9 @@ def test_differences_lose_nothing_to_rounding_in_half_precision(dtype: torch.dty
     assert error_over_effect(rerun, right, without) < limit
     assert error_over_effect(shell(**inputs)[0].float(), right, without) < 10 * limit
     if dtype is torch.float16:
-        stream = family.stream
-        wide = with_wide_stream(shell, stream.writer_names(shell), dtype, readers=stream.reader_names(shell))
-        assert error_over_effect(wide(**inputs)[0], right, without) < 10 * limit
+        writers, readers = family.stream.writer_names(shell), family.stream.reader_names(shell)
+        protected = with_fp32_residual_stream(shell, writers, dtype, readers=readers)
+        assert error_over_effect(protected(**inputs)[0], right, without) < 10 * limit
     assert half.state_dict().keys() == before.keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in half.state_dict().items())
     assert {p.dtype for p in half.parameters()} == {dtype}

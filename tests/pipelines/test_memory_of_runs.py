@@ -19,8 +19,8 @@ from comfyui_onediff_guard.precision.profile_store import read, write
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
 LEARNED = GuardPolicy(scope=Scope.LEARNED)
-WIDE = PrecisionOverrides(wide_parts=(overflows.ISLAND,))
-ISLANDS = PrecisionOverrides(islands=(overflows.ISLAND,))  # as an earlier version learned them
+SCALED = PrecisionOverrides(scaled_blocks=(overflows.OVERFLOWING_BLOCK,))
+IN_FP32 = PrecisionOverrides(fp32_fallback_blocks=(overflows.OVERFLOWING_BLOCK,))
 
 
 @pytest.fixture
@@ -58,13 +58,13 @@ def kept(tmp_path):
     return file
 
 
-def test_wide_parts_are_kept_for_later_processes(overflowing, opened, tmp_path):
+def test_scaled_blocks_are_kept_for_later_processes(overflowing, opened, tmp_path):
     expected, first = sampled(opened(overflowing))
-    assert first.reruns == 1 and first.learned == WIDE
+    assert first.reruns == 1 and first.learned == SCALED
     profile = read(kept(tmp_path))
-    assert profile.learned == WIDE and profile.model == overflowing.name
+    assert profile.learned == SCALED and profile.model == overflowing.name
     latents, later = sampled(opened(overflowing))
-    assert later.reruns == 0 and later.learned == WIDE
+    assert later.reruns == 0 and later.learned == SCALED
     assert f"from a profile: {profile.in_words()}" in later.notes
     assert (latents - expected).abs().max() / expected.abs().max() < 2e-2
     _, plain = sampled(opened(overflowing, GuardPolicy(scope=Scope.STEP)))
@@ -92,15 +92,16 @@ def test_a_run_that_is_interrupted_keeps_what_it_learned(overflowing, opened, tm
 
     with pytest.raises(KeyboardInterrupt):
         sample(handle, positive, negative, SMALL, step_done=stop)
-    assert read(kept(tmp_path)).learned == WIDE
+    assert read(kept(tmp_path)).learned == SCALED
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"format": 9}, "format is 9"),
+        ({"format": 1, "learned": {"islands": ["transformer_blocks.1"]}}, "format is 1"),
         ({"versions": {"torch": "1.0"}}, "is left alone: it was made with torch 1.0"),
-        ({"learned": {"islands": ["blocks.7"]}}, "this model has no part 'blocks.7'"),
+        ({"learned": {"fp32_fallback_blocks": ["blocks.7"]}}, "this model has no part 'blocks.7'"),
     ],
 )
 def test_a_kept_profile_that_does_not_fit_is_left_alone_with_a_line(overflowing, opened, tmp_path, change, says):
@@ -110,17 +111,16 @@ def test_a_kept_profile_that_does_not_fit_is_left_alone_with_a_line(overflowing,
     latents, report = sampled(opened(overflowing))
     assert report.reruns == 1 and torch.isfinite(latents).all()
     assert any(says in note for note in report.notes), report.notes
-    assert read(file).learned == report.learned == WIDE, "and is made anew"
+    assert read(file).learned == report.learned == SCALED, "and is made anew"
 
 
-def test_a_profile_of_an_earlier_version_is_used_for_its_islands(overflowing, opened, tmp_path):
+def test_a_kept_profile_is_used_for_its_fallback_blocks(overflowing, opened, tmp_path):
     sampled(opened(overflowing))
     file = kept(tmp_path)
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"learned": {"stream_peak": 5.1e5, "islands": [*ISLANDS.islands]}})
-    )
+    learned = {"fp32_fallback_blocks": [*IN_FP32.fp32_fallback_blocks]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"learned": learned}))
     _, report = sampled(opened(overflowing))
-    assert report.reruns == 0 and report.learned == ISLANDS and "from a profile" in report.text()
+    assert report.reruns == 0 and report.learned == IN_FP32 and "from a profile" in report.text()
 
 
 def test_a_profile_that_a_workflow_carries(overflowing, opened, tmp_path):
@@ -141,9 +141,9 @@ def test_what_is_learned_on_top_of_a_profile_that_a_workflow_carries_is_kept(ove
     sampled(opened(overflowing))
     whole = read(kept(tmp_path))
     kept(tmp_path).unlink()
-    other = PrecisionOverrides(islands=("transformer_blocks.0",))
+    other = PrecisionOverrides(fp32_fallback_blocks=("transformer_blocks.0",))
     _, report = sampled(opened(overflowing, profile=replace(whole, learned=other)))
-    both = replace(WIDE, islands=other.islands)
+    both = replace(SCALED, fp32_fallback_blocks=other.fp32_fallback_blocks)
     assert report.reruns == 1 and read(kept(tmp_path)) == replace(whole, learned=both)
 
 
@@ -158,7 +158,8 @@ def test_what_does_not_help_is_forgotten_for_later_processes_too(model_folder, o
     folder = model_folder("2b")
     handle = opened(folder)
     useless = replace(
-        profile_of(handle, "transformer", "fp16"), learned=PrecisionOverrides(islands=("transformer_blocks.1",))
+        profile_of(handle, "transformer", "fp16"),
+        learned=PrecisionOverrides(fp32_fallback_blocks=("transformer_blocks.1",)),
     )
     file = write(tmp_path / "profiles", useless)
     hook = handle.store.module("transformer", "fp16").proj_out.register_forward_hook(
@@ -167,5 +168,5 @@ def test_what_does_not_help_is_forgotten_for_later_processes_too(model_folder, o
     _, report = sampled(handle)
     hook.remove()
     assert f"from a profile: {useless.in_words()}" in report.notes
-    assert report.learned == PrecisionOverrides(everything=True), "its last layer puts out what does not fit"
+    assert report.learned == PrecisionOverrides(all_layers_scaled=True), "its last layer puts out what does not fit"
     assert read(file) == replace(useless, learned=report.learned)

@@ -79,7 +79,7 @@ def test_what_overflows_is_red_and_nothing_else():
         (60, 60, 2, {"value": lambda block, leaf, step: 1e30 * block}),
         (3, 2, 1, {"value": lambda block, leaf, step: 1e5 if leaf >= 0 else 1.0}),
     ],
-    ids=["30 blocks of 20 layers", "50 steps", "little", "several lists", "huge", "three islands"],
+    ids=["30 blocks of 20 layers", "50 steps", "little", "several lists", "huge", "three fallback blocks"],
 )
 def test_texts_are_inside_and_overlap_nowhere(blocks, leaves, steps, options):
     figure = figure_of(result_of(measured(blocks, leaves, steps, **options)))

@@ -14,7 +14,7 @@ from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.profile_store import parse
-from overflows import ISLAND
+from overflows import OVERFLOWING_BLOCK
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
 LEARNED = GuardPolicy(scope=Scope.LEARNED)
@@ -44,7 +44,7 @@ def hooks(module):
     ("variant", "overflow", "card", "precision", "plan"),
     [
         ("2b", "stream", "sm75", "fp16", "fp16 with overflow protection"),
-        ("5b", "inside", "sm75", "fp16", f"fp16 with '{ISLAND}' protected"),
+        ("5b", "inside", "sm75", "fp16", f"fp16 with '{OVERFLOWING_BLOCK}' protected"),
         ("1.5", "stream", "sm75", "fp16", "fp16 with overflow protection"),
         ("5b", "stream", "sm80", "auto", "bf16"),
         ("2b", "stream", "sm75", "fp32", "fp32"),
@@ -62,7 +62,7 @@ def test_applied_it_leads_to_no_rerun(model_folder, opened, variant, overflow, c
     applied = replace(handle, policy=LEARNED, profile=profile)
     latents, report = sample(applied, *prompts(applied), SMALL)
     assert [(step.dtype, step.outcome) for step in report.steps] == [(found.chosen.dtype, "finite")] * SMALL.steps
-    assert torch.isfinite(latents).all() and bool(report.wide) is (found.chosen.dtype == "fp16")
+    assert torch.isfinite(latents).all() and bool(report.protection) is (found.chosen.dtype == "fp16")
 
 
 def test_every_step_is_measured_and_the_cost_is_stated(model_folder, opened):
@@ -105,9 +105,9 @@ def test_it_is_kept_where_that_is_asked_for(model_folder, opened, tmp_path):
     assert not (tmp_path / "profiles").exists()
     assert found.profile and found.profile.name in keep_profile(handle, found)
     assert (tmp_path / "profiles" / f"{found.profile.name}.json").read_text() == found.profile_text
-    assert found.profile.learned == PrecisionOverrides(wide_parts=(ISLAND,))
+    assert found.profile.learned == PrecisionOverrides(scaled_blocks=(OVERFLOWING_BLOCK,))
     _, report = sample(replace(handle, policy=LEARNED), *prompts(handle), SMALL)
     assert report.reruns == 0, "in this process too"
     for variant, card in (("5b", "sm80"), ("2b", "sm75")):
-        wide = opened(model_folder(variant, "stream"), card)
-        assert keep_profile(wide, probe(wide, *prompts(wide), SMALL)).startswith("nothing to keep")
+        protected = opened(model_folder(variant, "stream"), card)
+        assert keep_profile(protected, probe(protected, *prompts(protected), SMALL)).startswith("nothing to keep")

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 TEXTS = st.text(min_size=1, max_size=300).filter(str.isprintable)
 PARTS = st.lists(TEXTS).map(largest_of)
-ISLANDS = ("transformer_blocks.3", "transformer_blocks.17")
+IN_FP32 = ("transformer_blocks.3", "transformer_blocks.17")
 PROFILE = Profile(
     model="CogVideoX 5b/fine:tune",
     weights="0" * 32,
@@ -29,7 +29,7 @@ PROFILE = Profile(
     architecture="sm75",
     dtype="fp16",
     versions={"torch": "2.13", "diffusers": "0.42"},
-    learned=PrecisionOverrides(islands=ISLANDS),
+    learned=PrecisionOverrides(fp32_fallback_blocks=IN_FP32),
 )
 
 
@@ -42,7 +42,9 @@ PROFILE = Profile(
         architecture=st.sampled_from([*ARCHITECTURES, "sm999", "gfx1100", "hpu"]),
         dtype=st.sampled_from(["fp16", "bf16"]),
         versions=st.dictionaries(TEXTS, TEXTS, max_size=20),
-        learned=st.builds(PrecisionOverrides, islands=PARTS, wide_parts=PARTS, everything=st.booleans()),
+        learned=st.builds(
+            PrecisionOverrides, fp32_fallback_blocks=PARTS, scaled_blocks=PARTS, all_layers_scaled=st.booleans()
+        ),
     )
 )
 def test_what_is_written_is_read_again(profile):
@@ -70,8 +72,9 @@ def test_a_profile_of_a_model_in_any_folder_is_read_again(model_folder, tmp_path
 def test_a_file_is_written_whole_and_named_after_its_model(tmp_path):
     file = write(tmp_path / "new", PROFILE)
     assert file.name.startswith("CogVideoX-5b-fine-tune-sm75-fp16-") and read(file) == PROFILE
-    again = write(tmp_path / "new", replace(PROFILE, learned=PrecisionOverrides(islands=("proj_out",))))
-    assert again == file and read(file).learned == PrecisionOverrides(islands=("proj_out",)), "one model has one file"
+    again = write(tmp_path / "new", replace(PROFILE, learned=PrecisionOverrides(fp32_fallback_blocks=("proj_out",))))
+    assert again == file, "one model has one file"
+    assert read(file).learned == PrecisionOverrides(fp32_fallback_blocks=("proj_out",))
     other = write(tmp_path / "new", replace(PROFILE, loras=("x at 1",)))
     assert other != file
     assert {path.suffix for path in (tmp_path / "new").iterdir()} == {".json"}
@@ -90,9 +93,8 @@ def test_readers_never_see_half_a_file(tmp_path):
 
     def keep_writing():
         for turn in range(200):
-            write(
-                tmp_path, replace(PROFILE, learned=PrecisionOverrides(islands=(*ISLANDS, *map(str, range(turn % 100)))))
-            )
+            parts = (*IN_FP32, *map(str, range(turn % 100)))
+            write(tmp_path, replace(PROFILE, learned=PrecisionOverrides(fp32_fallback_blocks=parts)))
 
     writer = threading.Thread(target=keep_writing)
     writer.start()
@@ -106,19 +108,29 @@ def test_readers_never_see_half_a_file(tmp_path):
     ("change", "says"),
     [
         ({"kind": "a poem"}, "kind is a poem: input should be 'onediff-guard profile'"),
-        ({"format": 2}, "format is 2: input should be 1"),
+        ({"format": 3}, "format is 3: input should be 2"),
+        (
+            {"format": 1, "learned": {"islands": ["a"], "wide_parts": [], "everything": False}},
+            "format is 1: input should be 2",
+        ),
         ({"learned": None}, "learned is None"),
-        ({"learned": {"stream_peak": 1}}, "learned.islands is missing"),
-        ({"learned": {"islands": "all"}}, "learned.islands is all"),
-        ({"learned": {"islands": [""]}}, "learned.islands[0]"),
-        ({"learned": {"islands": ["a", "a"]}}, "stands here twice"),
-        ({"learned": {"islands": ["a", "a.b"]}}, "one of these parts is in another"),
-        ({"learned": {"islands": list(map(str, range(201)))}}, "learned.islands is a list of 201"),
-        ({"learned": {"wide_parts": ["a"], "everything": True}}, "learned.islands is missing"),
-        ({"learned": {"islands": [], "wide_parts": "all"}}, "learned.wide_parts is all"),
-        ({"learned": {"islands": [], "wide_parts": ["a", "a.b"]}}, "one of these parts is in another"),
-        ({"learned": {"islands": [], "wide_parts": list(map(str, range(201)))}}, "learned.wide_parts is a list of 201"),
-        ({"learned": {"islands": [], "everything": "all"}}, "learned.everything is all"),
+        ({"learned": {"stream_peak": 1}}, "learned.fp32_fallback_blocks is missing"),
+        ({"learned": {"fp32_fallback_blocks": "all"}}, "learned.fp32_fallback_blocks is all"),
+        ({"learned": {"fp32_fallback_blocks": [""]}}, "learned.fp32_fallback_blocks[0]"),
+        ({"learned": {"fp32_fallback_blocks": ["a", "a"]}}, "stands here twice"),
+        ({"learned": {"fp32_fallback_blocks": ["a", "a.b"]}}, "one of these parts is in another"),
+        (
+            {"learned": {"fp32_fallback_blocks": list(map(str, range(201)))}},
+            "learned.fp32_fallback_blocks is a list of 201",
+        ),
+        ({"learned": {"scaled_blocks": ["a"], "all_layers_scaled": True}}, "learned.fp32_fallback_blocks is missing"),
+        ({"learned": {"fp32_fallback_blocks": [], "scaled_blocks": "all"}}, "learned.scaled_blocks is all"),
+        ({"learned": {"fp32_fallback_blocks": [], "scaled_blocks": ["a", "a.b"]}}, "one of these parts is in another"),
+        (
+            {"learned": {"fp32_fallback_blocks": [], "scaled_blocks": list(map(str, range(201)))}},
+            "learned.scaled_blocks is a list of 201",
+        ),
+        ({"learned": {"fp32_fallback_blocks": [], "all_layers_scaled": "all"}}, "learned.all_layers_scaled is all"),
         ({"dtype": "int4"}, "dtype is int4"),
         ({"architecture": "../../x"}, "architecture is ../../x: value error, the name of no architecture"),
         ({"architecture": "SM75"}, "the name of no architecture"),
@@ -137,32 +149,33 @@ def test_a_profile_that_cannot_be_used_is_named(change, says, tmp_path):
 
 
 @pytest.mark.parametrize("peak", [5.1e5, None, 1e10, -1, "5e5"])
-def test_one_of_an_earlier_version_is_read_and_its_peak_is_not(peak):
-    earlier = json.loads(PROFILE.text())
-    earlier["learned"]["stream_peak"] = peak
-    assert parse(json.dumps(earlier), "it") == PROFILE
+def test_a_field_that_is_not_known_is_not_read(peak):
+    other = json.loads(PROFILE.text())
+    other["learned"]["stream_peak"] = peak
+    assert parse(json.dumps(other), "it") == PROFILE
 
 
-def test_one_of_a_version_that_knew_islands_alone_is_read():
-    earlier = json.loads(PROFILE.text())
-    del earlier["learned"]["wide_parts"], earlier["learned"]["everything"]
-    assert parse(json.dumps(earlier), "it") == PROFILE
+def test_one_with_fallback_blocks_alone_is_read():
+    alone = json.loads(PROFILE.text())
+    del alone["learned"]["scaled_blocks"], alone["learned"]["all_layers_scaled"]
+    assert parse(json.dumps(alone), "it") == PROFILE
 
 
-def test_a_wide_stream_and_a_run_that_went_on_in_fp32_are_of_no_profile():
-    assert PrecisionOverrides(wide=True, islands=ISLANDS, whole_run_fp32=True).to_share == PROFILE.learned
-    assert json.loads(PROFILE.text())["learned"] == {"islands": [*ISLANDS], "wide_parts": [], "everything": False}
+def test_an_fp32_residual_stream_and_a_run_that_went_on_in_fp32_are_of_no_profile():
+    assert replace(PROFILE.learned, fp32_residual_stream=True, whole_run_fp32=True).to_share == PROFILE.learned
+    told = {"fp32_fallback_blocks": [*IN_FP32], "scaled_blocks": [], "all_layers_scaled": False}
+    assert json.loads(PROFILE.text())["learned"] == told
 
 
-def test_wide_parts_and_that_everything_is_wide_are_of_a_profile(tmp_path):
-    wide = PrecisionOverrides(islands=ISLANDS[:1], wide_parts=ISLANDS[1:], everything=True)
-    assert replace(wide, wide=True, whole_run_fp32=True).to_share == wide
-    profile = replace(PROFILE, learned=wide)
+def test_scaled_blocks_and_all_layers_scaled_are_of_a_profile(tmp_path):
+    scaled = PrecisionOverrides(fp32_fallback_blocks=IN_FP32[:1], scaled_blocks=IN_FP32[1:], all_layers_scaled=True)
+    assert replace(scaled, fp32_residual_stream=True, whole_run_fp32=True).to_share == scaled
+    profile = replace(PROFILE, learned=scaled)
     assert read(write(tmp_path, profile)) == profile
     assert json.loads(profile.text())["learned"] == {
-        "islands": ["transformer_blocks.3"],
-        "wide_parts": ["transformer_blocks.17"],
-        "everything": True,
+        "fp32_fallback_blocks": ["transformer_blocks.3"],
+        "scaled_blocks": ["transformer_blocks.17"],
+        "all_layers_scaled": True,
     }
 
 
@@ -190,18 +203,18 @@ def test_a_large_or_binary_file_is_no_profile(tmp_path):
         ({"versions": {"torch": "2.9", "diffusers": "0.42"}}, "made with torch 2.9, and this is 2.13"),
         ({"versions": {}}, "torch of no version"),
         (
-            {"learned": PrecisionOverrides(islands=("transformer_blocks.99",))},
+            {"learned": PrecisionOverrides(fp32_fallback_blocks=("transformer_blocks.99",))},
             "this model has no part 'transformer_blocks.99'",
         ),
         (
-            {"learned": PrecisionOverrides(wide_parts=("transformer_blocks.99",))},
+            {"learned": PrecisionOverrides(scaled_blocks=("transformer_blocks.99",))},
             "this model has no part 'transformer_blocks.99'",
         ),
     ],
 )
 def test_one_that_does_not_fit_says_why(change, says):
-    assert PROFILE.misfit(replace(PROFILE, learned=NOTHING), ISLANDS) == ""
-    assert says in replace(PROFILE, **change).misfit(replace(PROFILE, learned=NOTHING), ISLANDS)
+    assert PROFILE.misfit(replace(PROFILE, learned=NOTHING), IN_FP32) == ""
+    assert says in replace(PROFILE, **change).misfit(replace(PROFILE, learned=NOTHING), IN_FP32)
 
 
 def test_a_model_is_known_by_its_config_headers_and_weights(model_folder, tmp_path):
@@ -263,10 +276,14 @@ def test_in_words():
     words = "CogVideoX 5b/fine:tune, sm75, fp16; 'transformer_blocks.3', 'transformer_blocks.17' in fp32"
     assert PROFILE.in_words() == words
     assert replace(PROFILE, learned=NOTHING).in_words().endswith("; no block needs extra protection")
-    some = replace(PROFILE, learned=PrecisionOverrides(islands=ISLANDS[:1], wide_parts=ISLANDS[1:])).in_words()
-    assert some.endswith("fp16; 'transformer_blocks.17' protected; 'transformer_blocks.3' in fp32")
+    some = PrecisionOverrides(fp32_fallback_blocks=IN_FP32[:1], scaled_blocks=IN_FP32[1:])
     assert (
-        replace(PROFILE, learned=PrecisionOverrides(everything=True))
+        replace(PROFILE, learned=some)
+        .in_words()
+        .endswith("fp16; 'transformer_blocks.17' protected; 'transformer_blocks.3' in fp32")
+    )
+    assert (
+        replace(PROFILE, learned=PrecisionOverrides(all_layers_scaled=True))
         .in_words()
         .endswith("fp16; overflow protection in every layer")
     )

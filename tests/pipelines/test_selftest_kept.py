@@ -46,7 +46,7 @@ def test_auto_takes_the_next_best(card: str, model: str, failed: tuple[str, ...]
     why = before.reason if comes_to == before.dtype else instead
     also = f", but {comes_to} came out wrong in this card's self-test of {DAY}" if comes_to in failed else ""
     assert (plan.dtype, plan.reason) == (comes_to, why + also)
-    assert plan.wide == (comes_to == "fp16" and VARIANTS[model].has_stream)
+    assert plan.overflow_protection == (comes_to == "fp16" and VARIANTS[model].has_stream)
 
 
 @pytest.mark.parametrize("request_", [Precision.BF16, Precision.FP16, Precision.FP32, Precision.INT8])
@@ -59,7 +59,7 @@ def test_what_is_asked_for_is_done_and_the_reason_warns(request_: Precision) -> 
 
 
 @pytest.mark.parametrize(
-    ("chosen", "request_", "failed", "comes_to", "wide"),
+    ("chosen", "request_", "failed", "comes_to", "protected"),
     [
         ("bf16", Precision.AUTO, ("bf16",), "fp16", True),
         ("bf16", Precision.AUTO, ("bf16", "fp16"), "fp32", False),
@@ -68,11 +68,11 @@ def test_what_is_asked_for_is_done_and_the_reason_warns(request_: Precision) -> 
     ],
 )
 def test_comfyuis_own_models_too(
-    chosen: str, request_: Precision | None, failed: tuple[str, ...], comes_to: str, wide: bool
+    chosen: str, request_: Precision | None, failed: tuple[str, ...], comes_to: str, protected: bool
 ) -> None:
     plan = comfy_plan(Component.DENOISER, "Lumina2", HALVES[chosen], with_failed("sm90", *failed), request_)
     assert not plan.fp16_sums, "nobody asked for them"
-    assert (plan.dtype, plan.wide) == (comes_to, wide)
+    assert (plan.dtype, plan.overflow_protection) == (comes_to, protected)
     assert ("self-test" in plan.reason) == (chosen in failed)
 
 

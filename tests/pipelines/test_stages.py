@@ -38,19 +38,19 @@ def overflow_vae(module):
     module.decoder.conv_in.conv.bias.mul_(1e6)
 
 
-def test_a_text_encoder_that_would_overflow_does_not_with_every_layer_wide(broken_in_half, open_pipeline):
+def test_a_text_encoder_that_would_overflow_does_not_with_every_layer_scaled(broken_in_half, open_pipeline):
     folder = broken_in_half("text_encoder", overflow_text_encoder)
     (expected, _), _ = encode_prompts(open_pipeline(folder, "fp32"), ["a boat", ""])
     handle = open_pipeline(folder, "fp16")
     (found, _), report = encode_prompts(handle, ["a boat", ""])
-    assert report.wide == "overflow protection in every layer" and report.reruns == 0
+    assert report.protection == "overflow protection in every layer" and report.reruns == 0
     assert found.dtype == torch.float32
     assert (found - expected).norm() <= 2e-3 * expected.norm()
     plain = open_pipeline(folder, "fp16 (plain)")
     assert not torch.isfinite(encode_prompts(plain, ["a boat", ""])[0][0]).all()
 
 
-def test_a_text_encoder_clamps_nothing_with_every_layer_wide(clamping_text_encoder, open_pipeline):
+def test_a_text_encoder_clamps_nothing_with_every_layer_scaled(clamping_text_encoder, open_pipeline):
     folder = clamping_text_encoder
     expected, _ = encode_prompts(open_pipeline(folder, "fp32"), ["a boat", ""])
     plain, unguarded = encode_prompts(open_pipeline(folder, "fp16 (plain)"), ["a boat", ""])
@@ -62,7 +62,7 @@ def test_a_text_encoder_clamps_nothing_with_every_layer_wide(clamping_text_encod
 
 
 @pytest.mark.parametrize("precision", ["fp16 (plain)", "bf16"])
-def test_a_text_encoder_that_is_not_wide_is_the_same_to_the_bit(model_folder, open_pipeline, precision):
+def test_a_text_encoder_that_is_not_scaled_is_the_same_to_the_bit(model_folder, open_pipeline, precision):
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
     text_encoder = T5EncoderModel.from_pretrained(model_folder("2b") / "text_encoder", dtype=dtype)
     handle = open_pipeline(model_folder("2b"), precision)
@@ -72,7 +72,7 @@ def test_a_text_encoder_that_is_not_wide_is_the_same_to_the_bit(model_folder, op
     ).input_ids
     with torch.no_grad():
         assert torch.equal(found[0], text_encoder(tokens).last_hidden_state.float())
-    assert report.reruns == 0 and not report.wide
+    assert report.reruns == 0 and not report.protection
 
 
 def test_embeddings_that_came_out_broken_are_not_remembered(broken_in_half, open_pipeline):

@@ -171,7 +171,7 @@ def broken_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 @pytest.mark.parametrize("overflow", ["none", "stream"])
 @pytest.mark.parametrize("model", ["2b", "cogview3", "cogview4"])
-def test_a_wide_stream(model_folder: Callable[..., Path], model: str, overflow: str) -> None:
+def test_an_fp32_residual_stream(model_folder: Callable[..., Path], model: str, overflow: str) -> None:
     handle = opened(model_folder(model, overflow), "fp16")
     plain, _ = run(handle, model)
     found, report = run(handle, model, WIDE)
@@ -182,9 +182,9 @@ def test_a_wide_stream(model_folder: Callable[..., Path], model: str, overflow: 
 @pytest.mark.parametrize(
     "known",
     [
-        PrecisionOverrides(islands=("transformer_blocks.1",)),
-        PrecisionOverrides(wide_parts=("transformer_blocks.0",)),
-        PrecisionOverrides(everything=True),
+        PrecisionOverrides(fp32_fallback_blocks=("transformer_blocks.1",)),
+        PrecisionOverrides(scaled_blocks=("transformer_blocks.0",)),
+        PrecisionOverrides(all_layers_scaled=True),
     ],
     ids=["fallback block", "protected block", "overflow protection in every layer"],
 )

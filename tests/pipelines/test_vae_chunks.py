@@ -109,7 +109,9 @@ def test_encoding_a_video_is_guarded_chunk_by_chunk(model_folder, open_pipeline,
     assert (found - expected).abs().max() / expected.abs().max() < 0.1
 
 
-def test_in_scope_learned_a_block_that_fails_becomes_an_island(model_folder, open_pipeline, monkeypatch, latents):
+def test_in_scope_learned_a_block_that_fails_becomes_a_fallback_block(
+    model_folder, open_pipeline, monkeypatch, latents
+):
     handle = open_pipeline(model_folder("2b"), "bf16")
     handle = replace(handle, policy=GuardPolicy(scope=Scope.LEARNED))
     block = handle.store.module("vae", "bf16").decoder.up_blocks[1]

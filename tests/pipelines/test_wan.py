@@ -59,7 +59,7 @@ def test_it_is_bit_equal_to_diffusers(model_folder, variant, size, **drawn):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_stream_beyond_fp16_is_black_in_plain_fp16_and_nearer_than_bf16_when_wide(model_folder, variant):
+def test_a_stream_beyond_fp16_is_black_in_plain_fp16_and_nearer_than_bf16_when_protected(model_folder, variant):
     made, reports = {}, {}
     for precision in ("fp32", "fp16 (plain)", "fp16", "bf16"):
         handle = opened(model_folder(variant, "stream"), precision)

@@ -162,14 +162,14 @@ def guarded(
 ) -> Run:
     """more: of build_half_precision_forward."""
     faults, built = faults or Faults({}, ()), []
-    anatomy = ModuleStructure.of(module, ["blocks"], stream)
+    structure = ModuleStructure.of(module, ["blocks"], stream)
 
     def make(known: PrecisionOverrides) -> HalfPrecisionForward:
         built.append(known)
-        return build_half_precision_forward(faulty, anatomy, known, dtype, **more)
+        return build_half_precision_forward(faulty, structure, known, dtype, **more)
 
     # the attempt is made of the faulty shell; the rerun calls the module
     faulty = faults.injected(module)
-    learner = FallbackAdapter(module, dtype, make, anatomy, learned)
+    learner = FallbackAdapter(module, dtype, make, structure, learned)
     guard = guards.guarded(learner, dtype, rerun=module, scope=scope, give_up_after=give_up_after)
     return Run(module, guard, guard.report, learner, faults, built)

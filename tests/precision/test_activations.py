@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from comfyui_onediff_guard.precision.activations import META, counting, on_meta
-from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode
 from comfyui_onediff_guard.precision.kernels import Kernels
+from comfyui_onediff_guard.precision.scaled_layers import with_fp32_residual_stream
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
 from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
-from comfyui_onediff_guard.precision.wide import with_wide_stream
 from denoisers import MODELS, build, step
 from torch import nn
 from torch.nn import functional as F
@@ -133,14 +133,14 @@ def test_a_published_denoiser_takes_what_was_counted_of_it(name: str) -> None:
         assert most(lambda: module(**call)) / 1e9 == pytest.approx(expected, rel=0.15)  # noqa: B023
 
 
-def test_what_is_wide_or_rerun_takes_more() -> None:
+def test_what_is_scaled_or_rerun_takes_more() -> None:
     model, size = MODELS["cogvideox-2b"], MODELS["cogvideox-2b"].sizes["tiny"]
     module = build(model, size, META, torch.float16)
     call = step(model, module.config, size, META, torch.float16)
     stream = model.family.stream
     assert stream
-    wide = with_wide_stream(module, stream.writer_names(module), torch.float16)
-    plain, with_stream = most(lambda: module(**call)), most(lambda: wide(**call))
-    everything = most(lambda: run_in(ScaledHalfMatmulMode(torch.float16), module, (), call))
+    protected = with_fp32_residual_stream(module, stream.writer_names(module), torch.float16)
+    plain, with_stream = most(lambda: module(**call)), most(lambda: protected(**call))
+    scaled = most(lambda: run_in(ScaledHalfMatmulMode(torch.float16), module, (), call))
     rerun = most(lambda: run_in_fp32(module, **call))
-    assert plain < with_stream < everything <= 1.1 * rerun
+    assert plain < with_stream < scaled <= 1.1 * rerun

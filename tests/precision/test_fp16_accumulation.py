@@ -62,10 +62,12 @@ class Run:
     ):
         def build(known: PrecisionOverrides) -> HalfPrecisionForward:
             is_right = known.fp16_error is not None and known.fp16_error <= MAX_FP16_ERROR
-            return HalfPrecisionForward(module, module, everything=known.everything, fp16_accumulation=is_right)
+            return HalfPrecisionForward(
+                module, module, all_layers_scaled=known.all_layers_scaled, fp16_accumulation=is_right
+            )
 
-        anatomy = ModuleStructure.of(module, ["0", "1", "2"])
-        self.learner = FallbackAdapter(module, "fp16", build, anatomy, learned, agree)
+        structure = ModuleStructure.of(module, ["0", "1", "2"])
+        self.learner = FallbackAdapter(module, "fp16", build, structure, learned, agree)
         report = report_of("fp16", "SVD", "sm89", accumulation=Accumulation.FP16)
         self.guard = guarded(self.learner, rerun=module, report=report, scope=scope)
 
@@ -184,11 +186,19 @@ def test_giving_up_half_precision_forgets_no_check(card: Fp16SumsOnCpu) -> None:
     assert found is not None and run.error == found
 
 
-@pytest.mark.parametrize("everything", [False, True])
-def test_every_scope_checks_and_every_layer_wide_never_accumulates_in_fp16(card: Fp16SumsOnCpu, everything: bool):
-    run = Run(network(), PrecisionOverrides(everything=everything), scope=Scope.LEARNED if everything else Scope.STEP)
+@pytest.mark.parametrize("all_layers_scaled", [False, True])
+def test_every_scope_checks_and_every_layer_scaled_never_accumulates_in_fp16(
+    card: Fp16SumsOnCpu, all_layers_scaled: bool
+):
+    run = Run(
+        network(),
+        PrecisionOverrides(all_layers_scaled=all_layers_scaled),
+        scope=Scope.LEARNED if all_layers_scaled else Scope.STEP,
+    )
     run(given())
-    assert (run.error is None) == (card.launched == 0) == everything and everything == bool(run.guard.learned)
+    assert (run.error is None) == (card.launched == 0) == all_layers_scaled and all_layers_scaled == bool(
+        run.guard.learned
+    )
 
 
 @pytest.mark.parametrize(("others", "found"), [(torch.inf, 1.0), (torch.nan, None)], ids=["overflow", "turned off"])

@@ -71,7 +71,7 @@ def test_calls(calls, scope):
 def test_saturation_is_located_too(dtype, learned):
     run = guarded(build(dtype=dtype), dtype, faults=Faults({"out": spoil(65504.0, (0, 0, 0))}, [0]))
     run(latents())
-    assert run.outcomes == ["rerun" if learned else "finite"] and run.learned.wide_parts == learned
+    assert run.outcomes == ["rerun" if learned else "finite"] and run.learned.scaled_blocks == learned
     assert run.report.steps[0].note.startswith("clipped in fp16: 'out'") == bool(learned)
 
 
@@ -95,7 +95,7 @@ def test_an_interrupt_leaves_nothing_behind(at):
     assert state(module) == before and torch.overrides._get_current_function_mode() is None
     assert run.report.steps == [] and run.learned == PrecisionOverrides()
     run(latents())
-    assert run.outcomes == ["rerun"] and run.learned.wide_parts == ("blocks.1",)
+    assert run.outcomes == ["rerun"] and run.learned.scaled_blocks == ("blocks.1",)
     assert state(module) == before
 
 
@@ -112,7 +112,9 @@ def test_runs_in_threads_that_share_a_module_learn_apart():
     at_once(*(partial(work, index) for index in range(len(runs))))
     for index, run in enumerate(runs):
         assert run.outcomes == ["rerun" if call == index else "finite" for call in range(calls)]
-        assert run.rerun(index).module == f"blocks.{index}.inner" and run.learned.islands == (f"blocks.{index}",)
+        assert run.rerun(index).module == f"blocks.{index}.inner" and run.learned.fp32_fallback_blocks == (
+            f"blocks.{index}",
+        )
     assert state(module) == before
 
 
@@ -144,8 +146,8 @@ def test_a_fault_anywhere_is_found_named_and_recovered(data, dtype, scope, seed)
     home = block if name.startswith("blocks") else name
     learned = (home,) if scope is Scope.LEARNED else ()
     assert run.learner.learned == PrecisionOverrides(
-        islands=learned if dtype == "bf16" else (),
-        wide_parts=learned if dtype == "fp16" else (),
+        fp32_fallback_blocks=learned if dtype == "bf16" else (),
+        scaled_blocks=learned if dtype == "fp16" else (),
         whole_run_fp32=scope is Scope.RUN,
     )
     check_totals(run.report)

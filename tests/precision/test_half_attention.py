@@ -1,4 +1,4 @@
-"""Attention with every layer wide: what fp16 cannot resolve is in float32, or not finite on a device."""
+"""Attention with every layer scaled: what fp16 cannot resolve is in float32, or not finite on a device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision import half_products
+from comfyui_onediff_guard.precision import scaled_products
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
-from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode, run_with_half_products
 from comfyui_onediff_guard.precision.overrides import STAY, ModuleStructure, PrecisionOverrides
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from diffusers.models.attention_processor import Attention
 from guards import guarded
@@ -77,8 +77,8 @@ def attention(tensors: dict[str, torch.Tensor], named: dict[str, Any], dtype: to
     return F.scaled_dot_product_attention(**{name: x.to(dtype) for name, x in tensors.items()}, **named | cast)
 
 
-def wide(tensors: dict[str, torch.Tensor], named: dict[str, Any], dtype: torch.dtype = FP16) -> torch.Tensor:
-    return run_with_half_products(
+def scaled(tensors: dict[str, torch.Tensor], named: dict[str, Any], dtype: torch.dtype = FP16) -> torch.Tensor:
+    return run_with_scaled_products(
         F.scaled_dot_product_attention, **tensors, **named, products=ScaledHalfMatmulMode(dtype)
     )
 
@@ -101,18 +101,18 @@ def test_no_outlier_makes_it_worse_than_bf16() -> None:
     for seed in range(drawn(2000, 500)):
         call = drawn_call(seed)
         exact = exactly(*call)
-        assert error(wide(*call), exact) <= error(attention(*call, BF16), exact), seed
+        assert error(scaled(*call), exact) <= error(attention(*call, BF16), exact), seed
 
 
 def test_where_the_host_cannot_look_it_is_right_or_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """So it is on a device, where the guard sees it. Single calls may be a little worse than bf16's there."""
-    monkeypatch.setattr(half_products, "_can_look", lambda _: False)
+    monkeypatch.setattr(scaled_products, "_can_look", lambda _: False)
     for seed in range(drawn(1000, 200)):
         call = drawn_call(seed)
         mask = call[1].get("attn_mask")
         if mask is not None and mask.is_floating_point() and (mask == -1e9).any():
             continue  # of a row that is all hidden by it, float32 has a few digits
-        exact, made = exactly(*call), wide(*call)
+        exact, made = exactly(*call), scaled(*call)
         in_bf16 = max(error(attention(*call, BF16), exact), 1e-3)
         assert not made.isfinite().all() or error(made, exact) <= 2 * in_bf16, seed
 
@@ -125,7 +125,7 @@ def test_the_softmaxs_scale_costs_no_digits(scale: float | None) -> None:
     tensors = {name: x.half().float() for name, x in tensors.items()}  # fp16 holds them: what is lost is lost between
     named = {"scale": scale}
     exact = attention(tensors, named, torch.float64)
-    assert error(wide(tensors, named), exact) <= 1.05 * error(attention(tensors, named, FP16), exact)
+    assert error(scaled(tensors, named), exact) <= 1.05 * error(attention(tensors, named, FP16), exact)
 
 
 @pytest.mark.parametrize("channels", [slice(0, 8), slice(0, 1)])
@@ -136,7 +136,7 @@ def test_channels_of_queries_that_keys_make_up_for_change_nothing(gain: float, c
     layer.to_q.weight[channels] *= gain
     layer.to_k.weight[channels] /= gain
     x = torch.randn(2, 6, 32)
-    assert error(run_with_half_products(layer, x, products=ScaledHalfMatmulMode(FP16)), run_in_fp32(layer, x)) < 1e-3
+    assert error(run_with_scaled_products(layer, x, products=ScaledHalfMatmulMode(FP16)), run_in_fp32(layer, x)) < 1e-3
 
 
 @pytest.mark.parametrize("hidden", [LEAST, -torch.inf, -1e9, -1e30, torch.finfo(BF16).min])
@@ -148,7 +148,7 @@ def test_a_row_whose_keys_are_all_hidden_is_as_in_fp32(hidden: float, products: 
     mask[1], mask[2, 1:] = hidden, hidden
     for attn_mask in (mask, mask[1:2], mask > -1e8):
         exact = F.scaled_dot_product_attention(**tensors, attn_mask=attn_mask)
-        made = wide(tensors, {"attn_mask": attn_mask}, products)
+        made = scaled(tensors, {"attn_mask": attn_mask}, products)
         assert (made - exact).abs().max() < (2e-3 if products is FP16 else 2e-2)
 
 
@@ -160,21 +160,21 @@ def test_attention_over_nothing_is_as_in_fp32(sizes: tuple[int, int, int], bias:
     tensors = {"query": torch.randn(1, 2, queries, channels), "key": torch.randn(1, 2, keys, channels)}
     tensors["value"] = torch.randn(1, 2, keys, 7)
     named: dict[str, Any] = {"scale": 0.5} | ({"attn_mask": torch.randn(queries, keys)} if bias == "additive" else {})
-    made = wide(tensors, named, products)
+    made = scaled(tensors, named, products)
     expected = F.scaled_dot_product_attention(**tensors, **named)
     assert made.dtype is torch.float32 and torch.allclose(made, expected, atol=2e-2, equal_nan=True)
 
 
 def test_on_a_device_the_guard_computes_in_fp32_what_fp16_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_products, "_can_look", lambda _: False)
+    monkeypatch.setattr(scaled_products, "_can_look", lambda _: False)
     torch.manual_seed(0)
     module = nn.Sequential(Attention(32, heads=2, dim_head=16), nn.Linear(32, 32)).half().requires_grad_(False)
     x = torch.randn(1, 6, 32)
     x[:, 2] *= 1e6  # one token's query and another's key are so many times the others'
-    structure = ModuleStructure(everything=True)
+    structure = ModuleStructure(all_layers_scaled=True)
 
     def build(learned: PrecisionOverrides) -> HalfPrecisionForward:
-        return build_half_precision_forward(module, structure, learned, "fp16", everything=True)
+        return build_half_precision_forward(module, structure, learned, "fp16", all_layers_scaled=True)
 
     guard = guarded(FallbackAdapter(module, "fp16", build, structure))
     assert torch.equal(guard(x), run_in_fp32(module, x))

@@ -13,14 +13,14 @@ import torch
 from blocky import Faults, build, guarded, latents, overflow_inside, overflow_stream
 from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward, counts
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode
 from comfyui_onediff_guard.precision.overrides import NOTHING, OverflowDiagnosis, PrecisionOverrides
 from comfyui_onediff_guard.precision.report import Rerun, StepRecord
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
 IN_FP32 = PrecisionOverrides(whole_run_fp32=True)
-REST, EVERYTHING = "the rest of the run in fp32", "overflow protection in every layer from here on"
+REST, ALL_LAYERS_SCALED = "the rest of the run in fp32", "overflow protection in every layer from here on"
 
 
 def nan(made):
@@ -34,8 +34,8 @@ def fail_always(run, attempt):
     run.guard._attempt = attempt
 
 
-class FailsWide(nn.Module):
-    """A layer that comes out broken in half precision, and where it is wide: fp32 alone is right."""
+class FailsScaled(nn.Module):
+    """A layer that comes out broken in half precision, and where it is scaled: fp32 alone is right."""
 
     def __init__(self, layer):
         super().__init__()
@@ -43,8 +43,8 @@ class FailsWide(nn.Module):
 
     def forward(self, x):
         made = self.layer(x)
-        is_wide = any(isinstance(mode, ScaledHalfMatmulMode) for mode in _get_current_function_mode_stack())
-        return made * math.inf if is_wide or made.dtype != torch.float32 else made
+        is_scaled = any(isinstance(mode, ScaledHalfMatmulMode) for mode in _get_current_function_mode_stack())
+        return made * math.inf if is_scaled or made.dtype != torch.float32 else made
 
 
 class BroughtBack(nn.Module):
@@ -60,8 +60,8 @@ class BroughtBack(nn.Module):
         return self.dropout(self.wo(x.float()) * 1.0).div(1e6).to(x.dtype)
 
 
-def fail_even_wide(module, block=2):
-    module.blocks[block].inner = FailsWide(module.blocks[block].inner)
+def fail_even_scaled(module, block=2):
+    module.blocks[block].inner = FailsScaled(module.blocks[block].inner)
 
 
 def hot_embedding(module, gain=1.5e5):
@@ -107,57 +107,60 @@ class Case:
 
 
 def parts(*names, **more):
-    return PrecisionOverrides(wide_parts=names, **more)
+    return PrecisionOverrides(scaled_blocks=names, **more)
 
 
-def islands(*names):
-    return PrecisionOverrides(islands=names)
+def in_fp32(*names):
+    return PrecisionOverrides(fp32_fallback_blocks=names)
 
 
 def action(what, how="protected"):
     return f"{what} {how} from here on"
 
 
-INNER, STREAM_1, EVEN_WIDE = (overflow_inside, 2), (overflow_stream, 1), (fail_even_wide,)
-WIDE, ISLAND, IN_STREAM = action("'blocks.2'"), action("'blocks.2'", "in fp32"), "its residual stream protected"
+INNER, STREAM_1, EVEN_SCALED = (overflow_inside, 2), (overflow_stream, 1), (fail_even_scaled,)
+SCALED, FALLBACK, IN_STREAM = action("'blocks.2'"), action("'blocks.2'", "in fp32"), "its residual stream protected"
 UNKNOWN, HIDDEN = {"stream": None}, {"faults": Faults({"blocks.2.inner": nan}, range(100))}
-KNOWN = parts("blocks.2", wide=True)
+KNOWN = parts("blocks.2", fp32_residual_stream=True)
 CASES = {
-    "an inner overflow": Case([INNER], parts("blocks.2"), (WIDE,), "blocks.2.inner"),
-    "a wide block that fails again": Case([EVEN_WIDE], islands("blocks.2"), (WIDE, ISLAND), "blocks.2.inner"),
-    "the same without a known stream": Case([EVEN_WIDE], islands("blocks.2"), (WIDE, ISLAND), given=UNKNOWN),
-    "the same in bf16": Case([EVEN_WIDE], islands("blocks.2"), (ISLAND,), dtype="bf16"),
+    "an inner overflow": Case([INNER], parts("blocks.2"), (SCALED,), "blocks.2.inner"),
+    "a scaled block that fails again": Case([EVEN_SCALED], in_fp32("blocks.2"), (SCALED, FALLBACK), "blocks.2.inner"),
+    "the same without a known stream": Case([EVEN_SCALED], in_fp32("blocks.2"), (SCALED, FALLBACK), given=UNKNOWN),
+    "the same in bf16": Case([EVEN_SCALED], in_fp32("blocks.2"), (FALLBACK,), dtype="bf16"),
     "beside a layer that is fp32 in the half call too": Case(
-        [(wo_in_the_first_block,), INNER], parts("blocks.2"), (WIDE,), "blocks.2.inner", given=UNKNOWN
+        [(wo_in_the_first_block,), INNER], parts("blocks.2"), (SCALED,), "blocks.2.inner", given=UNKNOWN
     ),
     "two inner overflows": Case(
         [INNER, (overflow_inside, 0)], parts("blocks.0", "blocks.2"), (action("'blocks.0', 'blocks.2'"),)
     ),
     "a stream": Case(
-        [(overflow_stream, 0)], parts(wide=True), (f"{IN_STREAM} from here on",), blocks=28,
+        [(overflow_stream, 0)], parts(fp32_residual_stream=True), (f"{IN_STREAM} from here on",), blocks=28,
         note="the residual stream reaches",
     ),
-    "a stream from its start on": Case([(hot_embedding,)], parts(wide=True), (f"{IN_STREAM} from here on",)),
-    "a stream that is planned wide": Case([STREAM_1], given={"wide": True}),
-    "a stream and an inner overflow": Case([STREAM_1, INNER], KNOWN, (f"{IN_STREAM} and {WIDE}",)),
-    "a stream that is not known": Case(
-        [STREAM_1], parts(everything=True), (EVERYTHING,), note="'blocks.1' puts out", given=UNKNOWN
+    "a stream from its start on": Case(
+        [(hot_embedding,)], parts(fp32_residual_stream=True), (f"{IN_STREAM} from here on",)
     ),
-    "the same with an island of an earlier run, which helped no call": Case(
-        [STREAM_1], parts(everything=True), (EVERYTHING,), given=UNKNOWN | {"learned": islands("blocks.3")}
+    "a stream that is planned in fp32": Case([STREAM_1], given={"fp32_residual_stream": True}),
+    "a stream and an inner overflow": Case([STREAM_1, INNER], KNOWN, (f"{IN_STREAM} and {SCALED}",)),
+    "a stream that is not known": Case(
+        [STREAM_1], parts(all_layers_scaled=True), (ALL_LAYERS_SCALED,), note="'blocks.1' puts out", given=UNKNOWN
+    ),
+    "the same with a fallback block of an earlier run, which helped no call": Case(
+        [STREAM_1], parts(all_layers_scaled=True), (ALL_LAYERS_SCALED,),
+        given=UNKNOWN | {"learned": in_fp32("blocks.3")},
     ),  # what did not help is forgotten: later runs would pay for it
-    "the same where that fails too": Case([EVEN_WIDE, STREAM_1], IN_FP32, (EVERYTHING, REST), given=UNKNOWN),
-    "every layer planned wide": Case([EVEN_WIDE], IN_FP32, (REST,), given={"everything": True}),
+    "the same where that fails too": Case([EVEN_SCALED, STREAM_1], IN_FP32, (ALL_LAYERS_SCALED, REST), given=UNKNOWN),
+    "every layer planned scaled": Case([EVEN_SCALED], IN_FP32, (REST,), given={"all_layers_scaled": True}),
     "outside of the blocks": Case(
         [(overflow_in_embedding,)], parts("embed"), (action("'embed'"),), "embed.0", given=UNKNOWN
     ),
-    "what fp32 does not show": Case([], parts("blocks.2"), (WIDE,), "blocks.2.inner", given=HIDDEN),
+    "what fp32 does not show": Case([], parts("blocks.2"), (SCALED,), "blocks.2.inner", given=HIDDEN),
     "what fp32 does not show, in bf16": Case(
-        [], islands("blocks.2"), (ISLAND,), "blocks.2.inner", dtype="bf16", given=HIDDEN
+        [], in_fp32("blocks.2"), (FALLBACK,), "blocks.2.inner", dtype="bf16", given=HIDDEN
     ),
     "what was learned before": Case([STREAM_1, INNER], KNOWN, given={"learned": KNOWN}),
     "fp32 from an earlier run": Case([], IN_FP32, given={"learned": IN_FP32}),
-    "a writer that cannot be wide": Case([(no_linear_writer,), STREAM_1], IN_FP32, (REST,)),
+    "a writer that cannot be scaled": Case([(no_linear_writer,), STREAM_1], IN_FP32, (REST,)),
 }  # fmt: skip
 
 
@@ -169,7 +172,7 @@ def test_what_is_learned_from_failing_calls(case, caplog):
     run = guarded(module, case.dtype, **copy.deepcopy(case.given))
     sample(run)
     cannot = "only a Linear or a convolution can be protected against overflow" in caplog.text
-    assert cannot == (case is CASES["a writer that cannot be wide"])
+    assert cannot == (case is CASES["a writer that cannot be scaled"])
     failed = len(case.actions)
     assert run.outcomes == ["rerun"] * failed + ["finite"] * (5 - failed)
     assert run.dtypes == ["fp32"] * 5 if run.learned.whole_run_fp32 else ["fp32"] * failed + [case.dtype] * (5 - failed)
@@ -177,13 +180,15 @@ def test_what_is_learned_from_failing_calls(case, caplog):
     assert tuple(run.rerun(step).action for step in range(failed)) == case.actions
     assert all(run.rerun(step).module.startswith(case.module) for step in range(failed))
     assert case.note in run.report.steps[0].note and (case.given != HIDDEN or run.rerun(0).peak < 65504)
-    assert run.learned.whole_run_fp32 or run.learner.attempt.wide == (case.learned.wide or bool(case.given.get("wide")))
-    if run.learned.everything:
-        assert run.learner.attempt.everything
+    assert run.learned.whole_run_fp32 or run.learner.attempt.fp32_residual_stream == (
+        case.learned.fp32_residual_stream or bool(case.given.get("fp32_residual_stream"))
+    )
+    if run.learned.all_layers_scaled:
+        assert run.learner.attempt.all_layers_scaled
         assert run(latents() * 1e6).isfinite().all() and run.outcomes[-1] == "finite", "what it is given need not fit"
         assert sample(guarded(module, stream=None, learned=run.learned)).report.reruns == 0
     assert ("only a Linear or a convolution can be protected against overflow" in caplog.text) == (
-        case is CASES["a writer that cannot be wide"]
+        case is CASES["a writer that cannot be scaled"]
     )
 
 
@@ -206,7 +211,7 @@ def test_scope_run_attempts_half_precision_until_something_fails_and_learns_noth
     assert run.report.steps[-1].timestep == 700
 
 
-def test_bf16_which_has_fp32s_range_is_not_made_wider():
+def test_bf16_which_has_fp32s_range_is_not_scaled():
     run = guarded(build(dtype="bf16"), "bf16", stream=None)
     assert run.learner.learn(OverflowDiagnosis("", hopeless=True)) == REST
     assert run.learner.learned == IN_FP32 and len(run.built) == 1
@@ -246,24 +251,24 @@ def test_calls_that_go_on_failing_end_in_fp32_without_the_doomed_attempt(each_ti
 
 @pytest.mark.parametrize("end", ["hopeless", "too many failures"])
 def test_what_did_not_help_is_forgotten(end):
-    run = guarded(build(), stream=None, learned=PrecisionOverrides(islands=("blocks.0",)))
+    run = guarded(build(), stream=None, learned=PrecisionOverrides(fp32_fallback_blocks=("blocks.0",)))
     run(latents())
     for block in ("blocks.1", "blocks.2", "blocks.2"):
-        run.learner.learn(OverflowDiagnosis("", islands=(block,)))
-    tried = PrecisionOverrides(islands=("blocks.0", "blocks.2"), wide_parts=("blocks.1",))
+        run.learner.learn(OverflowDiagnosis("", fallback_blocks=(block,)))
+    tried = PrecisionOverrides(fp32_fallback_blocks=("blocks.0", "blocks.2"), scaled_blocks=("blocks.1",))
     assert run.learner.learned == tried, "another place: both may be needed"
     if end == "hopeless":
         said = [run.learner.learn(OverflowDiagnosis("", hopeless=True)) for _ in range(2)]
-        assert said == [EVERYTHING, REST]
+        assert said == [ALL_LAYERS_SCALED, REST]
     else:
         run.learner.stay()
-    helped = PrecisionOverrides(islands=("blocks.0",), whole_run_fp32=True)
+    helped = PrecisionOverrides(fp32_fallback_blocks=("blocks.0",), whole_run_fp32=True)
     assert run.learner.learned == helped, "a call came out right with it"
 
 
 @pytest.mark.parametrize(
     ("overflow", "helped"),
-    [(overflow_inside, parts("blocks.1")), (overflow_stream, PrecisionOverrides(everything=True))],
+    [(overflow_inside, parts("blocks.1")), (overflow_stream, PrecisionOverrides(all_layers_scaled=True))],
 )
 def test_what_helped_is_kept_where_the_run_ends_in_fp32_all_the_same(overflow, helped):
     module = build()
@@ -295,7 +300,7 @@ def test_reruns_in_the_report():
     assert 0 < step.rerun.seconds <= step.seconds
     assert step.rerun.extra_bytes == 4 * (8 * 8 + 8), "the largest layer's weights and bias in float32"
     facts = run.report.as_dict()
-    assert facts["rerun_seconds"] == step.rerun.seconds and facts["learned"]["wide_parts"] == ["blocks.2"]
+    assert facts["rerun_seconds"] == step.rerun.seconds and facts["learned"]["scaled_blocks"] == ["blocks.2"]
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     assert "'blocks.2' protected; 5 steps, 1 recomputed in fp32" in run.report.summary()
     assert max(map(len, run.report.text().splitlines())) < 240

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision.loaded_weights import TRACE, DamagedByCast, make_consistent, mend_narrowed
+from comfyui_onediff_guard.precision.scaled_layers import with_fp32_residual_stream
 from comfyui_onediff_guard.precision.shallow_copy import KeptInFp32, keep_in_fp32
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
-from comfyui_onediff_guard.precision.wide import with_wide_stream
 from diffusers.models.resnet import AlphaBlender
 from host_reads import HostReads
 from peft import LoraConfig, inject_adapter_in_model
@@ -255,7 +255,7 @@ def test_it_is_traced_whole():
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_wide_stream_takes_it(lora):
+def test_an_fp32_residual_stream_takes_it(lora):
     """As a writer of the stream, with and without an adapter."""
     denoiser, call = build("CogVideoX-5B")
     if lora:
@@ -272,7 +272,7 @@ def test_a_wide_stream_takes_it(lora):
     layer = getattr(layer, "base_layer", layer)
     layer.float()
     layer.outside.data = layer.outside.data.half()
-    made = with_wide_stream(half, writers, torch.float16)(**in_dtype(call, torch.float16))[0]
+    made = with_fp32_residual_stream(half, writers, torch.float16)(**in_dtype(call, torch.float16))[0]
     assert made.dtype == torch.float16
     assert (made.float() - expected).abs().max() < 1e-2 * expected.abs().max()
 

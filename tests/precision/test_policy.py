@@ -24,24 +24,24 @@ from comfyui_onediff_guard.precision.policy import (
 TEXT, IMAGE, VAE_IN, DENOISER, VAE_OUT = Component
 AUTO, BF16, FP16, PLAIN, FP32, FP8, INT8 = Precision
 
-# What the authors and vendors say, written by hand. `wide` is fp16 with the stream in float32.
+# What the authors and vendors say, written by hand. `safe` is fp16 with overflow protection.
 # No bf16 below sm80, on RDNA 2, on Apple GPUs; fp16 is not worth having on sm61 and CPUs.
 GOLDEN = """
                       sm61 sm70 sm75 sm80 sm86 sm89 sm90 sm120 sm130 gfx90a gfx1030 gfx1100 gfx9999 mps  cpu
-CogVideoX-2B          fp32 wide wide wide wide wide wide wide  wide  wide   wide    wide    wide    wide fp32
-CogVideoX-5B          fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
-CogVideoX-5B-I2V      fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
-CogVideoX-1.5-5B      fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
-CogVideoX-1.5-5B-I2V  fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
-CogView3-Plus-3B      fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
-CogView4-6B           fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
+CogVideoX-2B          fp32 safe safe safe safe safe safe safe  safe  safe   safe    safe    safe    safe fp32
+CogVideoX-5B          fp32 safe safe bf16 bf16 bf16 bf16 bf16  bf16  bf16   safe    bf16    safe    safe bf16
+CogVideoX-5B-I2V      fp32 safe safe bf16 bf16 bf16 bf16 bf16  bf16  bf16   safe    bf16    safe    safe bf16
+CogVideoX-1.5-5B      fp32 safe safe bf16 bf16 bf16 bf16 bf16  bf16  bf16   safe    bf16    safe    safe bf16
+CogVideoX-1.5-5B-I2V  fp32 safe safe bf16 bf16 bf16 bf16 bf16  bf16  bf16   safe    bf16    safe    safe bf16
+CogView3-Plus-3B      fp32 safe safe bf16 bf16 bf16 bf16 bf16  bf16  bf16   safe    bf16    safe    safe bf16
+CogView4-6B           fp32 safe safe bf16 bf16 bf16 bf16 bf16  bf16  bf16   safe    bf16    safe    safe bf16
 SVD                   fp32 fp16 fp16 fp16 fp16 fp16 fp16 fp16  fp16  fp16   fp16    fp16    fp16    fp16 fp32
 SVD-XT                fp32 fp16 fp16 fp16 fp16 fp16 fp16 fp16  fp16  fp16   fp16    fp16    fp16    fp16 fp32
 SVD-XT 1.1            fp32 fp16 fp16 fp16 fp16 fp16 fp16 fp16  fp16  fp16   fp16    fp16    fp16    fp16 fp32
-Wan2.1-T2V-1.3B       fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
-Wan2.1-T2V-14B        fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
-Wan2.2-TI2V-5B        fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
-Wan2.2-T2V-A14B       fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
+Wan2.1-T2V-1.3B       fp32 safe safe bf16 bf16 bf16 bf16 bf16  bf16  bf16   safe    bf16    safe    safe bf16
+Wan2.1-T2V-14B        fp32 safe safe bf16 bf16 bf16 bf16 bf16  bf16  bf16   safe    bf16    safe    safe bf16
+Wan2.2-TI2V-5B        fp32 safe safe bf16 bf16 bf16 bf16 bf16  bf16  bf16   safe    bf16    safe    safe bf16
+Wan2.2-T2V-A14B       fp32 safe safe bf16 bf16 bf16 bf16 bf16  bf16  bf16   safe    bf16    safe    safe bf16
 """
 CARDS, *ROWS = (line.rsplit(maxsplit=15)[-16:] for line in GOLDEN.strip().splitlines())
 
@@ -67,7 +67,7 @@ def test_auto_chooses_what_the_documents_say(row: list[str]) -> None:
     found = {}
     for card in CARDS:
         plan = choose(named(card), variant, DENOISER, AUTO)
-        found[card] = "wide" if plan.wide else plan.dtype
+        found[card] = "safe" if plan.overflow_protection else plan.dtype
     assert found == dict(zip(CARDS, row[1:], strict=True))
 
 
@@ -89,10 +89,12 @@ def test_every_plan_of_a_device(device: Architecture) -> None:
 
         assert plan.guarded == (plan.dtype != "fp32" and request is not PLAIN)
         can_be = plan.component in (TEXT, VAE_IN) or (plan.component is DENOISER and variant.has_stream)
-        assert plan.wide == (can_be and plan.dtype == "fp16" and request is not PLAIN)
-        assert plan.guarded or not plan.wide, "it does not help overflow inside a block: the guard must be there"
+        assert plan.overflow_protection == (can_be and plan.dtype == "fp16" and request is not PLAIN)
+        assert plan.guarded or not plan.overflow_protection, (
+            "it does not help overflow inside a block: the guard must be there"
+        )
         if plan.dtype == "fp16" and request is not PLAIN and plan.component is DENOISER and variant.leaves_fp16:
-            assert plan.wide and plan.guarded, "never plain fp16 unless asked for by that name"
+            assert plan.overflow_protection and plan.guarded, "never plain fp16 unless asked for by that name"
 
         is_denoiser, fast = plan.component is DENOISER, switch is Accumulation.FAST
         assert plan.quantised == (request.value if request.quantises and is_denoiser else "")
@@ -102,7 +104,7 @@ def test_every_plan_of_a_device(device: Architecture) -> None:
         on = "on, with attention scores in fp32" if fast else "on" if device.name == "sm70" else "off"
         assert plan.accumulation == on
 
-        assert plan.source == variant.source and plan.wide_reason
+        assert plan.source == variant.source and plan.overflow_protection_reason
         assert plan.accumulation_source.endswith("/siliconflow/onediff/pull/454" if fast else "/onediff/issues/958")
         assert plan.reason.startswith(f"{plan.dtype}, since ") or request is not AUTO
         assert plan.reason.startswith(f"{request.value}, as you chose") or request is AUTO
@@ -183,8 +185,10 @@ def test_the_guard_says_whether_it_is_needed(device, variant, request_, words) -
         ("SVD", DENOISER, FP16, "off: no single residual stream"),
     ],
 )
-def test_it_says_why_it_is_wide_or_why_not(model: str, component: Component, request_: Precision, words: str) -> None:
-    assert words in choose(SM75, VARIANTS[model], component, request_).wide_reason
+def test_it_says_why_it_is_protected_or_why_not(
+    model: str, component: Component, request_: Precision, words: str
+) -> None:
+    assert words in choose(SM75, VARIANTS[model], component, request_).overflow_protection_reason
 
 
 QUANTISES = {"sm75": "", "sm80": "int8", "sm86": "int8", "sm89": "fp8 int8", "sm90": "fp8 int8", "sm120": "fp8 int8",
@@ -264,7 +268,7 @@ def test_weights_of_2b_stored_in_bf16_are_a_fine_tune_that_may_overflow() -> Non
     native, emulating = (choose(device, tuned, DENOISER, AUTO) for device in (SM80, SM75))
     assert native.dtype == "bf16"
     assert "these weights are stored in bf16" in native.reason
-    assert (emulating.dtype, emulating.wide, emulating.guarded) == ("fp16", True, True)
+    assert (emulating.dtype, emulating.overflow_protection, emulating.guarded) == ("fp16", True, True)
     assert (tuned.name, tuned.components, tuned.source) == (TWO_B.name, TWO_B.components, TWO_B.source)
 
 
@@ -272,10 +276,10 @@ def test_weights_of_svd_stored_in_bf16_have_no_stream() -> None:
     tuned = as_stored(VARIANTS["SVD"], "BF16")
     assert choose(SM80, tuned, DENOISER, AUTO).dtype == "bf16"
     plan = choose(SM75, tuned, DENOISER, AUTO)
-    assert (plan.dtype, plan.wide, plan.guarded) == ("fp16", False, True)
+    assert (plan.dtype, plan.overflow_protection, plan.guarded) == ("fp16", False, True)
     assert "needed" in plan.guard_reason
     encoder = choose(SM75, tuned, VAE_IN, AUTO)
-    assert (encoder.dtype, encoder.wide) == ("fp16", True), "it needs none"
+    assert (encoder.dtype, encoder.overflow_protection) == ("fp16", True), "it needs none"
     assert choose(SM80, tuned, VAE_IN, AUTO).dtype == "bf16"
 
 
@@ -299,7 +303,7 @@ def test_a_new_model_and_a_new_architecture_are_one_entry_each(monkeypatch: pyte
     assert choose(rubin, toy, DENOISER, AUTO).reason.startswith(
         "bf16, since Toy-1B was trained in bf16, which sm140 (Rubin) computes"
     )
-    assert choose(SM75, toy, DENOISER, AUTO).wide
+    assert choose(SM75, toy, DENOISER, AUTO).overflow_protection
     text = page.render()
     assert "| [Toy-1B] | bf16 | yes | yes | text encoder, denoiser, VAE decoder |" in text
     assert "[CogView4-6B], [Toy-1B] |" in text, "in the column of those that run like it"

@@ -69,7 +69,7 @@ def anonymous(reason: str, device: Architecture, variant: Variant) -> str:
 
 
 def cell_of(plan: Plan) -> str:
-    return f"{plan.dtype} protected" if plan.wide else plan.dtype
+    return f"{plan.dtype} protected" if plan.overflow_protection else plan.dtype
 
 
 def test_the_committed_page_is_up_to_date_and_make_docs_writes_it(root: Path, tmp_path: Path) -> None:
@@ -158,7 +158,11 @@ def test_the_other_components_are_told_as_they_run_in_fp16() -> None:
             for component in set(variant.components) - {Component.DENOISER}:
                 plans = [choose(device, variant, component, asked) for asked in (Precision.FP16, Precision.FP16_PLAIN)]
                 assert told[component.words] == [cell_of(plan) for plan in plans]
-                assert all("on in every layer: " in plan.wide_reason for plan in plans if plan.wide)
+                assert all(
+                    "on in every layer: " in plan.overflow_protection_reason
+                    for plan in plans
+                    if plan.overflow_protection
+                )
                 auto, denoiser = (choose(device, variant, c, Precision.AUTO) for c in (component, Component.DENOISER))
                 assert auto.dtype == denoiser.dtype, "as the text above says"
                 assert auto.dtype != "fp16" or cell_of(auto) == told[component.words][0]
@@ -194,7 +198,10 @@ def test_guard_and_stream_are_told_for_every_model_in_every_dtype() -> None:
         for request in (Precision.BF16, Precision.FP16, Precision.FP16_PLAIN, Precision.FP32):
             for device in (ARCHITECTURES["sm80"], ARCHITECTURES["sm61"]):
                 plan = choose(device, variant, Component.DENOISER, request)
-                reasons = [anonymous(reason, device, variant) for reason in (plan.guard_reason, plan.wide_reason)]
+                reasons = [
+                    anonymous(reason, device, variant)
+                    for reason in (plan.guard_reason, plan.overflow_protection_reason)
+                ]
                 told = [row[1:3] for row in rows if row[0] == request.value and variant.name in models(row[3])]
                 assert told == [reasons]
 

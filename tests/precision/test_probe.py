@@ -10,14 +10,14 @@ import pytest
 import torch
 from blocky import STREAM, Gain, build, hooks, overflow_inside, overflow_stream
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
-from comfyui_onediff_guard.precision import half_products
+from comfyui_onediff_guard.precision import scaled_products
 from comfyui_onediff_guard.precision.arch import named
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
-from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode, run_with_half_products
 from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, Peak, PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.probe import Probe, Probed, ProbeResult, judge, recommend
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from torch import nn
 
@@ -33,8 +33,8 @@ class Two(nn.Module):
         return x
 
 
-def probed_calls(module, anatomy, *inputs):
-    probe = Probe(module, anatomy)
+def probed_calls(module, structure, *inputs):
+    probe = Probe(module, structure)
     for x in inputs:
         probe.watch(lambda x=x: run_in_fp32(module, x))
         probe.end_step()
@@ -78,8 +78,9 @@ def test_hooks_are_gone_after_an_interrupt(error):
 
 X = torch.linspace(-3, 3, 48).reshape(1, 6, 8)
 BLOCK, PROTECTED = "'blocks.2' protected", "fp16 with overflow protection"
-INSIDE = PrecisionOverrides(wide_parts=("blocks.2",))
-BOTH = PrecisionOverrides(wide=True, wide_parts=("blocks.2",))
+INSIDE = PrecisionOverrides(scaled_blocks=("blocks.2",))
+IN_STREAM = PrecisionOverrides(fp32_residual_stream=True)
+BOTH = PrecisionOverrides(fp32_residual_stream=True, scaled_blocks=("blocks.2",))
 
 
 def broken_by(*faults):
@@ -94,37 +95,38 @@ def broken_by(*faults):
 
 
 def measured(module, stream=STREAM, **more):
-    anatomy = replace(ModuleStructure.of(module, ["blocks"], stream), **more)
-    return anatomy, probed_calls(module, anatomy, X)
+    structure = replace(ModuleStructure.of(module, ["blocks"], stream), **more)
+    return structure, probed_calls(module, structure, X)
 
 
-EVERY = PrecisionOverrides(everything=True), "fp16 with overflow protection in every layer"
+EVERY = PrecisionOverrides(all_layers_scaled=True), "fp16 with overflow protection in every layer"
 HOPELESS = PrecisionOverrides(whole_run_fp32=True), "fp16 is not enough"
+NATIVE = {"stream": None, "all_layers_scaled": True}
 
 
 @pytest.mark.parametrize(
-    ("faults", "structure", "learned", "plan", "says", "native", "other"),
+    ("faults", "given", "learned", "plan", "says", "native", "other"),
     [
         ((), {}, NOTHING, "fp16 plain", "fp16 ends at 65504", "fp16 plain", "fp16 plain"),
-        (("stream",), {}, PrecisionOverrides(wide=True), PROTECTED, "stream reaches", PROTECTED, PROTECTED),
+        (("stream",), {}, IN_STREAM, PROTECTED, "stream reaches", PROTECTED, PROTECTED),
         (("inside",), {}, INSIDE, f"fp16 with {BLOCK}", "inner' reaches", f"fp16 with {BLOCK}", f"fp16 with {BLOCK}"),
         (("stream", "inside"), {}, BOTH, *(f"{PROTECTED} + {BLOCK}", "", *[f"{PROTECTED} + {BLOCK}"] * 2)),
         (("stream",), {"stream": None}, *EVERY, "what comes after it cannot take it", "bf16", EVERY[1]),
         (("stream", "inside"), {"stream": None}, *EVERY, "what comes after it cannot take it", "bf16", EVERY[1]),
-        (("inside",), {"stream": None, "everything": True}, *EVERY, "'blocks.2.inner' reaches", "bf16", EVERY[1]),
+        (("inside",), NATIVE, *EVERY, "'blocks.2.inner' reaches", "bf16", EVERY[1]),
         (("infinite",), {}, *HOPELESS, "", "fp32 is not enough", "fp32 is not enough"),
     ],
 )  # fmt: skip
-def test_what_a_dtype_needs_and_what_is_recommended(faults, structure, learned, plan, says, native, other):
+def test_what_a_dtype_needs_and_what_is_recommended(faults, given, learned, plan, says, native, other):
     """native, other: recommended where fp16 is the plan's own, on a card with native bf16 and on one without."""
     module = broken_by(*faults)
-    anatomy, probed = measured(module, **structure)
+    structure, probed = measured(module, **given)
     verdict = judge(probed, "fp16")
     assert (verdict.learned, verdict.plan) == (learned, plan) and says in verdict.reason
     assert judge(probed, "bf16").plan == ("bf16" if verdict.fits else "bf16 is not enough")
     assert [recommend(probed, "fp16", native_bf16=has).plan for has in (True, False)] == [native, other]
     if verdict.fits:
-        attempt = build_half_precision_forward(module, anatomy, verdict.learned, verdict.dtype)
+        attempt = build_half_precision_forward(module, structure, verdict.learned, verdict.dtype)
         expected = copy.deepcopy(module).float()(X)[0]
         assert (attempt.run(X.half())[0].float() - expected).abs().max() < 0.1
     assert bool(torch.isfinite(module(X.half())[0]).all()) is not bool(faults), "as it is, it fails"
@@ -137,11 +139,11 @@ def test_the_plans_own_dtype_comes_first_where_it_fits(native_bf16):
         assert recommend(probed, dtype, native_bf16=native_bf16).dtype == dtype
 
 
-def test_what_cannot_be_wide_by_itself_has_every_layer_wide():
+def test_what_cannot_be_scaled_by_itself_has_every_layer_scaled():
     module = nn.Linear(1, 1)
     module.weight.data.fill_(2.0**-17)  # exact in every dtype
     verdict = judge(probed_calls(module, ModuleStructure(), torch.full((1, 1), 1e5)), "fp16")
-    assert verdict.learned == PrecisionOverrides(everything=True) and "reaches 1e+05" in verdict.reason
+    assert verdict.learned == PrecisionOverrides(all_layers_scaled=True) and "reaches 1e+05" in verdict.reason
 
 
 @pytest.mark.parametrize("stored", DTYPES)
@@ -150,7 +152,7 @@ def test_what_cannot_be_wide_by_itself_has_every_layer_wide():
     [(nn.Linear(64, 64), (6, 64)), (nn.Conv2d(64, 64, 3, padding=1, padding_mode="circular"), (2, 64, 5, 5))],
 )
 @pytest.mark.parametrize(("ratio", "apart"), [(1.0, False), (100.0, False), (1e9, True)])
-def test_values_that_every_layer_wide_does_not_resolve_are_named(monkeypatch, layer, shape, ratio, apart, stored):
+def test_values_that_every_layer_scaled_does_not_resolve_are_named(monkeypatch, layer, shape, ratio, apart, stored):
     layer, x = (
         copy.deepcopy(layer).requires_grad_(False),
         torch.randn(shape, generator=torch.Generator().manual_seed(0)),
@@ -158,26 +160,26 @@ def test_values_that_every_layer_wide_does_not_resolve_are_named(monkeypatch, la
     x[:, 7] *= ratio
     layer.weight[:, 7] /= ratio
     module = nn.Sequential(layer.to(DTYPES[stored]), Gain(1e6), Gain(1e-6))
-    probed = probed_calls(module, replace(ModuleStructure.of(module, ["0"]), everything=True), x)
+    probed = probed_calls(module, replace(ModuleStructure.of(module, ["0"]), all_layers_scaled=True), x)
     verdict = judge(probed, "fp16")
     assert [*probed.too_far_apart] == ["0"] * apart and verdict.fits is not apart
     assert ("'0' is given values that differ too much in size" in verdict.reason) is apart
     assert recommend(probed, "fp16", native_bf16=False).plan == (
         "fp32" if apart else "fp16 with overflow protection in every layer"
     )
-    monkeypatch.setattr(half_products, "_can_look", lambda _: False)  # as on a GPU, where a run then ends in fp32
-    made = run_with_half_products(module, x, products=ScaledHalfMatmulMode(torch.float16))
+    monkeypatch.setattr(scaled_products, "_can_look", lambda _: False)  # as on a GPU, where a run then ends in fp32
+    made = run_with_scaled_products(module, x, products=ScaledHalfMatmulMode(torch.float16))
     assert bool(made.isfinite().all()) is not apart
 
 
-def test_a_writer_of_the_stream_counts_since_it_is_always_wide():
+def test_a_writer_of_the_stream_counts_since_it_is_always_scaled():
     module = build()
     x = X * 1e-8
     x[..., 3] = 1e3
-    anatomy = ModuleStructure.of(module, ["blocks"], STREAM)
+    structure = ModuleStructure.of(module, ["blocks"], STREAM)
     module.embed.weight[:, 3] = 0
-    assert judge(probed_calls(module, anatomy, x), "fp16").plan == "fp16 is not enough"
-    assert judge(probed_calls(module, replace(anatomy, writers=frozenset()), x), "fp16").fits
+    assert judge(probed_calls(module, structure, x), "fp16").plan == "fp16 is not enough"
+    assert judge(probed_calls(module, replace(structure, writers=frozenset()), x), "fp16").fits
 
 
 def test_the_worst_are_named_and_a_stream_once():
@@ -186,7 +188,7 @@ def test_the_worst_are_named_and_a_stream_once():
     overflow_inside(module, 3)
     _, probed = measured(module)
     worst = probed.worst()[:3]
-    assert len({entry.name for entry in worst if entry.name in probed.anatomy.blocks}) == 1
+    assert len({entry.name for entry in worst if entry.name in probed.structure.blocks}) == 1
     assert "blocks.3.inner" in [entry.name for entry in worst]
     assert [entry.reach for entry in worst] == sorted((entry.reach for entry in worst), reverse=True)
 
@@ -202,7 +204,7 @@ def test_the_worst_are_named_and_a_stream_once():
     ],
 )  # fmt: skip
 def test_layers_whose_inputs_differ_too_much_in_size_are_told(apart: dict[str, float], said: str) -> None:
-    probed = Probed(ModuleStructure(everything=True), ({name: Peak(1.0, 1e6) for name in apart},), {}, apart)
+    probed = Probed(ModuleStructure(all_layers_scaled=True), ({name: Peak(1.0, 1e6) for name in apart},), {}, apart)
     plan = choose(named("sm75"), VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision.FP16)
     result = ProbeResult("CogVideoX-2b", named("sm75"), plan, "", probed, 9.0, judge(probed, "fp32"), "")
     assert said in result.text().splitlines()

@@ -331,7 +331,9 @@ class Run:
             made = build_half_precision_forward(module, structure, known, "bf16", quantised=self.layers)
             if layers:  # which are looked at on their first input
                 return made
-            faulty = replace_submodules(made.run, {name: make for name, make in broken.items() if not known.islands})
+            faulty = replace_submodules(
+                made.run, {name: make for name, make in broken.items() if not known.fp32_fallback_blocks}
+            )
             return type(made)(faulty, faulty, quantised=made.quantised)
 
         self.learner = FallbackAdapter(module, "bf16", build, structure, NOTHING)
@@ -369,7 +371,9 @@ def test_a_failure_that_a_quantiser_hides_is_missed_without_the_sentinel_and_see
     seen = Run(module, value, kind)
     assert torch.equal(seen(tokens()), right)
     assert seen.outcomes == ["rerun"] and seen.guard.report.steps[0].note.startswith("NaN or infinite in bf16")
-    assert seen.learner.learned == PrecisionOverrides(islands=("blocks.0",)), "the norm broke it, not a quantised layer"
+    assert seen.learner.learned == PrecisionOverrides(fp32_fallback_blocks=("blocks.0",)), (
+        "the norm broke it, not a quantised layer"
+    )
     seen(tokens(1))
     assert seen.outcomes == ["rerun", "finite"], "what was noted before is forgotten"
 
@@ -407,12 +411,12 @@ def test_a_layer_that_breaks_where_it_is_quantised_is_left_unquantised_from_then
     assert run.learner.learned.in_words() == ["'blocks.1.inner' unquantised"]
 
 
-def test_a_layer_that_breaks_unquantised_too_becomes_an_island_of_its_block() -> None:
+def test_a_layer_that_breaks_unquantised_too_becomes_a_fallback_block_of_its_block() -> None:
     module = network()
     run = Run(module, None)
 
     def build(known: PrecisionOverrides) -> Any:
-        broken = {} if known.islands else {"blocks.1.inner": lambda layer: Broken(layer, math.nan)}
+        broken = {} if known.fp32_fallback_blocks else {"blocks.1.inner": lambda layer: Broken(layer, math.nan)}
         faulty, structure = replace_submodules(module, broken), ModuleStructure.of(module, ["blocks"])
         layers = None if known.unquantised else run.layers
         return build_half_precision_forward(faulty, structure, known, "bf16", quantised=layers)
@@ -422,15 +426,17 @@ def test_a_layer_that_breaks_unquantised_too_becomes_an_island_of_its_block() ->
     for seed in range(3):
         run(tokens(seed))
     assert run.outcomes == ["rerun", "rerun", "finite"]
-    assert run.learner.learned == PrecisionOverrides(unquantised=("blocks.1.inner",), islands=("blocks.1",))
+    assert run.learner.learned == PrecisionOverrides(
+        unquantised=("blocks.1.inner",), fp32_fallback_blocks=("blocks.1",)
+    )
 
 
-def test_an_island_runs_from_the_half_weights() -> None:
+def test_a_fallback_block_runs_from_the_half_weights() -> None:
     module = network()
     layers = filled(module)
-    known = PrecisionOverrides(islands=("blocks.0",))
+    known = PrecisionOverrides(fp32_fallback_blocks=("blocks.0",))
     made = build_half_precision_forward(module, ModuleStructure.of(module, ["blocks"]), known, "bf16", quantised=layers)
-    island = with_forward(module.blocks[0], lambda x: run_in_fp32(module.blocks[0], x).to(torch.bfloat16))
-    right = replace_submodules(layers.shell(module), {"blocks.0": lambda _: island})
+    fallback_block = with_forward(module.blocks[0], lambda x: run_in_fp32(module.blocks[0], x).to(torch.bfloat16))
+    right = replace_submodules(layers.shell(module), {"blocks.0": lambda _: fallback_block})
     layers.start()
     assert torch.equal(made.run(tokens()), right(tokens()))

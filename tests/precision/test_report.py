@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import named
-from comfyui_onediff_guard.precision.overrides import EVERYTHING, STREAM
+from comfyui_onediff_guard.precision.overrides import ALL_LAYERS_SCALED, FP32_RESIDUAL_STREAM
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import Rerun, RunReport, StepRecord
 
@@ -38,9 +38,9 @@ def report(component: Component, *steps: StepRecord, request: Precision = Precis
     ("of", "summary", "finding"),
     [
         (report(DENOISER, FINE), "fp16, as you chose; 1 step, fine.", ""),
-        (report(DENOISER, FINE, FINE, wide=STREAM),
+        (report(DENOISER, FINE, FINE, protection=FP32_RESIDUAL_STREAM),
          "fp16, as you chose; overflow protection on; 2 steps, all fine.", ""),
-        (report(TEXT, FINE, FINE, wide=EVERYTHING),
+        (report(TEXT, FINE, FINE, protection=ALL_LAYERS_SCALED),
          "text encoder: fp16, as you chose; overflow protection in every layer; 2 prompts, all fine.", ""),
         (report(DECODER, FINE), "VAE decoder: fp16, as you chose; 1 part, fine.", ""),
         (report(DENOISER, FAILED, FINE), "fp16, as you chose; 2 steps, 1 recomputed in fp32.",

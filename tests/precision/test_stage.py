@@ -45,11 +45,11 @@ def test_the_report_says_what_of_the_latest_attempt_is_float32() -> None:
     made, layer = stage("fp16"), torch.nn.Linear(2, 2)
 
     def build(known: PrecisionOverrides) -> HalfPrecisionForward:
-        return HalfPrecisionForward(torch.relu, torch.relu, everything=known.everything)
+        return HalfPrecisionForward(torch.relu, torch.relu, all_layers_scaled=known.all_layers_scaled)
 
-    for known in (NOTHING, PrecisionOverrides(everything=True)):
+    for known in (NOTHING, PrecisionOverrides(all_layers_scaled=True)):
         made.guard(layer, made.learner(layer, build, ModuleStructure(), known))(torch.ones(1, 2))
-        assert bool(made.report.wide) == known.everything
+        assert bool(made.report.protection) == known.all_layers_scaled
 
 
 def test_a_guard_has_what_the_stage_has_and_reruns_the_original() -> None:

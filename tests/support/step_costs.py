@@ -132,7 +132,7 @@ WAYS: dict[str, Callable[[Path, Any], Callable[[int], Costs]]] = {
     "diffusers, offload group": lambda folder, card: diffusers_own(folder, card, torch.bfloat16, group=True),
     "offload group": lambda folder, card: ours(folder, card, precision="bf16", offload="group"),
     "diffusers in fp16": lambda folder, card: diffusers_own(folder, card, torch.float16),
-    "guard and wide layers": lambda folder, card: ours(folder, card, precision="fp16"),
+    "guard and scaled layers": lambda folder, card: ours(folder, card, precision="fp16"),
 }
 
 

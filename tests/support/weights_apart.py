@@ -15,7 +15,7 @@ import torch
 from comfyui_onediff_guard.pipelines.run import handle as handles
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights import offload as offloading
-from comfyui_onediff_guard.precision import wide
+from comfyui_onediff_guard.precision import scaled_layers
 from diffusers.hooks import group_offloading
 
 
@@ -52,16 +52,16 @@ class Apart(group_offloading.ModuleGroup):
 def weights_apart() -> Iterator[None]:
     """Inside, what an offload in parts does not bring is not there."""
     gc.collect()
-    reach = wide.reach
+    reach = scaled_layers.reach
     with ExitStack() as held:
         held.enter_context(mock.patch.object(group_offloading, "ModuleGroup", Apart))
         for module in (handles, offloading, stores):
             held.enter_context(mock.patch.object(module, "brings_parts_to", return_value=True))
         Apart.here, Apart.at_rest = set(), {}
         at_rest = lambda weight: reach(Apart.at_rest.get(weight, weight))  # noqa: E731
-        held.enter_context(mock.patch.object(wide, "reach", at_rest))  # once, in main memory
-        biases = _reading_at_rest(wide._bias_with_adapters)  # the same
-        held.enter_context(mock.patch.object(wide, "_bias_with_adapters", biases))
+        held.enter_context(mock.patch.object(scaled_layers, "reach", at_rest))  # once, in main memory
+        biases = _reading_at_rest(scaled_layers._bias_with_adapters)  # the same
+        held.enter_context(mock.patch.object(scaled_layers, "_bias_with_adapters", biases))
         yield
     Apart.here, Apart.at_rest = set(), {}
 

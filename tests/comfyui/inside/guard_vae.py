@@ -65,8 +65,8 @@ def test_a_vae_that_overflows_is_broken_without_and_right_with_it(call: str) -> 
     assert (int(counts[1]) > 1) is ("tiled" in call)
     assert said[-1].startswith(f"VAE {part}r: AutoencoderKL computes in fp16")
     assert f"'{part}r.mid.block_1.conv1' reaches" in said[-1]
-    in_bf16, wide = (run(CALLS[call], guarded(vae, precision=precision)) for precision in ("bf16", "fp16"))
-    assert (wide - exact).norm() <= (in_bf16 - exact).norm() / 4
+    in_bf16, protected = (run(CALLS[call], guarded(vae, precision=precision)) for precision in ("bf16", "fp16"))
+    assert (protected - exact).norm() <= (in_bf16 - exact).norm() / 4
     assert "; overflow protection in every layer; " in said[-1] and said[-1].splitlines()[0].endswith(" fine.")
 
 

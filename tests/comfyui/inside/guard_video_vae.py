@@ -158,8 +158,8 @@ def test_a_vae_that_overflows_is_broken_without_and_right_with_it(name: str, cal
     assert plain.isnan().any()
     assert exact.std() > 0 and difference(made, exact) <= 1e-5
     assert "1 part, 1 recomputed in fp32" in said[-1]
-    wide = call(guarded(vae, precision="fp16"), kind)
-    assert (wide - exact).norm() <= 5e-3 * exact.norm()
+    protected = call(guarded(vae, precision="fp16"), kind)
+    assert (protected - exact).norm() <= 5e-3 * exact.norm()
     assert "; overflow protection in every layer; 1 part, fine" in said[-1]
 
 

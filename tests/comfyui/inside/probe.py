@@ -55,7 +55,7 @@ def test_it_names_what_overflows_and_what_it_recommends_leads_to_no_rerun(family
     assert (layout.block if "blocks.0" in layout.block else "input_blocks.1") in fp16["reason"]
     assert found["dtype"] == "bf16", "which it computes natively"
     assert "put NaN Guard (native) behind the model, with precision 'bf16'" in text
-    assert profile == "", "in bf16, nothing has to be wide"
+    assert profile == "", "in bf16, nothing has to be protected"
     for precision in ("bf16", "fp16"):
         with on(HERE):
             assert sample(guarded(patcher, precision=precision), layout).isfinite().all()

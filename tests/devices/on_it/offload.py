@@ -58,7 +58,7 @@ def learning(handle: Any) -> Any:
 
 
 @pytest.mark.parametrize(("offload", "backend"), [("group", "eager"), ("group", "inductor"), ("sequential", "eager")])
-def test_what_is_learned_makes_parts_wide(monkeypatch: pytest.MonkeyPatch, offload: str, backend: str) -> None:
+def test_what_is_learned_scales_blocks(monkeypatch: pytest.MonkeyPatch, offload: str, backend: str) -> None:
     if backend == "inductor":  # it has no compiler for the card: what it traced runs as it is
         backends._register_inductor()
         monkeypatch.setitem(backends._PROBES, "inductor", lambda _device: "")
@@ -66,7 +66,7 @@ def test_what_is_learned_makes_parts_wide(monkeypatch: pytest.MonkeyPatch, offlo
         monkeypatch.setitem(registry._BACKENDS, "inductor", compile_block)
     before = counters["stats"]["unique_graphs"]
     report = same_run(offload, learning, precision="fp16", backend=backend)
-    assert report.learned.wide_parts == ("transformer_blocks.1",) and report.reruns == 1
+    assert report.learned.scaled_blocks == ("transformer_blocks.1",) and report.reruns == 1
     graphs = counters["stats"]["unique_graphs"] - before
     assert graphs == (backend == "inductor"), "all blocks of both runs share one, although weights come and go"
 
@@ -100,7 +100,7 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Lora:
 def test_loras_come_with_their_layers(lora: Lora, offload: str, precision: str) -> None:
     how = {"precision": precision, "overflow": "stream"}
     report = same_run(offload, lambda handle: add_lora(handle, lora), **how)
-    assert bool(report.wide) == (precision == "fp16") and not report.reruns
+    assert bool(report.protection) == (precision == "fp16") and not report.reruns
 
 
 @pytest.mark.parametrize("offload", IN_PARTS)
@@ -145,7 +145,7 @@ def test_room_is_asked_for_what_comes_not_for_the_whole(room: Room, monkeypatch:
 
 
 @pytest.mark.parametrize("offload", ["model", *IN_PARTS])
-def test_a_text_encoder_with_every_layer_wide(offload: str) -> None:
+def test_a_text_encoder_with_every_layer_scaled(offload: str) -> None:
     def encoded(offload: str) -> Any:
         stores._STORES.clear()
         handle = opened("2b", offload, "fp16")
@@ -156,7 +156,7 @@ def test_a_text_encoder_with_every_layer_wide(offload: str) -> None:
         return encode_prompts(handle, ["a red kite"])
 
     (right, _), (found, report) = encoded("none"), encoded(offload)
-    assert report.wide == "overflow protection in every layer" and report.reruns == 0
+    assert report.protection == "overflow protection in every layer" and report.reruns == 0
     assert torch.equal(found[0], right[0])
 
 

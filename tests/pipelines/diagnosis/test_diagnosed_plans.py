@@ -45,7 +45,7 @@ def test_one_model_with_reasons_and_sources(folder: Path) -> None:
     assert [plan.dtype for plan in model.plans] == ["fp16"] * 4
     text = one_line(found)
     for plan in model.plans:
-        for said in (plan.reason, plan.guard_reason, plan.wide_reason, plan.accumulation_reason):
+        for said in (plan.reason, plan.guard_reason, plan.overflow_protection_reason, plan.accumulation_reason):
             assert f"{said} -" in text
         assert plan.source in text and plan.accumulation_source in text
     rows = {
@@ -54,7 +54,7 @@ def test_one_model_with_reasons_and_sources(folder: Path) -> None:
         "denoiser": "residual stream",
         "VAE decoder": "no",
     }
-    assert all(f"{component} fp16 rerun {wide} off" in text for component, wide in rows.items())
+    assert all(f"{component} fp16 rerun {protects} off" in text for component, protects in rows.items())
 
 
 def test_a_checkpoint_in_two_dtypes(folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""What wide layers add to a step on paper: bytes moved, and their time beside the least time of its products.
+"""What scaled layers add to a step on paper: bytes moved, and their time beside the least time of its products.
 
-    python scripts/benchmarks/wide_bytes.py [--networks cogvideox-2b sdxl ...] [--size full] [--out DIR]
+    python scripts/benchmarks/scaled_bytes.py [--networks cogvideox-2b sdxl ...] [--size full] [--out DIR]
 
 The networks are diffusers' classes at published sizes, with both halves of guidance where the model takes guidance.
 Nothing is computed: tensors have shapes and no values. How bytes are counted, and what they assume: traffic.py.
@@ -17,8 +17,8 @@ from typing import Any
 
 import diffusers
 import torch
+from comfyui_onediff_guard.precision.scaled_layers import with_fp32_residual_stream
 from comfyui_onediff_guard.precision.upcast import run_in
-from comfyui_onediff_guard.precision.wide import with_wide_stream
 from measure import RESULTS, write_json
 from networks import NETWORKS, Network
 from torch.utils.flop_counter import FlopCounterMode
@@ -36,10 +36,10 @@ class Card:
 
 
 CARDS = {"T4": Card(300e9, 40e12, 8.1e12), "H100": Card(3.3e12, 790e12, 67e12)}
-PLAIN, STREAM, WIDE, FROM_BF16, FIRST, FP32 = (
+PLAIN, STREAM, SCALED, FROM_BF16, FIRST, FP32 = (
     "fp16 (plain)",
-    "stream wide",
-    "every layer wide",
+    "fp32 residual stream",
+    "every layer scaled",
     "the same, weights stored in bf16",
     "the same, weights read for their reach",
     "fp32",
@@ -57,7 +57,7 @@ def main() -> None:
         rows[name] = reckoned(NETWORKS[name], args.size)
         tell(rows[name])
     result = {
-        "benchmark": "wide_bytes",
+        "benchmark": "scaled_bytes",
         "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
         "machine": "none: counted, not timed",
         "torch": torch.__version__,
@@ -80,7 +80,7 @@ def reckoned(network: Network, size: str) -> dict[str, Any]:
         "floor_ms": {
             name: {"fp16": round(half, 3), "fp32": round(single, 3)} for name, (half, single) in floors.items()
         },
-        "function_calls": counted[WIDE].calls,
+        "function_calls": counted[SCALED].calls,
         "tiers": {
             tier: {
                 "gigabytes": {kind: round(moved / 1e9, 3) for kind, moved in traffic.bytes.items()},
@@ -133,16 +133,16 @@ def tiers(network: Network, size: str) -> dict[str, Traffic]:
     found = {PLAIN: _counted(Traffic(module.parameters()), lambda: module(**call))}
     if network.stream:
         writers, readers = network.stream.writer_names(module), network.stream.reader_names(module)
-        shell = with_wide_stream(module, writers, HALF, readers=readers)
+        shell = with_fp32_residual_stream(module, writers, HALF, readers=readers)
         found[STREAM] = _counted(Traffic(module.parameters()), lambda: shell(**call))
-    found[FIRST], found[WIDE] = _every_layer_wide(module, call)
-    _, found[FROM_BF16] = _every_layer_wide(*_made(network, size, torch.bfloat16))
+    found[FIRST], found[SCALED] = _every_layer_scaled(module, call)
+    _, found[FROM_BF16] = _every_layer_scaled(*_made(network, size, torch.bfloat16))
     single, fp32_call = _made(network, size, torch.float32)
     found[FP32] = _counted(Traffic(single.parameters()), lambda: single(**fp32_call))
     return found
 
 
-def _every_layer_wide(module: torch.nn.Module, call: dict[str, Any]) -> tuple[Traffic, Traffic]:
+def _every_layer_scaled(module: torch.nn.Module, call: dict[str, Any]) -> tuple[Traffic, Traffic]:
     """A first step, which reads the weights for what they reach, and one after it."""
     products = CountedProducts(HALF, Traffic())
     steps = []

@@ -1,4 +1,4 @@
-"""NaN Guard (native) with a precision of its own, and every layer wide, on every family of ComfyUI's own."""
+"""NaN Guard (native) with a precision of its own, and every layer scaled, on every family of ComfyUI's own."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ HEATS = (HEALTHY, "hot in the stream", "hot inside")
 FEW = ("sd15", "flux", "qwen_image", "wan")
 STEPS = 2
 HOTTEST = 6e4  # |w| of a hot layer: of fp16's 65504
-MODULATES = re.compile("mod|norm|emb|ada")  # in the names of layers: they neither write to the stream nor widen it
+MODULATES = re.compile("mod|norm|emb|ada")  # in the names of layers: they neither write to the stream nor enlarge it
 SQUARE = dict.fromkeys(("Lumina2", "ZImage"), "feed_forward.w2.weight")  # their writers, as wide as what they read
-WIDE = "overflow protection in every layer; "
+PROTECTED = "overflow protection in every layer; "
 HEAD = """\
 How far from fp32 the plain run is / the guard's with precision fp16, overflow protection in every layer / the guard's
 with precision bf16. Distances are norms, as shares of the norm. Weights in bf16 are computed in fp32 by the plain
 run."""
-cells = table("wide", HEAD, [f"{weights}, {heat}" for weights in WEIGHTS for heat in HEATS])
+cells = table("scaled", HEAD, [f"{weights}, {heat}" for weights in WEIGHTS for heat in HEATS])
 few = pytest.mark.parametrize("family", FEW)
 
 
@@ -48,11 +48,11 @@ def hot(layout: Layout, heat: str) -> Layout:
     layers = [name for name, weight in stored.items() if weight.ndim > 1 and name.endswith("weight")]
     layers = [name for name in layers if not MODULATES.search(name)]
 
-    def widens(name: str) -> float:
+    def grows(name: str) -> float:
         return stored[name].shape[0] / stored[name].shape[1]
 
     inside = heat == "hot inside"
-    chosen = max(layers, key=widens) if inside else SQUARE.get(layout.config) or min(reversed(layers), key=widens)
+    chosen = max(layers, key=grows) if inside else SQUARE.get(layout.config) or min(reversed(layers), key=grows)
     return replace(layout, hot={f"{layout.block}.{chosen}": HOTTEST / stored[chosen].abs().max().item()})
 
 
@@ -73,23 +73,23 @@ def held(patcher: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("heat", HEATS)
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_wide_layers_are_right_without_a_rerun(cells: Cells, family: str, heat: str, weights: str) -> None:
+def test_scaled_layers_are_right_without_a_rerun(cells: Cells, family: str, heat: str, weights: str) -> None:
     """Without guidance, which takes out what both halves round alike: more of it, the coarser they round."""
     layout = replace(LAYOUTS[family] if heat == HEALTHY else hot(LAYOUTS[family], heat), cfg=1.0)
     patcher, exact = with_its_twin(layout, *WEIGHTS[weights], hot=heat != HEALTHY)
     stored = held(patcher)
     plain, reference = (sample(model, layout, steps=STEPS) for model in (patcher, exact))
     off = partial(distance, layout, exact=reference)
-    wide = off(run(patcher, layout))
-    check_said("fp16, as you chose", WIDE)
+    protected = off(run(patcher, layout))
+    check_said("fp16, as you chose", PROTECTED)
     in_bf16 = off(run(patcher, layout, "bf16"))
-    assert 0 < wide <= in_bf16 / 4
+    assert 0 < protected <= in_bf16 / 4
     assert same(plain, sample(patcher, layout, steps=STEPS)) and all(map(same, stored, held(patcher)))
     if weights == "fp16" and heat == HEALTHY:
-        assert wide <= off(plain)
+        assert protected <= off(plain)
     elif weights == "fp16":
         assert math.isnan(off(plain)) or off(plain) > 2e-2
-    cells[family, f"{weights}, {heat}"] = figures(off(plain), wide, in_bf16, between=" / ")
+    cells[family, f"{weights}, {heat}"] = figures(off(plain), protected, in_bf16, between=" / ")
 
 
 def check_learned(layout: Layout, patcher: Any, exact: Any, check: Callable[[str], None]) -> None:
@@ -107,15 +107,15 @@ def check_learned(layout: Layout, patcher: Any, exact: Any, check: Callable[[str
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_scope_learned_reruns_once_and_is_wide_from_then_on(family: str) -> None:
+def test_scope_learned_reruns_once_and_is_scaled_from_then_on(family: str) -> None:
     def check(time: str) -> None:
         *told, report = said
         if time == "first":
             assert len(told) == 1 and told[0].startswith("call 1: NaN or infinite in fp16")
-            assert WIDE in report and "2 steps, 1 recomputed in fp32." in report
+            assert PROTECTED in report and "2 steps, 1 recomputed in fp32." in report
         else:
             assert not told
-            check_said(WIDE)
+            check_said(PROTECTED)
             assert ("from a profile: " in report) == (time == "after a restart")
 
     check_learned(LAYOUTS[family], *with_its_twin(LAYOUTS[family], hot=True), check)
@@ -143,7 +143,7 @@ def test_what_was_learned_is_known_to_later_guards_of_the_same_model_and_not_of_
         (overflows, nullcontext),
     ]:
         learning(patcher, around)
-        check_said(WIDE, "from a profile: ")
+        check_said(PROTECTED, "from a profile: ")
 
 
 @pytest.mark.parametrize("weights", WEIGHTS | BF16)
@@ -159,7 +159,7 @@ def test_each_precision_is_what_it_says(family: str, weights: str) -> None:
         with on(card):
             assert same(run(patcher, layout, "auto"), plain)
         check_said(", which ComfyUI chose for ")
-        assert WIDE not in said[-1]
+        assert PROTECTED not in said[-1]
     as_it_is = {"fp16": "fp16 (plain)", "bf16": "bf16", "bf16 in fp32": "fp32"}[weights]
     with on("cpu"):
         for precision in ("inherit", "bf16", "fp16 (plain)", "fp32"):
@@ -201,7 +201,7 @@ def test_plain_fp16_is_left_as_broken_as_it_is(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "at"), {"flux": "img_in", "wan": "blocks.1.ffn.0"}.items())
-def test_what_cannot_be_wide_is_as_comfyui_computes_it(family: str, at: str) -> None:
+def test_what_cannot_be_scaled_is_as_comfyui_computes_it(family: str, at: str) -> None:
     """A layer that PyTorch has compiled: nobody can have it multiply otherwise."""
     layout = LAYOUTS[family]
     patcher = make_model(layout)
@@ -213,7 +213,7 @@ def test_what_cannot_be_wide_is_as_comfyui_computes_it(family: str, at: str) -> 
     setattr(patcher.model.diffusion_model.get_submodule(parent), own, scripted)
     assert same(run(patcher, layout), sample(patcher, layout, steps=STEPS))
     check_said("as ComfyUI computes it, since not every layer can be protected: ")
-    assert WIDE not in said[-1]
+    assert PROTECTED not in said[-1]
 
 
 @torch.jit.script
@@ -222,8 +222,8 @@ def scripted_product(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 
 
 class ByScript(torch.nn.Module):
-    """A layer of ComfyUI's whose product takes two tensors of one dtype: a rerun has them in float32, wide layers have
-    not."""
+    """A layer of ComfyUI's whose product takes two tensors of one dtype: a rerun has them in float32, scaled layers
+    have not."""
 
     def __init__(self, layer: torch.nn.Module):
         super().__init__()
@@ -234,7 +234,7 @@ class ByScript(torch.nn.Module):
         return scripted_product(input, weight, bias)
 
 
-def test_what_cannot_be_wide_is_not_learned() -> None:
+def test_what_cannot_be_scaled_is_not_learned() -> None:
     patcher, exact = with_its_twin(LAYOUTS["wan"], hot=True)
     attention = patcher.model.diffusion_model.blocks[1].self_attn
     attention.o = ByScript(attention.o)

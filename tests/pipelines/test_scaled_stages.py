@@ -1,4 +1,4 @@
-"""Stages that run in fp16 with every layer wide: text encoders and VAE encoders, right where plain fp16 is not."""
+"""Stages that run in fp16 with every layer scaled: text encoders and VAE encoders, right where plain fp16 is not."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def error(found, expected):
 def test_svds_vae_encoder_in_fp16_is_right_where_plain_fp16_is_nan(overflowing_svd):
     expected, _ = encoded(overflowing_svd, "fp32")
     plain, unguarded = encoded(overflowing_svd, "fp16 (plain)")
-    assert not plain.isfinite().any() and unguarded.wide == ""
+    assert not plain.isfinite().any() and unguarded.protection == ""
     found, report = encoded(overflowing_svd, "fp16")
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")]
     assert (
-        report.wide == "overflow protection in every layer"
+        report.protection == "overflow protection in every layer"
         and "overflow protection in every layer; 1 part, fine" in report.summary()
     )
     assert error(found, expected) < 2e-3
-    assert encoded(overflowing_svd, "bf16")[1].wide == ""
+    assert encoded(overflowing_svd, "bf16")[1].protection == ""
 
 
 def test_a_text_encoder_in_fp16_clamps_nothing_and_is_not_rerun(clamping_text_encoder, open_pipeline):
@@ -62,7 +62,7 @@ def test_a_text_encoder_in_fp16_clamps_nothing_and_is_not_rerun(clamping_text_en
     plain, _ = encode_prompts(open_pipeline(clamping_text_encoder, "fp16 (plain)"), ["a boat", ""])
     found, report = encode_prompts(open_pipeline(clamping_text_encoder, "fp16"), ["a boat", ""])
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * 2
-    assert report.wide == "overflow protection in every layer"
+    assert report.protection == "overflow protection in every layer"
     for embeddings, wrong, right in zip(found, plain, expected, strict=True):
         assert error(wrong, right) > 0.1, "clamped"
         assert error(embeddings, right) < 5e-3

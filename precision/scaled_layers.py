@@ -1,14 +1,14 @@
-"""Wide layers: they multiply in half precision and have float32's range.
+"""Scaled layers: they multiply in half precision and have float32's range.
 
-fp16 ends at 65504, and a product of fp16 tensors may not fit although both do. A wide layer scales each row of its
+fp16 ends at 65504, and a product of fp16 tensors may not fit although both do. A scaled layer scales each row of its
 input (a token; for a convolution, a sample) by a power of two of its own, such that no sum of products leaves the range
 whatever the signs, multiplies in fp16, and scales the result back in float32. Powers of two change no mantissa, so it
 loses only what any fp16 product loses. Nothing is measured beforehand, no weight changes, and the host waits for
 nothing.
 
-Where the layers that start a residual stream and all that write to it are wide, the sums between them are float32 by
+Where the layers that start a residual stream and all that write to it are scaled, the sums between them are float32 by
 promotion. All other layers cast what they are given to the dtype of their weights, and norms compute in float32 and
-hand on half precision: only the stream is wide.
+hand on half precision: only the stream is fp32.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LAYERS = (torch.nn.Linear, *CONVOLUTIONS)
 NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm)
 
 
-class CannotWiden(Told, TypeError):
-    """A layer is not of a kind that can be made wide; the message names it."""
+class CannotProtect(Told, TypeError):
+    """A layer is not of a kind that can be scaled; the message names it."""
 
 
-def with_wide_stream(
+def with_fp32_residual_stream(
     module: torch.nn.Module,
     names: Iterable[str],
     dtype: torch.dtype,
@@ -52,17 +52,17 @@ def with_wide_stream(
     readers: the names of modules that take their dtype from what they are given, and are to be given half precision.
     device: where the shell computes, if its weights are elsewhere until they are needed.
 
-    Raises CannotWiden where a named layer is neither linear nor a convolution.
+    Raises CannotProtect where a named layer is neither linear nor a convolution.
     """
-    wide: dict[str, Make] = {name: partial(_wide, name=name, device=device) for name in names}
-    inside = tuple(f"{name}." for name in [*wide, *_adapted_in_fp32(module)])  # adapters' own layers
+    scaled: dict[str, Make] = {name: partial(_scaled_layer, name=name, device=device) for name in names}
+    inside = tuple(f"{name}." for name in [*scaled, *_adapted_in_fp32(module)])  # adapters' own layers
     rest: dict[str, Make] = {}
     for name, layer in module.named_modules(remove_duplicate=False):
         if isinstance(layer, (*LAYERS, *NORMS)) and not name.startswith(inside) and not _in_fp32(layer):
-            kind = Narrow if isinstance(layer, LAYERS) else NormToHalf
-            rest[name] = lambda layer, kind=kind: copy_with_base(layer, kind, wide_dtype=dtype)
-    around = {name: lambda reader: copy_with_base(reader, Reader, wide_dtype=dtype) for name in readers}
-    return replace_submodules(replace_submodules(module, rest | wide), around)
+            kind = InHalf if isinstance(layer, LAYERS) else NormToHalf
+            rest[name] = lambda layer, kind=kind: copy_with_base(layer, kind, half_dtype=dtype)
+    around = {name: lambda reader: copy_with_base(reader, Reader, half_dtype=dtype) for name in readers}
+    return replace_submodules(replace_submodules(module, rest | scaled), around)
 
 
 def _in_fp32(layer: torch.nn.Module) -> bool:
@@ -78,13 +78,13 @@ def _adapted_in_fp32(module: torch.nn.Module) -> list[str]:
     return [name for name, layer in named if isinstance(getattr(layer, "base_layer", None), KeptInFp32)]
 
 
-def _wide(layer: Any, name: str, device: torch.device | None) -> torch.nn.Module:
-    """Return a wide shell of a linear layer or a convolution, or of peft's LoRA around one: it takes half precision or
-    float32, and gives float32."""
+def _scaled_layer(layer: Any, name: str, device: torch.device | None) -> torch.nn.Module:
+    """Return a scaled shell of a linear layer or a convolution, or of peft's LoRA around one: it takes half precision
+    or float32, and gives float32."""
     base = getattr(layer, "base_layer", layer)  # as peft names it
     fits = isinstance(base, LAYERS)
     if not fits or getattr(layer, "lora_variant", None):  # of LoRA, DoRA is no mere sum
-        raise CannotWiden(
+        raise CannotProtect(
             "'{}' is a {}, and only a Linear or a convolution can be protected against overflow. "
             "Use precision 'bf16' or 'fp32' for this model.",
             name,
@@ -92,13 +92,13 @@ def _wide(layer: Any, name: str, device: torch.device | None) -> torch.nn.Module
         )
     bias = _bias_with_adapters(layer)
     state = {
-        "wide_dtype": base.weight.dtype,
-        "wide_bias": base.bias if bias is None else bias.to(device=device),
-        "wide_limit": _limit(layer).to(device=device),
-        "wide_spatial": base.weight.ndim - 2,
+        "product_dtype": base.weight.dtype,
+        "product_bias": base.bias if bias is None else bias.to(device=device),
+        "product_limit": _limit(layer).to(device=device),
+        "product_spatial": base.weight.ndim - 2,
     }
     biased = [part for part, each in layer.named_modules() if isinstance(each, LAYERS) and each.bias is not None]
-    return copy_with_base(replace_submodules(layer, dict.fromkeys(biased, _without_bias)), Wide, **state)
+    return copy_with_base(replace_submodules(layer, dict.fromkeys(biased, _without_bias)), ScaledLayer, **state)
 
 
 def _without_bias(layer: torch.nn.Module) -> torch.nn.Module:
@@ -129,13 +129,13 @@ def _adapters(layer: Any) -> list[str]:
     return [name for name in getattr(layer, "active_adapters", ()) if name in layer.lora_A]
 
 
-class Wide(torch.nn.Module):
-    """A base before the class of a wide layer: it multiplies scaled rows, and scales back in float32."""
+class ScaledLayer(torch.nn.Module):
+    """A base before the class of a scaled layer: it multiplies scaled rows, and scales back in float32."""
 
-    wide_dtype: torch.dtype  # in which it multiplies
-    wide_bias: torch.Tensor | None
-    wide_limit: torch.Tensor  # what the values of a scaled row may reach; float32 [], a power of two
-    wide_spatial: int  # dimensions behind the channels
+    product_dtype: torch.dtype  # in which it multiplies
+    product_bias: torch.Tensor | None
+    product_limit: torch.Tensor  # what the values of a scaled row may reach; float32 [], a power of two
+    product_spatial: int  # dimensions behind the channels
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
@@ -143,43 +143,45 @@ class Wide(torch.nn.Module):
         def product(scaled: torch.Tensor) -> torch.Tensor:
             return forward(scaled, *args, **kwargs)
 
-        return scaled_product(product, x, self.wide_dtype, self.wide_limit, self.wide_spatial, self.wide_bias)
+        return scaled_product(
+            product, x, self.product_dtype, self.product_limit, self.product_spatial, self.product_bias
+        )
 
 
-class Narrow(torch.nn.Module):
+class InHalf(torch.nn.Module):
     """A base before the class of a layer that may be given float32, and computes in half precision."""
 
-    wide_dtype: torch.dtype
+    half_dtype: torch.dtype
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return super().forward(x.to(self.wide_dtype), *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return super().forward(x.to(self.half_dtype), *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Reader(torch.nn.Module):
     """A base before the class of a module that may be given float32, by position or by name, and passes on half."""
 
-    wide_dtype: torch.dtype
+    half_dtype: torch.dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         half = [self._half(each) for each in args]
         return super().forward(*half, **{name: self._half(each) for name, each in kwargs.items()})  # pyright: ignore
 
     def _half(self, given: Any) -> Any:
-        is_wide = isinstance(given, torch.Tensor) and given.dtype is torch.float32
-        return given.to(self.wide_dtype) if is_wide else given
+        is_fp32 = isinstance(given, torch.Tensor) and given.dtype is torch.float32
+        return given.to(self.half_dtype) if is_fp32 else given
 
 
 class NormToHalf(torch.nn.Module):
     """A base before the class of a norm that may be given float32: it computes in that, and puts out half precision."""
 
-    wide_dtype: torch.dtype
+    half_dtype: torch.dtype
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if x.dtype is not torch.float32:
             return super().forward(x, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         given = {name: self._parameters.get(name) for name in ("weight", "bias")}  # one kept in fp32 has another, too
         weights = {name: None if each is None else each.float() for name, each in given.items()}
-        return _normed(self, x, **weights).to(self.wide_dtype)
+        return _normed(self, x, **weights).to(self.half_dtype)
 
 
 def _normed(

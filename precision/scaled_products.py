@@ -1,4 +1,4 @@
-"""Everything wide: products in half precision, all else in float32, in any network and with nothing known about it.
+"""Every layer scaled: products in half precision, all else in float32, in any network and with nothing known about it.
 
 It is the fp32 rerun with other products. Each linear layer, convolution and fused attention multiplies in half
 precision. Where that is fp16, its operands are scaled by powers of two before, such that no sum of products leaves
@@ -24,8 +24,8 @@ from . import shared
 from .fp32_settings import autocast_off_where_on
 from .observe import sampled
 from .quantised import error_of
+from .scaled_layers import LAYERS, LEAST, largest_of, limit_of, reach, reaches, scaled_product, times
 from .upcast import Fp32Mode, OneOperation, dequantised, run_in
-from .wide import LAYERS, LEAST, largest_of, limit_of, reach, reaches, scaled_product, times
 
 Result = TypeVar("Result")
 _OUTSIDE = 16  # log2 of the part of attention's scale that its kernel multiplies by, in float32
@@ -48,7 +48,7 @@ _CAREFUL = _Bounds(6, 2.0**-10)  # nearer to float32 than bf16 in each single ca
 _BROADEST = _Bounds(18, 2.0**-28)  # nearer than bf16 on average; beyond, fp16 flushes what counts
 
 
-def run_with_half_products(
+def run_with_scaled_products(
     function: Callable[..., Result], *args: Any, products: ScaledHalfMatmulMode, tf32: bool = False, **kwargs: Any
 ) -> Result:
     """Call `function` (a module or any callable that runs modules) with products in half precision and all else in

@@ -1,6 +1,6 @@
-"""What wide layers do to the numbers: the figure of docs/overflow_protection.md, and its tables on standard output.
+"""What scaled layers do to the numbers: the figure of docs/overflow_protection.md, and its tables on standard output.
 
-    python scripts/benchmarks/wide_figure.py [--out docs/overflow_protection.png]
+    python scripts/benchmarks/scaled_figure.py [--out docs/overflow_protection.png]
 
 Small denoisers with random weights, as diffusers makes them, or changed so that the residual stream climbs over the
 blocks. An error is the norm of what the output differs by from fp32's, in parts of fp32's norm.
@@ -22,7 +22,7 @@ from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW3PLUS, COGVI
 from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
 from comfyui_onediff_guard.precision.dtypes import FP16_MAX
 from comfyui_onediff_guard.precision.observe import floating, hooked, largest, leaves
-from comfyui_onediff_guard.precision.wide import with_wide_stream
+from comfyui_onediff_guard.precision.scaled_layers import with_fp32_residual_stream
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel, CogView4Transformer2DModel
 from PIL import Image
 from plot import BLUE, INK, PURPLE, VERMILLION, Figure, Plot
@@ -46,7 +46,7 @@ class Model:
 class Errors:
     peak: float  # max |stream| in fp32
     plain: float  # fp16
-    wide: float  # fp16
+    protected: float  # fp16
     bf16: float
 
 
@@ -75,7 +75,7 @@ def main() -> None:
         print(f"CogVideoX-5B's kind, {BLOCKS} blocks; by block: max |stream| in fp32, and of what is half beside it")
         for block, row in enumerate(zip(stream, half, strict=True), 1):
             print(f"{block:8d}" + "".join(f"{value:12.3g}" for value in row))
-        print(f"{'error against fp32':26}{'max |stream|':>12}{'plain fp16':>12}{'wide fp16':>12}{'bf16':>12}")
+        print(f"{'error against fp32':26}{'max |stream|':>12}{'plain fp16':>12}{'protected':>12}{'bf16':>12}")
         for name, model in MODELS.items():
             tell(f"{name}, as made", errors(model))
             tell(f"{name}, climbing", errors(model, HOT))
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def tell(name: str, made: Errors) -> None:
-    found = (f"{error:.5f}" if math.isfinite(error) else "NaN" for error in (made.plain, made.wide, made.bf16))
+    found = (f"{error:.5f}" if math.isfinite(error) else "NaN" for error in (made.plain, made.protected, made.bf16))
     print(f"{name:26}{made.peak:12.3g}" + "".join(f"{error:>12}" for error in found), flush=True)
 
 
@@ -104,15 +104,15 @@ def errors(model: Model, target: float | None = None) -> Errors:
     return Errors(
         peak,
         plain=error(half, torch.float16),
-        wide=error(widened(half, model), torch.float16),
+        protected=error(with_protection(half, model), torch.float16),
         bf16=error(copy.deepcopy(denoiser).bfloat16(), torch.bfloat16),
     )
 
 
-def widened(half: torch.nn.Module, model: Model) -> torch.nn.Module:
+def with_protection(half: torch.nn.Module, model: Model) -> torch.nn.Module:
     stream = model.family.stream
     assert stream
-    return with_wide_stream(half, stream.writer_names(half), torch.float16, readers=stream.reader_names(half))
+    return with_fp32_residual_stream(half, stream.writer_names(half), torch.float16, readers=stream.reader_names(half))
 
 
 def build(model: Model, target: float | None = None) -> tuple[Any, Call]:
@@ -176,7 +176,7 @@ def behind(denoiser: Any, call: Call, parts: dict[str, torch.nn.Module]) -> list
 
 
 def inside_blocks(denoiser: Any, call: Call) -> list[float]:
-    """max |x| of what the layers in each block put out in half precision, where the stream is wide."""
+    """max |x| of what the layers in each block put out in half precision, where the stream is fp32."""
     peaks = [0.0] * BLOCKS
 
     def see(name: str, _layer: torch.nn.Module, _given: Any, made: Any) -> None:
@@ -184,10 +184,10 @@ def inside_blocks(denoiser: Any, call: Call) -> list[float]:
         half = [tensor for tensor in floating(made) if tensor.dtype == torch.float16]
         peaks[block] = max(peaks[block], largest(half).item())
 
-    wide = widened(copy.deepcopy(denoiser).half(), COGVIDEOX_5B)
-    layers = {name: layer for name, layer in leaves(wide).items() if name.startswith("transformer_blocks.")}
+    protected = with_protection(copy.deepcopy(denoiser).half(), COGVIDEOX_5B)
+    layers = {name: layer for name, layer in leaves(protected).items() if name.startswith("transformer_blocks.")}
     with hooked(layers, see):
-        wide(**in_dtype(call, torch.float16))
+        protected(**in_dtype(call, torch.float16))
     return peaks
 
 
@@ -222,9 +222,9 @@ def _draw_errors(figure: Figure, climbing: Sequence[Errors]) -> None:
     plot.axes(range(0, len(TARGETS), 2), range(-4, 0), powers=True)
     plot.curve(exponents, [made.bf16 for made in climbing], PURPLE, "diamond")
     plot.curve(exponents, [made.plain for made in climbing], VERMILLION, "circle")
-    plot.curve(exponents, [made.wide for made in climbing], BLUE, "square")
+    plot.curve(exponents, [made.protected for made in climbing], BLUE, "square")
     plot.note(8.5, climbing[8].bf16, "bf16", PURPLE, up=30)
-    plot.note(8.5, climbing[8].wide, "fp16, stream wide", BLUE, up=-30)
+    plot.note(8.5, climbing[8].protected, "fp16, protected", BLUE, up=-30)
     plot.note(3.9, climbing[3].plain, "fp16, plain", VERMILLION, "rm", up=44)
     plot.note(5.1, 0.07, "fp16, plain: NaN", VERMILLION)
 

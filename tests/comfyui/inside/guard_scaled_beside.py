@@ -13,8 +13,8 @@ import pytest
 import torch
 from guard_beside import COMPILED, lora_on, lowvram, with_easycache, with_lora
 from guard_quantised import FORMATS, HERE, quantised
+from guard_scaled import FEW, PROTECTED, STEPS, WEIGHTS, check_said, few
 from guard_streamed import WAYS, streamed
-from guard_wide import FEW, STEPS, WEIGHTS, WIDE, check_said, few
 from in_comfyui import guarded, said, same
 from native_models import LAYOUTS, Layout, distance, in_fp32, make_model, sample, with_its_twin
 
@@ -35,7 +35,7 @@ State = Callable[[Layout], Made]
 Around = Callable[[], AbstractContextManager[Any]]
 
 
-def wide(patcher: Any) -> Any:
+def protected(patcher: Any) -> Any:
     return guarded(patcher, precision="fp16")
 
 
@@ -70,7 +70,7 @@ def states(name: str) -> dict[str, tuple[State, Around]]:
 
 def from_pair(make: Callable[[Layout], tuple[Any, Any]], layout: Layout) -> Made:
     patcher, exact = make(layout)
-    return partial(wide, patcher), exact
+    return partial(protected, patcher), exact
 
 
 def lora_as_it_goes(layout: Layout, *, dtypes: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -81,24 +81,24 @@ def lora_as_it_goes(layout: Layout, *, dtypes: tuple[Any, ...]) -> tuple[Any, An
 def on_host(way: str, layout: Layout, *, with_lora: bool) -> Made:
     patcher, exact = with_its_twin(layout, hot=True)
     if with_lora:
-        return (lambda: wide(lora_on(streamed(patcher, way)))), lora_on(exact)
-    return (lambda: wide(streamed(patcher, way))), exact
+        return (lambda: protected(lora_on(streamed(patcher, way)))), lora_on(exact)
+    return (lambda: protected(streamed(patcher, way))), exact
 
 
 def with_format(kind: str, layout: Layout) -> Made:
     how = FORMATS[kind]
     blocks = f"{layout.block.split('.')[0].replace('input_blocks', 'middle_block')}."
     patcher, exact = quantised(layout, how, hot=True, disabled=() if how.on_cpu else {how.name}, only=blocks)
-    return partial(wide, patcher), exact
+    return partial(protected, patcher), exact
 
 
 def compiled(layout: Layout, *, before: bool) -> Made:
     """By ComfyUI's own torch.compile; the backend compiles nothing, so that it is quick and exact."""
     compile_model = import_module("comfy_api.torch_helpers").set_torch_compile_wrapper
     patcher, exact = with_its_twin(layout, hot=True)
-    patcher = patcher.clone() if before else wide(patcher).clone()
+    patcher = patcher.clone() if before else protected(patcher).clone()
     compile_model(patcher, backend="eager", keys=["diffusion_model"])
-    return (partial(wide, patcher) if before else lambda: patcher), exact
+    return (partial(protected, patcher) if before else lambda: patcher), exact
 
 
 def controlled(place: str, shape: tuple[int, ...], layout: Layout) -> Made:
@@ -112,7 +112,7 @@ def controlled(place: str, shape: tuple[int, ...], layout: Layout) -> Made:
     patcher, exact = (model.clone() for model in with_its_twin(layout, hot=True))
     patcher.set_model_unet_function_wrapper(partial(adds, torch.float16))
     exact.set_model_unet_function_wrapper(partial(adds, torch.float32))
-    return partial(wide, patcher), exact
+    return partial(protected, patcher), exact
 
 
 def with_patches(layout: Layout) -> Made:
@@ -135,7 +135,7 @@ def with_patches(layout: Layout) -> Made:
         model.set_model_attn2_output_patch(lambda made, _: made * 1.1)
         model.set_model_input_block_patch(lambda hidden, _: hidden * 0.9)
     patcher, exact = models
-    return partial(wide, patcher), exact
+    return partial(protected, patcher), exact
 
 
 def outside_fp16(first: str, second: str, layout: Layout) -> Made:
@@ -146,7 +146,7 @@ def outside_fp16(first: str, second: str, layout: Layout) -> Made:
             model.model.diffusion_model.get_submodule(name).weight.mul_(factor)
             if name == first and (bias := model.model.diffusion_model.get_submodule(name).bias) is not None:
                 bias.mul_(factor)
-    return partial(wide, patcher), exact
+    return partial(protected, patcher), exact
 
 
 class Packed(torch.nn.Linear):
@@ -177,14 +177,14 @@ def packed(layout: Layout) -> Made:
             smaller, weight = Packed.of(layer)
             setattr(network.get_submodule(parent), own, smaller)
             whole.get_submodule(name).weight.copy_(weight)
-    return partial(wide, patcher), exact
+    return partial(protected, patcher), exact
 
 
 STATES = {(family, state): made for family in FEW for state, made in states(family).items()}
 
 
 @pytest.mark.parametrize(("family", "state"), STATES)
-def test_wide_layers_beside_others(family: str, state: str) -> None:
+def test_scaled_layers_beside_others(family: str, state: str) -> None:
     layout, (make, around) = LAYOUTS[family], STATES[family, state]
     steps = CACHED_STEPS if state == "EasyCache" else STEPS
     behind, exact = make(layout)
@@ -193,7 +193,7 @@ def test_wide_layers_beside_others(family: str, state: str) -> None:
     with around():
         made = sample(behind(), layout, steps=steps)
     torch.compiler.reset()
-    check_said(WIDE)
+    check_said(PROTECTED)
     assert 0 < distance(layout, made, reference) <= 1e-2
 
 
@@ -201,10 +201,10 @@ def test_wide_layers_beside_others(family: str, state: str) -> None:
 def test_of_two_guards_the_last_one_counts(family: str) -> None:
     layout = LAYOUTS[family]
     patcher = make_model(layout, hot=True)
-    plain, once = (sample(model, layout, steps=STEPS) for model in (patcher, wide(patcher)))
-    assert same(once, sample(wide(guarded(patcher, precision="bf16")), layout, steps=STEPS))
-    check_said(WIDE)
-    assert same(plain, sample(guarded(wide(patcher), on_failure="off"), layout, steps=STEPS))
+    plain, once = (sample(model, layout, steps=STEPS) for model in (patcher, protected(patcher)))
+    assert same(once, sample(protected(guarded(patcher, precision="bf16")), layout, steps=STEPS))
+    check_said(PROTECTED)
+    assert same(plain, sample(guarded(protected(patcher), on_failure="off"), layout, steps=STEPS))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -214,22 +214,22 @@ def test_what_a_streamed_model_taught_is_known_to_the_next_guard(way: str) -> No
         with WAYS[way]():
             sample(behind, LAYOUTS["flux"], steps=STEPS)
         assert known or "2 steps, 1 recomputed in fp32." in said[-1]
-    check_said(WIDE, "from a profile: ")
+    check_said(PROTECTED, "from a profile: ")
 
 
 @pytest.mark.skipif(not work_units.HERE, reason="this ComfyUI computes guidance halves on one GPU: it is before 0.23")
 @pytest.mark.parametrize("order", ["before", "after", "learned"])
 @pytest.mark.parametrize("family", work_units.GUIDED)
-def test_each_half_is_wide(family: str, order: str) -> None:
+def test_each_half_is_protected(family: str, order: str) -> None:
     """On two devices at the same time, split before the guard and after it."""
     layout = work_units.GUIDED[family]
     make = partial(make_model, layout, hot=True)
     both = work_units.split(make(), make)
     reference = sample(in_fp32(both, layout), layout, steps=STEPS)
     if order == "before":
-        patcher = work_units.split(wide(make()), make)
+        patcher = work_units.split(protected(make()), make)
     else:
-        patcher = wide(both) if order == "after" else guarded(both, scope="learned")
+        patcher = protected(both) if order == "after" else guarded(both, scope="learned")
     for _ in range(2 if order == "learned" else 1):
         assert 0 < distance(layout, sample(patcher, layout, steps=STEPS), reference) <= 1e-2
-    check_said(WIDE, "2 steps, all fine.")
+    check_said(PROTECTED, "2 steps, all fine.")

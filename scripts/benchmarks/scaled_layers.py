@@ -1,7 +1,7 @@
-"""What wide layers cost a denoiser step: one with a wide stream beside one as it is, eager and compiled, and how many
-graphs the compiler makes of each.
+"""What scaled layers cost a denoiser step: one with an fp32 residual stream beside one as it is, eager and compiled,
+and how many graphs the compiler makes of each.
 
-    python scripts/benchmarks/wide.py [--rounds 40] [--blocks 3] [--out scripts/benchmarks/results]
+    python scripts/benchmarks/scaled_layers.py [--rounds 40] [--blocks 3] [--out scripts/benchmarks/results]
 
 A denoiser of CogVideoX-2B's width, bf16 on a CPU and fp16 on a GPU, compiled block by block as the sampler does it.
 How it is timed, and what noise is: scripts/benchmarks/measure.py.
@@ -15,7 +15,7 @@ import torch
 from comfyui_onediff_guard.pipelines.compile.backends import choose_backend, compiled
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.wide import with_wide_stream
+from comfyui_onediff_guard.precision.scaled_layers import with_fp32_residual_stream
 from measure import arguments, build, device_and_dtype, interleave, medians, quartiles, ratio, setting, write
 
 
@@ -24,34 +24,34 @@ def main() -> None:
     device, dtype = device_and_dtype()
     denoiser, call = build(args.blocks, args.heads, device, dtype)
     assert COGVIDEOX.stream
-    wide = with_wide_stream(denoiser, COGVIDEOX.stream.writer_names(denoiser), DTYPES[dtype])
+    protected = with_fp32_residual_stream(denoiser, COGVIDEOX.stream.writer_names(denoiser), DTYPES[dtype])
     backend = choose_backend("inductor", device)
     with torch.no_grad():
         graphs = {
             name: count_graphs(compiled(module, COGVIDEOX.blocks, backend), call)
-            for name, module in {"narrow": denoiser, "wide": wide}.items()
+            for name, module in {"plain": denoiser, "protected": protected}.items()
         }
         torch.compiler.reset()
         compiled_denoiser = compiled(denoiser, COGVIDEOX.blocks, backend)
-        compiled_wide = compiled(wide, COGVIDEOX.blocks, backend)
+        compiled_protected = compiled(protected, COGVIDEOX.blocks, backend)
         seconds = interleave(
             {
-                "narrow, eager": lambda: denoiser(**call),
-                "wide, eager": lambda: wide(**call),
-                "narrow again, eager": lambda: denoiser(**call),
-                "narrow, compiled": lambda: compiled_denoiser(**call),
-                "wide, compiled": lambda: compiled_wide(**call),
-                "narrow again, compiled": lambda: compiled_denoiser(**call),
+                "plain, eager": lambda: denoiser(**call),
+                "protected, eager": lambda: protected(**call),
+                "plain again, eager": lambda: denoiser(**call),
+                "plain, compiled": lambda: compiled_denoiser(**call),
+                "protected, compiled": lambda: compiled_protected(**call),
+                "plain again, compiled": lambda: compiled_denoiser(**call),
             },
             args.rounds,
             device,
         )
     pairs = {
-        f"{title}, {mode}": (f"{ours}, {mode}", f"narrow, {mode}")
+        f"{title}, {mode}": (f"{ours}, {mode}", f"plain, {mode}")
         for mode in ("eager", "compiled")
-        for title, ours in {"wide / narrow": "wide", "noise: narrow again / narrow": "narrow again"}.items()
+        for title, ours in {"protected / plain": "protected", "noise: plain again / plain": "plain again"}.items()
     }
-    result = setting("wide", denoiser, call, dtype, device, args.rounds) | {
+    result = setting("scaled_layers", denoiser, call, dtype, device, args.rounds) | {
         "backend": backend.name,
         "median_seconds": medians(seconds),
         "ratios": {title: ratio(seconds, *pair) for title, pair in pairs.items()},

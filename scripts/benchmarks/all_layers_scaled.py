@@ -1,7 +1,7 @@
-"""What a step costs with every layer wide, beside the same network plain in half precision and in fp32; the error of
+"""What a step costs with every layer scaled, beside the same network plain in half precision and in fp32; the error of
 each against fp32; and what of it is the host's work.
 
-    python scripts/benchmarks/everything_wide.py [--rounds 8] [--blocks 3] [--heads 8] [--out DIR]
+    python scripts/benchmarks/all_layers_scaled.py [--rounds 8] [--blocks 3] [--heads 8] [--out DIR]
 
 Steps are timed on a transformer of CogVideoX-2B's kind and a UNet of SDXL's kind, cut down, in bf16 on a CPU and fp16
 on a GPU. In bf16 nothing would have to be scaled: `scaled` is what fp16 gets, `unscaled` what bf16 gets. The host's
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode, run_with_half_products
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from measure import Step, arguments, build, device_and_dtype, interleave, machine, medians, quartiles, ratio, write_json
 from networks import NETWORKS
@@ -68,7 +68,7 @@ def main() -> None:
             "SDXL's kind": made("sdxl", args.size, device, dtype),
         }
         result = {
-            "benchmark": "everything_wide",
+            "benchmark": "all_layers_scaled",
             "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
             "machine": machine(device),
             "torch": torch.__version__,
@@ -92,8 +92,8 @@ def compared(subject: Subject, rounds: int, device: torch.device, dtype: str) ->
     single, fp32_call = copy.deepcopy(module).float(), in_dtype(call, torch.float32)
     contestants: dict[str, Step] = {
         PLAIN: lambda: module(**call)[0],
-        SCALED: wide(Scaled(DTYPES[dtype]), subject),
-        UNSCALED: wide(Unscaled(DTYPES[dtype]), subject),
+        SCALED: scaled(Scaled(DTYPES[dtype]), subject),
+        UNSCALED: scaled(Unscaled(DTYPES[dtype]), subject),
         AGAIN: lambda: module(**call)[0],
         FP32: lambda: single(**fp32_call)[0],
         RERUN: lambda: run_in_fp32(module, **call)[0],
@@ -118,7 +118,7 @@ def errors_in_fp16(module: Any, call: dict[str, Any], exact: torch.Tensor) -> di
     """Where fp16 is too slow to be timed: of one step."""
     half = copy.deepcopy(module).half(), in_dtype(call, torch.float16)
     plain = error(half[0](**half[1])[0], exact)
-    return {f"{PLAIN}, fp16": plain, f"{SCALED}, fp16": error(wide(Scaled(torch.float16), half)(), exact)}
+    return {f"{PLAIN}, fp16": plain, f"{SCALED}, fp16": error(scaled(Scaled(torch.float16), half)(), exact)}
 
 
 def host(name: str, rounds: int, device: torch.device, dtype: str) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def host(name: str, rounds: int, device: torch.device, dtype: str) -> dict[str, 
         module(**call)
     contestants: dict[str, Step] = {
         PLAIN: lambda: module(**call),
-        SCALED: wide(Scaled(DTYPES[dtype]), subject),
-        UNSCALED: wide(Unscaled(DTYPES[dtype]), subject),
+        SCALED: scaled(Scaled(DTYPES[dtype]), subject),
+        UNSCALED: scaled(Unscaled(DTYPES[dtype]), subject),
         RERUN: lambda: run_in_fp32(module, **call),
         AGAIN: lambda: module(**call),
     }
@@ -146,9 +146,9 @@ def host(name: str, rounds: int, device: torch.device, dtype: str) -> dict[str, 
     }
 
 
-def wide(products: ScaledHalfMatmulMode, subject: Subject) -> Callable[[], torch.Tensor]:
+def scaled(products: ScaledHalfMatmulMode, subject: Subject) -> Callable[[], torch.Tensor]:
     module, call = subject
-    return lambda: run_with_half_products(module, products=products, **call)[0]
+    return lambda: run_with_scaled_products(module, products=products, **call)[0]
 
 
 def in_dtype(value: Any, dtype: torch.dtype) -> Any:

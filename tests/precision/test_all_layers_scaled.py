@@ -1,4 +1,4 @@
-"""Every layer wide, in networks that it was not written for: drawn ones, and diffusers' own."""
+"""Every layer scaled, in networks that it was not written for: drawn ones, and diffusers' own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import diffusers
 import pytest
 import torch
-from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode, run_with_half_products
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from guards import error
 from hypothesis import HealthCheck, given, settings
@@ -140,8 +140,8 @@ def step(dtype: torch.dtype) -> Any:
     return lambda module: module(x.clone(), t)
 
 
-def wide(module: Any, call: Callable[[Any], Any], dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    return run_with_half_products(call, module, products=ScaledHalfMatmulMode(dtype))
+def scaled(module: Any, call: Callable[[Any], Any], dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return run_with_scaled_products(call, module, products=ScaledHalfMatmulMode(dtype))
 
 
 PLACES = ("embed", "final", "first", "last", "out")
@@ -157,8 +157,8 @@ def test_a_drawn_network_comes_out_right(shape: Shape, hot: set[str]) -> None:
     names = [name for name, part in network(shape).named_modules() if name.rpartition(".")[2] in hot]
     module, call = network(shape, tuple(names)).half(), step(torch.float16)
     exact = run_in_fp32(call, module)
-    found = error(wide(module, call), exact)
-    assert found < 5e-3 or (names and found < error(wide(module, call, torch.bfloat16), exact) / 2)
+    found = error(scaled(module, call), exact)
+    assert found < 5e-3 or (names and found < error(scaled(module, call, torch.bfloat16), exact) / 2)
 
 
 # --- diffusers' own ---------------------------------------------------------------------------------------------------
@@ -236,4 +236,4 @@ def test_diffusers_own_come_out_right(name: str, hot: str) -> None:
 
     exact = run_in_fp32(call, module)
     assert exact.isfinite().all()
-    assert error(wide(module, call), exact) <= error(wide(module, call, torch.bfloat16), exact) / 4
+    assert error(scaled(module, call), exact) <= error(scaled(module, call, torch.bfloat16), exact) / 4

@@ -1,5 +1,5 @@
-"""Wide layers alone, wide streams in the real diffusers classes, and LoRA around both: float32's range, and nearer to
-fp32 than fp16."""
+"""Scaled layers alone, fp32 residual streams in the real diffusers classes, and LoRA around both: float32's range, and
+nearer to fp32 than fp16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.precision.observe import leaf_peaks
 from comfyui_onediff_guard.precision.overrides import ModuleStructure, diagnose_from_fp32_peaks
-from comfyui_onediff_guard.precision.wide import CannotWiden, with_wide_stream
+from comfyui_onediff_guard.precision.scaled_layers import CannotProtect, with_fp32_residual_stream
 from guards import error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -40,8 +40,8 @@ LAYERS = {
 }
 
 
-def wide(layer: nn.Module) -> nn.Module:
-    return with_wide_stream(layer, [""], HALF)
+def scaled(layer: nn.Module) -> nn.Module:
+    return with_fp32_residual_stream(layer, [""], HALF)
 
 
 def drawn_layer(name: str, seed: int = 0) -> tuple[Any, torch.Tensor]:
@@ -52,18 +52,18 @@ def drawn_layer(name: str, seed: int = 0) -> tuple[Any, torch.Tensor]:
     return layer, torch.randn(shape)
 
 
-def wide_stream(name: str, denoiser: Any, dtype: torch.dtype = HALF, device: torch.device | None = None) -> Any:
+def protected(name: str, denoiser: Any, dtype: torch.dtype = HALF, device: torch.device | None = None) -> Any:
     stream: Any = MODELS[name].family.stream
     writers, readers = stream.writer_names(denoiser), stream.reader_names(denoiser)
-    return with_wide_stream(denoiser, writers, dtype, readers=readers, device=device)
+    return with_fp32_residual_stream(denoiser, writers, dtype, readers=readers, device=device)
 
 
 def three_ways(denoiser: Any, call: dict[str, Any], name: str) -> tuple[torch.Tensor, ...]:
-    """What it puts out in fp32, plain fp16, bf16, and fp16 with a wide stream. It is in fp16 afterwards."""
+    """What it puts out in fp32, plain fp16, bf16, and fp16 with an fp32 residual stream. It is in fp16 afterwards."""
     right = denoiser(**call)[0]
     bf16 = copy.deepcopy(denoiser).to(BFLOAT)(**in_dtype(call, BFLOAT))[0]
     half, half_call = denoiser.half(), in_dtype(call, HALF)
-    return right, half(**half_call)[0], bf16, wide_stream(name, half)(**half_call)[0]
+    return right, half(**half_call)[0], bf16, protected(name, half)(**half_call)[0]
 
 
 # --- a layer ----------------------------------------------------------------------------------------------------------
@@ -71,13 +71,13 @@ def three_ways(denoiser: Any, call: dict[str, Any], name: str) -> tuple[torch.Te
 
 @settings(max_examples=drawn(200, 40), deadline=None)
 @given(name=st.sampled_from(sorted(LAYERS)), power=st.integers(-60, 60), weights=st.integers(-8, 12))
-def test_a_wide_layer_has_float32s_range_and_fp16s_digits(name, power, weights):
+def test_a_scaled_layer_has_float32s_range_and_fp16s_digits(name, power, weights):
     layer, x = drawn_layer(name, seed=power)
     layer.weight.mul_(2.0**weights)
     if layer.bias is not None:
         layer.bias.zero_()
     x *= 2.0**power
-    found = wide(layer.half())(x)
+    found = scaled(layer.half())(x)
     expected = layer.float()(x)
     assert found.dtype == torch.float32 and found.shape == expected.shape
     assert error(found, expected) < 2**-10
@@ -86,21 +86,21 @@ def test_a_wide_layer_has_float32s_range_and_fp16s_digits(name, power, weights):
 @pytest.mark.parametrize("name", LAYERS)
 def test_half_and_float32_inputs_come_to_the_same_and_the_layer_is_not_touched(name):
     layer, x = drawn_layer(name)
-    torch.testing.assert_close(wide(layer)(x), layer(x), rtol=1e-6, atol=1e-6)  # in float32 it is the layer
+    torch.testing.assert_close(scaled(layer)(x), layer(x), rtol=1e-6, atol=1e-6)  # in float32 it is the layer
     before = dict(vars(layer)), layer(x), type(layer)
-    shell = wide(layer)
+    shell = scaled(layer)
     shell(x)
     assert isinstance(shell, before[2]) and shell.weight is layer.weight
     assert vars(layer) == before[0] and torch.equal(layer(x), before[1]) and type(layer) is before[2]
-    assert torch.equal(wide(layer.half())(x.half()), wide(layer)(x.half().float()))
+    assert torch.equal(scaled(layer.half())(x.half()), scaled(layer)(x.half().float()))
 
 
-def test_a_layer_with_its_own_method_as_an_attribute_is_wide():
+def test_a_layer_with_its_own_method_as_an_attribute_is_scaled():
     """transformers 4 leaves it on layers of which it recorded outputs."""
     layer, x = drawn_layer("linear")
-    expected = wide(layer.half())(x)
+    expected = scaled(layer.half())(x)
     layer.forward = layer.forward
-    made = wide(layer)(x)
+    made = scaled(layer)(x)
     assert made.dtype is torch.float32 and torch.equal(made, expected)
 
 
@@ -110,7 +110,7 @@ def test_no_sign_takes_the_product_out_of_range():
     layer.weight.fill_(6e4)
     x = torch.full((2, 4096), 65504.0).half()
     expected = x.float() @ layer.weight.float().T
-    found = wide(layer)(x)
+    found = scaled(layer)(x)
     assert found.isfinite().all() and error(found, expected) < 2**-10
     assert layer(x).isinf().all()
 
@@ -120,25 +120,25 @@ def test_each_row_has_a_scale_of_its_own():
     torch.manual_seed(1)
     x = torch.randn(7, 24) * torch.tensor([1e-30, 1e-6, 0.0, 1.0, 1e6, 1e20, 1e30])[:, None]
     layer.bias.zero_()
-    found = wide(layer.half())(x)
+    found = scaled(layer.half())(x)
     expected = layer.float()(x)
     assert torch.equal(found[2], torch.zeros(16))
     assert [i for i in (0, 1, 3, 4, 5, 6) if not error(found[i] / x[i].max(), expected[i] / x[i].max()) < 2**-9] == []
-    assert wide(layer)(torch.full((1, 24), 1e-40)).isfinite().all()
+    assert scaled(layer)(torch.full((1, 24), 1e-40)).isfinite().all()
 
 
 @pytest.mark.parametrize("broken", [math.inf, -math.inf, math.nan])
 def test_what_is_broken_stays_so_for_the_guard_to_find(broken):
     layer, x = drawn_layer("linear")
     x[1, 2, 3] = broken
-    finite = wide(layer.half())(x).isfinite().all(-1)
+    finite = scaled(layer.half())(x).isfinite().all(-1)
     assert not finite[1, 2] and finite.sum() == finite.numel() - 1
 
 
 def test_the_bias_keeps_its_digits_beside_a_huge_scale():
     layer, x = drawn_layer("linear")
     layer.weight.zero_()
-    assert torch.equal(wide(layer.half())(x * 1e30), layer.bias.float().expand(3, 5, 16))
+    assert torch.equal(scaled(layer.half())(x * 1e30), layer.bias.float().expand(3, 5, 16))
 
 
 # --- a stream ---------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_a_healthy_stream_comes_out_nearer_to_fp32_than_plain_fp16(name):
     half = copy.deepcopy(denoiser).half()
     state = {name: (id(tensor), tensor.clone()) for name, tensor in half.state_dict(keep_vars=True).items()}
     before = {name: (id(part), type(part)) for name, part in half.named_modules()}
-    wide_stream(name, half)(**in_dtype(call, HALF))
+    protected(name, half)(**in_dtype(call, HALF))
     right, plain, bf16, found = three_ways(denoiser, call, name)
     assert found.dtype == HALF
     assert error(found, right) < error(plain, right) and error(found, right) < error(bf16, right) / 4
@@ -194,7 +194,7 @@ def test_a_stream_at_1e15_is_finite_and_four_times_nearer_than_bf16(name):
 def test_in_fp32_it_is_the_denoiser_at_any_size(name, size):
     denoiser, call = build(name, size=size)
     expected = denoiser(**call)[0]
-    made = wide_stream(name, denoiser, torch.float32)(**call)[0]
+    made = protected(name, denoiser, torch.float32)(**call)[0]
     assert error(made, expected) < 1e-5
 
 
@@ -202,7 +202,7 @@ def test_in_fp32_it_is_the_denoiser_at_any_size(name, size):
 def test_the_stream_alone_is_float32(name):
     denoiser, call = build(name)
     stream: Any = MODELS[name].family.stream
-    shell: Any = wide_stream(name, denoiser.half())
+    shell: Any = protected(name, denoiser.half())
     given: dict[str, torch.dtype] = {}
     block = shell.transformer_blocks[1]
     norms = {f"transformer_blocks.1.{norm}" for norm in stream.norms}
@@ -223,15 +223,15 @@ def test_an_overflow_inside_a_feed_forward_is_not_helped():
     denoiser, call = build("CogVideoX-5B")
     denoiser.transformer_blocks[0].ff.net[0].proj.weight.mul_(1e6)
     denoiser.transformer_blocks[0].ff.net[2].weight.mul_(1e-6)
-    found = wide_stream("CogVideoX-5B", denoiser.half())(**in_dtype(call, HALF))[0]
+    found = protected("CogVideoX-5B", denoiser.half())(**in_dtype(call, HALF))[0]
     assert not found.isfinite().all()
 
 
-def test_what_cannot_be_wide_is_named():
+def test_what_cannot_be_scaled_is_named():
     denoiser, _ = build("CogVideoX-5B")
     denoiser.set_submodule("transformer_blocks.2.ff.net.2", nn.Bilinear(2, 2, 2))
-    with pytest.raises(CannotWiden, match=r"'transformer_blocks.2.ff.net.2' is a Bilinear.*Use precision 'bf16'"):
-        wide_stream("CogVideoX-5B", denoiser)
+    with pytest.raises(CannotProtect, match=r"'transformer_blocks.2.ff.net.2' is a Bilinear.*Use precision 'bf16'"):
+        protected("CogVideoX-5B", denoiser)
 
 
 # --- around LoRA, as peft makes it ------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_in_fp32_it_is_the_adapted_denoiser(name, lora_bias):
     state = {name: tensor.clone() for name, tensor in denoiser.state_dict().items()}
     expected = denoiser(**call)[0]
     assert not torch.equal(expected, build(name)[0](**call)[0]), "the LoRA does something"
-    assert error(wide_stream(name, denoiser, torch.float32)(**call)[0], expected) < 1e-5
+    assert error(protected(name, denoiser, torch.float32)(**call)[0], expected) < 1e-5
     assert torch.equal(denoiser(**call)[0], expected), "the original is not touched"
     assert all(torch.equal(state[name], tensor) for name, tensor in denoiser.state_dict().items())
 
@@ -274,7 +274,7 @@ def test_in_fp32_it_is_the_adapted_denoiser(name, lora_bias):
 )
 def test_in_fp32_it_is_the_adapted_denoiser_at_any_rank_scale_and_target(rank, scales, targets):
     denoiser, call = adapted("CogVideoX-5B", scales, r=rank, target_modules=targets)
-    made = wide_stream("CogVideoX-5B", denoiser, torch.float32)(**call)[0]
+    made = protected("CogVideoX-5B", denoiser, torch.float32)(**call)[0]
     assert error(made, denoiser(**call)[0]) < 1e-5
 
 
@@ -284,7 +284,7 @@ def test_what_an_adapter_adds_counts_in_what_a_row_may_reach():
     for block in denoiser.transformer_blocks:
         block.ff.net[2].lora_B["lora_0"].weight.mul_(1e4)
     expected = denoiser(**call)[0]
-    found = wide_stream("CogVideoX-5B", denoiser.half())(**in_dtype(call, HALF))[0]
+    found = protected("CogVideoX-5B", denoiser.half())(**in_dtype(call, HALF))[0]
     assert found.isfinite().all() and error(found, expected) < 0.01
 
 
@@ -301,24 +301,24 @@ def test_the_stream_is_blamed_for_what_an_adapted_writer_puts_out():
     denoiser.transformer_blocks[1].ff.net[2].base_layer.weight.mul_(1e7)
     peaks = leaf_peaks(denoiser, lambda: denoiser(**call))
     assert peaks["transformer_blocks.1.ff.net.2.base_layer"].output > 65504
-    anatomy = ModuleStructure.of(denoiser, ["transformer_blocks"], MODELS["CogVideoX-5B"].family.stream)
+    structure = ModuleStructure.of(denoiser, ["transformer_blocks"], MODELS["CogVideoX-5B"].family.stream)
     finding = diagnose_from_fp32_peaks(
-        {name: peak for name, peak in peaks.items() if not name.endswith("net.3")}, anatomy, "fp16"
+        {name: peak for name, peak in peaks.items() if not name.endswith("net.3")}, structure, "fp16"
     )
     assert finding is not None and finding.reason.startswith("the residual stream reaches")
-    assert finding.stream is not None and not finding.islands
+    assert finding.stream is not None and not finding.fallback_blocks
 
 
-def test_what_a_wide_layer_needs_is_brought_where_it_computes():
+def test_what_a_scaled_layer_needs_is_brought_where_it_computes():
     denoiser, _ = adapted("CogVideoX-5B", (0.7, -0.3), lora_bias=True)
-    made = wide_stream("CogVideoX-5B", denoiser, torch.float32, torch.device("meta"))
-    wide = [layer for layer in made.modules() if hasattr(layer, "wide_limit")]
-    assert wide and all(layer.wide_limit.is_meta for layer in wide)
-    adapted_biases = [layer.wide_bias for layer in wide if hasattr(layer, "lora_B")]
+    made = protected("CogVideoX-5B", denoiser, torch.float32, torch.device("meta"))
+    scaled = [layer for layer in made.modules() if hasattr(layer, "product_limit")]
+    assert scaled and all(layer.product_limit.is_meta for layer in scaled)
+    adapted_biases = [layer.product_bias for layer in scaled if hasattr(layer, "lora_B")]
     assert adapted_biases and all(bias.is_meta for bias in adapted_biases)
 
 
-def test_dora_is_no_mere_sum_and_cannot_be_wide():
+def test_dora_is_no_mere_sum_and_cannot_be_scaled():
     denoiser, _ = adapted("CogVideoX-5B", use_dora=True)
-    with pytest.raises(CannotWiden, match=r"attn1.to_out.0' is a Linear with DoRA"):
-        wide_stream("CogVideoX-5B", denoiser)
+    with pytest.raises(CannotProtect, match=r"attn1.to_out.0' is a Linear with DoRA"):
+        protected("CogVideoX-5B", denoiser)

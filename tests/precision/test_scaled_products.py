@@ -1,4 +1,4 @@
-"""Every layer wide: products in half precision, all else in float32, for any network."""
+"""Every layer scaled: products in half precision, all else in float32, for any network."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision import half_products
-from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode, run_with_half_products
+from comfyui_onediff_guard.precision import scaled_products
+from comfyui_onediff_guard.precision.scaled_layers import LAYERS as CAN_BE_SCALED
+from comfyui_onediff_guard.precision.scaled_layers import with_fp32_residual_stream
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
 from comfyui_onediff_guard.precision.upcast import OneOperation, RerunUnsupported, run_in_fp32
-from comfyui_onediff_guard.precision.wide import LAYERS as CAN_BE_WIDE
-from comfyui_onediff_guard.precision.wide import with_wide_stream
 from guards import error
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,8 +65,8 @@ def latents() -> torch.Tensor:
     return torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-def wide(module: Any, *given: Any, dtype: torch.dtype = FP16, **named: Any) -> Any:
-    return run_with_half_products(module, *given, **named, products=ScaledHalfMatmulMode(dtype))
+def scaled(module: Any, *given: Any, dtype: torch.dtype = FP16, **named: Any) -> Any:
+    return run_with_scaled_products(module, *given, **named, products=ScaledHalfMatmulMode(dtype))
 
 
 @pytest.mark.parametrize("stored", [FP16, BF16, torch.float32])
@@ -74,13 +74,17 @@ def wide(module: Any, *given: Any, dtype: torch.dtype = FP16, **named: Any) -> A
 def test_it_is_nearer_to_fp32_than_plain_fp16_and_bf16_and_overflows_nowhere(hot: str, stored: torch.dtype) -> None:
     gain = 1e5 if stored is FP16 else 1e9
     module, x = network(stored, hot, gain), latents()
-    exact, made, plain = run_in_fp32(module, x), wide(module, x), network(stored, hot, gain).to(FP16)(x.half()).float()
+    exact, made, plain = (
+        run_in_fp32(module, x),
+        scaled(module, x),
+        network(stored, hot, gain).to(FP16)(x.half()).float(),
+    )
     assert made.dtype is torch.float32 and error(made, exact) < 2e-3
     if hot:
         assert stored is FP16 or not plain.isfinite().all()
     else:
         assert error(made, exact) <= error(plain, exact)
-        assert error(made, exact) <= error(wide(module, x, dtype=BF16), exact) / 4
+        assert error(made, exact) <= error(scaled(module, x, dtype=BF16), exact) / 4
 
 
 @given(gain=st.integers(-24, 100), rows=st.integers(1, 5), spread=st.integers(0, 60))
@@ -91,7 +95,7 @@ def test_a_linear_layer_takes_rows_of_any_size(gain: int, rows: int, spread: int
     layer.bias.zero_()
     x = torch.randn(rows, 48) * 2.0 ** torch.linspace(gain - spread, gain, rows).unsqueeze(1)
     exact = F.linear(x.double(), layer.weight.double())
-    found = wide(layer, x).double()
+    found = scaled(layer, x).double()
     assert ((found - exact).norm(dim=1) <= 2e-3 * exact.norm(dim=1)).all(), "each row by itself"
 
 
@@ -102,9 +106,9 @@ def test_every_kind_of_convolution(kind: Any, groups: int) -> None:
     layer = kind(4, 6, 3, groups=groups, padding=1, stride=2).half().requires_grad_(False)
     dimensions = layer.weight.ndim - 2
     x = torch.randn(2, 4, *[7] * dimensions) * torch.tensor([1e9, 1e-3]).view(-1, *[1] * (dimensions + 1))
-    made, exact = wide(layer, x), run_in_fp32(layer, x)
+    made, exact = scaled(layer, x), run_in_fp32(layer, x)
     assert all(error(made[sample], exact[sample]) < 1e-3 for sample in range(2))
-    assert error(wide(layer, x[0]), exact[0]) < 1e-3, "without a batch"
+    assert error(scaled(layer, x[0]), exact[0]) < 1e-3, "without a batch"
 
 
 @pytest.mark.parametrize("loud", [("query",), ("key",), ("value",), ("query", "key", "value")])
@@ -123,7 +127,7 @@ def test_attention_takes_heads_of_any_size(case: str, loud: tuple[str, ...]) -> 
     masks = {"mask": (torch.arange(keys) < 4).expand(5, keys), "bias": torch.randn(5, keys)}
     more: dict[str, Any] = {"causal": {"is_causal": True}, "grouped": {"enable_gqa": True}, "scale": {"scale": 0.5}}
     named = given | ({"attn_mask": masks[case]} if case in masks else more.get(case, {}))
-    exact, made = F.scaled_dot_product_attention(**named), wide(F.scaled_dot_product_attention, **named)
+    exact, made = F.scaled_dot_product_attention(**named), scaled(F.scaled_dot_product_attention, **named)
     by_head = [slice(1, None)] if case == "grouped" else [slice(head, head + 1) for head in range(heads)]
     assert all(error(made[:, part], exact[:, part]) < 2e-3 for part in by_head)
 
@@ -133,29 +137,29 @@ def test_a_softmax_far_beyond_fp16_picks_the_same_key_and_a_mask_of_the_least_fl
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 2, 6, 16) * 1e6, torch.randn(1, 2, 9, 16) * 1e6, torch.randn(1, 2, 9, 16)
     exact = F.scaled_dot_product_attention(query, key, value, mask)
-    assert error(wide(F.scaled_dot_product_attention, query, key, value, mask), exact) < 1e-3
+    assert error(scaled(F.scaled_dot_product_attention, query, key, value, mask), exact) < 1e-3
 
 
 def test_what_makes_a_rotary_table_stays_in_float32() -> None:
     positions, frequencies = torch.arange(4096.0).unsqueeze(1), 10000.0 ** -torch.linspace(0, 1, 8).unsqueeze(0)
-    made = wide(lambda: torch.cos(positions @ frequencies))
+    made = scaled(lambda: torch.cos(positions @ frequencies))
     assert torch.equal(made, torch.cos(positions @ frequencies))
 
 
 def test_in_bf16_products_are_plain() -> None:
     layer, x = nn.Linear(8, 4).requires_grad_(False), torch.randn(3, 8)
     expected = F.linear(x.bfloat16(), layer.weight.bfloat16()).float() + layer.bias
-    assert torch.equal(wide(layer, x, dtype=BF16), expected)
+    assert torch.equal(scaled(layer, x, dtype=BF16), expected)
 
 
 def test_what_is_not_finite_is_handed_on() -> None:
     layer = nn.Linear(8, 4).half()
     x = torch.ones(3, 8)
     x[1, 2] = math.nan
-    made = wide(layer, x)
+    made = scaled(layer, x)
     assert made[1].isnan().all() and made[[0, 2]].isfinite().all()
     x[1, 2] = math.inf
-    assert not wide(layer, x)[1].isfinite().any()
+    assert not scaled(layer, x)[1].isfinite().any()
 
 
 RATIOS = [10.0**decades for decades in (1, 3, 4, 5, 5.5, 6, 6.5, 7, 8, 9, 12, 20, 30)]
@@ -186,7 +190,7 @@ def test_small_values_beside_a_huge_one_are_nearer_to_fp32_than_bf16s(part: str,
     for ratio in RATIOS:
         layer, x = compensated(part, ratio, stored)
         in_bf16 = copy.deepcopy(layer).to(BF16)(x.bfloat16())
-        exact, made, in_bf16 = (each.double() for each in (run_in_fp32(layer, x), wide(layer, x), in_bf16))
+        exact, made, in_bf16 = (each.double() for each in (run_in_fp32(layer, x), scaled(layer, x), in_bf16))
         small = {"channel": ..., "pixel": (..., slice(4, None), slice(4, None)), "output": (..., 3)}[part]
         if exact[small].any():
             exact, made, in_bf16 = exact[small], made[small], in_bf16[small]
@@ -196,13 +200,13 @@ def test_small_values_beside_a_huge_one_are_nearer_to_fp32_than_bf16s(part: str,
 @pytest.mark.parametrize("part", ["channel", "pixel"])
 def test_where_the_host_cannot_look_they_are_right_or_not_finite(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the guard sees it, in later calls as well."""
-    monkeypatch.setattr(half_products, "_can_look", lambda _: False)
+    monkeypatch.setattr(scaled_products, "_can_look", lambda _: False)
     for ratio in RATIOS:
         layer, x = compensated(part, ratio, FP16)
         exact, products = run_in_fp32(layer, x), ScaledHalfMatmulMode(FP16)
         small = (..., slice(4, None), slice(4, None)) if part == "pixel" else ...
         for _ in range(2):
-            made = run_with_half_products(layer, x, products=products)
+            made = run_with_scaled_products(layer, x, products=products)
             is_finite = bool(made.isfinite().all())
             assert error(made[small], exact[small]) < 2e-3 if is_finite else ratio > 1e5, ratio
 
@@ -227,10 +231,10 @@ def test_a_weight_that_changes_is_read_again(change: Any, kind: Any, in_inferenc
     with torch.inference_mode(in_inference_mode):
         layer = (kind(8, 4) if kind is nn.Linear else kind(8, 4, 1)).half().requires_grad_(False)
         x, products = torch.randn(3, 8) if kind is nn.Linear else torch.randn(3, 8, 5), ScaledHalfMatmulMode(FP16)
-        run_with_half_products(layer, x, products=products)
+        run_with_scaled_products(layer, x, products=products)
         change(layer.weight)
         for _ in range(2):
-            assert error(run_with_half_products(layer, x, products=products), run_in_fp32(layer, x)) < 1e-3
+            assert error(run_with_scaled_products(layer, x, products=products), run_in_fp32(layer, x)) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
@@ -249,17 +253,19 @@ def test_a_weight_that_changes_is_read_again(change: Any, kind: Any, in_inferenc
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
 def test_a_layer_over_nothing_is_as_in_fp32(make: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     layer, x = make().half().requires_grad_(False), torch.randn(shape)
-    made, expected = wide(layer, x, dtype=dtype), run_in_fp32(layer, x)
+    made, expected = scaled(layer, x, dtype=dtype), run_in_fp32(layer, x)
     assert made.dtype is torch.float32 and torch.equal(made, expected)
-    if isinstance(layer, CAN_BE_WIDE):
-        assert torch.equal(with_wide_stream(layer, [""], FP16)(x), expected), "as a writer of a wide stream, too"
+    if isinstance(layer, CAN_BE_SCALED):
+        assert torch.equal(with_fp32_residual_stream(layer, [""], FP16)(x), expected), (
+            "as a writer of an fp32 residual stream, too"
+        )
 
 
 def test_nothing_is_left_behind_and_the_network_is_untouched() -> None:
     module, x = network(), latents()
     before = {name: (tensor.clone(), id(tensor)) for name, tensor in module.state_dict(keep_vars=True).items()}
     plain = module(x)
-    wide(module, x)
+    scaled(module, x)
     assert not _get_current_function_mode_stack()
     after = module.state_dict(keep_vars=True)
     assert all(id(after[name]) == place and torch.equal(after[name], was) for name, (was, place) in before.items())
@@ -279,11 +285,11 @@ def test_what_moves_weights_may_give_those_of_products_in_half() -> None:
     def layer() -> torch.Tensor:
         return F.linear(x, moves(weight, BF16))
 
-    assert error(wide(layer), run_in_fp32(layer)) < 1e-3
+    assert error(scaled(layer), run_in_fp32(layer)) < 1e-3
     assert asked == [FP16, torch.float32]
 
 
 def test_what_cannot_be_in_float32_is_refused_by_name() -> None:
     module = nn.Sequential(torch.jit.script(nn.Linear(4, 4).half()))
     with pytest.raises(RerunUnsupported, match="'0' is a TorchScript module"):
-        wide(module, torch.randn(2, 4))
+        scaled(module, torch.randn(2, 4))
