@@ -18,13 +18,13 @@ from ..precision.arch import present
 from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.fallback import HalfPrecisionForward
 from ..precision.guard import GuardPolicy, GuardStopped, Scope, StageGuard
+from ..precision.learned_scales import LearnedProducts
 from ..precision.overflow import Clips
 from ..precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
 from ..precision.policy import Component, Precision
 from ..precision.profile_store import Profile, ProfileFile
 from ..precision.report import PROBLEMS, StepRecord, together
 from ..precision.scaled_layers import CannotProtect
-from ..precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
 from ..precision.upcast import RerunUnsupported
 from ..trust.message import BadInput, Message, joined, message_of
 from ..trust.text import shown
@@ -254,21 +254,21 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
     plan, report = stage.plan, stage.report
     in_fp16 = plan.dtype == "fp16"
     switched = partial(accumulation, stage.architecture, others=present()) if in_fp16 else partial(nullcontext, ())
-    clips, products = Clips(plan.dtype), ScaledHalfMatmulMode(DTYPES[plan.dtype])
+    clips, products = Clips(plan.dtype), LearnedProducts(DTYPES[plan.dtype])
 
     def in_half(*args: Any, **kwargs: Any) -> Any:
         try:
-            return run_with_scaled_products(of.in_full, *args, products=products, tf32=stage.tf32, **kwargs)
+            return products.run(of.in_full, *args, tf32=stage.tf32, **kwargs)
         except RerunUnsupported as error:
             raise CannotProtect(message_of(error)) from error
 
     def build(learned: PrecisionOverrides) -> HalfPrecisionForward:
-        all_layers_scaled = in_fp16 and (plan.overflow_protection or learned.all_layers_scaled)
-        if not all_layers_scaled and plan.dtype == dtype_name(of.dtype):
+        scaled = in_fp16 and (plan.overflow_protection or learned.all_layers_scaled)
+        if not scaled and plan.dtype == dtype_name(of.dtype):
             attempt = clips.watched(of.attempt)
         else:
             attempt = in_half if plan.half else stage.in_fp32(of.in_full)
-        return HalfPrecisionForward(attempt, attempt, all_layers_scaled=all_layers_scaled)
+        return HalfPrecisionForward(attempt, attempt, all_layers_scaled=scaled, renew=products.renew)
 
     learned, profile = NOTHING, None
     if stage.learns:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .accumulation import fp16_accumulation
 from .dtypes import DTYPES, FP16_MAX
+from .learned_scales import LearnedProducts
 from .observe import Agree, alone, difference, first_broken, floating, leaf_peaks
 from .overflow import propagate_nonfinite_attention
 from .overrides import (
@@ -53,6 +54,7 @@ class HalfPrecisionForward:
     measure: Callable[[Callable[[], Any]], None] | None = None  # finds what may be quantised, given a call of `eager`
     fp16_accumulation: bool | None = None  # PyTorch's switch while it is called; None: as it is
     overrides: PrecisionOverrides = NOTHING  # that it was built with
+    renew: Callable[[], bool] = lambda: False  # after a call that failed: forget learned scales, if it used any
 
     @property
     def in_words(self) -> str:
@@ -75,6 +77,7 @@ def build_half_precision_forward(
     onloaded: Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module] = lambda shell, _eager: shell,
     device: torch.device | None = None,
     tf32: bool = False,
+    agree: Agree = alone,
 ) -> HalfPrecisionForward:
     """Build the attempt that the plan and what was learned ask for: the module with an fp32 residual stream, then
     quantised, then compiled, then with fallback blocks, which leave what is compiled, and are not quantised.
@@ -87,13 +90,14 @@ def build_half_precision_forward(
         blocks change nothing about it.
     onloaded: makes a shell that brings its weights to the device, given a shell and the eager module that it is one of.
     device: where it computes, if its weights are elsewhere until they are needed.
+    agree: makes what a step showed the same in all processes that compute the module together.
 
     Raises CannotProtect where the stream is to be fp32 and a layer that writes to it cannot be scaled.
     """
     if dtype == "fp16" and (all_layers_scaled or learned.all_layers_scaled):
-        products = ScaledHalfMatmulMode(DTYPES[dtype])
-        run = partial(run_with_scaled_products, onloaded(module, module), products=products, tf32=tf32)
-        return HalfPrecisionForward(run, run, all_layers_scaled=True, overrides=learned)
+        products = LearnedProducts(DTYPES[dtype], agree)
+        run = partial(products.run, onloaded(module, module), tf32=tf32)
+        return HalfPrecisionForward(run, run, all_layers_scaled=True, overrides=learned, renew=products.renew)
     fp32_residual_stream = structure.protects_stream(dtype) and (fp32_residual_stream or learned.fp32_residual_stream)
     stream = structure.stream if fp32_residual_stream else None
     half = module

@@ -68,6 +68,7 @@ class GuardStopped(Told, RuntimeError):
 logger = logging.getLogger(__name__)
 
 STAYS = Message("half precision is not tried any more")
+RENEWED = Message("values left the range that earlier steps had shown: recomputed in fp16 with new scales")
 _Call = tuple[tuple[Any, ...], dict[str, Any]]  # its arguments, by position and by name
 
 
@@ -177,7 +178,7 @@ class StageGuard:
         self.report.note(Message("NaN or infinite in fp32 too: the weights were loaded again, {}", helped))
         return output
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Snapshot) -> Any:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Snapshot, renewed: str = "") -> Any:
         started = time.perf_counter()
         if self._stays:
             output, made, timestep = self._in_fp32(args, kwargs)
@@ -206,7 +207,11 @@ class StageGuard:
                 self._came_out_right(self._learner, args, kwargs, before, output)
                 self._attempt = self._learner.attempt.run
             self._casts = casts
-            return self._recorded(output, started, timestep, self.dtype, outcome, made)
+            return self._recorded(output, started, timestep, self.dtype, outcome, made, note=renewed)
+        if given.finite and self._learner and self._learner.attempt.renew():
+            del output
+            self._restore(before)
+            return self._call(args, kwargs, before, RENEWED)
         if self.policy.on_failure is OnFailure.OFF:
             outcome = "non-finite" if outcome == "finite" else outcome
             return self._recorded(output, started, timestep, self.dtype, outcome, made)

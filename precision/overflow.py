@@ -184,6 +184,7 @@ _CLAMP = frozenset({torch.clamp, torch.clamp_, torch.clip, torch.clip_, _T.clamp
 _CLAMP_MAX = frozenset({torch.clamp_max, torch.clamp_max_, _T.clamp_max, _T.clamp_max_})
 _DIVIDE = frozenset({torch.div, torch.true_divide, _T.div, _T.div_, _T.true_divide, _T.__truediv__, _T.__itruediv__})
 _RSQRT = frozenset({torch.rsqrt, torch.rsqrt_, _T.rsqrt, _T.rsqrt_})
+_INVERTS = frozenset({torch.reciprocal, _T.reciprocal, _T.__rtruediv__, torch.pow, _T.pow, _T.__pow__})
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # of a library: comfy_kitchen's quantize_fp8
 # what asks where a tensor is not finite, to put something else there, or leaves out what is NaN
 _ASKS = frozenset(
@@ -200,6 +201,9 @@ _COMPARES = frozenset(
     }
 )  # fmt: skip
 _MINIMUM = frozenset({torch.minimum, _T.minimum})
+_MAKES_FINITE = frozenset(
+    {*_ASKS, *_NAN_TO_NUM, *_CLAMP, *_CLAMP_MAX, *_MINIMUM, *_RSQRT, *_INVERTS, torch.nn.functional.hardtanh}
+)
 _PARSE_TO = getattr(torch._C, "_nn")._parse_to  # noqa: B009 - it has no stubs
 
 
@@ -326,6 +330,13 @@ class Clips(TraceableMode):
 
 def _is_fp16(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype is torch.float16 and value.numel() > 0
+
+
+def made_finite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a function is given of which it may make something finite where that is not; None of most."""
+    if func in _MAKES_FINITE or (func in _COMPARES and _asks_for_the_end(*args[:2])):
+        return _given(args, kwargs)
+    return args[1] if func in _DIVIDE and len(args) > 1 else None
 
 
 def _asks_for_the_end(values: Any = None, bound: Any = None) -> bool:

@@ -33,7 +33,7 @@ _VALUES = 2.0**14  # of attention's values; what comes out is no larger
 _FLOAT32 = 110.0  # log2 of products of a query's channel with a key's whose sums fit in float32, whatever the head
 _FEWER, _FEW, _NONE = 2.0**12, 2.0**24, 2.0**40  # taken from all logits of a row, leaves float32 fewer digits of them
 _NORMAL = 2.0**9  # the largest sum of |w| of weights that have to be cast anyway: they are scaled to that
-_LOST = 2.0**-13  # of what a layer's product may reach, times the root of its addends: less shows what fp16 flushed
+LOST = 2.0**-13  # of what a layer's product may reach, times the root of its addends: less shows what fp16 flushed
 _FLUSHED = 2.0**-24  # of the largest sum of |w|, times the addends: an output with less loses weights that are cast
 
 
@@ -82,7 +82,7 @@ class ScaledHalfMatmulMode(Fp32Mode):
     def _layer(self, func: Any, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         if not (_is_single(input) and _is_single(weight)):
             return super().computed(func, (input, weight, bias, *args), kwargs)
-        weight = dequantised(weight)
+        given, weight = weight, dequantised(weight)
         spatial = 0 if func is F.linear else weight.ndim - 2
         with autocast_off_where_on((input.device.type,)):
             if not self._scales:
@@ -98,19 +98,22 @@ class ScaledHalfMatmulMode(Fp32Mode):
                 nonlocal lost
                 made = func(scaled, half, None, *args, **kwargs)
                 if is_new or looks:
-                    lost = _lost(made, input, scaled, of_weight.least, spatial)
+                    lost = lost_digits(made, input, scaled, of_weight.least, spatial)
                 if loudness is not None and lost is not None and not looks:
                     loudness.masked_fill_(lost, torch.nan)
                 return made
 
             made = scaled_product(product, input, self._dtype, of_weight.limit, spatial, bias, loudness)
-            if lost is None or (looks and not lost):
-                return made
-            if not looks:
-                self._limits.doubt(weight, lost)
+            if lost is None or not looks or not lost:
+                if lost is not None and not looks:
+                    self._limits.doubt(weight, lost)
+                self.note(func, given, input, made, of_weight)
                 return made
         self._limits.forget(weight)
         return super().computed(func, (input, weight, bias, *args), kwargs)
+
+    def note(self, func: Any, weight: torch.Tensor, x: torch.Tensor, made: torch.Tensor, of_weight: Limit) -> None:
+        """Told of each scaled product of a layer."""
 
     def _attention(
         self,
@@ -216,9 +219,9 @@ class _Limits:
     that leads out of the range, the product is not finite."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, bool], tuple[weakref.ref[torch.Tensor], tuple[int, int], _Limit]] = {}
+        self._known: dict[tuple[int, bool], tuple[weakref.ref[torch.Tensor], tuple[int, int], Limit]] = {}
 
-    def of(self, weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool) -> tuple[torch.Tensor, _Limit, bool]:
+    def of(self, weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool) -> tuple[torch.Tensor, Limit, bool]:
         """Return the weight in `dtype`, what its products may reach, and whether that was read just now."""
         version = 0 if weight.is_inference() else weight._version  # ComfyUI loads in inference mode, which counts none
         state = version, _address(weight)
@@ -256,7 +259,7 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
 
 
-class _Limit(NamedTuple):
+class Limit(NamedTuple):
     """What rows may reach that are multiplied by a weight, and what the weight is divided by to be cast. All are
     float32 []; loudness, and quieter, its reciprocal, are None for 1."""
 
@@ -266,23 +269,23 @@ class _Limit(NamedTuple):
     quieter: torch.Tensor | None = None
 
 
-def _limit(weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool) -> _Limit:
+def _limit(weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool) -> Limit:
     by_output = weight.transpose(0, 1) if transposed else weight
     addends = max(1, by_output[:1].numel())
     if weight.dtype is dtype:
         largest = reach(by_output)
-        return _Limit(limit_of(largest), largest * _LOST * addends**-0.5)
+        return Limit(limit_of(largest), largest * LOST * addends**-0.5)
     sums = reaches(by_output)
     largest = largest_of(sums, (0,))[0]
     loudness = (largest.clamp(min=LEAST).log2().floor() + 1).exp2() / _NORMAL
-    least = largest / loudness * _LOST * addends**-0.5
+    least = largest / loudness * LOST * addends**-0.5
     if _can_look(weight) and ((sums < largest * (addends * _FLUSHED)) & (sums > 0)).any():
         least = least + torch.inf
-    return _Limit(limit_of(largest / loudness), least, loudness, 1 / loudness)
+    return Limit(limit_of(largest / loudness), least, loudness, 1 / loudness)
 
 
-def _lost(
-    made: torch.Tensor, given: torch.Tensor, scaled: torch.Tensor, least: torch.Tensor, spatial: int
+def lost_digits(
+    made: torch.Tensor, given: torch.Tensor, scaled: torch.Tensor, least: torch.Tensor | float, spatial: int
 ) -> torch.Tensor:
     """Return whether a product shows that small values of its input lost digits, or is not finite. bool [].
 
@@ -294,7 +297,7 @@ def _lost(
     if _can_look(made) and not small.any():
         return small.any()
     if not spatial:
-        return (small & (largest_of(scaled, (-1,)) != 0)).any()
+        return (small & (largest_of(given, (-1,)) != 0)).any()
     vanished = scaled.count_nonzero() < given.count_nonzero()  # elsewhere, an output of 0 may come of an input of 0
     return (small & (size != 0)).any() | (small.any() & vanished)
 

@@ -87,7 +87,7 @@ def run_in(
 ) -> Result:
     """Do what `run_in_fp32` does, in a mode that may compute some of it otherwise. Returns and raises the same."""
     module = getattr(function, "__self__", function)
-    if isinstance(module, torch.nn.Module):
+    if isinstance(module, torch.nn.Module) and mode.is_first:
         _refuse_scripted(module)
     memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     copies: list[_Copied] = []
@@ -173,6 +173,8 @@ class OneOperation:
 class Fp32Mode(TraceableMode):
     """The mode in which every function of PyTorch computes in float32."""
 
+    is_first = True  # of the modes that a module is called in: it is asked whether it can be
+
     def __init__(self) -> None:
         super().__init__()
         self._device_types = device_types()
@@ -187,13 +189,13 @@ class Fp32Mode(TraceableMode):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             return _access_property(func, name, args)
-        if func in _METADATA:
+        if func in METADATA:
             return func(*args, **kwargs)
         if isinstance(func, OneOperation):
             return func(*map(_given_in_fp32, args), **{name: _given_in_fp32(value) for name, value in kwargs.items()})
         if func in _CONVERSIONS and args and isinstance(args[0], torch.Tensor):
             return _converted(func, args[0], args[1:], kwargs)
-        if func in _ALIASING and args:
+        if func in ALIASING and args:
             return _detached_is_fp32(func(*args, **kwargs), args[0])
         if func is torch.nn.functional.embedding and _max_norm(args, kwargs) is None:
             return _mapped(_float, func(*args, **kwargs))
@@ -341,7 +343,7 @@ _LEAVES = frozenset(
 )
 _CONVERSIONS = frozenset({_T.to, _T.half, _T.bfloat16, _T.float, _T.type, _T.type_as, torch.as_tensor, torch.asarray})
 # what looks at a tensor, or changes its shape in place, without computing on its values
-_METADATA = frozenset(
+METADATA = frozenset(
     {
         _T.size, _T.stride, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.storage_offset, _T.data_ptr,
         _T.untyped_storage, _T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.is_inference,
@@ -351,7 +353,7 @@ _METADATA = frozenset(
         torch.is_floating_point, torch.is_complex, torch.numel,
     }
 )  # fmt: skip
-_ALIASING = frozenset(
+ALIASING = frozenset(
     {
         _T.view, _T.view_as, _T.reshape, _T.permute, _T.transpose, _T.t, _T.flatten, _T.unflatten, _T.squeeze,
         _T.unsqueeze, _T.expand, _T.expand_as, _T.narrow, _T.select, _T.chunk, _T.split, _T.unbind, _T.movedim,

@@ -129,7 +129,8 @@ class ComponentStage(Stage):
         scales every layer of another component."""
         protected, denoiser = self.plan.overflow_protection, self.plan.component is Component.DENOISER
         scaled = protected and not denoiser
-        return {"fp32_residual_stream": protected and denoiser, "all_layers_scaled": scaled, "tf32": self.tf32}
+        options = {"fp32_residual_stream": protected and denoiser, "all_layers_scaled": scaled}
+        return {**options, "tf32": self.tf32, "agree": self.agree}
 
     def ways(self) -> Iterator[tuple[str, ComponentStage]]:
         """Yield the kinds of offload that it can run with, by name, the fastest first: its own, and those that take

@@ -169,7 +169,7 @@ def test_with_every_layer_scaled_nothing_leaves_the_range(planned):
         "weights are brought to the device"
     )
     assert found.dtype == SINGLE and (found - expected).abs().max() < 1e-2
-    assert torch.equal(made.eager(latents())[0], found)
+    assert (made.eager(latents())[0] - expected).abs().max() < 1e-2
 
 
 @pytest.mark.parametrize("what", ["all_layers_scaled", "fp32_residual_stream"])
@@ -190,6 +190,7 @@ def test_fallback_blocks_take_tf32_where_the_rerun_does(monkeypatch, tf32, known
 
     for name in ("run_in_fp32", "run_with_scaled_products"):
         monkeypatch.setattr(fallback, name, seen)
+    monkeypatch.setattr(fallback.LearnedProducts, "run", lambda _, *args, **more: seen(*args, **more))
     module = build()
     for more in ({}, {"compiled": lambda m, *_: copy.copy(m)}):
         attempt(module, known, tf32=tf32, **more).run(latents().half())

@@ -1,0 +1,225 @@
+"""Learned scales: what one step with every layer scaled shows is enough to compute the next ones at the price of fp16.
+
+The first step scales each row of each layer's input by itself, and notes the peaks of inputs and outputs on the device.
+They are read once, at its end, and each layer has a plan from then on (planned_products.py). A step that leaves the
+plan's range is made again like the first one, and another plan is made of what both showed.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from .observe import Agree, alone
+from .planned_products import (
+    FP16,
+    NORMS,
+    PRODUCTS,
+    ROOM,
+    Key,
+    LocatedMode,
+    PlannedMode,
+    Scale,
+    both_floating,
+    has_float32_products,
+)
+from .scaled_layers import largest_of
+from .scaled_products import LOST, Limit, ScaledHalfMatmulMode
+from .upcast import METADATA, is_quantised, run_in
+
+Result = TypeVar("Result")
+QUIET = 12  # log2 of how much smaller than 1 a row may be in fp16: below, it loses digits that bf16 keeps
+RENEWALS = 3  # plans of a run that fail, after which each row is scaled by itself
+
+
+class Seen(NamedTuple):
+    """What a step shows of a layer. Of several calls, each field has the largest."""
+
+    input: float  # max |x|
+    output: float  # max |x|
+    faint: float  # 1 / the smallest output of a row that is not 0
+    strain: float  # the same, times what an output may usually come to where inputs are 1
+    loudness: float = 1.0  # what the weight was divided by
+
+    def with_other(self, other: Seen) -> Seen:
+        return Seen(*(max(a, b) if a == a and b == b else math.nan for a, b in zip(self, other, strict=True)))
+
+
+def scale_for(seen: Seen, *, convolves: bool, float32_products: bool) -> Scale | None:
+    """Return how a layer is computed after a step that showed this; None where each row has to be scaled by itself.
+
+    convolves: its product is fp16, so that its scale has to cover the output.
+    float32_products: whether the device multiplies fp16 and gives float32.
+    """
+    if not (all(map(math.isfinite, seen)) and seen.input > 0):
+        return None
+    exponent = math.floor(math.log2(seen.input)) + 1 - ROOM
+    fits = -16 < exponent <= 0 and seen.output < 2.0**ROOM and seen.faint < 2.0**QUIET
+    if fits and seen.strain < 2.0**QUIET * seen.loudness <= 2.0**QUIET:
+        return Scale(half=True, loudness=seen.loudness)
+    if convolves and seen.output > 0:
+        exponent = max(exponent, math.floor(math.log2(seen.output / seen.loudness)) + 1 - (ROOM + 2))
+    if seen.strain > 2.0 ** (QUIET - exponent) or not (convolves or float32_products):
+        return None
+    return Scale(exponent, loudness=seen.loudness, least=seen.strain / seen.faint / seen.loudness * LOST)
+
+
+@dataclass
+class _Notes:
+    """What a step shows, on the device until its end."""
+
+    values: list[torch.Tensor] = field(default_factory=list)  # float32 [5], as Seen has them
+    of: list[tuple[Key, bool]] = field(default_factory=list)  # the same in order: whose, and whether it convolves
+    anchors: dict[int, Callable[[], Any]] = field(default_factory=dict)  # id → a weak reference to what has it
+    writes: bool = False  # the network changes tensors in place
+
+    def add(self, key: Key, *values: Any, convolves: bool = False) -> None:
+        device = next(value.device for value in values if isinstance(value, torch.Tensor))
+        found = [torch.as_tensor(value, dtype=torch.float32, device=device).reshape(()) for value in values]
+        self.values.append(torch.stack(found + [torch.ones_like(found[0])] * (5 - len(found))))
+        self.of.append((key, convolves))
+
+    def read(self, agree: Agree) -> dict[Key, tuple[Seen, bool]]:
+        """Return what was seen. It waits for the device."""
+        if not self.values or self.values[0].is_meta:
+            return {}
+        device = self.values[0].device
+        numbers = agree(torch.stack([value.to(device) for value in self.values]).flatten()).view(-1, 5).tolist()
+        seen: dict[Key, tuple[Seen, bool]] = {}
+        for (key, convolves), values in zip(self.of, numbers, strict=True):
+            now = Seen(*values)
+            seen[key] = (seen[key][0].with_other(now) if key in seen else now, convolves)
+        return seen
+
+
+class LearningMode(LocatedMode):
+    """Every layer scaled by its rows, and its peaks noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = _Notes()
+
+    def begin(self) -> None:
+        super().begin()
+        self.notes = _Notes()
+
+    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.notes.writes and _writes(func, args, kwargs):
+            self.notes.writes = True
+        made = super().computed(func, args, kwargs)
+        if func in NORMS or (func in PRODUCTS and both_floating(args)):
+            self._note_output(made)
+        return made
+
+    def _note_output(self, made: torch.Tensor) -> None:
+        key = self.next_key()
+        if made.numel():
+            peak = _peak(made)
+            self.notes.add(key, peak, peak, 1.0, 0.0)
+
+    def _layer(self, func: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+        self._anchor = self.at_layer(weight)
+        return super()._layer(func, input, weight, *args, **kwargs)
+
+    def note(self, func: Any, weight: torch.Tensor, x: torch.Tensor, made: torch.Tensor, of_weight: Limit) -> None:
+        anchor = self._anchor
+        if anchor is None or is_quantised(weight) or not made.numel() or not x.numel():
+            return
+        rows = largest_of(made, (-1 if func is F.linear else 1 - weight.ndim,))
+        faint = torch.where(rows > 0, rows, torch.inf).amin().reciprocal()
+        loudness = 1.0 if of_weight.loudness is None else of_weight.loudness
+        strain = faint * (of_weight.least / LOST) * loudness
+        self.notes.anchors[id(anchor)] = weakref.ref(anchor)
+        convolves = func is not F.linear
+        self.notes.add((id(anchor), 0), _peak(x), rows.amax(), faint, strain, loudness, convolves=convolves)
+
+    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = super()._attention(query, key, value, *args, **kwargs)
+        at = self.next_key()
+        if all(each.numel() for each in (query, key, value)):
+            peaks = [_peak(each) for each in (query, key, value)]
+            scale = args[3] if len(args) > 3 else kwargs.get("scale")
+            size = query.shape[-1] ** -0.5 if scale is None else abs(scale)
+            channels = [largest_of(each, tuple(range(each.ndim - 1))) for each in (query, key)]
+            logits = (channels[0].flatten() * channels[1].flatten()).sum() * size
+            peak = torch.stack([*peaks, logits / 16]).amax()  # logits may reach more: they are not kept
+            self.notes.add(at, peak, peak, 1.0, 0.0)
+        return made
+
+
+class LearnedProducts:
+    """Products in half precision and all else in float32, for one network in one run. In fp16, layers are scaled: in
+    the first call by rows, then as that call showed.
+
+    agree: makes what was measured the same in all processes that compute the network together.
+    """
+
+    def __init__(self, dtype: torch.dtype = FP16, agree: Agree = alone):
+        self._by_rows = LearningMode() if dtype is FP16 else ScaledHalfMatmulMode(dtype)
+        self._planned: PlannedMode | None = None
+        self._seen: dict[Key, tuple[Seen, bool]] = {}
+        self._agree = agree
+        self._renewals = 0
+        self._used = False  # the latest call was computed by a plan
+
+    def run(self, function: Callable[..., Result], *args: Any, tf32: bool = False, **kwargs: Any) -> Result:
+        """Call `function` (a module or any callable that runs modules). Otherwise it does what `run_in_fp32` does, with
+        the same arguments and errors."""
+        self._used = self._planned is not None
+        if self._planned:
+            self._planned.begin()
+            made = run_in(self._planned, function, args, kwargs, tf32=tf32)
+            return pytree.tree_map_only(torch.Tensor, self._planned.finished, made)
+        if not isinstance(self._by_rows, LearningMode):
+            return run_in(self._by_rows, function, args, kwargs, tf32=tf32)
+        self._by_rows.begin()
+        made = run_in(self._by_rows, function, args, kwargs, tf32=tf32)
+        if self._renewals < RENEWALS:
+            self._planned = self._plan(self._by_rows.notes)
+        return made
+
+    def renew(self) -> bool:
+        """Forget the plan after a call that failed: the next one scales each row again, and makes another plan. Returns
+        whether the call was computed by a plan."""
+        if not self._used:
+            return False
+        self._planned, self._used = None, False
+        self._renewals += 1
+        return True
+
+    def _plan(self, notes: _Notes) -> PlannedMode | None:
+        for key, (now, convolves) in notes.read(self._agree).items():
+            known = self._seen.get(key)
+            self._seen[key] = (known[0].with_other(now) if known else now, convolves)
+        if not self._seen:
+            return None
+        float32_products = has_float32_products(notes.values[0].device)
+        plan = {
+            key: scale
+            for key, (seen, convolves) in self._seen.items()
+            if key[0] in notes.anchors or key[0] == 0
+            if (scale := scale_for(seen, convolves=convolves, float32_products=float32_products))
+        }
+        return PlannedMode(plan, notes.anchors, copies=notes.writes) if plan else None
+
+
+def _peak(x: torch.Tensor) -> torch.Tensor:
+    return largest_of(x, tuple(range(x.ndim))).reshape(())
+
+
+def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function changes a floating tensor in place."""
+    name = getattr(func, "__name__", "")
+    changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
+    return changes and func not in METADATA and bool(args) and isinstance(args[0], torch.Tensor)
+
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _ARITHMETIC)})

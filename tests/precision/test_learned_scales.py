@@ -1,0 +1,302 @@
+"""Learned scales: steps after the first, computed by what the first one showed."""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from blocky import build, guarded, latents, overflow_stream
+from comfyui_onediff_guard.precision import learned_scales, planned_products
+from comfyui_onediff_guard.precision.learned_scales import RENEWALS, LearnedProducts, Seen, scale_for
+from comfyui_onediff_guard.precision.planned_products import Scale
+from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from guards import error
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from test_all_layers_scaled import NETWORKS, PLACES, SHAPES, TOKENS, Shape, network, scaled
+from test_scaled_products import scaled as by_rows
+from tiers import drawn
+from torch import nn
+from torch.nn import functional as F
+
+FP16, BF16 = torch.float16, torch.bfloat16
+LAYERS = (nn.Linear, nn.Conv2d)
+
+
+def planned(products: LearnedProducts) -> dict[Any, Scale]:
+    return products._planned._plan if products._planned else {}
+
+
+def is_changed_in(call: dict[str, Any], gain: float) -> dict[str, Any]:
+    """Another step's inputs: other values, `gain` times as loud, at another timestep."""
+    changed = {
+        name: value * gain if name != "img_ids" and is_floating(value) else value for name, value in call.items()
+    }
+    return changed | {"timestep": torch.as_tensor(call["timestep"]) / 3}
+
+
+def is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+# its hot captions make logits of 5e8, where the last bits decide which key has all of a softmax
+UNDECIDED = ("PixArtTransformer2DModel", "last but one")
+HOT = ("nothing", "first", "middle", "last but one")
+
+
+@pytest.mark.parametrize("stored", [FP16, BF16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize(("name", "hot"), [case for case in product(NETWORKS, HOT) if case != UNDECIDED])
+def test_later_steps_are_as_near_to_fp32_as_the_first(name: str, hot: str, stored: torch.dtype) -> None:
+    config, inputs = NETWORKS[name]
+    torch.manual_seed(1)
+    module: Any = getattr(diffusers, name)(**config).eval().requires_grad_(False)
+    layers = [layer for layer in module.modules() if isinstance(layer, LAYERS)]
+    for index in {"nothing": [], "first": [0], "middle": [len(layers) // 2], "last but one": [-2]}[hot]:
+        layers[index].weight.mul_(3e5).clamp_(-6e4, 6e4)
+    module.to(stored)
+    products = LearnedProducts()
+    for gain in (1.0, 0.2, 1.0, 4.0):
+        step = is_changed_in(inputs(), gain)
+
+        def call(network: Any, step: dict[str, Any] = step) -> torch.Tensor:
+            return network(**step, return_dict=False)[0]
+
+        exact, found = run_in_fp32(call, module), products.run(call, module)
+        assert found.dtype is torch.float32
+        assert error(found, exact) <= error(scaled(module, call, BF16), exact) / 4
+        if hot == "nothing" and stored is FP16:
+            half = {key: value.half() if is_floating(value) else value for key, value in step.items()}
+            assert error(found, exact) <= 1.1 * error(module(**half, return_dict=False)[0].float(), exact)
+    assert products._renewals == 0
+    scales = planned(products)
+    assert len(scales) >= 0.97 * len(products._seen)
+    plain = sum(scale.half for scale in scales.values()) / len(scales)
+    assert plain > (0.95 if hot == "nothing" else 0.3)
+
+
+EXPONENTS = st.one_of(st.just(0), st.integers(-24, 24))
+
+
+@settings(max_examples=drawn(400, 60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    shape=SHAPES,
+    hot=st.sets(st.sampled_from(PLACES), max_size=2),
+    stored=st.sampled_from([FP16, BF16]),
+    all_of_it=EXPONENTS,
+    token=EXPONENTS,
+    channel=EXPONENTS,
+    weight=st.integers(-6, 6),
+    changed=st.integers(0, 40),
+)
+def test_what_leaves_a_plan_is_not_finite_or_right(
+    shape: Shape, hot: set[str], stored: Any, all_of_it: int, token: int, channel: int, weight: int, changed: int
+) -> None:
+    """A prompt, token, channel or LoRA that is much louder or quieter than the step that the plan was made of."""
+    hot = hot & {"final"} if shape.unnormed else hot - {"first"} if shape.branch == "attention" else hot
+    names = [name for name, part in network(shape).named_modules() if name.rpartition(".")[2] in hot]
+    module, products = network(shape, tuple(names)).to(stored), LearnedProducts()
+
+    def step(seed: int, *exponents: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        x, t = (torch.randn(size, generator=generator) for size in ((2, TOKENS, 4), (2, 4)))
+        gain, of_token, of_channel = (2.0**exponent for exponent in exponents)
+        x *= gain
+        x[:, 1] *= of_token
+        x[:, :, 2] *= of_channel
+        return lambda module: module(x.clone(), t)
+
+    products.run(step(1, 0, 0, 0), module)
+    layers = [layer for layer in module.modules() if isinstance(layer, (nn.Linear, nn.Conv1d))]
+    layer = layers[changed % len(layers)]
+    layer.weight.data = (layer.weight.float() * 2.0**weight).clamp(-6e4, 6e4).to(stored)
+    call = step(2, all_of_it, token, channel)
+    exact = run_in_fp32(call, module)
+    assume(exact.isfinite().all())
+    allowed = max(error(scaled(module, call, BF16), exact), 1.1 * error(scaled(module, call), exact))
+    found = products.run(call, module)
+    if not found.isfinite().all():
+        assert products.renew()
+        found = products.run(call, module)
+        allowed = max(allowed, 5e-3)
+    assert error(found, exact) <= allowed
+
+
+MAKES_FINITE = {
+    "a norm by rsqrt": lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(),
+    "a norm by a product": lambda x: x * (x * x).mean(-1, keepdim=True).rsqrt(),
+    "a norm by division": lambda x: x / x.norm(dim=-1, keepdim=True),
+    "normalize": lambda x: F.normalize(x, dim=-1),
+    "nan_to_num": torch.nan_to_num,
+    "nan_to_num in place": lambda x: x.nan_to_num_(),
+    "a choice by isfinite": lambda x: torch.where(x.isfinite(), x, 0),
+    "a choice by itself": lambda x: torch.where(x == x, x, 0) * 0 + torch.where(x.abs() < 65504, x, 0),
+    "clamp": lambda x: x.clamp(-65504, 65504),
+    "clip": lambda x: torch.clip(x, max=65504),
+    "minimum": lambda x: torch.minimum(x, torch.tensor(65504.0)),
+    "fmin": lambda x: torch.fmin(x, torch.full_like(x, 65504.0)),
+    "nansum": lambda x: torch.nansum(x.unsqueeze(-1), -1),
+    "reciprocal": lambda x: (x.abs() + 1).reciprocal(),
+    "one over it": lambda x: 1 / (1 + x.abs()),
+    "a negative power": lambda x: (1 + x.abs()) ** -0.5,
+    "a softmax written out": lambda x: (x - x.amax(-1, keepdim=True)).exp(),
+    "softmax": lambda x: x.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "layer norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "rms norm": lambda x: F.rms_norm(x, x.shape[-1:]),
+    "gate": lambda x: x.sigmoid() * x.tanh(),
+    "relu6": F.relu6,
+    "hardtanh": lambda x: F.hardtanh(x, -6e4, 6e4),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "max": lambda x: x.amax(1, keepdim=True).expand_as(x),
+}
+
+
+@pytest.mark.parametrize("squared", [False, True], ids=["a layer's output", "a product of two"])
+@pytest.mark.parametrize("finite", MAKES_FINITE.values(), ids=MAKES_FINITE)
+def test_what_left_the_range_is_not_made_finite_in_silence(finite: Any, squared: bool) -> None:
+    torch.manual_seed(0)
+    first, second, last = (nn.Linear(16, 16) for _ in range(3))
+    module = nn.ModuleList([first, second, last]).half().requires_grad_(False)
+
+    def call(gain: float) -> Any:
+        x = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(2)) * gain
+
+        def run() -> torch.Tensor:
+            made = first(x)
+            return last(finite(made * second(x) if squared else made))
+
+        return run
+
+    products = LearnedProducts()
+    products.run(call(1.0))
+    for exponent in range(2, 24, 2):
+        step = call(2.0**exponent)
+        found, exact = products.run(step), run_in_fp32(step)
+        allowed = max(4e-3, error(by_rows(step, dtype=BF16), exact))
+        assert not found.isfinite().all() or error(found, exact) <= allowed, exponent
+    assert planned(products) and module
+
+
+class Writes(nn.Module):
+    """Casts, and then writes into the copy, or into the tensor itself."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.layers[0](x)
+        same = made.to(made.dtype)
+        self.write(same)
+        copied = made.to(torch.float16 if made.dtype == torch.float32 else torch.float32)
+        self.write(copied)
+        return self.layers[1](made) + self.layers[2](copied * same)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda x: x.add_(1), lambda x: x.__setitem__((0, 0), 3.0), lambda x: x.__imul__(2), lambda x: x.zero_()]
+)
+def test_a_network_that_writes_in_place_writes_to_what_it_wrote_to(write: Any) -> None:
+    torch.manual_seed(0)
+    module, products = Writes(write).half().requires_grad_(False), LearnedProducts()
+    for seed in range(3):
+        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(seed))
+        assert error(products.run(module, x), run_in_fp32(module, x)) < 2e-3
+
+
+PLAIN = Seen(input=2.0, output=3.0, faint=1.0, strain=1.0)
+DECISIONS = {
+    "healthy": (PLAIN, {}, Scale(half=True)),
+    "a loud input": (PLAIN._replace(input=2.0**20), {}, 11),
+    "a loud output": (PLAIN._replace(output=2.0**20), {}, -8),
+    "a loud output of a convolution": (PLAIN._replace(output=2.0**20), {"convolves": True}, 9),
+    "a quiet input": (PLAIN._replace(input=2.0**-20), {}, -29),
+    "a quiet row": (PLAIN._replace(faint=2.0**14), {}, -8),
+    "rows too far apart": (PLAIN._replace(input=2.0**30, strain=1.0), {}, None),
+    "weights scaled to be cast": (PLAIN._replace(loudness=2.0**-8), {}, Scale(half=True, loudness=2.0**-8)),
+    "the same, a faint output": (PLAIN._replace(loudness=2.0**-8, strain=100.0), {}, -8),
+    "no float32 products": (PLAIN._replace(output=2.0**20), {"float32_products": False}, None),
+    "no float32 products, healthy": (PLAIN, {"float32_products": False}, Scale(half=True)),
+    "not finite": (PLAIN._replace(output=float("nan")), {}, None),
+    "nothing goes in": (PLAIN._replace(input=0.0), {}, None),
+}
+
+
+@pytest.mark.parametrize(("seen", "more", "expected"), DECISIONS.values(), ids=DECISIONS)
+def test_a_scale_follows_from_what_was_seen(seen: Seen, more: dict[str, bool], expected: Any) -> None:
+    found = scale_for(seen, **{"convolves": False, "float32_products": True} | more)
+    if not isinstance(expected, int):
+        assert found == expected
+    else:
+        assert found and not found.half and found.exponent == expected
+        assert seen.input / 2.0**found.exponent <= 2.0**10
+        assert not more.get("convolves") or seen.output / 2.0**found.exponent <= 2.0**12
+
+
+def test_without_float32_products_only_what_has_room_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned_scales, "has_float32_products", lambda _: False)
+    module = build()
+    overflow_stream(module, 2)
+    products = LearnedProducts()
+    for seed in range(3):
+        x = latents(seed)
+        assert error(products.run(module, x)[0], run_in_fp32(module, x)[0]) < 2e-3
+    assert all(scale.half for scale in planned(products).values()) and planned(products)
+
+
+def test_weights_that_are_gone_leave_no_plan_behind() -> None:
+    """A new weight may have the id of one that is gone."""
+    module, products = build(), LearnedProducts()
+    products.run(module, latents())
+    for layer in (module.embed, *(block.write for block in module.blocks)):
+        layer.weight = nn.Parameter(layer.weight * 2.0**14, requires_grad=False)
+    assert error(products.run(module, latents())[0], run_in_fp32(module, latents())[0]) < 2e-3
+
+
+# --- under the guard --------------------------------------------------------------------------------------------------
+
+
+def protected(module: Any) -> Any:
+    return guarded(module, all_layers_scaled=True, stream=None)
+
+
+def test_a_step_that_leaves_the_plan_is_made_again_in_fp16_and_the_next_plan_covers_it() -> None:
+    run = protected(build())
+    quiet, loud = latents(), latents(1) * 2.0**17
+    run(quiet)
+    found = [run(loud), run(loud), run(quiet)]
+    assert all(
+        error(made, run_in_fp32(run.module, x)[0]) < 2e-3 for made, x in zip(found, (loud, loud, quiet), strict=True)
+    )
+    assert run.outcomes == ["finite"] * 4 and run.dtypes == ["fp16"] * 4
+    assert [bool(step.note) for step in run.report.steps] == [False, True, False, False]
+    assert "new scales" in run.report.steps[1].note and not run.learned.whole_run_fp32
+
+
+def test_what_no_plan_covers_is_scaled_by_rows_after_a_few() -> None:
+    module = build()
+    run = protected(module)
+    x = latents()
+    for step in range(2 * RENEWALS + 2):
+        module.embed.weight.data = build().embed.weight * 2.0 ** (step % 2 * 15)
+        expected = run_in_fp32(module, x)[0]
+        assert error(run(x), expected) < 2e-3
+    notes = [bool(step.note) for step in run.report.steps]
+    assert sum(notes) <= RENEWALS and not any(notes[-2:])
+
+
+def test_a_call_that_raises_leaves_the_plan_as_it_was() -> None:
+    module, products = build(), LearnedProducts()
+    products.run(module, latents())
+    before = copy.copy(planned(products))
+    with pytest.raises(RuntimeError):
+        products.run(module, latents()[..., :3])
+    assert planned(products) == before
+    assert error(products.run(module, latents())[0], run_in_fp32(module, latents())[0]) < 2e-3
+    assert planned_products.ROOM < 16
