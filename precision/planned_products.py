@@ -163,7 +163,7 @@ class PlannedMode(LocatedMode):
         safe = self._is_safe()
         bias = kwargs.pop("bias", None)
         if func is not F.rms_norm and args:
-            bias, *args = args
+            bias, args = args[0], args[1:]
         more = (*args, *kwargs.values())
         held = [each for each in (input, weight, bias) if each is not None]
         if safe and func is not F.rms_norm and all(each.dtype is FP16 for each in held):

@@ -254,7 +254,8 @@ def test_weights_that_are_gone_leave_no_plan_behind() -> None:
     """A new weight may have the id of one that is gone."""
     module, products = build(), LearnedProducts()
     products.run(module, latents())
-    for layer in (module.embed, *(block.write for block in module.blocks)):
+    layers: list[Any] = [module.embed, *(block.write for block in module.blocks)]
+    for layer in layers:
         layer.weight = nn.Parameter(layer.weight * 2.0**14, requires_grad=False)
     assert error(products.run(module, latents())[0], run_in_fp32(module, latents())[0]) < 2e-3
 

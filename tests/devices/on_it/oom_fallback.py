@@ -53,11 +53,11 @@ def test_what_takes_more_for_want_of_a_kernel_is_asked_for_and_said_once_in_each
     decode(lean, sampled(lean, "2b")[0])
     asked = [*room.asked]
     monkeypatch.setattr(rooms, "kernels_of", {lean.store.placement.device: NO_KERNELS}.__getitem__)
-    handle = room.opened("2b", precision="bf16")
+    handle, attention = room.opened("2b", precision="bf16"), "no fused attention in torch.bfloat16."
     for _ in range(2):
         latents, report = sampled(handle, "2b")
         _, decoded = decode(handle, latents)
-        for said, why in ((report, "no fused attention"), (decoded, "no cuDNN")):
+        for said, why in ((report, attention), (decoded, "no cuDNN for 3D convolutions.")):
             (note,) = [note for note in said.notes if "beside its weights" in note]
             stage = said.plan.component
             (takes,) = [most for key, most in handle.store.room.items() if key[1].component is stage]
