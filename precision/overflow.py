@@ -184,7 +184,8 @@ _CLAMP = frozenset({torch.clamp, torch.clamp_, torch.clip, torch.clip_, _T.clamp
 _CLAMP_MAX = frozenset({torch.clamp_max, torch.clamp_max_, _T.clamp_max, _T.clamp_max_})
 _DIVIDE = frozenset({torch.div, torch.true_divide, _T.div, _T.div_, _T.true_divide, _T.__truediv__, _T.__itruediv__})
 _RSQRT = frozenset({torch.rsqrt, torch.rsqrt_, _T.rsqrt, _T.rsqrt_})
-_INVERTS = frozenset({torch.reciprocal, _T.reciprocal, _T.__rtruediv__, torch.pow, _T.pow, _T.__pow__})
+_POWERS = frozenset({torch.pow, _T.pow, _T.__pow__})
+_INVERTS = frozenset({torch.reciprocal, _T.reciprocal, _T.__rtruediv__}) | _POWERS
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # of a library: comfy_kitchen's quantize_fp8
 # what asks where a tensor is not finite, to put something else there, or leaves out what is NaN
 _ASKS = frozenset(
@@ -334,6 +335,8 @@ def _is_fp16(value: Any) -> bool:
 
 def made_finite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what a function is given of which it may make something finite where that is not; None of most."""
+    if func in _POWERS and len(args) > 1 and isinstance(args[1], (int, float)) and args[1] > 0:
+        return None
     if func in _MAKES_FINITE or (func in _COMPARES and _asks_for_the_end(*args[:2])):
         return _given(args, kwargs)
     return args[1] if func in _DIVIDE and len(args) > 1 else None

@@ -10,7 +10,7 @@ What makes something finite of it is looked at before, and so is what a constant
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -74,19 +74,25 @@ class PlannedMode(LocatedMode):
         super().__init__()
         self._plan, self._anchors = plan, anchors
         self._copies = copies  # what casts to half precision copies: the network changes tensors in place
-        self._hidden: list[torch.Tensor] = []  # bool []: whether something finite was made of what is not
+        self._lost: list[torch.Tensor] = []  # bool []: whether a constant scale flushed digits
+        self._asked: list[tuple[torch.Tensor, torch.Tensor]] = []  # extremes of what something finite may be made of
 
     def begin(self) -> None:
         super().begin()
-        self._hidden = []
+        self._lost, self._asked = [], []
 
     def finished(self, made: torch.Tensor) -> torch.Tensor:
         """Return an output in float32; NaN where something finite was made of what had left the range."""
         made = made.float() if made.dtype is FP16 else made
-        if not self._hidden or not made.is_floating_point():
+        if not made.is_floating_point():
             return made
-        hidden = torch.stack([each.to(made.device) for each in self._hidden]).any()
-        return made.masked_fill(hidden, torch.nan)
+        if self._lost:
+            made = made.masked_fill(_together(self._lost, made).any(), torch.nan)
+        if self._asked:
+            least, most = (_together(ends, made) for ends in zip(*self._asked, strict=True))
+            masks = (least == -torch.inf) & (most <= 0)  # which are -inf in fp32 too
+            made = made.masked_fill(~(((most - least) < torch.inf) | masks).all(), torch.nan)
+        return made
 
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _MOVES or (func in _KEEPS_RANGE and not _is_bf16(args[0] if args else None)):
@@ -106,11 +112,8 @@ class PlannedMode(LocatedMode):
         return super().computed(func, args, kwargs)
 
     def _look(self, given: Any) -> None:
-        """Note whether a tensor is not finite. Where -inf is the only such value and nothing is above 0, it is a mask,
-        which is -inf in fp32 too."""
         if isinstance(given, torch.Tensor) and given.is_floating_point() and given.numel():
-            least, most = torch.aminmax(given.detach())
-            self._hidden.append(~((least.isfinite() & most.isfinite()) | ((least == -torch.inf) & (most <= 0))))
+            self._asked.append(torch.aminmax(given.detach()))
 
     def _layer(self, func: Any, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         anchor = self.at_layer(weight)
@@ -129,7 +132,7 @@ class PlannedMode(LocatedMode):
             else:
                 made = func(half, weight, None, *args, **kwargs)
             spatial = weight.ndim - 2
-            self._hidden.append(lost_digits(made, input, half, scale.least, spatial))
+            self._lost.append(lost_digits(made, input, half, scale.least, spatial))
             if bias is None:
                 return made.float().mul_(factor)
             return torch.add(bias.float().view(-1, *[1] * spatial), made, alpha=factor)
@@ -222,6 +225,11 @@ def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     else:
         made = torch.mm(rows, weight.t(), out_dtype=torch.float32)
     return made.view(*x.shape[:-1], len(weight))
+
+
+def _together(numbers: Iterable[torch.Tensor], beside: torch.Tensor) -> torch.Tensor:
+    """Return tensors [] as one [n] on the device of another."""
+    return torch.stack([each.to(beside.device) for each in numbers])
 
 
 def _times(x: torch.Tensor, factor: float) -> torch.Tensor:

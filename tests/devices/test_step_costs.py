@@ -32,7 +32,7 @@ def test_a_step_costs_no_more_than_is_written_down(model: str) -> None:
 def _waits(found: dict[str, Any]) -> None:
     """The host waits once a call for the guard, and for nothing else."""
     own = found["diffusers"]["a step"]
-    for way in ("guard", "offload model", "guard and scaled layers"):
+    for way in ("guard", "offload model", "guard and scaled layers", "guard and learned scales"):
         step = found[way]["a step"]
         assert step["waits"] == pytest.approx(own["waits"] + own["calls"]), (way, found[way]["places"])
         assert step["waits in the denoiser"] == own["waits in the denoiser"], (way, found[way]["places"])
@@ -44,7 +44,7 @@ def _waits(found: dict[str, Any]) -> None:
 def _copies(found: dict[str, Any]) -> None:
     """Weights stay where they are, and those that did not change are never copied back."""
     own = found["diffusers"]["a step"]
-    for way in ("guard", "step cache", "offload model", "guard and scaled layers"):
+    for way in ("guard", "step cache", "offload model", "guard and scaled layers", "guard and learned scales"):
         step, run = found[way]["a step"], found[way]["a run"]
         assert step["bytes to the device"] <= own["bytes to the device"], way
         assert step["bytes to the host"] <= PER_CALL * own["calls"], way
