@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from .observe import Agree, alone
 from .planned_products import (
+    COPIES,
     FP16,
     NORMS,
     PRODUCTS,
@@ -32,7 +33,7 @@ from .planned_products import (
 )
 from .scaled_layers import largest_of
 from .scaled_products import LOST, Limit, ScaledHalfMatmulMode
-from .upcast import METADATA, is_quantised, run_in
+from .upcast import METADATA, is_quantised, run_in, storage_of
 
 Result = TypeVar("Result")
 QUIET = 12  # log2 of how much smaller than 1 a row may be in fp16: below, it loses digits that bf16 keeps
@@ -52,16 +53,17 @@ class Seen(NamedTuple):
         return Seen(*(max(a, b) if a == a and b == b else math.nan for a, b in zip(self, other, strict=True)))
 
 
-def scale_for(seen: Seen, *, convolves: bool, float32_products: bool) -> Scale | None:
+def scale_for(seen: Seen, *, convolves: bool, float32_products: bool, summed: bool = False) -> Scale | None:
     """Return how a layer is computed after a step that showed this; None where each row has to be scaled by itself.
 
     convolves: its product is fp16, so that its scale has to cover the output.
     float32_products: whether the device multiplies fp16 and gives float32.
+    summed: the network adds to its output in place, so that is float32.
     """
     if not (all(map(math.isfinite, seen)) and seen.input > 0):
         return None
     exponent = math.floor(math.log2(seen.input)) + 1 - ROOM
-    fits = -16 < exponent <= 0 and seen.output < 2.0**ROOM and seen.faint < 2.0**QUIET
+    fits = not summed and -16 < exponent <= 0 and seen.output < 2.0**ROOM and seen.faint < 2.0**QUIET
     if fits and seen.strain < 2.0**QUIET * seen.loudness <= 2.0**QUIET:
         return Scale(half=True, loudness=seen.loudness)
     if convolves and seen.output > 0:
@@ -79,6 +81,7 @@ class _Notes:
     of: list[tuple[Key, bool]] = field(default_factory=list)  # the same in order: whose, and whether it convolves
     anchors: dict[int, Callable[[], Any]] = field(default_factory=dict)  # id → a weak reference to what has it
     writes: bool = False  # the network changes tensors in place
+    summed: set[Key] = field(default_factory=set)  # what it adds to in place, and the like
 
     def add(self, key: Key, *values: Any, convolves: bool = False) -> None:
         device = next(value.device for value in values if isinstance(value, torch.Tensor))
@@ -109,24 +112,31 @@ class LearningMode(LocatedMode):
     def begin(self) -> None:
         super().begin()
         self.notes = _Notes()
+        self._makers: dict[int, Key] = {}  # storage → what made it
 
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.notes.writes and _writes(func, args, kwargs):
+        if name := _writes(func, args, kwargs):
             self.notes.writes = True
+            if name not in _OVERWRITES and (maker := self._makers.get(storage_of(args[0]))):
+                self.notes.summed.add(maker)
         made = super().computed(func, args, kwargs)
-        if func in NORMS or (func in PRODUCTS and both_floating(args)):
+        if func in COPIES:
+            self._makers[storage_of(made)] = self.next_key()
+        elif func in NORMS or (func in PRODUCTS and both_floating(args)):
             self._note_output(made)
         return made
 
     def _note_output(self, made: torch.Tensor) -> None:
-        key = self.next_key()
+        key = self._makers[storage_of(made)] = self.next_key()
         if made.numel():
             peak = _peak(made)
             self.notes.add(key, peak, peak, 1.0, 0.0)
 
     def _layer(self, func: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         self._anchor = self.at_layer(weight)
-        return super()._layer(func, input, weight, *args, **kwargs)
+        made = super()._layer(func, input, weight, *args, **kwargs)
+        self._makers[storage_of(made)] = id(self._anchor), 0
+        return made
 
     def note(self, func: Any, weight: torch.Tensor, x: torch.Tensor, made: torch.Tensor, of_weight: Limit) -> None:
         anchor = self._anchor
@@ -142,7 +152,7 @@ class LearningMode(LocatedMode):
 
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         made = super()._attention(query, key, value, *args, **kwargs)
-        at = self.next_key()
+        at = self._makers[storage_of(made)] = self.next_key()
         if all(each.numel() for each in (query, key, value)):
             peaks = [_peak(each) for each in (query, key, value)]
             scale = args[3] if len(args) > 3 else kwargs.get("scale")
@@ -201,25 +211,25 @@ class LearnedProducts:
         if not self._seen:
             return None
         float32_products = has_float32_products(notes.values[0].device)
-        plan = {
-            key: scale
-            for key, (seen, convolves) in self._seen.items()
-            if key[0] in notes.anchors or key[0] == 0
-            if (scale := scale_for(seen, convolves=convolves, float32_products=float32_products))
-        }
-        return PlannedMode(plan, notes.anchors, copies=notes.writes) if plan else None
+        plan: dict[Key, Scale] = {}
+        for key, (seen, convolves) in self._seen.items():
+            how = {"convolves": convolves, "float32_products": float32_products, "summed": key in notes.summed}
+            if (key[0] in notes.anchors or key[0] == 0) and (scale := scale_for(seen, **how)):
+                plan[key] = scale
+        return PlannedMode(plan, notes.anchors, notes.summed, copies=notes.writes) if plan else None
 
 
 def _peak(x: torch.Tensor) -> torch.Tensor:
     return largest_of(x, tuple(range(x.ndim))).reshape(())
 
 
-def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a function changes a floating tensor in place."""
+def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the name of a function that changes a tensor in place; "" of any other."""
     name = getattr(func, "__name__", "")
     changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
-    return changes and func not in METADATA and bool(args) and isinstance(args[0], torch.Tensor)
+    return name if changes and func not in METADATA and args and isinstance(args[0], torch.Tensor) else ""
 
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _ARITHMETIC)})
+_OVERWRITES = frozenset({"__setitem__", "copy_", "fill_", "zero_", "masked_fill_"})

@@ -10,7 +10,7 @@ What makes something finite of it is looked at before, and so is what a constant
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -70,12 +70,21 @@ class PlannedMode(LocatedMode):
 
     is_first = False
 
-    def __init__(self, plan: dict[Key, Scale], anchors: dict[int, Callable[[], Any]], *, copies: bool):
+    def __init__(
+        self,
+        plan: dict[Key, Scale],
+        anchors: dict[int, Callable[[], Any]],
+        summed: Set[Key] = frozenset(),
+        *,
+        copies: bool,
+    ):
         super().__init__()
         self._plan, self._anchors = plan, anchors
+        self._summed = summed  # what the network adds to in place: it is float32
         self._copies = copies  # what casts to half precision copies: the network changes tensors in place
         self._lost: list[torch.Tensor] = []  # bool []: whether a constant scale flushed digits
         self._asked: list[tuple[torch.Tensor, torch.Tensor]] = []  # extremes of what something finite may be made of
+        self._device: torch.device | None = None  # of what the layers are given
 
     def begin(self) -> None:
         super().begin()
@@ -97,6 +106,9 @@ class PlannedMode(LocatedMode):
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _MOVES or (func in _KEEPS_RANGE and not _is_bf16(args[0] if args else None)):
             return func(*args, **kwargs)
+        if func in COPIES:
+            made, summed = func(*args, **kwargs), self.next_key() in self._summed
+            return made.float() if summed and made.dtype is FP16 else made
         if func in PRODUCTS:
             return self._times(func, args, kwargs)
         if func in NORMS:
@@ -112,7 +124,9 @@ class PlannedMode(LocatedMode):
         return super().computed(func, args, kwargs)
 
     def _look(self, given: Any) -> None:
-        if isinstance(given, torch.Tensor) and given.is_floating_point() and given.numel():
+        """Note the extremes of a tensor that comes of layers. What a network makes of numbers may be on the host."""
+        is_theirs = isinstance(given, torch.Tensor) and given.device == self._device
+        if is_theirs and given.is_floating_point() and given.numel():
             self._asked.append(torch.aminmax(given.detach()))
 
     def _layer(self, func: Any, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
@@ -120,6 +134,7 @@ class PlannedMode(LocatedMode):
         scale = self._plan.get((id(anchor), 0))
         if scale is None or self._anchors[id(anchor)]() is not anchor or not isinstance(input, torch.Tensor):
             return super()._layer(func, input, weight, bias, *args, **kwargs)
+        self._device = input.device
         with autocast_off_where_on((input.device.type,)):
             if scale.loudness != 1 or weight.dtype is not FP16:
                 weight = _times(weight, 1 / scale.loudness)
@@ -148,7 +163,7 @@ class PlannedMode(LocatedMode):
         """Return whether what is computed now stays in fp16's range."""
         at = self.next_key()
         scale = self._plan.get(at)
-        return scale is not None and scale.half and self._is_there(at[0])
+        return scale is not None and scale.half and at not in self._summed and self._is_there(at[0])
 
     def _is_there(self, anchor: int) -> bool:
         return anchor == 0 or self._anchors[anchor]() is not None
@@ -310,11 +325,12 @@ _DIFFERENCES = frozenset({torch.sub, torch.subtract, _T.sub, _T.subtract, _T.__s
 _SUMS = frozenset({torch.add, _T.add, _T.__add__, _T.__radd__}) | _DIFFERENCES
 _QUOTIENTS = frozenset({torch.div, torch.true_divide, _T.div, _T.true_divide, _T.__truediv__})
 _CASTS = frozenset({_T.to, _T.half, _T.bfloat16, _T.float})
+COPIES = frozenset({torch.cat, torch.concat, torch.stack, torch.clone, _T.clone})
 # what computes on no value
 _MOVES = frozenset(
     {
         *(ALIASING - {_T.cuda, _T.cpu}), *METADATA,
-        torch.cat, torch.concat, torch.stack, torch.chunk, torch.unbind, torch.flip, torch.roll, torch.clone, _T.clone,
+        torch.chunk, torch.unbind, torch.flip, torch.roll,
         torch.repeat_interleave, torch.unflatten, _T.repeat, _T.repeat_interleave, _T.flip, _T.roll, _T.__setitem__,
         F.pad, F.dropout, F.pixel_shuffle, F.pixel_unshuffle,
         *(getattr(_T, name).__get__ for name in ("shape", "device", "ndim", "is_cuda", "requires_grad")),

@@ -297,7 +297,7 @@ def _detached_is_fp32(result: Any, source: torch.Tensor) -> Any:
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in HALF_DTYPES or is_quantised(tensor):
             return tensor
-        return tensor if _storage(tensor) == _storage(source) else tensor.float()
+        return tensor if storage_of(tensor) == storage_of(source) else tensor.float()
 
     return _mapped(convert, result)
 
@@ -316,12 +316,12 @@ def _max_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _shares_storage(result: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    upcast = {_storage(single) for _, single in pairs}
+    upcast = {storage_of(single) for _, single in pairs}
     tensors = (t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)) if upcast else ()
-    return any(t.numel() > 0 and _storage(t) in upcast for t in tensors)
+    return any(t.numel() > 0 and storage_of(t) in upcast for t in tensors)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr() or storage._cdata  # on "meta" it has no address

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
+from comfyui_onediff_guard.precision.learned_scales import LearningMode
+from comfyui_onediff_guard.precision.planned_products import PlannedMode, Scale
 from comfyui_onediff_guard.precision.scaled_layers import with_fp32_residual_stream
 from comfyui_onediff_guard.precision.upcast import run_in
 from measure import RESULTS, write_json
@@ -35,10 +37,17 @@ class Card:
     flop_fp32: float  # without tensor cores
 
 
-CARDS = {"T4": Card(300e9, 40e12, 8.1e12), "H100": Card(3.3e12, 790e12, 67e12)}
-PLAIN, STREAM, SCALED, FROM_BF16, FIRST, FP32 = (
+CARDS = {  # data sheets, less what memory and products lose: T4 0.6, V100 0.72, H100 0.8 of the peak
+    "T4": Card(300e9, 40e12, 8.1e12),
+    "V100": Card(850e9, 90e12, 15.7e12),
+    "H100": Card(3.3e12, 790e12, 67e12),
+}
+PLAIN, STREAM, ROOM, HOT, NO_ROOM, SCALED, FROM_BF16, FIRST, FP32 = (
     "fp16 (plain)",
     "fp32 residual stream",
+    "learned scales, all layers have room",
+    "learned scales, what writes to the stream has no room",
+    "learned scales, no layer has room",
     "every layer scaled",
     "the same, weights stored in bf16",
     "the same, weights read for their reach",
@@ -135,6 +144,10 @@ def tiers(network: Network, size: str) -> dict[str, Traffic]:
         writers, readers = network.stream.writer_names(module), network.stream.reader_names(module)
         shell = with_fp32_residual_stream(module, writers, HALF, readers=readers)
         found[STREAM] = _counted(Traffic(module.parameters()), lambda: shell(**call))
+    found[ROOM] = _planned(module, call, Scale(half=True))
+    if network.stream:
+        found[HOT] = _planned(module, call, Scale(half=True), network.stream.writer_names(module))
+    found[NO_ROOM] = _planned(module, call, Scale(exponent=1))
     found[FIRST], found[SCALED] = _every_layer_scaled(module, call)
     _, found[FROM_BF16] = _every_layer_scaled(*_made(network, size, torch.bfloat16))
     single, fp32_call = _made(network, size, torch.float32)
@@ -150,6 +163,19 @@ def _every_layer_scaled(module: torch.nn.Module, call: dict[str, Any]) -> tuple[
         products.traffic = Traffic(module.parameters())
         steps.append(_counted(products.traffic, lambda: run_in(products, module, (), call)))
     return steps[0], steps[1]
+
+
+def _planned(module: torch.nn.Module, call: dict[str, Any], scale: Scale, hot: Iterable[str] = ()) -> Traffic:
+    """A step after the first, in which all that is planned has one scale, but for the hot layers, which have no room."""
+    first = LearningMode()
+    first.begin()
+    run_in(first, module, (), call)
+    plan = dict.fromkeys((key for key, _ in first.notes.of), scale)
+    plan |= {(id(module.get_parameter(f"{name}.weight")), 0): Scale(exponent=1) for name in hot}
+    notes, traffic = first.notes, Traffic(module.parameters())
+    later = PlannedMode(plan, notes.anchors, notes.summed, copies=notes.writes)
+    later.begin()
+    return _counted(traffic, lambda: run_in(later, module, (), call))
 
 
 def _counted(traffic: Traffic, step: Callable[[], Any]) -> Traffic:

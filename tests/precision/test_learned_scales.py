@@ -210,6 +210,20 @@ def test_a_network_that_writes_in_place_writes_to_what_it_wrote_to(write: Any) -
         assert error(products.run(module, x), run_in_fp32(module, x)) < 2e-3
 
 
+@pytest.mark.parametrize("start", ["linear", "convolution"])
+@pytest.mark.parametrize("sum", ["x + b", "in place", "slices", "addcmul"])
+def test_a_stream_beyond_fp16_is_float32_however_it_is_summed(sum: str, start: str) -> None:  # noqa: A002
+    shape = Shape(3, "layer", "mlp", sum, "none", sandwich=False, streams=1, start=start, positions=False, clips=False,
+                  unnormed=False, bypassed=True, shared=False)  # fmt: skip
+    module: Any = network(shape, tuple(f"blocks.{block}.1.out" for block in range(3))).half()
+    products = LearnedProducts()
+    for seed in range(4):
+        x, t = (torch.randn(size, generator=torch.Generator().manual_seed(seed)) for size in ((2, TOKENS, 4), (2, 4)))
+        exact, found = run_in_fp32(module, x.clone(), t), products.run(module, x.clone(), t)
+        assert error(found, exact) < 2e-3
+    assert products._renewals == 0 and any(scale.half for scale in planned(products).values())
+
+
 PLAIN = Seen(input=2.0, output=3.0, faint=1.0, strain=1.0)
 DECISIONS = {
     "healthy": (PLAIN, {}, Scale(half=True)),
@@ -224,6 +238,7 @@ DECISIONS = {
     "no float32 products": (PLAIN._replace(output=2.0**20), {"float32_products": False}, None),
     "no float32 products, healthy": (PLAIN, {"float32_products": False}, Scale(half=True)),
     "not finite": (PLAIN._replace(output=float("nan")), {}, None),
+    "summed in place": (PLAIN, {"summed": True}, -8),
     "nothing goes in": (PLAIN._replace(input=0.0), {}, None),
 }
 

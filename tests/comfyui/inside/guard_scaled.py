@@ -88,7 +88,7 @@ def test_scaled_layers_are_right_without_a_rerun(cells: Cells, family: str, heat
     if weights == "fp16" and heat == HEALTHY:
         assert protected <= off(plain)
     elif weights == "fp16":
-        assert math.isnan(off(plain)) or off(plain) > 2e-2
+        assert math.isnan(off(plain)) or off(plain) > 5e-3
     cells[family, f"{weights}, {heat}"] = figures(off(plain), protected, in_bf16, between=" / ")
 
 
@@ -112,7 +112,7 @@ def test_scope_learned_reruns_once_and_is_scaled_from_then_on(family: str) -> No
         *told, report = said
         if time == "first":
             assert len(told) == 1 and told[0].startswith("call 1: NaN or infinite in fp16")
-            assert PROTECTED in report and "2 steps, 1 recomputed in fp32." in report
+            assert PROTECTED in report and f"{STEPS} steps, 1 recomputed in fp32." in report
         else:
             assert not told
             check_said(PROTECTED)
@@ -131,10 +131,10 @@ def test_what_was_learned_is_known_to_later_guards_of_the_same_model_and_not_of_
             return run(patcher, layout, "inherit", scope="learned")
 
     learning(overflows)
-    assert "2 steps, 1 recomputed in fp32." in said[-1] and "profile" not in said[-1]
+    assert f"{STEPS} steps, 1 recomputed in fp32." in said[-1] and "profile" not in said[-1]
     assert same(plain, learning(healthy)) and "profile" not in said[-1]
     learning(lora_on(overflows))
-    assert "2 steps, 1 recomputed in fp32." in said[-1] and "profile" not in said[-1]
+    assert f"{STEPS} steps, 1 recomputed in fp32." in said[-1] and "profile" not in said[-1]
     again = make_model(layout, hot=True)
     for patcher, around in [
         (lora_on(make_model(layout, hot=True)), nullcontext),
@@ -197,7 +197,7 @@ def test_plain_fp16_is_left_as_broken_as_it_is(family: str) -> None:
     layout = LAYOUTS[family]
     patcher = make_model(layout, hot=True)
     assert same(run(patcher, layout, "fp16 (plain)"), sample(patcher, layout, steps=STEPS))
-    assert "2 steps, 2 with NaN, infinite or clipped values: " in said[-1]
+    assert f"{STEPS} steps, {STEPS} with NaN, infinite or clipped values: " in said[-1]
 
 
 @pytest.mark.parametrize(("family", "at"), {"flux": "img_in", "wan": "blocks.1.ffn.0"}.items())

@@ -213,7 +213,7 @@ def test_what_a_streamed_model_taught_is_known_to_the_next_guard(way: str) -> No
         behind = guarded(streamed(make_model(LAYOUTS["flux"], hot=True), way), scope="learned")
         with WAYS[way]():
             sample(behind, LAYOUTS["flux"], steps=STEPS)
-        assert known or "2 steps, 1 recomputed in fp32." in said[-1]
+        assert known or f"{STEPS} steps, 1 recomputed in fp32." in said[-1]
     check_said(PROTECTED, "from a profile: ")
 
 
@@ -232,4 +232,4 @@ def test_each_half_is_protected(family: str, order: str) -> None:
         patcher = protected(both) if order == "after" else guarded(both, scope="learned")
     for _ in range(2 if order == "learned" else 1):
         assert 0 < distance(layout, sample(patcher, layout, steps=STEPS), reference) <= 1e-2
-    check_said(PROTECTED, "2 steps, all fine.")
+    check_said(PROTECTED, f"{STEPS} steps, all fine.")
