@@ -166,7 +166,7 @@ def _every_layer_scaled(module: torch.nn.Module, call: dict[str, Any]) -> tuple[
 
 
 def _planned(module: torch.nn.Module, call: dict[str, Any], scale: Scale, hot: Iterable[str] = ()) -> Traffic:
-    """A step after the first, in which all that is planned has one scale, but for the hot layers, which have no room."""
+    """A step after the first. All that is planned has one scale, but for hot layers, which have no room."""
     first = LearningMode()
     first.begin()
     run_in(first, module, (), call)
