@@ -100,7 +100,10 @@ def _automatic(model: str, chosen: str, architecture: Architecture) -> tuple[str
         return chosen, Message("{}, which ComfyUI chose for {}{}", chosen, model, lacks)
     if chosen == "fp32" and _fp32_is_asked_for():
         return "fp32", Message("fp32 for {}, as ComfyUI's start options say", model)
-    return "fp16", Message("fp16, since {} has no native bf16", architecture)
+    why = Message("fp16, since {} has no native bf16", architecture)
+    if chosen == "fp32":  # 3.9 to 4.7 times plain fp16 on a T4, counted: docs/overflow_protection.md
+        return "fp16", Message("{} (ComfyUI alone would compute it in fp32, about 4 times as long)", why)
+    return "fp16", why
 
 
 def _best_in_fp16(architecture: Architecture) -> bool:

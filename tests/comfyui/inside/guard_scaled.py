@@ -154,7 +154,8 @@ def test_each_precision_is_what_it_says(family: str, weights: str) -> None:
     plain, reference = (sample(model, layout, steps=STEPS) for model in (patcher, exact))
     with on("sm75"):
         assert 0 < distance(layout, run(patcher, layout, "auto"), reference) <= 5e-3
-    check_said("has no native bf16; overflow protection in every layer")
+    check_said("has no native bf16", PROTECTED)
+    assert ("ComfyUI alone would compute it in fp32" in said[-1]) == (weights == "bf16 in fp32")
     for card in ("sm80", "sm90", "cpu"):
         with on(card):
             assert same(run(patcher, layout, "auto"), plain)
