@@ -112,7 +112,7 @@ class PlannedMode(LocatedMode):
         if func in PRODUCTS:
             return self._times(func, args, kwargs)
         if func in NORMS:
-            return self._norm(func, *args, **kwargs)
+            return self._norm(func, args, kwargs)
         if func in _SUMS and both_floating(args) and not kwargs:
             return self._sum(func, *args)
         if (func in _SUMS or func in _QUOTIENTS) and _by_number(func, args, kwargs):
@@ -168,34 +168,25 @@ class PlannedMode(LocatedMode):
     def _is_there(self, anchor: int) -> bool:
         return anchor == 0 or self._anchors[anchor]() is not None
 
-    def _norm(
-        self,
-        func: Any,
-        input: torch.Tensor,  # noqa: A002 - as PyTorch names it
-        shape_or_groups: Any,
-        weight: torch.Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def _norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Compute a norm in float32, and its weights with the cast to fp16 in one pass."""
         safe = self._is_safe()
-        bias = kwargs.pop("bias", None)
-        if func is not F.rms_norm and args:
-            bias, args = args[0], args[1:]
-        more = (*args, *kwargs.values())
-        held = [each for each in (input, weight, bias) if each is not None]
+        x, shape, weight, bias, eps = _NORMS[func](*args, **kwargs)
+        held = [each for each in (x, weight, bias) if each is not None]
         if safe and func is not F.rms_norm and all(each.dtype is FP16 for each in held):
-            return func(input, shape_or_groups, weight, bias, *more)
-        bare = (None,) if func is F.rms_norm else (None, None)
-        made = func(input.float(), shape_or_groups, *bare, *more)
+            return func(*args, **kwargs)
+        made = func(x.float(), shape, eps=eps)
         if func is F.group_norm:
-            weight, bias = (None if each is None else each.view(-1, *[1] * (input.ndim - 2)) for each in (weight, bias))
+            weight, bias = (None if each is None else each.view(-1, *[1] * (x.ndim - 2)) for each in (weight, bias))
         return _affine(made, weight, bias, FP16 if safe else torch.float32)
 
     def _times(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not both_floating(args):
             plain = not kwargs and len(args) == 2 and all(_is_small(each) for each in args)
             return func(*args) if plain else Fp32Mode.computed(self, func, args, kwargs)
+        if _is_bf16(args[0]) or _is_bf16(args[1]):
+            self.next_key()
+            return Fp32Mode.computed(self, func, args, kwargs)
         safe = self._is_safe() and args[0] is not args[1]  # a square may leave the range where its root does not
         halves = [each.dtype is FP16 for each in args[:2]]
         if safe or (not any(halves) and all(each.dtype is torch.float32 for each in args[:2])):
@@ -318,7 +309,18 @@ def _casts_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 _T = torch.Tensor
-NORMS = frozenset({F.layer_norm, F.group_norm, F.rms_norm})
+_NORMS: dict[Any, Callable[..., Any]] = {  # what they are given, as (x, shape or groups, weight, bias, eps)
+    F.layer_norm: lambda input, normalized_shape, weight=None, bias=None, eps=1e-5: (  # noqa: A006 - as they name it
+        (input, normalized_shape, weight, bias, eps)
+    ),
+    F.group_norm: lambda input, num_groups, weight=None, bias=None, eps=1e-5: (  # noqa: A006
+        (input, num_groups, weight, bias, eps)
+    ),
+    F.rms_norm: lambda input, normalized_shape, weight=None, eps=None: (  # noqa: A006
+        (input, normalized_shape, weight, None, eps)
+    ),
+}
+NORMS = frozenset(_NORMS)
 PRODUCTS = frozenset({torch.mul, torch.multiply, _T.mul, _T.multiply, _T.__mul__, _T.__rmul__})
 _REVERSED = frozenset({_T.__rsub__})
 _DIFFERENCES = frozenset({torch.sub, torch.subtract, _T.sub, _T.subtract, _T.__sub__, _T.__rsub__})

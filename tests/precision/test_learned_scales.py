@@ -224,6 +224,28 @@ def test_a_stream_beyond_fp16_is_float32_however_it_is_summed(sum: str, start: s
     assert products._renewals == 0 and any(scale.half for scale in planned(products).values())
 
 
+def test_functions_take_their_arguments_by_name() -> None:
+    torch.manual_seed(0)
+    weights = nn.ParameterDict(
+        {name: torch.randn(8, 8) for name in ("a", "b")} | {"c": torch.rand(8), "d": torch.rand(8)}
+    )
+    w: Any = weights.half().requires_grad_(False)
+
+    def network(x: torch.Tensor) -> torch.Tensor:
+        x = F.linear(input=x, weight=w["a"], bias=w["c"])
+        x = F.layer_norm(input=x, normalized_shape=(8,), weight=w["c"], bias=w["d"], eps=0.1)
+        x = F.layer_norm(x, (8,), bias=w["d"], weight=w["c"]) + F.rms_norm(input=x, normalized_shape=(8,), eps=0.1)
+        x = F.rms_norm(x, weight=w["c"], normalized_shape=[8]) * F.group_norm(x, num_groups=1, weight=w["c"][:3])
+        x = F.scaled_dot_product_attention(query=x, key=x, value=x, is_causal=True, scale=0.2)
+        return torch.add(F.conv1d(input=x, weight=w["b"][:3, :3, None], bias=w["d"][:3]), x, alpha=2)
+
+    products = LearnedProducts()
+    for seed in range(3):
+        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(seed))
+        assert error(products.run(network, x), run_in_fp32(network, x)) < 2e-3
+    assert planned(products)
+
+
 PLAIN = Seen(input=2.0, output=3.0, faint=1.0, strain=1.0)
 DECISIONS = {
     "healthy": (PLAIN, {}, Scale(half=True)),
