@@ -19,13 +19,15 @@ from typing import Any
 
 import torch
 from comfyui_onediff_guard.precision.dtypes import DTYPES
+from comfyui_onediff_guard.precision.learned_scales import LearnedProducts
 from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from measure import Step, arguments, build, device_and_dtype, interleave, machine, medians, quartiles, ratio, write_json
 from networks import NETWORKS
 from torch.overrides import TorchFunctionMode
 
-PLAIN, AGAIN, SCALED, UNSCALED, FP32, RERUN = "plain", "plain again", "scaled", "unscaled", "fp32 copy", "fp32 rerun"
+PLAIN, AGAIN, FP32, RERUN = "plain", "plain again", "fp32 copy", "fp32 rerun"
+SCALED, LEARNED, UNSCALED = "scaled", "learned", "unscaled"
 HOST = ("cogvideox-2b", "sdxl")
 Subject = tuple[Any, dict[str, Any]]  # a network and one call's arguments
 
@@ -75,7 +77,7 @@ def main() -> None:
             "dtype": dtype,
             "rounds": args.rounds,
             "networks": {name: compared(subject, args.rounds, device, dtype) for name, subject in subjects.items()},
-            "host": {name: host(name, args.rounds, device, dtype) for name in HOST},
+            "host": {name: host(name, args.rounds, device) for name in HOST},
         }
     tell(result)
     print(f"written to {write_json(result, args.out, device.type)}")
@@ -121,24 +123,29 @@ def errors_in_fp16(module: Any, call: dict[str, Any], exact: torch.Tensor) -> di
     return {f"{PLAIN}, fp16": plain, f"{SCALED}, fp16": error(scaled(Scaled(torch.float16), half)(), exact)}
 
 
-def host(name: str, rounds: int, device: torch.device, dtype: str) -> dict[str, Any]:
-    """Of networks that are nothing but layers."""
-    module, call = subject = made(name, "deep", device, dtype)
+def host(name: str, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Of networks that are nothing but layers, in fp16."""
+    module, call = subject = made(name, "deep", device, "fp16")
+    learned = LearnedProducts()
     with Counting() as counted:
         module(**call)
     contestants: dict[str, Step] = {
         PLAIN: lambda: module(**call),
-        SCALED: scaled(Scaled(DTYPES[dtype]), subject),
-        UNSCALED: scaled(Unscaled(DTYPES[dtype]), subject),
+        SCALED: scaled(Scaled(torch.float16), subject),
+        LEARNED: lambda: learned.run(module, **call),
         RERUN: lambda: run_in_fp32(module, **call),
         AGAIN: lambda: module(**call),
     }
+    learned.run(module, **call)
     seconds = interleave(contestants, 3 * rounds, device)
+    pairs = {f"{title} / {PLAIN}": (title, PLAIN) for title in contestants if title != PLAIN}
     milliseconds = {title: round(1e3 * min(taken), 2) for title, taken in seconds.items()}
     added = {title: round(taken - milliseconds[PLAIN], 2) for title, taken in milliseconds.items() if title != PLAIN}
     return {
         "said": NETWORKS[name].said.split(",")[0],
         "function_calls": counted.calls,
+        "ratios": {title: ratio(seconds, *pair) for title, pair in pairs.items()},
+        "middle_half_of_ratios": {title: quartiles(seconds, *pair) for title, pair in pairs.items()},
         "least_ms": milliseconds,
         "median_ms": {title: round(1e3 * taken, 2) for title, taken in medians(seconds).items()},
         "added_ms": added,
