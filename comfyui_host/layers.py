@@ -215,8 +215,8 @@ def _cast_for_products(
     multiplies = isinstance(weight, torch.Tensor) and weight.ndim > 1 and not isinstance(layer, torch.nn.Embedding)
     if dtype is None and multiplies:
         dtype, bias_dtype = _cast_to(products, layer), torch.float32
-    elif dtype in HALF_DTYPES:
-        dtype = torch.float32
+    elif dtype in HALF_DTYPES or (dtype is None and getattr(input, "dtype", None) in HALF_DTYPES):
+        dtype, bias_dtype = torch.float32, torch.float32
     return (layer, input), {"dtype": dtype, "device": device, "bias_dtype": bias_dtype, **more}
 
 

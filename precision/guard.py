@@ -185,6 +185,8 @@ class StageGuard:
             return self._recorded(output, started, timestep, "fp32", "finite", made, note=STAYS)
         casts, self._casts = self._casts, IdentityMemo()  # a call that fails, or raises, leaves none behind
         half_args, half_kwargs, changed = self._half(args, kwargs, casts)
+        failed: Exception | None = None
+        output: Any = None
         with (
             propagate_nonfinite_attention((half_args, half_kwargs))
             if self.dtype != "fp32"
@@ -193,8 +195,17 @@ class StageGuard:
             if self._learner and self._learner.attempt.measure:
                 self._learner.prepare(*half_args, **half_kwargs)
                 self._attempt = self._learner.attempt.run
-            with fp16_accumulation(self._learner.attempt.fp16_accumulation if self._learner else None):
-                output = self._attempt(*half_args, **half_kwargs)
+            try:
+                with fp16_accumulation(self._learner.attempt.fp16_accumulation if self._learner else None):
+                    output = self._attempt(*half_args, **half_kwargs)
+            except (RuntimeError, TypeError, ValueError) as error:  # by learned scales: the first step did not raise it
+                if isinstance(error, torch.OutOfMemoryError) or not (self._learner and self._learner.attempt.renew()):
+                    raise
+                failed = error
+        if failed is not None:
+            logger.info("%s: %s, computed again with scales anew", self._where(), failed)
+            self._restore(before)
+            return self._call(args, kwargs, before, RENEWED)
         given, made, inside, timestep = self._measured(changed, output, self._peak_inside(), kwargs.get("timestep"))
         dtype = self.dtype if self._narrow else "fp32"
         outcome, ends = made.outcome(dtype, inside), None

@@ -17,23 +17,12 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from .fp16_safe import COPIES, FP16, KEEPS_RANGE, MOVES, NORMS, PRODUCTS, ROOM, both_floating, writes
 from .observe import Agree, alone
-from .planned_products import (
-    COPIES,
-    FP16,
-    NORMS,
-    PRODUCTS,
-    ROOM,
-    Key,
-    LocatedMode,
-    PlannedMode,
-    Scale,
-    both_floating,
-    has_float32_products,
-)
+from .planned_products import Key, LocatedMode, PlannedMode, Scale, Way, has_float32_products
 from .scaled_layers import largest_of
-from .scaled_products import LOST, Limit, ScaledHalfMatmulMode
-from .upcast import METADATA, is_quantised, run_in, storage_of
+from .scaled_products import LAYER_CALLS, LOST, Limit, ScaledHalfMatmulMode
+from .upcast import is_quantised, run_in, storage_of
 
 Result = TypeVar("Result")
 QUIET = 12  # log2 of how much smaller than 1 a row may be in fp16: below, it loses digits that bf16 keeps
@@ -50,7 +39,8 @@ class Seen(NamedTuple):
     loudness: float = 1.0  # what the weight was divided by
 
     def with_other(self, other: Seen) -> Seen:
-        return Seen(*(max(a, b) if a == a and b == b else math.nan for a, b in zip(self, other, strict=True)))
+        both = Seen(*(max(a, b) if a == a and b == b else math.nan for a, b in zip(self, other, strict=True)))
+        return both._replace(loudness=other.loudness)  # the weight's latest
 
 
 def scale_for(seen: Seen, *, convolves: bool, float32_products: bool, summed: bool = False) -> Scale | None:
@@ -66,6 +56,8 @@ def scale_for(seen: Seen, *, convolves: bool, float32_products: bool, summed: bo
     fits = not summed and -16 < exponent <= 0 and seen.output < 2.0**ROOM and seen.faint < 2.0**QUIET
     if fits and seen.strain < 2.0**QUIET * seen.loudness <= 2.0**QUIET:
         return Scale(half=True, loudness=seen.loudness)
+    if not seen.faint:  # nothing comes out
+        return None
     if convolves and seen.output > 0:
         exponent = max(exponent, math.floor(math.log2(seen.output / seen.loudness)) + 1 - (ROOM + 2))
     if seen.strain > 2.0 ** (QUIET - exponent) or not (convolves or float32_products):
@@ -79,9 +71,6 @@ class _Notes:
 
     values: list[torch.Tensor] = field(default_factory=list)  # float32 [5], as Seen has them
     of: list[tuple[Key, bool]] = field(default_factory=list)  # the same in order: whose, and whether it convolves
-    anchors: dict[int, Callable[[], Any]] = field(default_factory=dict)  # id → a weak reference to what has it
-    writes: bool = False  # the network changes tensors in place
-    summed: set[Key] = field(default_factory=set)  # what it adds to in place, and the like
 
     def add(self, key: Key, *values: Any, convolves: bool = False) -> None:
         device = next(value.device for value in values if isinstance(value, torch.Tensor))
@@ -107,52 +96,62 @@ class LearningMode(LocatedMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.way = Way()
         self.notes = _Notes()
+        self._makers: dict[int, Key | None] = {}  # storage → what made it
 
     def begin(self) -> None:
         super().begin()
         self.notes = _Notes()
-        self._makers: dict[int, Key] = {}  # storage → what made it
+        self._makers.clear()
+
+    def _leave_layer(self, layer: int, since: int) -> None:
+        self.way.counts.setdefault(layer, set()).add(since)
 
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name := _writes(func, args, kwargs):
-            self.notes.writes = True
-            if name not in _OVERWRITES and (maker := self._makers.get(storage_of(args[0]))):
-                self.notes.summed.add(maker)
+        if name := writes(func, args, kwargs):
+            self.way.writes = True
+            numbers = (name not in _BY_MASK and name not in _OVERWRITES) or any(map(_is_floating, args[1:]))
+            if numbers and (maker := self._makers.get(storage_of(args[0]))):
+                self.way.summed.add(maker)
+        self.way.points |= func in _POINTS
         made = super().computed(func, args, kwargs)
-        if func in COPIES:
-            self._makers[storage_of(made)] = self.next_key()
+        if func in LAYER_CALLS:
+            self._makers[storage_of(made)] = id(self._anchor), 0, ""
+        elif func in COPIES:
+            self._makers[storage_of(made)] = self.next_key(func)
         elif func in NORMS or (func in PRODUCTS and both_floating(args)):
-            self._note_output(made)
+            self._note_output(self.next_key(func), made)
+        elif func not in MOVES and func is not F.scaled_dot_product_attention and not name and _is_floating(made):
+            maker = self._makers.get(storage_of(args[0])) if func in KEEPS_RANGE else None
+            self._makers[storage_of(made)] = maker  # a storage may be where another one was
         return made
 
-    def _note_output(self, made: torch.Tensor) -> None:
-        key = self._makers[storage_of(made)] = self.next_key()
+    def _note_output(self, key: Key, made: torch.Tensor) -> None:
+        self._makers[storage_of(made)] = key
         if made.numel():
-            peak = _peak(made)
-            self.notes.add(key, peak, peak, 1.0, 0.0)
+            rows = largest_of(made, (-1,)) if made.ndim else made.abs()
+            self.notes.add(key, rows.amax(), rows.amax(), _faint(rows), 0.0)
 
     def _layer(self, func: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         self._anchor = self.at_layer(weight)
-        made = super()._layer(func, input, weight, *args, **kwargs)
-        self._makers[storage_of(made)] = id(self._anchor), 0
-        return made
+        return super()._layer(func, input, weight, *args, **kwargs)
 
     def note(self, func: Any, weight: torch.Tensor, x: torch.Tensor, made: torch.Tensor, of_weight: Limit) -> None:
         anchor = self._anchor
         if anchor is None or is_quantised(weight) or not made.numel() or not x.numel():
             return
         rows = largest_of(made, (-1 if func is F.linear else 1 - weight.ndim,))
-        faint = torch.where(rows > 0, rows, torch.inf).amin().reciprocal()
+        faint = _faint(rows)
         loudness = 1.0 if of_weight.loudness is None else of_weight.loudness
         strain = faint * (of_weight.least / LOST) * loudness
-        self.notes.anchors[id(anchor)] = weakref.ref(anchor)
+        self.way.anchors[id(anchor)] = weakref.ref(anchor)
         convolves = func is not F.linear
-        self.notes.add((id(anchor), 0), _peak(x), rows.amax(), faint, strain, loudness, convolves=convolves)
+        self.notes.add((id(anchor), 0, ""), _peak(x), rows.amax(), faint, strain, loudness, convolves=convolves)
 
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         made = super()._attention(query, key, value, *args, **kwargs)
-        at = self._makers[storage_of(made)] = self.next_key()
+        at = self._makers[storage_of(made)] = self.next_key(F.scaled_dot_product_attention)
         if all(each.numel() for each in (query, key, value)):
             peaks = [_peak(each) for each in (query, key, value)]
             scale = args[3] if len(args) > 3 else kwargs.get("scale")
@@ -160,7 +159,7 @@ class LearningMode(LocatedMode):
             channels = [largest_of(each, tuple(range(each.ndim - 1))) for each in (query, key)]
             logits = (channels[0].flatten() * channels[1].flatten()).sum() * size
             peak = torch.stack([*peaks, logits / 16]).amax()  # logits may reach more: they are not kept
-            self.notes.add(at, peak, peak, 1.0, 0.0)
+            self.notes.add(at, peak, peak, _faint(largest_of(value, (-1,))), 0.0)
         return made
 
 
@@ -184,15 +183,17 @@ class LearnedProducts:
         the same arguments and errors."""
         self._used = self._planned is not None
         if self._planned:
-            self._planned.begin()
+            self._planned.begin((args, kwargs))
             made = run_in(self._planned, function, args, kwargs, tf32=tf32)
+            self._planned.end()
             return pytree.tree_map_only(torch.Tensor, self._planned.finished, made)
         if not isinstance(self._by_rows, LearningMode):
             return run_in(self._by_rows, function, args, kwargs, tf32=tf32)
         self._by_rows.begin()
         made = run_in(self._by_rows, function, args, kwargs, tf32=tf32)
-        if self._renewals < RENEWALS:
-            self._planned = self._plan(self._by_rows.notes)
+        self._by_rows.end()
+        if self._renewals < RENEWALS and all(map(_can_be_marked, pytree.tree_leaves(made))):
+            self._planned = self._plan(self._by_rows.notes, self._by_rows.way)
         return made
 
     def renew(self) -> bool:
@@ -204,32 +205,40 @@ class LearnedProducts:
         self._renewals += 1
         return True
 
-    def _plan(self, notes: _Notes) -> PlannedMode | None:
+    def _plan(self, notes: _Notes, way: Way) -> PlannedMode | None:
         for key, (now, convolves) in notes.read(self._agree).items():
             known = self._seen.get(key)
             self._seen[key] = (known[0].with_other(now) if known else now, convolves)
-        if not self._seen:
+        if not self._seen or way.points:
             return None
         float32_products = has_float32_products(notes.values[0].device)
         plan: dict[Key, Scale] = {}
         for key, (seen, convolves) in self._seen.items():
-            how = {"convolves": convolves, "float32_products": float32_products, "summed": key in notes.summed}
-            if (key[0] in notes.anchors or key[0] == 0) and (scale := scale_for(seen, **how)):
+            how = {"convolves": convolves, "float32_products": float32_products, "summed": key in way.summed}
+            if (key[0] in way.anchors or key[0] == 0) and (scale := scale_for(seen, **how)):
                 plan[key] = scale
-        return PlannedMode(plan, notes.anchors, notes.summed, copies=notes.writes) if plan else None
+        return PlannedMode(plan, way) if plan else None
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _can_be_marked(output: Any) -> bool:
+    """Return whether an output can be made NaN, or says nothing of what was computed."""
+    return isinstance(output, (torch.Tensor, int, float, str, type(None)))
+
+
+def _faint(rows: torch.Tensor) -> torch.Tensor:
+    """Return 1 / the smallest of the rows' largest values that is not 0; 0 where all are."""
+    return torch.where(rows > 0, rows, torch.inf).amin().reciprocal()
 
 
 def _peak(x: torch.Tensor) -> torch.Tensor:
     return largest_of(x, tuple(range(x.ndim))).reshape(())
 
 
-def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the name of a function that changes a tensor in place; "" of any other."""
-    name = getattr(func, "__name__", "")
-    changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
-    return name if changes and func not in METADATA and args and isinstance(args[0], torch.Tensor) else ""
-
-
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-_IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _ARITHMETIC)})
-_OVERWRITES = frozenset({"__setitem__", "copy_", "fill_", "zero_", "masked_fill_"})
+_OVERWRITES = frozenset({"__setitem__", "copy_", "fill_", "zero_"})
+_BY_MASK = frozenset({"masked_fill_"})
+# what a kernel that PyTorch does not know is started with
+_POINTS = frozenset({torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__})

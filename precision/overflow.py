@@ -195,7 +195,7 @@ _ASKS = frozenset(
         torch.fmin, torch.fmax, _T.fmin, _T.fmax,
     }
 )  # fmt: skip
-_COMPARES = frozenset(
+COMPARES = frozenset(
     {
         torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge, _T.eq, _T.ne, _T.lt, _T.le, _T.gt, _T.ge,
         _T.__eq__, _T.__ne__, _T.__lt__, _T.__le__, _T.__gt__, _T.__ge__,
@@ -250,7 +250,7 @@ class Clips(TraceableMode):
             return args[0].unflatten(*args[1:], **named)
         if func is _PARSE_TO:  # by `Module.to`: dynamo has a stand-in for it, which 2.11 cannot look up in a set
             return func(*args, **named)
-        if func in _ASKS or (func in _COMPARES and _asks_for_the_end(*args[:2])):
+        if func in _ASKS or (func in COMPARES and _asks_for_the_end(*args[:2])):
             self._see_asked(_given(args, named))
         if func in _NAN_TO_NUM:
             self._see(_given(args, named), FP16_MAX)
@@ -337,7 +337,7 @@ def made_finite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """Return what a function is given of which it may make something finite where that is not; None of most."""
     if func in _POWERS and len(args) > 1 and isinstance(args[1], (int, float)) and args[1] > 0:
         return None
-    if func in _MAKES_FINITE or (func in _COMPARES and _asks_for_the_end(*args[:2])):
+    if func in _MAKES_FINITE or (func in COMPARES and _asks_for_the_end(*args[:2])):
         return _given(args, kwargs)
     return args[1] if func in _DIVIDE and len(args) > 1 else None
 

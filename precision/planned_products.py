@@ -10,21 +10,53 @@ What makes something finite of it is looked at before, and so is what a constant
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
+from . import shared
+from .fp16_safe import (
+    CASTS,
+    CHOOSES,
+    COPIES,
+    DIFFERENCES,
+    FP16,
+    KEEPS_RANGE,
+    MOVES,
+    NORM_ARGUMENTS,
+    NORMS,
+    PRODUCTS,
+    QUOTIENTS,
+    REVERSED,
+    SUMS,
+    both_floating,
+    by_number,
+    casts_alone,
+    changes_in_place,
+    is_bf16,
+    is_small,
+    keeps_range,
+    to_integers,
+    writes,
+)
 from .fp32_settings import autocast_off_where_on
 from .overflow import made_finite
+from .scaled_layers import largest_of
 from .scaled_products import ScaledHalfMatmulMode, lost_digits
-from .upcast import ALIASING, METADATA, Fp32Mode, OneOperation
+from .upcast import Fp32Mode, OneOperation, storage_of
 
-FP16 = torch.float16
-ROOM = 10  # log2 of what a peak may be in fp16: six bits below the end, for later steps that are louder
-Key = tuple[int, int]  # the id of a weight, or of the layer that has it; how many calls there were since, of others
+_FAINT = 2.0**-14  # a row whose largest value is smaller has fewer digits in fp16 than in bf16, or soon will
+# the id of a weight, or of the layer that has it; how many other functions were called since; the name of the last one
+Key = tuple[int, int, str]
+
+
+class LeftPlan(RuntimeError):
+    """A step does what the first one did not do, and cannot be computed by what that showed."""
 
 
 class Scale(NamedTuple):
@@ -34,6 +66,17 @@ class Scale(NamedTuple):
     half: bool = False  # it hands on fp16
     loudness: float = 1.0  # its weight is divided by that, a power of two, before it is cast to fp16
     least: float = 0.0  # a row whose product reaches less, before it is scaled back, has lost digits
+
+
+@dataclass
+class Way:
+    """What a network did in the steps that were seen, beside its numbers."""
+
+    anchors: dict[int, Callable[[], Any]] = field(default_factory=dict)  # id → a weak reference to what has it
+    counts: dict[int, set[int]] = field(default_factory=dict)  # layer → calls of other functions until the next layer
+    summed: set[Key] = field(default_factory=set)  # what it writes to in place, with numbers: that is float32
+    writes: bool = False  # it changes tensors in place
+    points: bool = False  # it asks where a tensor lies in memory, for a kernel that will not ask what is there
 
 
 class LocatedMode(ScaledHalfMatmulMode):
@@ -56,13 +99,20 @@ class LocatedMode(ScaledHalfMatmulMode):
         """Return what stands for the layer that is computed now."""
         anchor = weight if isinstance(weight, torch.nn.Parameter) else self._layer_at_hand
         self._layer_at_hand = None
+        self._leave_layer(self._at, self._since)
         self._at, self._since = id(anchor), 0
         return anchor
 
-    def next_key(self) -> Key:
+    def next_key(self, func: Any) -> Key:
         self._since += 1
         self._layer_at_hand = None
-        return self._at, self._since
+        return self._at, self._since, func.__name__
+
+    def end(self) -> None:
+        self._leave_layer(self._at, self._since)
+
+    def _leave_layer(self, layer: int, since: int) -> None:
+        """Told how many calls of other functions there were between a layer and the next one."""
 
 
 class PlannedMode(LocatedMode):
@@ -70,33 +120,33 @@ class PlannedMode(LocatedMode):
 
     is_first = False
 
-    def __init__(
-        self,
-        plan: dict[Key, Scale],
-        anchors: dict[int, Callable[[], Any]],
-        summed: Set[Key] = frozenset(),
-        *,
-        copies: bool,
-    ):
+    def __init__(self, plan: dict[Key, Scale], way: Way):
         super().__init__()
-        self._plan, self._anchors = plan, anchors
-        self._summed = summed  # what the network adds to in place: it is float32
-        self._copies = copies  # what casts to half precision copies: the network changes tensors in place
+        self._plan, self._way = plan, way
+        self._made: set[int] = set()  # storages of this call's tensors in fp16, where the network writes in place
         self._lost: list[torch.Tensor] = []  # bool []: whether a constant scale flushed digits
         self._asked: list[tuple[torch.Tensor, torch.Tensor]] = []  # extremes of what something finite may be made of
-        self._device: torch.device | None = None  # of what the layers are given
+        self._on_card = False
 
-    def begin(self) -> None:
+    def begin(self, inputs: Any = None) -> None:
+        """inputs: what the call is given."""
         super().begin()
         self._lost, self._asked = [], []
+        self._made.clear()
+        tensors = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+        self._on_card = any(tensor.device.type != "cpu" for tensor in tensors)
+
+    def _leave_layer(self, layer: int, since: int) -> None:
+        if since not in self._way.counts.get(layer, (since,)):
+            raise LeftPlan("the network goes another way than in the first step")
 
     def finished(self, made: torch.Tensor) -> torch.Tensor:
         """Return an output in float32; NaN where something finite was made of what had left the range."""
         made = made.float() if made.dtype is FP16 else made
-        if not made.is_floating_point():
+        if not (made.is_floating_point() or made.is_complex()):
             return made
         if self._lost:
-            made = made.masked_fill(_together(self._lost, made).any(), torch.nan)
+            made = made.masked_fill(_together(self._lost, made).bool().any(), torch.nan)
         if self._asked:
             least, most = (_together(ends, made) for ends in zip(*self._asked, strict=True))
             masks = (least == -torch.inf) & (most <= 0)  # which are -inf in fp32 too
@@ -104,43 +154,78 @@ class PlannedMode(LocatedMode):
         return made
 
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _MOVES or (func in _KEEPS_RANGE and not _is_bf16(args[0] if args else None)):
-            return func(*args, **kwargs)
+        if not self._way.writes:
+            return self._computed(func, args, kwargs)
+        made = self._computed(func, args, kwargs)
+        if isinstance(made, torch.Tensor) and made.dtype is FP16:
+            self._made.add(storage_of(made))
+        return made
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in MOVES or (func in KEEPS_RANGE and keeps_range(func, args, kwargs)):
+            return self._moved(func, args, kwargs)
         if func in COPIES:
-            made, summed = func(*args, **kwargs), self.next_key() in self._summed
+            made, summed = func(*args, **kwargs), self.next_key(func) in self._way.summed
             return made.float() if summed and made.dtype is FP16 else made
         if func in PRODUCTS:
             return self._times(func, args, kwargs)
         if func in NORMS:
             return self._norm(func, args, kwargs)
-        if func in _SUMS and both_floating(args) and not kwargs:
+        if func in SUMS and both_floating(args) and not kwargs:
             return self._sum(func, *args)
-        if (func in _SUMS or func in _QUOTIENTS) and _by_number(func, args, kwargs):
+        if (func in SUMS or func in QUOTIENTS) and by_number(func, args, kwargs):
             return func(*args)
-        if func in _CASTS and _casts_alone(args, kwargs):
-            to_float32 = func is _T.float or torch.float32 in (*args[1:], *kwargs.values())
-            return args[0].clone() if self._copies and not to_float32 else args[0]
-        self._look(made_finite(func, args, kwargs))
+        if func in CASTS and casts_alone(args, kwargs):
+            return self._cast(func, args, kwargs)
+        if func is torch.view_as_complex:
+            return func(args[0].float())
+        if not self._way.writes and writes(func, args, kwargs):
+            raise LeftPlan("the network changes a tensor in place")
+        chooses = func in CHOOSES or (func is torch.Tensor.to and to_integers(args, kwargs))
+        for given in (made_finite(func, args, kwargs), *(args[:2] if chooses else ())):
+            self._look(given)
         return super().computed(func, args, kwargs)
 
+    def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function that computes on no value, or keeps the range."""
+        if not self._way.writes and (func is torch.Tensor.__setitem__ or changes_in_place(func, args, kwargs)):
+            raise LeftPlan("the network changes a tensor in place")
+        if func is torch.Tensor.view and len(args) == 2 and isinstance(args[1], torch.dtype):
+            return func(args[0].float(), args[1])
+        return func(*args, **kwargs)
+
+    def _cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Return a tensor in fp16 or float32 as it is, where nobody can tell it from a cast one. What this call made is
+        float32 to the network: casts to that are aliases. What was there before is fp16: casts to that are."""
+        if not self._way.writes:
+            return args[0]
+        to_float32 = func is torch.Tensor.float or torch.float32 in (*args[1:], *kwargs.values())
+        is_float32 = args[0].dtype is torch.float32 or storage_of(args[0]) in self._made
+        if to_float32 == is_float32:
+            return args[0]
+        return args[0].float() if to_float32 else args[0].clone()
+
     def _look(self, given: Any) -> None:
-        """Note the extremes of a tensor that comes of layers. What a network makes of numbers may be on the host."""
-        is_theirs = isinstance(given, torch.Tensor) and given.device == self._device
-        if is_theirs and given.is_floating_point() and given.numel():
+        """Note the extremes of a tensor. What a network that is on a card makes of numbers may be on the host."""
+        if not (isinstance(given, torch.Tensor) and given.is_floating_point() and given.numel()):
+            return
+        if given.device.type != "cpu" or not self._on_card:
             self._asked.append(torch.aminmax(given.detach()))
 
     def _layer(self, func: Any, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         anchor = self.at_layer(weight)
-        scale = self._plan.get((id(anchor), 0))
-        if scale is None or self._anchors[id(anchor)]() is not anchor or not isinstance(input, torch.Tensor):
+        scale = self._plan.get((id(anchor), 0, ""))
+        if scale is None or self._way.anchors[id(anchor)]() is not anchor or not isinstance(input, torch.Tensor):
             return super()._layer(func, input, weight, bias, *args, **kwargs)
-        self._device = input.device
         with autocast_off_where_on((input.device.type,)):
             if scale.loudness != 1 or weight.dtype is not FP16:
                 weight = _times(weight, 1 / scale.loudness)
             if scale.half:
-                bias = bias if bias is None else bias.to(FP16)
-                return func(_times(input, scale.loudness), weight, bias, *args, **kwargs)
+                half, bias = _times(input, scale.loudness), bias if bias is None else bias.to(FP16)
+                if input.dtype is not FP16:  # else its digits were lost before
+                    rows = largest_of(input, (1 - weight.ndim if weight.ndim > 2 else -1,))
+                    self._lost.append(((rows * scale.loudness < _FAINT) & (rows > 0)).any())
+                return func(half, weight, bias, *args, **kwargs)
             half, factor = _times(input, 2.0**-scale.exponent), 2.0**scale.exponent * scale.loudness
             if func is F.linear:
                 made = float32_product(half, weight)
@@ -154,25 +239,33 @@ class PlannedMode(LocatedMode):
 
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         mask = args[0] if args else kwargs.get("attn_mask")
-        if not self._is_safe() or (mask is not None and mask.is_floating_point()):
+        safe = self._is_safe(F.scaled_dot_product_attention) and torch.float64 not in (
+            query.dtype,
+            key.dtype,
+            value.dtype,
+        )
+        if not safe or (mask is not None and mask.is_floating_point()):
             return super()._attention(query, key, value, *args, **kwargs)
+        self._look(query)  # a row of logits that are all -inf is 0 in some kernels
+        self._look(key)
         with autocast_off_where_on((query.device.type,)):
             return F.scaled_dot_product_attention(query.to(FP16), key.to(FP16), value.to(FP16), *args, **kwargs)
 
-    def _is_safe(self) -> bool:
+    def _is_safe(self, func: Any) -> bool:
         """Return whether what is computed now stays in fp16's range."""
-        at = self.next_key()
+        at = self.next_key(func)
         scale = self._plan.get(at)
-        return scale is not None and scale.half and at not in self._summed and self._is_there(at[0])
-
-    def _is_there(self, anchor: int) -> bool:
-        return anchor == 0 or self._anchors[anchor]() is not None
+        if scale is None or not scale.half or at in self._way.summed:
+            return False
+        return at[0] == 0 or self._way.anchors[at[0]]() is not None
 
     def _norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Compute a norm in float32, and its weights with the cast to fp16 in one pass."""
-        safe = self._is_safe()
-        x, shape, weight, bias, eps = _NORMS[func](*args, **kwargs)
+        safe = self._is_safe(func)
+        x, shape, weight, bias, eps = NORM_ARGUMENTS[func](*args, **kwargs)
         held = [each for each in (x, weight, bias) if each is not None]
+        if any(each.dtype is torch.float64 for each in held):
+            return Fp32Mode.computed(self, func, args, kwargs)
         if safe and func is not F.rms_norm and all(each.dtype is FP16 for each in held):
             return func(*args, **kwargs)
         made = func(x.float(), shape, eps=eps)
@@ -182,26 +275,26 @@ class PlannedMode(LocatedMode):
 
     def _times(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not both_floating(args):
-            plain = not kwargs and len(args) == 2 and all(_is_small(each) for each in args)
+            plain = not kwargs and len(args) == 2 and all(is_small(each) for each in args)
             return func(*args) if plain else Fp32Mode.computed(self, func, args, kwargs)
-        if _is_bf16(args[0]) or _is_bf16(args[1]):
-            self.next_key()
+        if is_bf16(args[0]) or is_bf16(args[1]):
+            self.next_key(func)
             return Fp32Mode.computed(self, func, args, kwargs)
-        safe = self._is_safe() and args[0] is not args[1]  # a square may leave the range where its root does not
+        safe = self._is_safe(func) and args[0] is not args[1]  # a square may leave the range where its root does not
         halves = [each.dtype is FP16 for each in args[:2]]
         if safe or (not any(halves) and all(each.dtype is torch.float32 for each in args[:2])):
             return func(*args, **kwargs)
         if all(halves) and not kwargs:
-            return _into_float32(torch.mul, *args)
+            return torch.addcmul(_number(0.0, args[0].device), *args)
         return Fp32Mode.computed(self, func, args, kwargs)
 
     def _sum(self, func: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if a.dtype is b.dtype is FP16 and a.shape == b.shape:
-            if func in _REVERSED:
+            if func in REVERSED:
                 a, b = b, a
-            return _into_float32(torch.sub if func in _DIFFERENCES else torch.add, a, b)
+            return torch.addcmul(a, b, _number(1.0, a.device), value=-1 if func in DIFFERENCES else 1)
         to_widen = FP16 in (a.dtype, b.dtype) and 0 in (a.ndim, b.ndim)  # which a number's dtype does not
-        if to_widen or _is_bf16(a) or _is_bf16(b):
+        if to_widen or is_bf16(a) or is_bf16(b):
             return Fp32Mode.computed(self, func, (a, b), {})
         return func(a, b)
 
@@ -235,7 +328,7 @@ def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _together(numbers: Iterable[torch.Tensor], beside: torch.Tensor) -> torch.Tensor:
     """Return tensors [] as one [n] on the device of another."""
-    return torch.stack([each.to(beside.device) for each in numbers])
+    return torch.stack([each.to(beside.device) for each in numbers]).float()
 
 
 def _times(x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -252,7 +345,7 @@ def _affine(
 ) -> torch.Tensor:
     """Return x · weight + bias in a dtype, computed in float32."""
     if weight is None:
-        return x.to(dtype)
+        return (x if bias is None else x + bias.float()).to(dtype)
     if x.device.type == "cpu":
         made = x * weight.float() if bias is None else torch.addcmul(bias.float(), x, weight.float())
         return made.to(dtype)
@@ -260,83 +353,8 @@ def _affine(
     return torch.mul(x, weight, out=out) if bias is None else torch.addcmul(bias, x, weight, out=out)
 
 
-def _into_float32(func: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if a.device.type == "cpu":
-        return func(a.float(), b.float())
-    shape = torch.broadcast_shapes(a.shape, b.shape)
-    return func(a, b, out=torch.empty(shape, dtype=torch.float32, device=a.device))
-
-
-def both_floating(args: tuple[Any, ...]) -> bool:
-    return len(args) >= 2 and all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in args[:2])
-
-
-def _is_bf16(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16
-
-
-def _is_small(value: Any) -> bool:
-    """Return whether a tensor times a value stays in the range that fp16 has beyond ROOM."""
-    return isinstance(value, torch.Tensor) or (isinstance(value, (int, float)) and abs(value) <= 2.0**4)
-
-
-def _by_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a sum of a tensor and a number, or a tensor over one, stays in the range beyond ROOM."""
-    numbers = [each for each in args if isinstance(each, (int, float))]
-    if (
-        any(map(_is_bf16, args))
-        or kwargs
-        or len(args) != 2
-        or len(numbers) != 1
-        or (func in _QUOTIENTS and args[0] is numbers[0])
-    ):
-        return False
-    return abs(numbers[0]) >= 2.0**-4 if func in _QUOTIENTS else abs(numbers[0]) <= 2.0**ROOM
-
-
-def _casts_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a cast is between fp16 and float32, and does nothing else. Which of them a tensor has is decided
-    here, and not by the network: where that asks, it sees float32."""
-    asked = [*args[1:], *(value for name, value in kwargs.items() if name not in ("non_blocking", "copy"))]
-    plain = all(each in (FP16, torch.bfloat16, torch.float32) for each in asked if isinstance(each, torch.dtype))
-    return (
-        plain
-        and all(isinstance(each, torch.dtype) for each in asked)
-        and isinstance(args[0], torch.Tensor)
-        and args[0].dtype in (FP16, torch.float32)
-        and not kwargs.get("copy")
-    )
-
-
-_T = torch.Tensor
-_NORMS: dict[Any, Callable[..., Any]] = {  # what they are given, as (x, shape or groups, weight, bias, eps)
-    F.layer_norm: lambda input, normalized_shape, weight=None, bias=None, eps=1e-5: (  # noqa: A006 - as they name it
-        (input, normalized_shape, weight, bias, eps)
-    ),
-    F.group_norm: lambda input, num_groups, weight=None, bias=None, eps=1e-5: (  # noqa: A006
-        (input, num_groups, weight, bias, eps)
-    ),
-    F.rms_norm: lambda input, normalized_shape, weight=None, eps=None: (  # noqa: A006
-        (input, normalized_shape, weight, None, eps)
-    ),
-}
-NORMS = frozenset(_NORMS)
-PRODUCTS = frozenset({torch.mul, torch.multiply, _T.mul, _T.multiply, _T.__mul__, _T.__rmul__})
-_REVERSED = frozenset({_T.__rsub__})
-_DIFFERENCES = frozenset({torch.sub, torch.subtract, _T.sub, _T.subtract, _T.__sub__, _T.__rsub__})
-_SUMS = frozenset({torch.add, _T.add, _T.__add__, _T.__radd__}) | _DIFFERENCES
-_QUOTIENTS = frozenset({torch.div, torch.true_divide, _T.div, _T.true_divide, _T.__truediv__})
-_CASTS = frozenset({_T.to, _T.half, _T.bfloat16, _T.float})
-COPIES = frozenset({torch.cat, torch.concat, torch.stack, torch.clone, _T.clone})
-# what computes on no value
-_MOVES = frozenset(
-    {
-        *(ALIASING - {_T.cuda, _T.cpu}), *METADATA,
-        torch.chunk, torch.unbind, torch.flip, torch.roll,
-        torch.repeat_interleave, torch.unflatten, _T.repeat, _T.repeat_interleave, _T.flip, _T.roll, _T.__setitem__,
-        F.pad, F.dropout, F.pixel_shuffle, F.pixel_unshuffle,
-        *(getattr(_T, name).__get__ for name in ("shape", "device", "ndim", "is_cuda", "requires_grad")),
-    }
-)  # fmt: skip
-# what makes no value much larger than those that it is given, nor anything finite of one that is not
-_KEEPS_RANGE = frozenset({F.silu, F.gelu, F.relu, F.interpolate, torch.neg, _T.neg, _T.__neg__})
+@cache
+def _number(value: float, device: torch.device) -> torch.Tensor:
+    """Return a number as float32 [1]. With it, one kernel computes on fp16 tensors in float32, and gives that."""
+    with shared.lasting():
+        return torch.full((1,), value, device=device)

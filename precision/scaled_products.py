@@ -70,7 +70,7 @@ class ScaledHalfMatmulMode(Fp32Mode):
         self._limits = _Limits()
 
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _LAYERS:
+        if func in LAYER_CALLS:
             return self._layer(func, *args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
@@ -351,4 +351,4 @@ def _dims(values: torch.Tensor, *, by_head: bool) -> tuple[int, ...]:
 
 
 _TRANSPOSED = frozenset({F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d})
-_LAYERS = frozenset({F.linear, F.conv1d, F.conv2d, F.conv3d}) | _TRANSPOSED
+LAYER_CALLS = frozenset({F.linear, F.conv1d, F.conv2d, F.conv3d}) | _TRANSPOSED

@@ -171,10 +171,9 @@ def _planned(module: torch.nn.Module, call: dict[str, Any], scale: Scale, hot: I
     first.begin()
     run_in(first, module, (), call)
     plan = dict.fromkeys((key for key, _ in first.notes.of), scale)
-    plan |= {(id(module.get_parameter(f"{name}.weight")), 0): Scale(exponent=1) for name in hot}
-    notes, traffic = first.notes, Traffic(module.parameters())
-    later = PlannedMode(plan, notes.anchors, notes.summed, copies=notes.writes)
-    later.begin()
+    plan |= {(id(module.get_parameter(f"{name}.weight")), 0, ""): Scale(exponent=1) for name in hot}
+    later, traffic = PlannedMode(plan, first.way), Traffic(module.parameters())
+    later.begin(call)
     return _counted(traffic, lambda: run_in(later, module, (), call))
 
 

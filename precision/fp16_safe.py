@@ -1,0 +1,138 @@
+"""Which functions of PyTorch are safe on fp16 tensors whose values have room, and with what arguments: tables.
+
+Safe is what makes no value much larger or smaller, and nothing finite of what is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from .overflow import COMPARES
+from .upcast import ALIASING, METADATA
+
+FP16 = torch.float16
+ROOM = 10  # log2 of what a peak may be in fp16: six bits below the end, for later steps that are louder
+
+
+def both_floating(args: tuple[Any, ...]) -> bool:
+    return len(args) >= 2 and all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in args[:2])
+
+
+def is_bf16(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16
+
+
+def keeps_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function of KEEPS_RANGE does so with these arguments, in fp16."""
+    if is_bf16(args[0] if args else None):
+        return False
+    if func is F.pad:
+        value = kwargs.get("value", args[3] if len(args) > 3 else None)
+        return value is None or abs(value) <= 2.0**ROOM
+    if func is F.interpolate:
+        return kwargs.get("mode", "nearest") == "nearest" and len(args) < 4
+    return True
+
+
+def to_integers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(each, torch.dtype) and not each.is_floating_point for each in (*args[1:], *kwargs.values()))
+
+
+def changes_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an activation is asked to write over its input."""
+    return bool(kwargs.get("inplace")) or (func in _ACTIVATIONS and any(each is True for each in args[1:]))
+
+
+def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the name of a function that changes a tensor in place; "" of any other."""
+    name = getattr(func, "__name__", "")
+    changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
+    changes = (changes and func not in METADATA) or changes_in_place(func, args, kwargs)
+    return name if changes and args and isinstance(args[0], torch.Tensor) else ""
+
+
+def is_small(value: Any) -> bool:
+    """Return whether a tensor times a value stays in the range that fp16 has beyond ROOM."""
+    return isinstance(value, torch.Tensor) or (isinstance(value, (int, float)) and 2.0**-4 <= abs(value) <= 2.0**4)
+
+
+def by_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a sum of a tensor and a number, or a tensor over one, stays in the range beyond ROOM."""
+    numbers = [each for each in args if isinstance(each, (int, float))]
+    if (
+        any(map(is_bf16, args))
+        or kwargs
+        or len(args) != 2
+        or len(numbers) != 1
+        or (func in QUOTIENTS and args[0] is numbers[0])
+    ):
+        return False
+    least, most = (2.0**-4, 2.0**4) if func in QUOTIENTS else (2.0**-ROOM, 2.0**ROOM)
+    return least <= abs(numbers[0]) <= most or (numbers[0] == 0 and func in SUMS)
+
+
+def casts_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a cast is between fp16 and float32, and does nothing else. Which of them a tensor has is decided
+    here, and not by the network: where that asks, it sees float32."""
+    asked = [*args[1:], *(value for name, value in kwargs.items() if name not in ("non_blocking", "copy"))]
+    plain = all(each in (FP16, torch.bfloat16, torch.float32) for each in asked if isinstance(each, torch.dtype))
+    return (
+        plain
+        and all(isinstance(each, torch.dtype) for each in asked)
+        and isinstance(args[0], torch.Tensor)
+        and args[0].dtype in (FP16, torch.float32)
+        and not kwargs.get("copy")
+    )
+
+
+_T = torch.Tensor
+NORM_ARGUMENTS: dict[Any, Callable[..., Any]] = {  # what they are given, as (x, shape or groups, weight, bias, eps)
+    F.layer_norm: lambda input, normalized_shape, weight=None, bias=None, eps=1e-5: (  # noqa: A006 - as they name it
+        (input, normalized_shape, weight, bias, eps)
+    ),
+    F.group_norm: lambda input, num_groups, weight=None, bias=None, eps=1e-5: (  # noqa: A006
+        (input, num_groups, weight, bias, eps)
+    ),
+    F.rms_norm: lambda input, normalized_shape, weight=None, eps=None: (  # noqa: A006
+        (input, normalized_shape, weight, None, eps)
+    ),
+}
+NORMS = frozenset(NORM_ARGUMENTS)
+PRODUCTS = frozenset({torch.mul, torch.multiply, _T.mul, _T.multiply, _T.__mul__, _T.__rmul__})
+REVERSED = frozenset({_T.__rsub__})
+DIFFERENCES = frozenset({torch.sub, torch.subtract, _T.sub, _T.subtract, _T.__sub__, _T.__rsub__})
+SUMS = frozenset({torch.add, _T.add, _T.__add__, _T.__radd__}) | DIFFERENCES
+QUOTIENTS = frozenset({torch.div, torch.true_divide, _T.div, _T.true_divide, _T.__truediv__})
+CASTS = frozenset({_T.to, _T.half, _T.bfloat16, _T.float})
+COPIES = frozenset({torch.cat, torch.concat, torch.stack, torch.clone, _T.clone})
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _ARITHMETIC)})
+_ACTIVATIONS = frozenset(
+    {F.relu, F.relu6, F.silu, F.hardswish, F.hardsigmoid, F.mish, F.selu, F.celu, F.elu, F.leaky_relu}
+)
+# what makes a choice by a value, which is as finite where that is not
+CHOOSES = COMPARES | {
+    torch.sign, torch.sgn, torch.signbit, torch.argmax, torch.argmin, torch.topk, torch.sort, torch.argsort,
+    torch.median, torch.bucketize, torch.searchsorted, F.grid_sample,
+    _T.sign, _T.sgn, _T.signbit, _T.argmax, _T.argmin, _T.topk, _T.sort, _T.argsort, _T.median,
+    _T.long, _T.int, _T.short, _T.char, _T.byte, _T.bool,
+}  # fmt: skip
+# what computes on no value
+MOVES = frozenset(
+    {
+        *(ALIASING - {_T.cuda, _T.cpu}), *METADATA,
+        torch.chunk, torch.unbind, torch.unflatten, _T.__setitem__, F.dropout,
+        *(getattr(_T, name).__get__ for name in ("shape", "device", "ndim", "is_cuda", "requires_grad")),
+    }
+)  # fmt: skip
+# what makes no value much larger than those that it is given, nor anything finite of one that is not
+KEEPS_RANGE = frozenset(
+    {
+        F.silu, F.gelu, F.relu, F.interpolate, F.pad, F.pixel_shuffle, F.pixel_unshuffle, torch.neg, _T.neg, _T.__neg__,
+        torch.flip, torch.roll, torch.repeat_interleave, _T.repeat, _T.repeat_interleave, _T.flip, _T.roll,
+    }
+)  # fmt: skip
