@@ -125,13 +125,14 @@ class PlannedMode(LocatedMode):
         self._plan, self._way = plan, way
         self._made: set[int] = set()  # storages of this call's tensors in fp16, where the network writes in place
         self._lost: list[torch.Tensor] = []  # bool []: whether a constant scale flushed digits
+        self._rows: list[torch.Tensor] = []  # the largest values of rows that were cast to fp16
         self._asked: list[tuple[torch.Tensor, torch.Tensor]] = []  # extremes of what something finite may be made of
         self._on_card = False
 
     def begin(self, inputs: Any = None) -> None:
         """inputs: what the call is given."""
         super().begin()
-        self._lost, self._asked = [], []
+        self._lost, self._rows, self._asked = [], [], []
         self._made.clear()
         tensors = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
         self._on_card = any(tensor.device.type != "cpu" for tensor in tensors)
@@ -145,6 +146,9 @@ class PlannedMode(LocatedMode):
         made = made.float() if made.dtype is FP16 else made
         if not (made.is_floating_point() or made.is_complex()):
             return made
+        if self._rows:
+            rows = torch.cat([each.flatten().to(made.device) for each in self._rows])
+            made = made.masked_fill(((rows < _FAINT) & (rows > 0)).any(), torch.nan)
         if self._lost:
             made = made.masked_fill(_together(self._lost, made).bool().any(), torch.nan)
         if self._asked:
@@ -224,7 +228,7 @@ class PlannedMode(LocatedMode):
                 half, bias = _times(input, scale.loudness), bias if bias is None else bias.to(FP16)
                 if input.dtype is not FP16:  # else its digits were lost before
                     rows = largest_of(input, (1 - weight.ndim if weight.ndim > 2 else -1,))
-                    self._lost.append(((rows * scale.loudness < _FAINT) & (rows > 0)).any())
+                    self._rows.append(rows if scale.loudness == 1 else rows * scale.loudness)
                 return func(half, weight, bias, *args, **kwargs)
             half, factor = _times(input, 2.0**-scale.exponent), 2.0**scale.exponent * scale.loudness
             if func is F.linear:
