@@ -7,7 +7,8 @@
 # make reliability  faults, fuzzing, threads and soak at full depth: docs/reliability.md, from their figures
 # make audit   known holes in the packages that tests run with, by pip-audit (needs the internet)
 # make bench   what the guard, scaled layers and compiling cost and gain a step
-# make docs    docs/precision.md from the tables in precision/, locales/en from the nodes, subgraphs/ from workflows/
+# make docs    docs/precision.md from the tables in precision/, locales/en from the nodes, subgraphs/ from workflows/,
+#              docs/comfyui-surface.md from comfyui_host/
 # Each makes .venv from nothing where it is missing, once. Needs Python 3.10 to 3.13, a C compiler and PyPI, or a mirror
 # of it. PYTHON=python3.12 chooses the interpreter. Using the pack in ComfyUI needs no make: see README.md.
 
@@ -91,6 +92,7 @@ bench: .venv/.installed
 docs: .venv/.installed
 	.venv/bin/python scripts/english_locale.py
 	.venv/bin/python scripts/blueprints.py
+	.venv/bin/python scripts/comfyui_surface.py
 	.venv/bin/python scripts/precision_page.py
 
 clean:

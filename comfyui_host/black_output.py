@@ -31,14 +31,13 @@ def watch(data: dict[str, Any]) -> dict[str, Any]:
     last prompt that is looked at, and prompts with large values are left alone.
     """
     providers: Any = sys.modules.get("comfy_execution.cache_provider")
-    base: Any = getattr(providers, "CacheProvider", None)
-    if base is None or not _is_looked_at(data.get("prompt"), data.get("client_id")):
+    if providers is None or not _is_looked_at(data.get("prompt"), data.get("client_id")):
         return data
     prompt_id = str(data.get("prompt_id") or uuid.uuid4())
     with _lock:
         _awaited[prompt_id] = time.monotonic()
         if not _watching:
-            _watching.append(_watch_of(base))
+            _watching.append(_watch_of(providers.CacheProvider))
             providers.register_cache_provider(_watching[0])
     return {**data, "prompt_id": prompt_id}
 

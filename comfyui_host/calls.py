@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +28,8 @@ from ..precision import shared
 from ..precision.guard import GuardStopped
 from ..precision.observe import floating, non_finite
 from ..precision.snapshot import Snapshot
-from ..trust.message import BadInput
+from . import host
+from .compat import NotInComfyUI
 from .layers import loaded_anew, products_in_fp32, weights_as_stored
 
 KEY = "onediff_guard"  # of our wrappers on a MODEL
@@ -39,8 +41,10 @@ _INPUTS = {"x": "latents", "c_concat": "latents to start from", "c_crossattn": "
 
 def _outside_of_allocation_graphs() -> AbstractContextManager[object]:
     """Inside, ComfyUI does not record what is allocated (since 0.35): it frees that with the block that is computed."""
-    pause = getattr(sys.modules.get("comfy.model_prefetch"), "pause_malloc_graph", nullcontext)
-    return pause()
+    pause = getattr(sys.modules.get("comfy.model_prefetch"), "pause_malloc_graph", None)
+    if pause is None:
+        host.check_absence("comfy.model_prefetch.pause_malloc_graph", since=(0, 35))
+    return pause() if pause else nullcontext()
 
 
 shared.lasting = _outside_of_allocation_graphs
@@ -50,17 +54,28 @@ def wrapped(patcher: Any, wrappers: Mapping[str, Callable[..., Any]]) -> Any:
     """A clone of a MODEL (ComfyUI's ModelPatcher) with wrappers in place of those that we gave it before.
 
     wrappers: by kind, of _KINDS.
-    Raises BadInput where ComfyUI is too old to have them.
+    Raises NotInComfyUI where ComfyUI is too old to have them.
     """
-    kinds: Any = getattr(sys.modules.get("comfy.patcher_extension"), "WrappersMP", None)
-    if not hasattr(kinds, "APPLY_MODEL"):
-        raise BadInput("This ComfyUI cannot wrap a MODEL's apply_model, which is needed here. Update ComfyUI.")
+    extension: Any = sys.modules.get("comfy.patcher_extension")
+    kinds: Any = getattr(extension, "WrappersMP", None)
+    if kinds is None:
+        raise NotInComfyUI("This ComfyUI cannot wrap a MODEL's apply_model, which is needed here. Update ComfyUI.")
+    _check_that_it_goes_on(extension.WrapperExecutor)
     clone = patcher.clone()
     for kind in _KINDS:
         clone.remove_wrappers_with_key(getattr(kinds, kind), KEY)
     for kind, wrapper in wrappers.items():
         clone.add_wrapper_with_key(getattr(kinds, kind), KEY, wrapper)
     return clone
+
+
+def _check_that_it_goes_on(executor: Any) -> None:
+    """A wrapper that cannot go on with what it is around must not be put there."""
+    call = signature(executor.__call__)
+    try:
+        call.bind(executor, torch.Tensor(), transformer_options={})
+    except TypeError:
+        raise NotInComfyUI("ComfyUI {} has another '{}'.", host.version(), "WrapperExecutor.__call__") from None
 
 
 @dataclass(frozen=True)
@@ -78,7 +93,7 @@ class ModelCall:
     @property
     def name(self) -> str:
         """The name of the model, for people."""
-        return type(self.model.model_config).__name__
+        return type(getattr(self.model, "model_config", self.model)).__name__
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,8 +103,8 @@ class ModelCall:
     @property
     def patched(self) -> frozenset[str]:
         """Names of the network's weights that LoRAs and their kind change, in memory or as they go."""
-        patches = getattr(getattr(self.model, "current_patcher", None), "patches", {})
-        return frozenset(str(name).removeprefix("diffusion_model.") for name in patches)
+        patcher = self.model.current_patcher
+        return frozenset(str(name).removeprefix("diffusion_model.") for name in (patcher.patches if patcher else ()))
 
     @property
     def device(self) -> torch.device:

@@ -14,8 +14,9 @@ from contextvars import ContextVar
 from typing import Any
 
 from . import black_output, host
+from .compat import tell_once, unless_changed, what_changed
 from .guarded_prompt import with_guards
-from .page_settings import settings_of
+from .page_settings import DEFAULT, settings_of
 
 VARIABLE = "ONEDIFF_GUARD_EVERY_WORKFLOW"
 KEY = "onediff_guard"  # in a prompt's extra_data
@@ -24,15 +25,16 @@ FAST_FP16 = "OneDiffGuard.FastFp16"
 OFFER_RERUN = "OneDiffGuard.OfferRerun"  # on where nobody has set it
 INHERIT, AUTO = "inherit", "auto"  # what an inserted guard computes in
 
-_user: ContextVar[str] = ContextVar("onediff_guard_user", default="default")
+_user: ContextVar[str] = ContextVar("onediff_guard_user", default=DEFAULT)
 
 logger = logging.getLogger(__name__)
 
 
+@unless_changed("'Guard every workflow'", None)
 def install() -> None:
     """Have ComfyUI's server, where there is one, hand us the prompts that are queued."""
     server = host.server()
-    if not hasattr(server, "add_on_prompt_handler"):
+    if server is None:
         return
     server.add_on_prompt_handler(on_prompt)
     try:
@@ -41,7 +43,7 @@ def install() -> None:
         logger.info("Guard every workflow: this ComfyUI's users have one setting for all: %s", error)
 
 
-def on_prompt(data: Any) -> Any:
+def on_prompt(data: Any, *_: Any, **_more: Any) -> Any:
     """The request's JSON, with guards in its prompt where it is to be guarded. Never raises."""
     started = time.perf_counter()
     try:
@@ -56,8 +58,11 @@ def on_prompt(data: Any) -> Any:
                 return {**data, "prompt": guarded}
         elif isinstance(data, dict) and settings_of(_user.get()).get(OFFER_RERUN) is not False:
             return black_output.watch(data)
-    except Exception:
-        logger.exception("Guard every workflow: this prompt runs as it came")
+    except Exception as error:
+        if why := what_changed(error):
+            tell_once("'Guard every workflow', and the offer to run a black result again", why)
+        else:
+            logger.exception("Guard every workflow: this prompt runs as it came")
     return data
 
 
@@ -88,9 +93,14 @@ def _note_users(server: Any) -> None:
     @web.middleware
     async def noting(request: web.Request, handler: Any) -> Any:
         try:
-            _user.set(server.user_manager.get_request_user_id(request))
+            _user.set(_user_of(server, request))
         except Exception:  # noqa: BLE001 - an unknown user, whom ComfyUI itself refuses
-            _user.set("default")
+            _user.set(DEFAULT)
         return await handler(request)
 
     server.app.middlewares.append(noting)
+
+
+@unless_changed("a switch of their own for each user of a server", DEFAULT)
+def _user_of(server: Any, request: Any) -> str:
+    return server.user_manager.get_request_user_id(request)

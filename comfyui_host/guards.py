@@ -19,7 +19,7 @@ import torch
 
 from ..precision.policy import Component
 from ..precision.snapshot import Snapshot
-from ..trust.message import BadInput
+from ..trust.message import BadInput, Message
 from .calls import (
     KEY,
     ModelCall,
@@ -30,6 +30,7 @@ from .calls import (
     load_anew,
     wrapped,
 )
+from .compat import unless_changed, what_changed
 from .layers import products_in_fp32, weights_as_stored
 from .networks import ComfyNetwork
 from .runs import Run, Settings, guarded_run
@@ -40,14 +41,10 @@ _UNGUARDED = "onediff_guard_unguarded"
 def guarded_model(patcher: Any, settings: Settings) -> Any:
     """A clone of a MODEL (ComfyUI's ModelPatcher) that is guarded. A guard that it had before is replaced.
 
-    Raises BadInput where ComfyUI is too old to have the wrappers.
+    Raises NotInComfyUI where ComfyUI is too old to have the wrappers.
     """
     guard = _ModelGuard(settings)
-    wrappers = {
-        "OUTER_SAMPLE": guard.sample,
-        "PREPARE_SAMPLING": guard.prepare,
-        "APPLY_MODEL": guard.or_plain(around_apply_model(guard.apply_model)),
-    }
+    wrappers = {"OUTER_SAMPLE": guard.sample, "PREPARE_SAMPLING": guard.prepare, "APPLY_MODEL": guard.apply}
     return wrapped(patcher, wrappers)
 
 
@@ -57,7 +54,7 @@ def guarded_vae(vae: Any, settings: Settings) -> Any:
     Raises BadInput where there is no VAE in it, or another pack has replaced one of its methods.
     """
     vae = getattr(vae, _UNGUARDED, vae)
-    network = getattr(vae, "first_stage_model", None)
+    network = vae.first_stage_model
     if network is None:
         raise BadInput("There is no VAE in this checkpoint. Use a VAE loader in its place.")
     guard, copied, shell = _VaeGuard(settings), copy.copy(vae), copy.copy(network)
@@ -73,9 +70,21 @@ def guarded_vae(vae: Any, settings: Settings) -> Any:
     return copied
 
 
+def or_unguarded(guarded: Callable[[Any, Settings], Any], of: Any, settings: Settings) -> Any:
+    """A MODEL or VAE, guarded; where this ComfyUI is not as we know it, as it is, which the node says."""
+    try:
+        return guarded(of, settings)
+    except Exception as error:
+        if settings.inserted or not (why := what_changed(error)):
+            raise
+        Run(settings, 0).end(Message("Not guarded: {}", why))
+        return of
+
+
 def is_guarded(of: Any) -> bool:
     """Whether a MODEL or VAE has a guard already."""
-    return hasattr(of, _UNGUARDED) or any(KEY in named for named in getattr(of, "wrappers", {}).values())
+    wrappers = of.wrappers if hasattr(of, "add_wrapper_with_key") else {}
+    return hasattr(of, _UNGUARDED) or any(KEY in named for named in wrappers.values())
 
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
@@ -87,14 +96,15 @@ class _ModelGuard:
     def __init__(self, settings: Settings):
         self._settings = settings
 
-    def sample(
-        self, executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, *more: Any, **by_name: Any
-    ) -> Any:
+    def sample(self, executor: Any, *args: Any, **by_name: Any) -> Any:
         """Its calls find the run in their options, which are this sampling's own: they may come from other threads,
         and from one that computes on after an error has ended the run."""
-        options = executor.class_obj.model_options["transformer_options"]
-        with guarded_run(self._settings, steps=len(sigmas) - 1) as options[KEY]:
-            return executor(noise, latent_image, sampler, sigmas, *more, **by_name)
+        found = _sampling(executor, *args, **by_name)
+        if found is None:
+            return executor(*args, **by_name)
+        options, steps = found
+        with guarded_run(self._settings, steps) as options[KEY]:
+            return executor(*args, **by_name)
 
     def prepare(self, executor: Any, *args: Any, model_options: Any = None, **by_name: Any) -> Any:
         """Hands on the loaded model, then what it needs."""
@@ -102,30 +112,32 @@ class _ModelGuard:
         run: Run | None = ((model_options or {}).get("transformer_options") or {}).get(KEY)
         return model if run is None else run.refining(model), *more
 
-    def or_plain(self, guarded: Callable[..., Any]) -> Callable[..., Any]:
-        """The wrapper, or where an inserted guard fails, the call without it."""
-        if not self._settings.inserted:
-            return guarded
-
-        def apply(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            options: Any = kwargs.get("transformer_options") or (args[4] if len(args) > 4 else None) or {}
-            run: Run | None = options.get(KEY)
-            if run is None:
-                return executor(x, *args, **kwargs)
-            return run.or_plain(
-                lambda: guarded(executor, x, *args, **kwargs),
-                lambda: executor(x, *args, **kwargs),
-                lambda: torch.full_like(x, torch.nan),
-            )
-
-        return apply
-
-    def apply_model(self, call: ModelCall) -> Any:
-        run: Run | None = call.arguments["memory"].options.get(KEY)
+    def apply(self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """A call, guarded; where that fails, as `Run.or_plain` has it."""
+        options: Any = kwargs.get("transformer_options") or (args[4] if len(args) > 4 else None) or {}
+        run: Run | None = options.get(KEY)
         if run is not None:
-            return run.call(denoiser_of(call), **call.arguments)
+            return _apply(run, executor, x, *args, **kwargs)
+        if self._settings.inserted:
+            return executor(x, *args, **kwargs)
         with guarded_run(self._settings) as run:
-            return run.call(denoiser_of(call), **call.arguments)
+            return _apply(run, executor, x, *args, **kwargs)
+
+
+def _apply(run: Run, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    guarded = around_apply_model(lambda call: run.call(denoiser_of(call), **call.arguments))
+    return run.or_plain(
+        lambda: guarded(executor, x, *args, **kwargs),
+        lambda: executor(x, *args, **kwargs),
+        lambda: torch.full_like(x, torch.nan),
+    )
+
+
+@unless_changed("one report for a whole run: each call has its own", None)
+def _sampling(executor: Any, *args: Any, **by_name: Any) -> tuple[dict[str, Any], int]:
+    """transformer_options of a sampling, and its steps: of its noise, latents, sampler and sigmas."""
+    sigmas = by_name["sigmas"] if "sigmas" in by_name else args[3]
+    return executor.class_obj.model_options["transformer_options"], len(sigmas) - 1
 
 
 def denoiser_of(call: ModelCall) -> ComfyNetwork:

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..trust.message import joined
 from ..trust.text import for_page, is_whole
+from .compat import NotInComfyUI, unless_changed
 from .language import translated
+from .page_settings import user_directory
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +70,18 @@ def version() -> str:
         return "of an unknown version"
 
 
+def check_absence(name: str, since: tuple[int, ...]) -> None:
+    """Raise NotInComfyUI where this ComfyUI had to have it. since: the first release that has it."""
+    if release() >= since:
+        raise NotInComfyUI("ComfyUI {} has no '{}' any more.", version(), name)
+
+
+def release() -> tuple[int, ...]:
+    """(0, 33, 0); () where it is not known."""
+    found = re.match(r"\d+(?:\.\d+)*", version())
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
 def _version_of_checkout(custom_nodes: Path) -> str:
     file = custom_nodes.with_name("comfyui_version.py")
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
@@ -78,6 +92,7 @@ def _version_of_checkout(custom_nodes: Path) -> str:
 # --- what it was started with ----------------------------------------------------------------------------------------
 
 
+@unless_changed("what flags ComfyUI was started with", ())
 def flags() -> tuple[Flag, ...]:
     """What this ComfyUI was started with, of its flags about memory and precision."""
     from .flags import given
@@ -90,17 +105,18 @@ def memory_wish() -> str:
     """The offload that ComfyUI's flags ask for: "none", "group" or "sequential"; "" where they ask for none."""
     from .flags import wish
 
-    cli = _command_line()
-    return wish(cli.args) if cli else ""
+    return wish(arguments())
 
 
+@unless_changed("ComfyUI's flags in what this pack does", None)
 def arguments() -> Any:
     """What this ComfyUI was started with, by the names of its parser; None where this process is not a ComfyUI."""
-    return getattr(_command_line(), "args", None)
+    cli = _command_line()
+    return cli.args if cli else None
 
 
 def _command_line() -> Any:
-    return sys.modules.get("comfy.cli_args") if _comfy("folder_paths") else None
+    return sys.modules["comfy.cli_args"] if _comfy("folder_paths") else None
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -118,6 +134,7 @@ COMPILED_VARIABLE = "ONEDIFF_GUARD_COMPILED"
 SELFTEST_VARIABLE = "ONEDIFF_GUARD_SELFTEST"
 MODEL_KINDS = ("diffusers", "checkpoints", "loras")  # folders of ComfyUI's that are read
 _DEFAULT_FOLDERS = PlainFolders()
+_KNOWN_SAMPLERS = (("euler",), ("normal",))
 _folders: ContextVar[PlainFolders] = ContextVar("onediff_guard_folders", default=_DEFAULT_FOLDERS)
 _interrupt: ContextVar[threading.Event | None] = ContextVar("onediff_guard_interrupt", default=None)
 
@@ -155,6 +172,7 @@ def model_folders() -> dict[str, Path]:
     return _offered(list_folders(_roots("diffusers")))
 
 
+@unless_changed("ComfyUI's lists of files", {})
 def weight_files(kind: str) -> dict[str, Path]:
     """{name: path} of the .safetensors files in `models/<kind>` ("checkpoints", "loras") and in every extra path."""
     if folder_paths := _comfy("folder_paths"):
@@ -180,11 +198,13 @@ def roots_text(*kinds: str) -> str:
     return ", ".join(dict.fromkeys(str(root) for kind in kinds for root in _roots(kind))) or "no folder"
 
 
+@unless_changed("ComfyUI's input folder: it is ./input", _DEFAULT_FOLDERS.input)
 def input_directory() -> Path:
     folder_paths = _comfy("folder_paths")
     return Path(folder_paths.get_input_directory()) if folder_paths else _folders.get().input
 
 
+@unless_changed("ComfyUI's output folder: it is ./output", _DEFAULT_FOLDERS.output)
 def output_directory() -> Path:
     folder_paths = _comfy("folder_paths")
     return Path(folder_paths.get_output_directory()) if folder_paths else _folders.get().output
@@ -208,19 +228,21 @@ def selftest_directory() -> Path:
 def _kept(variable: str, what: str) -> Path:
     if named := os.environ.get(variable):
         return Path(named).expanduser()
-    if folder_paths := _comfy("folder_paths"):
-        user = getattr(folder_paths, "get_user_directory", None)  # 0.0.1 has none
-        root = Path(user()) if user else Path(folder_paths.get_output_directory()).parent / "user"
-        return root / "onediff_guard" / what
+    if user := user_directory():
+        return user / "onediff_guard" / what
+    if _comfy("folder_paths"):  # 0.0.1
+        return output_directory().parent / "user" / "onediff_guard" / what
     return Path.home() / ".onediff-guard" / what
 
 
+@unless_changed("ComfyUI's list of samplers", _KNOWN_SAMPLERS)
 def samplers() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of ComfyUI's samplers, and of its schedulers: what KSampler offers."""
-    known = getattr(sys.modules.get("comfy.samplers"), "KSampler", None)
-    return (tuple(known.SAMPLERS), tuple(known.SCHEDULERS)) if known else (("euler",), ("normal",))
+    comfy = sys.modules.get("comfy.samplers")
+    return (tuple(comfy.KSampler.SAMPLERS), tuple(comfy.KSampler.SCHEDULERS)) if comfy else _KNOWN_SAMPLERS
 
 
+@unless_changed("ComfyUI's model folders", ())
 def _roots(kind: str) -> tuple[Path, ...]:
     if folder_paths := _comfy("folder_paths"):
         return tuple(map(Path, folder_paths.get_folder_paths(kind)))
@@ -236,61 +258,68 @@ def interrupt() -> None:
         asked.set()
 
 
+@unless_changed("what is shown on the page, and 'Guard every workflow'", None)
 def server() -> Any:
     """ComfyUI's server, None where this process is none."""
-    return getattr(getattr(_comfy("server"), "PromptServer", None), "instance", None)
+    module = _comfy("folder_paths") and _comfy("server")
+    return module.PromptServer.instance if module else None
 
 
+@unless_changed("a guard's lines in the history", None)
 def prompt_id() -> str | None:
     """The prompt that ComfyUI executes."""
-    return getattr(server(), "last_prompt_id", None)
+    return server().last_prompt_id if server() else None
 
 
+@unless_changed("'Guard every workflow'", {})
 def node_classes() -> Mapping[str, Any]:
     """ComfyUI's node classes and those of all packs, by name."""
-    holder = _comfy("nodes") or getattr(server(), "nodes", None)  # the latter in 0.0.1
-    return getattr(holder, "NODE_CLASS_MAPPINGS", {})
+    holder = _comfy("nodes") or (server() and server().nodes)  # the latter in 0.0.1
+    return holder.NODE_CLASS_MAPPINGS if holder else {}
 
 
+@unless_changed("reports on other packs' nodes", (None, ""))
 def executing_node() -> tuple[str | None, str]:
     """The id and the type, as the page knows them, of the node that this thread runs; (None, "") where that cannot be
     told."""
-    context = getattr(sys.modules.get("comfy_execution.utils"), "get_executing_context", lambda: None)()
-    state = getattr(sys.modules.get("comfy_execution.progress"), "get_progress_state", lambda: None)()
+    context = sys.modules["comfy_execution.utils"].get_executing_context()
+    state = sys.modules["comfy_execution.progress"].get_progress_state()
     if context is None or state is None:
         return None, ""
     shown = state.dynprompt.get_display_node_id(context.node_id)
     return shown, state.dynprompt.get_node(shown)["class_type"]
 
 
+@unless_changed("why a node behind a guard has nothing to work with", None)
 def blocked(why: str) -> Any:
     """What a node puts out where it has nothing: a node that takes it does not run, and shows why. None in a ComfyUI
     that is too old for that."""
-    blocker = getattr(sys.modules.get("comfy_execution.graph_utils"), "ExecutionBlocker", None)
-    return blocker and blocker(translated(why))
+    return sys.modules["comfy_execution.graph_utils"].ExecutionBlocker(translated(why))
 
 
 def is_interrupt(error: BaseException) -> bool:
     """Whether an error is how a run ends that somebody stopped."""
-    return isinstance(error, (Interrupted, getattr(_model_management(), "InterruptProcessingException", Interrupted)))
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, Interrupted) or "InterruptProcessingException" in names
 
 
+@unless_changed("texts on nodes", None)
 def say(node_id: str | None, text: str, *, as_it_is: bool = False) -> None:
     """Show text on a node, where the host can, in the page's language. The page takes it for HTML, and model folders
     and prompts are other people's. as_it_is: in English."""
-    send = getattr(server(), "send_progress_text", None)
-    if node_id is not None and send:
-        send(for_page(text if as_it_is else translated(text)), node_id)
+    if node_id is not None and (here := server()):
+        here.send_progress_text(for_page(text if as_it_is else translated(text)), node_id)
 
 
+@unless_changed("a guard's report on the page", None)
 def send_report(node_id: str | None, output: dict[str, list[Any]], node_type: str = "") -> None:
     """Hand the page of whoever queued the run what a node has to show that ended before there was anything to report:
     as its output would be. Without our extension (`web/`) the page ignores it. node_type: of another pack's node."""
-    client = getattr(server(), "client_id", None)
-    if node_id is not None and client is not None:
+    here = server()
+    if node_id is not None and here and (client := here.client_id) is not None:
         facts = {"node": node_id, "type": node_type, "prompt": prompt_id(), "output": output}
         facts["workflow"] = _workflow_id()
-        server().send_sync("onediff_guard.report", facts, client)
+        here.send_sync("onediff_guard.report", facts, client)
 
 
 SUMMARIES = "onediff_guard_summaries"  # in a prompt's extra_data
@@ -300,23 +329,24 @@ MOST_SUMMARIES = 64  # the latest ones of one prompt
 def note_in_history(line: str) -> None:
     """Have ComfyUI's history hold a line with the prompt that runs: in its extra_data, since it holds what a node puts
     out only where the node was not cached."""
-    for extra in _running_extra_data():
+    for extra in running_extra_data():
         extra[SUMMARIES] = [*extra.get(SUMMARIES, ()), str(line)][-MOST_SUMMARIES:]
 
 
 def _workflow_id() -> str | None:
     """The id that the page gave the workflow whose prompt runs; None of a prompt that no page sent."""
-    for extra in _running_extra_data():
+    for extra in running_extra_data():
         pnginfo = extra.get("extra_pnginfo")
         workflow = pnginfo.get("workflow") if isinstance(pnginfo, dict) else None
         return workflow.get("id") if isinstance(workflow, dict) else None
     return None
 
 
-def _running_extra_data() -> list[dict[str, Any]]:
+@unless_changed("a guard's lines in the history, and previews as the page's settings have them", [])
+def running_extra_data() -> list[dict[str, Any]]:
     """The extra_data of the prompt that runs; none where this process is no ComfyUI."""
-    running = getattr(getattr(server(), "prompt_queue", None), "currently_running", {})
-    items = [getattr(item, "queue_tuple", item) for item in [*running.values()]]  # the former in 0.0.1
+    running = [*server().prompt_queue.currently_running.values()] if server() else []
+    items = [getattr(item, "queue_tuple", item) for item in running]  # the former in 0.0.1
     return [item[3] for item in items if item[1] == prompt_id()]
 
 
@@ -339,8 +369,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._reads.__enter__()
-        if utils := _model_management() and sys.modules.get("comfy.utils"):
-            self._bar = utils.ProgressBar(self._total)
+        if in_comfyui():
+            self._bar = _bar(self._total)
         else:
             from tqdm import tqdm
 
@@ -356,14 +386,14 @@ class Progress:
         Raises ComfyUI's interrupt exception, or Interrupted.
         """
         self._done, self._total, self._text = done, total or self._total, text
-        if management := _model_management():
+        if in_comfyui():
             picture, self._picture = self._picture, None
             shown = [("JPEG", picture, getattr(arguments(), "preview_size", 512))] if picture else []
-            self._bar.update_absolute(done, max(self._total, 1), *shown)
+            _advance(self._bar, done, max(self._total, 1), *shown)
             left = self._pace.left(done, self._total) if paced else ""
             line = joined(" · ", filter(None, (text, left)))
             say(self._node_id, joined("\n", filter(None, (line, more))))
-            management.throw_exception_if_processing_interrupted()
+            _end_if_interrupted()
             return
         self._bar.total = self._total or None
         self._bar.set_postfix_str(text, refresh=done == self._bar.n)
@@ -387,22 +417,44 @@ class Progress:
                 sys.stderr.write(f"{self._text}\n")
 
 
+@unless_changed("progress bars on the page", None)
+def _bar(total: int) -> Any:
+    return sys.modules["comfy.utils"].ProgressBar(total)
+
+
+@unless_changed("progress bars on the page", None)
+def _advance(bar: Any, *how_far: Any) -> None:
+    if bar is not None:
+        bar.update_absolute(*how_far)
+
+
+@unless_changed("interrupts within a node of this pack", None)
+def _end_if_interrupted() -> None:
+    _model_management().throw_exception_if_processing_interrupted()
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def placement() -> PlainPlacement:
     """Where components live: under ComfyUI's memory manager, or simply on this machine's device."""
+    from ..pipelines.weights.placement import PlainPlacement
+
+    return _comfy_placement() or PlainPlacement()
+
+
+@unless_changed("ComfyUI's memory manager for pipelines", None)
+def _comfy_placement() -> PlainPlacement | None:
     management = _model_management()
     if management is None:
-        from ..pipelines.weights.placement import PlainPlacement
-
-        return PlainPlacement()
+        return None
     from .placement import ComfyPlacement
 
     channels_last = bool(getattr(arguments(), "force_channels_last", False))  # 0.0.1 has None where it is not given
     return ComfyPlacement(management, memory_wish(), channels_last=channels_last)
 
 
+@unless_changed("giving memory back where a run failed", None)
 def release_cached_memory(device: torch.device) -> None:
     if management := _model_management():
         management.soft_empty_cache()
@@ -412,6 +464,7 @@ def release_cached_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+@unless_changed("keeping weights for a loader that was changed", None)
 def linger(store: ComponentStore) -> None:
     """Keep a store although ComfyUI lets go of its handles: it drops a node's old output before it runs the node anew,
     and with it what the new precision would share. Ends when ComfyUI unloads models, for room or because of `/free`."""

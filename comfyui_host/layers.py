@@ -29,6 +29,8 @@ import torch
 from ..precision.dtypes import HALF_DTYPES, dtype_name
 from ..precision.shared import SharedSetting
 from ..precision.upcast import OneOperation, RerunUnsupported
+from . import host
+from .compat import unless_changed
 
 _IN_FULL = "_full_precision_mm"  # ComfyUI's own switch, on each layer that may hold quantised weights
 
@@ -51,21 +53,25 @@ def products_in_fp32(network: torch.nn.Module) -> Generator[None]:
 
 def rerun_from(network: torch.nn.Module) -> str:
     """What a rerun in fp32 computes from, where the weights hold less than half precision; "" where they do not."""
-    held = {_held_in(layer, weight) for layer in network.modules() for weight in layer.parameters(recurse=False)}
+    layers, kind = network.modules(), _quantised_kind()
+    held = {_held_in(layer, weight, kind) for layer in layers for weight in layer.parameters(recurse=False)}
     stored = " and ".join(sorted(held - {""}))
     return f"rerun from the {stored} weights as they are stored, with products in fp32" if stored else ""
 
 
-def _held_in(layer: torch.nn.Module, weight: torch.Tensor) -> str:
+def _held_in(layer: torch.nn.Module, weight: torch.Tensor, kind: type | tuple[()]) -> str:
     """Its dtype or quantised format; "" where that is half precision or more."""
-    if isinstance(weight, _quantised_kind()):
+    if isinstance(weight, kind):
         return str(getattr(layer, "quant_format", "quantised"))
     return dtype_name(weight.dtype) if weight.is_floating_point() and weight.dtype.itemsize < 2 else ""
 
 
 def _quantised_kind() -> type | tuple[()]:
     """ComfyUI's class of quantised weights; that of nothing in one that has none."""
-    return getattr(sys.modules.get("comfy.quant_ops"), "QuantizedTensor", ())
+    module: Any = sys.modules.get("comfy.quant_ops")
+    if module is None and host.in_comfyui():
+        host.check_absence("comfy.quant_ops", since=(0, 33))
+    return module.QuantizedTensor if module else ()
 
 
 def _refuse_quantised(network: torch.nn.Module) -> None:
@@ -108,11 +114,11 @@ class _InFull:
 
 
 def _make_whole_products() -> Callable[[], None]:
-    ops: Any = sys.modules.get("comfy.ops")
     with ExitStack() as undo:
-        _replace(undo, ops, "fp8_linear", partial(_in_full, lambda _original, *_, **__: None))
-        _replace(undo, ops, "linear_input_act", partial(_in_full, _with_unquantised_layer))
-        if base := getattr(ops, "CastWeightBiasOp", None):  # of all its layers
+        _replace(undo, "comfy.ops", "fp8_linear", partial(_in_full, lambda _original, *_, **__: None))
+        _replace(undo, "comfy.ops", "linear_input_act", partial(_in_full, _with_unquantised_layer), since=(0, 33))
+        if ops := sys.modules.get("comfy.ops"):
+            base: Any = ops.CastWeightBiasOp  # of all its layers
             setattr(base, _IN_FULL, _InFull())
             undo.callback(delattr, base, _IN_FULL)
         return undo.pop_all().close
@@ -128,12 +134,19 @@ def _in_full(made_in_full: Callable[..., Any], original: Callable[..., Any]) -> 
     return replaced
 
 
-def _replace(undo: ExitStack, module: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Put what `make` makes of a function in its place, where a ComfyUI has it."""
-    original = getattr(module, name, None)
+def _replace(
+    undo: ExitStack, module: str, name: str, make: Callable[[Any], Any], since: tuple[int, ...] = (0, 3)
+) -> None:
+    """Put what `make` makes of a function in its place.
+
+    since: the first release that has it; raises NotInComfyUI where one from then on lacks it.
+    """
+    original = getattr(owner := sys.modules.get(module), name, None)
     if original is not None:
-        undo.callback(setattr, module, name, original)
-        setattr(module, name, make(original))
+        undo.callback(setattr, owner, name, original)
+        setattr(owner, name, make(original))
+    elif host.in_comfyui():
+        host.check_absence(f"{module}.{name}", since)
 
 
 class _Unquantised:
@@ -169,6 +182,7 @@ def weights_as_stored() -> Generator[None]:
         yield
 
 
+@unless_changed("loading weights anew that may be stale", False)
 def loaded_anew(model: torch.nn.Module) -> bool:
     """Whether a model that is on the card was taken off it and loaded once more: from the weights on the host or in the
     file, with LoRAs patched in again. What the card had, and copies of it in pinned memory, may have been stale.
@@ -181,12 +195,13 @@ def loaded_anew(model: torch.nn.Module) -> bool:
     if loaded is None or any(hasattr(part, "_orig_mod") for part in model.modules()):
         return False
     patcher = loaded.model
-    hooks = getattr(patcher, "current_hooks", None)
+    hooks = patcher.current_hooks
     in_part = getattr(model, "model_lowvram", False)
     room = max(patcher.loaded_size(), 1) if in_part else 0  # bytes; 0: all of it
+    unload, load = loaded.model_unload, loaded.model_load
     every.remove(loaded)
-    loaded.model_unload()
-    loaded.model_load(room)
+    unload()
+    load(room)
     every.insert(0, loaded)
     if hooks is not None:
         patcher.patch_hooks(hooks)
@@ -195,8 +210,8 @@ def loaded_anew(model: torch.nn.Module) -> bool:
 
 def _as_operations() -> Callable[[], None]:
     with ExitStack() as undo:
-        for module, name, for_products in _MOVES:
-            _replace(undo, sys.modules.get(module), name, partial(OneOperation, for_products=for_products))
+        for module, name, for_products, since in _MOVES:
+            _replace(undo, module, name, partial(OneOperation, for_products=for_products), since)
         return undo.pop_all().close
 
 
@@ -207,6 +222,7 @@ def _cast_for_products(
     dtype: torch.dtype | None = None,
     device: Any = None,
     bias_dtype: torch.dtype | None = None,
+    *further: Any,
     **more: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of `cast_bias_weight` such that it gives a product's weight in the dtype of products, or in one that
@@ -217,6 +233,8 @@ def _cast_for_products(
         dtype, bias_dtype = _cast_to(products, layer), torch.float32
     elif dtype in HALF_DTYPES or (dtype is None and getattr(input, "dtype", None) in HALF_DTYPES):
         dtype, bias_dtype = torch.float32, torch.float32
+    if further:
+        return (layer, input, dtype, device, bias_dtype, *further), more
     return (layer, input), {"dtype": dtype, "device": device, "bias_dtype": bias_dtype, **more}
 
 
@@ -231,8 +249,8 @@ def _cast_to(products: torch.dtype, layer: Any) -> torch.dtype:
 
 
 _MOVES = (
-    ("comfy.ops", "cast_bias_weight", _cast_for_products),  # a layer's, when it runs
-    ("comfy.ops", "cast_modules_with_vbar", None),  # a block's, ahead of it, with dynamic VRAM
-    ("comfy.model_management", "load_models_gpu", None),  # a whole model's: a patch may load one of its own
+    ("comfy.ops", "cast_bias_weight", _cast_for_products, (0, 3)),  # a layer's, when it runs
+    ("comfy.ops", "cast_modules_with_vbar", None, (0, 33)),  # a block's, ahead of it, with dynamic VRAM
+    ("comfy.model_management", "load_models_gpu", None, (0, 3)),  # a whole model's: a patch may load one of its own
 )
 _MOVES_ARE_OPERATIONS = SharedSetting(_as_operations)

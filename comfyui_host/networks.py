@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -111,7 +110,7 @@ def _best_in_fp16(architecture: Architecture) -> bool:
 
 
 def _fp32_is_asked_for() -> bool:
-    options: Any = getattr(sys.modules.get("comfy.cli_args"), "args", None)
+    options = host.arguments()
     return any(getattr(options, name, False) for name in ("force_fp32", "fp32_unet"))
 
 

@@ -9,6 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from .compat import unless_changed
+
 logger = logging.getLogger(__name__)
 
 DEFAULT = "default"  # the user where ComfyUI has but one
@@ -16,15 +18,21 @@ DEFAULT = "default"  # the user where ComfyUI has but one
 
 def settings_of(user: str = DEFAULT) -> dict[str, Any]:
     """A user's settings by their ids; {} without ComfyUI."""
-    folder_paths = sys.modules.get("folder_paths") or sys.modules.get("comfy.cmd.folder_paths")
-    directory = getattr(folder_paths, "get_user_directory", None)  # 0.0.1 has none
+    directory = user_directory()
     if directory is None:
         return {}
-    file = Path(directory()) / user / "comfy.settings.json"
+    file = directory / user / "comfy.settings.json"
     try:
         return _held(file, file.stat().st_mtime_ns)
     except OSError:  # nothing was set yet
         return {}
+
+
+@unless_changed("the page's settings and language here", None)
+def user_directory() -> Path | None:
+    """ComfyUI's user folder; None where this process is none, or it has none, as 0.0.1."""
+    folder_paths = sys.modules.get("folder_paths") or sys.modules.get("comfy.cmd.folder_paths")
+    return Path(folder_paths.get_user_directory()) if folder_paths else None
 
 
 @lru_cache(maxsize=8)

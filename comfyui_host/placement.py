@@ -11,6 +11,9 @@ import torch
 
 from ..pipelines.weights.components import ComponentStore
 from ..pipelines.weights.placement import MOVING, DeviceMemory, PlainPlacement, move_whole
+from .compat import unless_changed
+
+_OFF = "ComfyUI's memory manager for pipelines"
 
 
 class ComfyPlacement(PlainPlacement):
@@ -23,21 +26,28 @@ class ComfyPlacement(PlainPlacement):
         self._management = management
         self._residents: dict[str, Resident] = {}
 
+    @unless_changed(_OFF, None)
     def make_room(self, n_bytes: int) -> None:
         reserve = self._management.minimum_inference_memory()
         if self.device != torch.device("cpu"):
             self._management.free_memory(n_bytes + reserve, self.device)
 
     def to_device(self, name: str, module: torch.nn.Module, beside: int = 0) -> None:
+        if not self._load(name, module, beside):
+            super().to_device(name, module)
+
+    @unless_changed(_OFF, False, kinds=(AttributeError, TypeError))
+    def _load(self, name: str, module: torch.nn.Module, beside: int) -> bool:
         resident = self._residents.get(name)
         if resident is None or resident.component is not module:
             resident = self._residents[name] = Resident(module, self.device)
         with torch.inference_mode(False):
             self._management.load_models_gpu([resident], memory_required=beside)
+        return True
 
     def to_host(self, name: str, module: torch.nn.Module) -> None:
-        del module
-        self._unload(name)
+        if not self._unload(name):
+            super().to_host(name, module)
 
     def forget(self, name: str) -> None:
         try:
@@ -46,10 +56,15 @@ class ComfyPlacement(PlainPlacement):
             self._residents.pop(name, None)
             self.give_back()
 
+    @unless_changed(_OFF, None)
     def give_back(self) -> None:
         self._management.soft_empty_cache()
 
     def memory(self) -> DeviceMemory | None:
+        return self._memory() or super().memory()
+
+    @unless_changed(_OFF, None)
+    def _memory(self) -> DeviceMemory | None:
         if self.device == torch.device("cpu"):
             return None
         management = self._management
@@ -58,12 +73,14 @@ class ComfyPlacement(PlainPlacement):
         free = int(management.get_free_memory(self.device) - reserved)
         return DeviceMemory(int(management.get_total_memory(self.device)), max(free, 0), sum(map(_bytes_there, here)))
 
-    def _unload(self, name: str) -> None:
+    @unless_changed(_OFF, False, kinds=(AttributeError, TypeError))
+    def _unload(self, name: str) -> bool:
         resident = self._residents.get(name)
         loaded = self._management.current_loaded_models
         for index in reversed(range(len(loaded))):
             if resident is not None and loaded[index].model is resident:
                 loaded.pop(index).model_unload()
+        return True
 
 
 def _bytes_there(loaded: Any) -> int:
@@ -124,7 +141,7 @@ class Resident:
     def is_dynamic(self) -> bool:
         return False
 
-    def partially_unload_ram(self, _n_bytes: float) -> int:
+    def partially_unload_ram(self, _n_bytes: float, *_: Any, **_more: Any) -> int:
         return 0
 
     def partially_load(self, device: torch.device, _extra_memory: float = 0, **_: Any) -> int:
@@ -135,7 +152,7 @@ class Resident:
     def partially_unload(self, _device: torch.device, _memory_to_free: float = 0, **_: Any) -> int:
         return 0  # never in part; the manager then calls detach
 
-    def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
+    def detach(self, unpatch_all: bool = True, **_: Any) -> torch.nn.Module:
         if not unpatch_all:  # the manager is about to load this very one
             return self.component
         if _lingering:

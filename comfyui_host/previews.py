@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import host
+from .compat import unless_changed
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +37,7 @@ def previews(progress: host.Progress) -> Previews | None:
 def _method() -> str:
     """Return what the page's settings ask for, else what the command line does: "none", "auto", "latent2rgb", "taesd";
     "" where neither says anything."""
-    queue = getattr(host.server(), "prompt_queue", None)
-    for item in list(getattr(queue, "currently_running", {}).values()):
-        extra_data = item[3] if isinstance(item, tuple) else {}  # 0.0.1 has a class, and no such setting
+    for extra_data in host.running_extra_data():
         if (asked := extra_data.get("preview_method") or "default") != "default":
             return asked
     chosen = getattr(getattr(host.arguments(), "preview_method", None), "value", "none")
@@ -46,12 +45,13 @@ def _method() -> str:
     return chosen if said or chosen != "none" else ""
 
 
+@unless_changed("previews in ComfyUI's colours", None)
 def _to_picture(kind: str, *, small_decoder: bool) -> ToPicture | None:
     """Return what ComfyUI shows latents of a kind with: its own decoder, which is a file in models/vae_approx, where
     that is asked for and there, else its factors for colours; None where it has neither."""
     from ..pipelines.run.previews import picture
 
-    latent_format = getattr(sys.modules.get("comfy.latent_formats"), kind, None) if kind else None
+    latent_format = getattr(sys.modules["comfy.latent_formats"], kind, None) if kind else None
     if latent_format is None:
         return None
     known = latent_format()
@@ -67,7 +67,7 @@ def _to_picture(kind: str, *, small_decoder: bool) -> ToPicture | None:
         decoder = latent_preview.get_previewer(device, known)
         if type(decoder).__name__.startswith("TAE"):  # its file is there
             return lambda latents: decoder.decode_latent_to_preview(scaled(latents.to(device)))
-    if not (factors := getattr(known, "latent_rgb_factors", None)):
+    if not (factors := known.latent_rgb_factors):
         return None
     bias = getattr(known, "latent_rgb_factors_bias", None)
     return lambda latents: picture(scaled(latents).flatten(0, -3), factors, bias)

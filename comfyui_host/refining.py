@@ -53,10 +53,10 @@ def refining_guarded(
     return view
 
 
-def _guarded(prepare: Prepare, model: ModelCall, policy: GuardPolicy, tell: Callable[[str], None]) -> Prepare:
+def _guarded(prepare: Prepare, call: ModelCall, policy: GuardPolicy, tell: Callable[[str], None]) -> Prepare:
     def extra_conds(**given: Any) -> dict[str, Any]:
-        dtype = dtype_name(model.dtype)
-        clips, before = Clips(dtype), Snapshot(given, model.network, opaque=OPAQUE)
+        dtype = dtype_name(call.dtype)
+        clips, before = Clips(dtype), Snapshot(given, call.network, opaque=OPAQUE)
         made = clips.watched(prepare)(**given)
         broken = _broken(made)
         clipped = clips.take()
@@ -64,8 +64,8 @@ def _guarded(prepare: Prepare, model: ModelCall, policy: GuardPolicy, tell: Call
         if not (broken or saturated) or policy.on_failure is OnFailure.OFF or _broken(given):
             return made
         what, problem = broken or _TEXT, Message("NaN or infinite") if broken else Message("clipped")
-        refiner = Message("The text refiner of {} itself", model.name)
-        where = refiner if what == _TEXT else Message("What {} prepares itself ('{}')", model.name, what)
+        refiner = Message("The text refiner of {} itself", call.name)
+        where = refiner if what == _TEXT else Message("What {} prepares itself ('{}')", call.name, what)
         found = Message("{}: its output in {} is {}", where, dtype, problem)
         if policy.on_failure is OnFailure.STOP:
             raise GuardStopped(
@@ -78,7 +78,7 @@ def _guarded(prepare: Prepare, model: ModelCall, policy: GuardPolicy, tell: Call
                 "{}, and it has overwritten '{}', which is too large to be copied beforehand.", found, lost
             )
         tf32 = detect(given["device"]).tf32 and not policy.exact_fp32
-        with products_in_fp32(model.network):
+        with products_in_fp32(call.network):
             again = run_in_fp32(prepare, tf32=tf32, **given)
         if broken and Extremes().learn(places(_tensors(made), dtype), _tensors(again)):
             return made  # a mask

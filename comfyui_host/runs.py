@@ -29,6 +29,7 @@ from ..precision.upcast import RerunUnsupported
 from ..trust.message import BadInput, Message, joined, message_of
 from ..trust.text import shown
 from . import host
+from .compat import what_changed
 from .language import speaking, translated
 from .layers import rerun_from
 from .networks import ComfyNetwork, profile_of
@@ -66,8 +67,8 @@ def guarded_run(settings: Settings, steps: int = 0) -> Generator[Run]:
     finally:
         try:
             run.end()
-        except Exception:
-            if not (settings.inserted or ended_by):  # what ended the run is what is told
+        except Exception as error:
+            if not (settings.inserted or ended_by or what_changed(error)):  # what ended the run is what is told
                 raise
             logger.exception("NaN Guard: no report of this run")
 
@@ -105,8 +106,8 @@ class Run:
     def or_plain(
         self, guarded: Callable[[], Any], plain: Callable[[], Any], broken: Callable[[], Any] | None = None
     ) -> Any:
-        """What is guarded. Where an inserted guard fails, what ComfyUI computes without it, then and in the rest of the
-        run, which raises what it raises without us.
+        """What is guarded. Where an inserted guard fails, or any meets a ComfyUI that it does not know, what ComfyUI
+        computes without it, then and in the rest of the run, which raises what it raises without us.
 
         broken: in place of `plain`, where what the failed call has overwritten could not be put back.
         """
@@ -115,12 +116,13 @@ class Run:
         try:
             return guarded()
         except Exception as error:
-            if not self._settings.inserted or host.is_interrupt(error):
+            changed = what_changed(error)
+            if not (self._settings.inserted or changed) or host.is_interrupt(error):
                 raise
             if self.retried and isinstance(error, torch.OutOfMemoryError):
                 self.retried = False
                 raise
-            why, details = _why(error), "".join(traceback.format_exception(error))  # which holds no tensors
+            why, details = changed or _why(error), "".join(traceback.format_exception(error))  # which holds no tensors
             plain = broken if broken and getattr(error, "lost", "") else plain
         made = plain()
         with self._lock:
@@ -180,12 +182,14 @@ class Run:
                 after = Message("ended by an error after call {}", done)
                 self._ended_by = after if done else Message("ended by an error at call 1")
 
-    def end(self) -> None:
-        """Show the report on the node, and write it to the log."""
+    def end(self, given_up: str = "") -> None:
+        """Show the report on the node, and write it to the log. given_up: why there was no guard."""
         with self._lock:
+            self._given_up = self._given_up or given_up
             executors, steps = [*self._executors.values()], [*self._calls]
         if not steps and not (executors and self._ended_by):
             if self._given_up:
+                self._say(self._given_up)
                 self._tell(joined("\n", (*self._before, self._given_up)))
             return
         for executor in executors:

@@ -78,7 +78,7 @@ class NaNGuardNative(Node):
         node_id: str | None = None,
         prompt: Mapping[str, Any] | None = None,
     ) -> Any:
-        from ..comfyui_host.guards import guarded_model, guarded_vae, is_guarded
+        from ..comfyui_host.guards import guarded_model, guarded_vae, is_guarded, or_unguarded
 
         inserted = str(node_id).startswith(INSERTED)
         if not inserted:
@@ -87,16 +87,16 @@ class NaNGuardNative(Node):
             if inserted and any(of is not None and is_guarded(of) for of in (model, vae)):
                 return model, vae
             settings = replace(_settings(on_failure, exact_fp32, scope, precision, profile, node_id), inserted=inserted)
-            made = (
-                host.blocked(_lacking("model")) if model is None else guarded_model(model, settings),
-                host.blocked(_lacking("vae")) if vae is None else guarded_vae(vae, replace(settings, profile=None)),
+            for_vae = replace(settings, profile=None)
+            return (
+                host.blocked(_lacking("model")) if model is None else or_unguarded(guarded_model, model, settings),
+                host.blocked(_lacking("vae")) if vae is None else or_unguarded(guarded_vae, vae, for_vae),
             )
         except Exception as error:
             if not inserted:
                 raise
             logger.warning("Guard every workflow: node %s guards nothing: %s", node_id, error)
             return model, vae
-        return made
 
 
 class NumericsProbeModel(Node):

@@ -26,7 +26,7 @@ def test_the_page_comes_before_the_command_line(
 ) -> None:
     settings = {} if on_page is None else {"preview_method": on_page}
     queue = SimpleNamespace(currently_running={0: (1.0, "id", {}, settings, [])})
-    monkeypatch.setattr(host, "server", lambda: SimpleNamespace(prompt_queue=queue))
+    monkeypatch.setattr(host, "server", lambda: SimpleNamespace(prompt_queue=queue, last_prompt_id="id"))
     monkeypatch.setattr(host, "arguments", lambda: SimpleNamespace(preview_method=SimpleNamespace(value=argument)))
     monkeypatch.setattr(sys, "argv", ["main.py", *options])
     assert previews._method() == method

@@ -1,0 +1,168 @@
+"""Where ComfyUI lacks a function or has another one, what needs it is off and said once; all other errors pass.
+
+tests/comfyui/test_surface_in_comfyui.py tries each in real ComfyUIs.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import comfyui_surface as surface
+import pytest
+import torch
+from comfyui_onediff_guard.comfyui_host import compat, every_workflow, host, placement
+from comfyui_onediff_guard.trust.message import BadInput
+
+
+@pytest.fixture(autouse=True)
+def _nothing_told() -> Iterator[None]:
+    compat.tell_once.cache_clear()
+    yield
+    compat.tell_once.cache_clear()
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_every_name_that_the_code_looks_up_and_no_other() -> None:
+    assert not surface.used().keys() - surface.USES.keys()
+    assert not surface.modules() - {surface.module_of(name) for name in surface.USES} - {"comfy.cmd.folder_paths"}
+    assert not [name for name, files in surface.files().items() if not files]
+
+
+def test_the_page_is_what_the_script_writes() -> None:
+    """Else: `python scripts/comfyui_surface.py`, with --read for each ComfyUI where the table has new names."""
+    assert surface.PAGE.read_text(encoding="utf-8") == surface.render()
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    {
+        "sys.modules['comfy.ops'].new()": "comfy.ops.new",
+        "getattr(sys.modules.get('comfy.ops'), 'new', None)": "comfy.ops.new",
+        "_comfy('nodes').new": "nodes.new",
+        "patcher.new(1)": "comfy.model_patcher.ModelPatcher.new",
+        "ours.new(1)": "",
+    }.items(),
+)
+def test_the_reader_sees_a_new_name(written: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surface, "_trees", lambda: {"calls.py": surface.ast.parse(written)})
+    assert {*surface.used()} - {""} == ({name} if name else set())
+
+
+def test_what_has_no_row_in_a_release_and_what_has_other_arguments_is_told() -> None:
+    versions = {"1": {surface.READ_WHOLE: "read"}, "2": {"files": "comfy.ops", "comfy.ops.f": "(a)"}}
+    versions["3"] = {surface.READ_WHOLE: "read", "comfy.ops.f": "(a, b)"}
+    assert surface.compared("comfy.ops.f", versions) == ["–", "yes", "other arguments"]
+    assert surface.compared("comfy.sd.f", versions) == ["–", "?", "–"]
+
+
+# --- what is taken for a change ---------------------------------------------------------------------------------------
+
+
+def one_more(_text: str, _node: str, *, new: int) -> None:
+    del new
+
+
+def fails_itself(*_: Any) -> None:
+    raise TypeError("ComfyUI's own")
+
+
+def lacks_something(*_: Any) -> None:
+    SimpleNamespace().missing()
+
+
+def out_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("server", [SimpleNamespace(), SimpleNamespace(send_progress_text=one_more)])
+def test_a_missing_or_changed_function_is_told_once(
+    server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host, "server", lambda: server)
+    for _ in range(2):
+        host.say("7", "a text")
+    (told,) = caplog.messages
+    assert told.startswith("Off: texts on nodes; this ComfyUI is not as this pack knows it")
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [(fails_itself, TypeError), (lacks_something, AttributeError), (out_of_memory, torch.OutOfMemoryError)],
+)
+def test_an_error_in_comfyui_passes(
+    function: Callable[..., None], error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "server", lambda: SimpleNamespace(send_progress_text=function))
+    with pytest.raises(error):
+        host.say("7", "a text")
+
+
+def test_what_we_say_ourselves_is_no_change() -> None:
+    assert not compat.what_changed(BadInput("not wired"))
+    assert compat.what_changed(compat.NotInComfyUI("not there")) == "not there"
+
+
+@pytest.mark.parametrize(
+    ("version", "missed"), {"0.3.64": False, "0.33.0": True, "of an unknown version": False}.items()
+)
+def test_what_an_older_release_never_had_is_not_missed(
+    version: str, missed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "version", lambda: version)
+    with pytest.raises(compat.NotInComfyUI, match=r"has no 'comfy[.]ops[.]x' any more") if missed else nullcontext():
+        host.check_absence("comfy.ops.x", since=(0, 33))
+
+
+# --- what goes on without it ------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_handler_that_is_given_more_hands_the_prompt_on() -> None:
+    data = {"extra_data": {every_workflow.KEY: False}}
+    assert every_workflow.on_prompt(data, 1, new=2) == data
+
+
+MANAGEMENT = ("soft_empty_cache", "load_models_gpu", "free_memory", "minimum_inference_memory", "current_loaded_models")
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_components_move_without_comfyuis_memory_manager(changed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Its functions are missing, or take one argument more; and it calls something that our stand-in for its models
+    does not have."""
+    functions = dict.fromkeys(MANAGEMENT, one_more) if changed else {}
+    if changed:
+        functions["load_models_gpu"] = lambda models, memory_required: models[0].new_in_comfyui()
+    management = SimpleNamespace(get_torch_device=lambda: torch.device("cpu"), **functions)
+    module = torch.nn.Linear(2, 2)
+    place = placement.ComfyPlacement(management)
+    for move in (lambda: place.make_room(1), lambda: place.to_device("vae", module), lambda: place.forget("vae")):
+        move()
+    place.to_host("vae", module)
+    assert place.memory() is None and {weight.device.type for weight in module.parameters()} == {"cpu"}
+    assert caplog.messages and all(text.startswith("Off: ComfyUI's memory manager") for text in caplog.messages)
+
+
+def test_a_comfyui_without_a_device_is_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "folder_paths", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "comfy.model_management", SimpleNamespace())
+    assert type(host.placement()).__name__ == "PlainPlacement"
+    assert not list(host.weight_files("loras")) and not host.model_folders()
+
+
+def test_a_run_that_is_stopped_is_told_from_one_that_fails() -> None:
+    class InterruptProcessingException(Exception):
+        pass
+
+    assert host.is_interrupt(InterruptProcessingException()) and not host.is_interrupt(ValueError())
+
+
+def test_the_log_says_what_is_off(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        compat.tell_once("previews", "no 'x'")
+    assert caplog.messages == ["Off: previews; no 'x'"]
