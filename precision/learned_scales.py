@@ -98,12 +98,17 @@ class LearningMode(LocatedMode):
         super().__init__()
         self.way = Way()
         self.notes = _Notes()
+        self._anchor: Any = None  # what stands for the layer that is computed
         self._makers: dict[int, Key | None] = {}  # storage → what made it
 
     def begin(self) -> None:
         super().begin()
         self.notes = _Notes()
         self._makers.clear()
+
+    def end(self) -> None:
+        super().end()
+        self._anchor = None
 
     def _leave_layer(self, layer: int, since: int) -> None:
         self.way.counts.setdefault(layer, set()).add(since)

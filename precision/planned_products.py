@@ -109,6 +109,7 @@ class LocatedMode(ScaledHalfMatmulMode):
         return self._at, self._since, func.__name__
 
     def end(self) -> None:
+        self._layer_at_hand = None
         self._leave_layer(self._at, self._since)
 
     def _leave_layer(self, layer: int, since: int) -> None:

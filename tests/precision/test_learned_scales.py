@@ -252,6 +252,12 @@ def other_way(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
     return s.l[1](renormed(h * s.q))
 
 
+def part_left_out(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+    h = s.l[0](x)
+    h = h * s.g if step == 0 else h
+    return s.l[1](renormed(h * s.q))
+
+
 def as_bits(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
     h = s.l[0](x)
     return s.l[1](h.view(torch.int32).view(torch.float32).view_as(h))
@@ -318,6 +324,7 @@ STEPS: dict[str, tuple[Any, tuple[float, ...]]] = {  # → a network, and by how
         lambda: Fn(lambda s, x, _: renormed(F.silu(s.l[0](x)).mul_(s.g)), g=ONE * TINY), (1, 1)
     ),
     "another way from the second step on": (lambda: Fn(other_way, g=ONE, q=ONE * TINY), (1, 1, 1)),
+    "a part left out from the second step on": (lambda: Fn(part_left_out, g=ONE, q=ONE * TINY), (1, 1, 1)),
     "a layer that puts out nothing": (lambda: Fn(lambda s, x, _: x + s.l[0](x * 4096), (0,)), (1, 1)),
     "the same, in quiet": (lambda: Fn(lambda s, x, _: x + s.l[0](x * 2.0**-20), (0,)), (1, 1)),
     "padded by what fp16 does not hold": (
@@ -471,6 +478,20 @@ def test_weights_that_are_gone_leave_no_plan_behind() -> None:
     for layer in layers:
         layer.weight = nn.Parameter(layer.weight * 2.0**14, requires_grad=False)
     assert error(products.run(module, latents())[0], run_in_fp32(module, latents())[0]) < 2e-3
+
+
+def test_a_weight_that_has_the_id_of_one_that_is_gone_has_no_plan() -> None:
+    layer, products = nn.Linear(64, 64, bias=False).bfloat16().requires_grad_(False), LearnedProducts()
+    x, gone = torch.randn(4, 64), id(layer.weight)
+    products.run(lambda: renormed(layer(x)))
+    quiet = layer.weight * TINY
+    del layer.weight
+    others = []
+    while id(other := nn.Parameter(quiet, requires_grad=False)) != gone and len(others) < 1000:
+        others.append(other)
+    assert id(other) == gone, "what is freed is given out again"
+    layer.weight = other
+    assert error(products.run(lambda: renormed(layer(x))), run_in_fp32(lambda: renormed(layer(x)))) < 2e-3
 
 
 # --- under the guard --------------------------------------------------------------------------------------------------
