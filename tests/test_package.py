@@ -237,6 +237,7 @@ def run(model, vae):
 sys.modules["comfy.patcher_extension"] = extension = ModuleType("comfy.patcher_extension")
 kinds = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "APPLY_MODEL")
 extension.WrappersMP = SimpleNamespace(**{kind: kind for kind in kinds})
+extension.WrapperExecutor = type("WrapperExecutor", (), {"__call__": lambda self, *args, **kwargs: None})
 imported, settings = loaded(), Settings(GuardPolicy())
 ran = run(guarded_model(Patcher(), settings), guarded_vae(Vae(), settings))
 
