@@ -211,7 +211,7 @@ class Vae:
     decode_tiled = encode = encode_tiled = decode
 
 class Executor(Vae):  # of ComfyUI's chain of wrappers, and a BaseModel
-    manual_cast_dtype, model_config = torch.float16, None
+    manual_cast_dtype, model_config, current_patcher = torch.float16, None, None
     def __call__(self, x, *_):
         return self.decode(x)
     class_obj = property(lambda self: self)
