@@ -29,7 +29,7 @@ from ..precision.guard import GuardStopped
 from ..precision.observe import floating, non_finite
 from ..precision.snapshot import Snapshot
 from . import host
-from .compat import NotInComfyUI
+from .compat import NotInComfyUI, unless_changed
 from .layers import loaded_anew, products_in_fp32, weights_as_stored
 
 KEY = "onediff_guard"  # of our wrappers on a MODEL
@@ -43,8 +43,13 @@ def _outside_of_allocation_graphs() -> AbstractContextManager[object]:
     """Inside, ComfyUI does not record what is allocated (since 0.35): it frees that with the block that is computed."""
     pause = getattr(sys.modules.get("comfy.model_prefetch"), "pause_malloc_graph", None)
     if pause is None:
-        host.check_absence("comfy.model_prefetch.pause_malloc_graph", since=(0, 35))
+        _check_that_none_is_missing()
     return pause() if pause else nullcontext()
+
+
+@unless_changed("memory of a guard apart from ComfyUI's plans of its own", None, kinds=(NotInComfyUI,))
+def _check_that_none_is_missing() -> None:
+    host.check_absence("comfy.model_prefetch.pause_malloc_graph", since=(0, 35))
 
 
 shared.lasting = _outside_of_allocation_graphs

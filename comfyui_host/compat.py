@@ -9,7 +9,6 @@ import logging
 import traceback
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ..trust.message import Message, Told, message_of
@@ -19,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_HERE = str(Path(__file__).parent)
 _KINDS = (AttributeError, LookupError, TypeError)
 
 
@@ -40,6 +38,9 @@ def what_changed(error: BaseException) -> str:
     if not frames or not frames[-1].co_filename.startswith(_HERE):
         return ""
     return Message("this ComfyUI is not as this pack knows it ({}: {})", type(error).__name__, shown(str(error), 200))
+
+
+_HERE = what_changed.__code__.co_filename[: -len("compat.py")]  # as frames have it, however the pack was imported
 
 
 def unless_changed(off: str, default: Any, *, kinds: tuple[type[Exception], ...] = ()) -> Callable[[F], F]:

@@ -106,11 +106,14 @@ class _ModelGuard:
         with guarded_run(self._settings, steps) as options[KEY]:
             return executor(*args, **by_name)
 
-    def prepare(self, executor: Any, *args: Any, model_options: Any = None, **by_name: Any) -> Any:
+    def prepare(self, executor: Any, *args: Any, **by_name: Any) -> Any:
         """Hands on the loaded model, then what it needs."""
-        model, *more = executor(*args, model_options=model_options, **by_name)
-        run: Run | None = ((model_options or {}).get("transformer_options") or {}).get(KEY)
-        return model if run is None else run.refining(model), *more
+        made = executor(*args, **by_name)
+        options = by_name.get("model_options") or (args[3] if len(args) > 3 else None)
+        run: Run | None = (options.get("transformer_options") or {}).get(KEY) if isinstance(options, dict) else None
+        if run is None or type(made) is not tuple:
+            return made
+        return run.refining(made[0]), *made[1:]
 
     def apply(self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """A call, guarded; where that fails, as `Run.or_plain` has it."""

@@ -77,10 +77,12 @@ class ComfyPlacement(PlainPlacement):
     def _unload(self, name: str) -> bool:
         resident = self._residents.get(name)
         loaded = self._management.current_loaded_models
+        found = False
         for index in reversed(range(len(loaded))):
             if resident is not None and loaded[index].model is resident:
                 loaded.pop(index).model_unload()
-        return True
+                found = True
+        return found
 
 
 def _bytes_there(loaded: Any) -> int:

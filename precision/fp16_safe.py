@@ -57,22 +57,20 @@ def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 def is_small(value: Any) -> bool:
     """Return whether a tensor times a value stays in the range that fp16 has beyond ROOM."""
-    return isinstance(value, torch.Tensor) or (isinstance(value, (int, float)) and 2.0**-4 <= abs(value) <= 2.0**4)
+    return isinstance(value, torch.Tensor) or (isinstance(value, (int, float)) and 0.5 <= abs(value) <= 2.0**4)
 
 
-def by_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a sum of a tensor and a number, or a tensor over one, stays in the range beyond ROOM."""
-    numbers = [each for each in args if isinstance(each, (int, float))]
-    if (
-        any(map(is_bf16, args))
-        or kwargs
-        or len(args) != 2
-        or len(numbers) != 1
-        or (func in QUOTIENTS and args[0] is numbers[0])
-    ):
+def by_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a tensor in fp16 or float32 over a number stays in the range beyond ROOM, and keeps its digits."""
+    if kwargs or len(args) != 2 or is_bf16(args[0]) or not isinstance(args[0], torch.Tensor):
         return False
-    least, most = (2.0**-4, 2.0**4) if func in QUOTIENTS else (2.0**-ROOM, 2.0**ROOM)
-    return least <= abs(numbers[0]) <= most or (numbers[0] == 0 and func in SUMS)
+    return isinstance(args[1], (int, float)) and 2.0**-4 <= abs(args[1]) <= 2.0
+
+
+def is_fp16_and_number(args: tuple[Any, ...]) -> bool:
+    tensors = [each for each in args if isinstance(each, torch.Tensor)]
+    numbers = [each for each in args if isinstance(each, (int, float)) and not isinstance(each, bool)]
+    return len(args) == 2 and len(tensors) == len(numbers) == 1 and tensors[0].dtype is FP16
 
 
 def casts_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -118,6 +116,12 @@ _ACTIVATIONS = frozenset(
 CHOOSES = COMPARES | {
     torch.sign, torch.sgn, torch.signbit, torch.argmax, torch.argmin, torch.topk, torch.sort, torch.argsort,
     torch.median, torch.bucketize, torch.searchsorted, F.grid_sample,
+    torch.max, torch.min, torch.cummax, torch.cummin, torch.kthvalue, torch.mode, torch.heaviside, torch.count_nonzero,
+    torch.logical_not, torch.logical_and, torch.logical_or, torch.logical_xor, torch.any, torch.all, torch.nonzero,
+    _T.max, _T.min, _T.cummax, _T.cummin, _T.kthvalue, _T.mode, _T.heaviside, _T.count_nonzero, _T.nonzero,
+    _T.logical_not, _T.logical_and, _T.logical_or, _T.logical_xor, _T.any, _T.all,
+    torch.sigmoid, torch.tanh, torch.exp, torch.erf, torch.atan, _T.sigmoid, _T.tanh, _T.exp, _T.erf, _T.atan,
+    F.sigmoid, F.tanh, F.hardsigmoid, F.softsign,
     _T.sign, _T.sgn, _T.signbit, _T.argmax, _T.argmin, _T.topk, _T.sort, _T.argsort, _T.median,
     _T.long, _T.int, _T.short, _T.char, _T.byte, _T.bool,
 }  # fmt: skip

@@ -69,6 +69,8 @@ logger = logging.getLogger(__name__)
 
 STAYS = Message("half precision is not tried any more")
 RENEWED = Message("values left the range that earlier steps had shown: recomputed in fp16 with new scales")
+_OF_A_PLAN = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError, ArithmeticError)
+_NOT_OF_A_PLAN = (torch.OutOfMemoryError, GuardStopped)
 _Call = tuple[tuple[Any, ...], dict[str, Any]]  # its arguments, by position and by name
 
 
@@ -185,8 +187,7 @@ class StageGuard:
             return self._recorded(output, started, timestep, "fp32", "finite", made, note=STAYS)
         casts, self._casts = self._casts, IdentityMemo()  # a call that fails, or raises, leaves none behind
         half_args, half_kwargs, changed = self._half(args, kwargs, casts)
-        failed: Exception | None = None
-        output: Any = None
+        failed, output = "", None
         with (
             propagate_nonfinite_attention((half_args, half_kwargs))
             if self.dtype != "fp32"
@@ -198,13 +199,14 @@ class StageGuard:
             try:
                 with fp16_accumulation(self._learner.attempt.fp16_accumulation if self._learner else None):
                     output = self._attempt(*half_args, **half_kwargs)
-            except (RuntimeError, TypeError, ValueError) as error:  # by learned scales: the first step did not raise it
-                if isinstance(error, torch.OutOfMemoryError) or not (self._learner and self._learner.attempt.renew()):
+            except _OF_A_PLAN as error:  # the first step, which learned scales were made of, did not raise it
+                if isinstance(error, _NOT_OF_A_PLAN) or not (self._learner and self._learner.attempt.renew()):
                     raise
-                failed = error
-        if failed is not None:
+                if before.restore():
+                    raise
+                failed = f"{type(error).__name__}: {error}"  # and not the error, whose frames hold the step's tensors
+        if failed:
             logger.info("%s: %s, computed again with scales anew", self._where(), failed)
-            self._restore(before)
             return self._call(args, kwargs, before, RENEWED)
         given, made, inside, timestep = self._measured(changed, output, self._peak_inside(), kwargs.get("timestep"))
         dtype = self.dtype if self._narrow else "fp32"

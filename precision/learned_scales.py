@@ -17,9 +17,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from . import shared
 from .fp16_safe import COPIES, FP16, KEEPS_RANGE, MOVES, NORMS, PRODUCTS, ROOM, both_floating, writes
 from .observe import Agree, alone
-from .planned_products import Key, LocatedMode, PlannedMode, Scale, Way, has_float32_products
+from .planned_products import Key, LeftPlan, LocatedMode, PlannedMode, Scale, Way, has_float32_products
 from .scaled_layers import largest_of
 from .scaled_products import LAYER_CALLS, LOST, Limit, ScaledHalfMatmulMode
 from .upcast import is_quantised, run_in, storage_of
@@ -75,7 +76,8 @@ class _Notes:
     def add(self, key: Key, *values: Any, convolves: bool = False) -> None:
         device = next(value.device for value in values if isinstance(value, torch.Tensor))
         found = [torch.as_tensor(value, dtype=torch.float32, device=device).reshape(()) for value in values]
-        self.values.append(torch.stack(found + [torch.ones_like(found[0])] * (5 - len(found))))
+        with shared.lasting():
+            self.values.append(torch.stack(found + [torch.ones_like(found[0])] * (5 - len(found))))
         self.of.append((key, convolves))
 
     def read(self, agree: Agree) -> dict[Key, tuple[Seen, bool]]:
@@ -128,7 +130,10 @@ class LearningMode(LocatedMode):
         elif func in NORMS or (func in PRODUCTS and both_floating(args)):
             self._note_output(self.next_key(func), made)
         elif func not in MOVES and func is not F.scaled_dot_product_attention and not name and _is_floating(made):
-            maker = self._makers.get(storage_of(args[0])) if func in KEEPS_RANGE else None
+            given = args[0] if args else kwargs.get("input")
+            maker = None
+            if func in KEEPS_RANGE and isinstance(given, torch.Tensor):
+                maker = self._makers.get(storage_of(given))
             self._makers[storage_of(made)] = maker  # a storage may be where another one was
         return made
 
@@ -189,15 +194,20 @@ class LearnedProducts:
         self._used = self._planned is not None
         if self._planned:
             self._planned.begin((args, kwargs))
-            made = run_in(self._planned, function, args, kwargs, tf32=tf32)
-            self._planned.end()
-            return pytree.tree_map_only(torch.Tensor, self._planned.finished, made)
+            try:
+                made = run_in(self._planned, function, args, kwargs, tf32=tf32)
+                self._planned.end()
+                if not _can_be_marked(made):
+                    raise LeftPlan("the network returns something else than in the first step")
+                return pytree.tree_map_only(torch.Tensor, self._planned.finished, made)
+            finally:
+                self._planned.clear()
         if not isinstance(self._by_rows, LearningMode):
             return run_in(self._by_rows, function, args, kwargs, tf32=tf32)
         self._by_rows.begin()
         made = run_in(self._by_rows, function, args, kwargs, tf32=tf32)
         self._by_rows.end()
-        if self._renewals < RENEWALS and all(map(_can_be_marked, pytree.tree_leaves(made))):
+        if self._renewals < RENEWALS and _can_be_marked(made):
             self._planned = self._plan(self._by_rows.notes, self._by_rows.way)
         return made
 
@@ -229,9 +239,11 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _can_be_marked(output: Any) -> bool:
-    """Return whether an output can be made NaN, or says nothing of what was computed."""
-    return isinstance(output, (torch.Tensor, int, float, str, type(None)))
+def _can_be_marked(made: Any) -> bool:
+    """Return whether what a call returns can be made NaN: tensors of floats, and what says nothing of them."""
+    leaves = pytree.tree_leaves(made)
+    plain = all(isinstance(leaf, (torch.Tensor, int, float, str, type(None))) for leaf in leaves)
+    return plain and any(map(_is_floating, leaves))
 
 
 def _faint(rows: torch.Tensor) -> torch.Tensor:

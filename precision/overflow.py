@@ -182,7 +182,22 @@ _T = torch.Tensor
 _NAN_TO_NUM = frozenset({torch.nan_to_num, torch.nan_to_num_, _T.nan_to_num, _T.nan_to_num_})
 _CLAMP = frozenset({torch.clamp, torch.clamp_, torch.clip, torch.clip_, _T.clamp, _T.clamp_, _T.clip, _T.clip_})
 _CLAMP_MAX = frozenset({torch.clamp_max, torch.clamp_max_, _T.clamp_max, _T.clamp_max_})
-_DIVIDE = frozenset({torch.div, torch.true_divide, _T.div, _T.div_, _T.true_divide, _T.__truediv__, _T.__itruediv__})
+_DIVIDE = frozenset(
+    {
+        torch.div,
+        torch.true_divide,
+        torch.divide,
+        _T.divide,
+        torch.addcdiv,
+        _T.addcdiv,
+        _T.div,
+        _T.div_,
+        _T.true_divide,
+        _T.__truediv__,
+        _T.__itruediv__,
+    }
+)
+_ALSO_DIVIDE = frozenset({torch.divide, _T.divide, torch.addcdiv, _T.addcdiv})
 _RSQRT = frozenset({torch.rsqrt, torch.rsqrt_, _T.rsqrt, _T.rsqrt_})
 _POWERS = frozenset({torch.pow, _T.pow, _T.__pow__})
 _INVERTS = frozenset({torch.reciprocal, _T.reciprocal, _T.__rtruediv__}) | _POWERS
@@ -339,7 +354,9 @@ def made_finite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return None
     if func in _MAKES_FINITE or (func in COMPARES and _asks_for_the_end(*args[:2])):
         return _given(args, kwargs)
-    return args[1] if func in _DIVIDE and len(args) > 1 else None
+    if func in _DIVIDE or func in _ALSO_DIVIDE:
+        return args[-1] if len(args) > 1 else kwargs.get("other")
+    return None
 
 
 def _asks_for_the_end(values: Any = None, bound: Any = None) -> bool:

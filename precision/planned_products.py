@@ -39,6 +39,7 @@ from .fp16_safe import (
     casts_alone,
     changes_in_place,
     is_bf16,
+    is_fp16_and_number,
     is_small,
     keeps_range,
     to_integers,
@@ -112,6 +113,9 @@ class LocatedMode(ScaledHalfMatmulMode):
         self._layer_at_hand = None
         self._leave_layer(self._at, self._since)
 
+    def clear(self) -> None:
+        """Hold no tensor of the call any more."""
+
     def _leave_layer(self, layer: int, since: int) -> None:
         """Told how many calls of other functions there were between a layer and the next one."""
 
@@ -133,10 +137,13 @@ class PlannedMode(LocatedMode):
     def begin(self, inputs: Any = None) -> None:
         """inputs: what the call is given."""
         super().begin()
-        self._lost, self._rows, self._asked = [], [], []
-        self._made.clear()
+        self.clear()
         tensors = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
         self._on_card = any(tensor.device.type != "cpu" for tensor in tensors)
+
+    def clear(self) -> None:
+        self._lost, self._rows, self._asked = [], [], []
+        self._made.clear()
 
     def _leave_layer(self, layer: int, since: int) -> None:
         if since not in self._way.counts.get(layer, (since,)):
@@ -178,7 +185,9 @@ class PlannedMode(LocatedMode):
             return self._norm(func, args, kwargs)
         if func in SUMS and both_floating(args) and not kwargs:
             return self._sum(func, *args)
-        if (func in SUMS or func in QUOTIENTS) and by_number(func, args, kwargs):
+        if func in SUMS and not kwargs and is_fp16_and_number(args):
+            return self._plus_number(func, *args)
+        if func in QUOTIENTS and by_number(args, kwargs):
             return func(*args)
         if func in CASTS and casts_alone(args, kwargs):
             return self._cast(func, args, kwargs)
@@ -195,8 +204,8 @@ class PlannedMode(LocatedMode):
         """Call a function that computes on no value, or keeps the range."""
         if not self._way.writes and (func is torch.Tensor.__setitem__ or changes_in_place(func, args, kwargs)):
             raise LeftPlan("the network changes a tensor in place")
-        if func is torch.Tensor.view and len(args) == 2 and isinstance(args[1], torch.dtype):
-            return func(args[0].float(), args[1])
+        if func is torch.Tensor.view and any(isinstance(each, torch.dtype) for each in (*args[1:], *kwargs.values())):
+            return func(args[0].float(), *args[1:], **kwargs)
         return func(*args, **kwargs)
 
     def _cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -215,7 +224,8 @@ class PlannedMode(LocatedMode):
         if not (isinstance(given, torch.Tensor) and given.is_floating_point() and given.numel()):
             return
         if given.device.type != "cpu" or not self._on_card:
-            self._asked.append(torch.aminmax(given.detach()))
+            with shared.lasting():
+                self._asked.append(torch.aminmax(given.detach()))
 
     def _layer(self, func: Any, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         anchor = self.at_layer(weight)
@@ -227,9 +237,10 @@ class PlannedMode(LocatedMode):
                 weight = _times(weight, 1 / scale.loudness)
             if scale.half:
                 half, bias = _times(input, scale.loudness), bias if bias is None else bias.to(FP16)
-                if input.dtype is not FP16:  # else its digits were lost before
-                    rows = largest_of(input, (1 - weight.ndim if weight.ndim > 2 else -1,))
-                    self._rows.append(rows if scale.loudness == 1 else rows * scale.loudness)
+                if input.dtype is not FP16 or scale.loudness != 1:  # else its digits were lost before
+                    with shared.lasting():
+                        rows = largest_of(input, (1 - weight.ndim if weight.ndim > 2 else -1,))
+                        self._rows.append(rows if scale.loudness == 1 else rows * scale.loudness)
                 return func(half, weight, bias, *args, **kwargs)
             half, factor = _times(input, 2.0**-scale.exponent), 2.0**scale.exponent * scale.loudness
             if func is F.linear:
@@ -237,7 +248,8 @@ class PlannedMode(LocatedMode):
             else:
                 made = func(half, weight, None, *args, **kwargs)
             spatial = weight.ndim - 2
-            self._lost.append(lost_digits(made, input, half, scale.least, spatial))
+            with shared.lasting():
+                self._lost.append(lost_digits(made, input, half, scale.least, spatial))
             if bias is None:
                 return made.float().mul_(factor)
             return torch.add(bias.float().view(-1, *[1] * spatial), made, alpha=factor)
@@ -287,11 +299,18 @@ class PlannedMode(LocatedMode):
             return Fp32Mode.computed(self, func, args, kwargs)
         safe = self._is_safe(func) and args[0] is not args[1]  # a square may leave the range where its root does not
         halves = [each.dtype is FP16 for each in args[:2]]
-        if safe or (not any(halves) and all(each.dtype is torch.float32 for each in args[:2])):
-            return func(*args, **kwargs)
         if all(halves) and not kwargs:
-            return torch.addcmul(_number(0.0, args[0].device), *args)
+            return func(*args) if safe else torch.addcmul(_number(0.0, args[0].device), *args)
+        if safe and not kwargs and any(halves) and _is_modulated(*args):
+            return _product_in_fp16(*args)
         return Fp32Mode.computed(self, func, args, kwargs)
+
+    def _plus_number(self, func: Any, *args: Any) -> torch.Tensor:
+        """Return the sum of a tensor in fp16 and a number, in float32."""
+        if func in REVERSED or not isinstance(args[0], torch.Tensor):
+            return Fp32Mode.computed(self, func, args, {})
+        one = _number(1.0, args[0].device)
+        return torch.addcmul(args[0], one, one, value=-args[1] if func in DIFFERENCES else args[1])
 
     def _sum(self, func: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if a.dtype is b.dtype is FP16 and a.shape == b.shape:
@@ -313,6 +332,8 @@ def has_float32_products(device: torch.device) -> bool:
     matrix = torch.zeros(8, 8, dtype=FP16, device=device)
     try:
         torch.mm(matrix, matrix, out_dtype=torch.float32)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError):  # no such kernel, or no such argument
         return False
     return True
@@ -356,6 +377,19 @@ def _affine(
         return made.to(dtype)
     out = torch.empty_like(x, dtype=dtype)
     return torch.mul(x, weight, out=out) if bias is None else torch.addcmul(bias, x, weight, out=out)
+
+
+def _is_modulated(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether one of two factors is fp16, and the other a few numbers for all of its rows or channels."""
+    half, other = (a, b) if a.dtype is FP16 else (b, a)
+    return half.ndim == other.ndim > 0 and 8 * other.numel() <= half.numel()
+
+
+def _product_in_fp16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a · b in fp16, computed in float32."""
+    if a.device.type == "cpu":
+        return (a.float() * b.float()).to(FP16)
+    return torch.mul(a, b, out=torch.empty(torch.broadcast_shapes(a.shape, b.shape), dtype=FP16, device=a.device))
 
 
 @cache

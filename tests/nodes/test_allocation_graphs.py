@@ -12,6 +12,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.comfyui_host import calls
 from comfyui_onediff_guard.precision import scaled_products, shared
+from comfyui_onediff_guard.precision.learned_scales import LearnedProducts, LearningMode
 from comfyui_onediff_guard.precision.overflow import Clips
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -77,3 +78,24 @@ def test_the_peak_of_what_was_clipped_is_the_tensor_that_was_there_before(plan: 
     clips.watched(block)(torch.full((4,), 60000.0, dtype=torch.float16))
     peak = clips.take()
     assert peak is not None and peak.isinf() and peak not in plan and plan.recorded
+
+
+def test_what_a_step_notes_of_layers_outlives_their_blocks(plan: Allocations) -> None:
+    """In the first step, which is learned from, and in the next one."""
+    layer, products = torch.nn.Linear(8, 8).half().requires_grad_(False), LearnedProducts()
+    kept: list[torch.Tensor] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        with plan:
+            made = layer(x) * torch.rsqrt(layer(x).pow(2).mean(-1, keepdim=True))
+        learning, planned = products._by_rows, products._planned
+        if planned:
+            kept.extend([*planned._rows, *planned._lost, *(end for ends in planned._asked for end in ends)])
+        elif isinstance(learning, LearningMode):
+            kept.extend(learning.notes.values)
+        return made
+
+    for _ in range(2):
+        kept.clear()
+        products.run(block, torch.randn(3, 8))
+        assert kept and not [each for each in kept if each in plan] and plan.recorded

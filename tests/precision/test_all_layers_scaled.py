@@ -197,8 +197,8 @@ NETWORKS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {  # 
                  "added_cond_kwargs": {"aspect_ratio": None, "resolution": None}},
     ),
     "SanaTransformer2DModel": (
-        {"patch_size": 1, "in_channels": 4, "out_channels": 4, "num_layers": 1, "attention_head_dim": 4,
-         "num_attention_heads": 2, "num_cross_attention_heads": 2, "cross_attention_head_dim": 4,
+        {"patch_size": 1, "in_channels": 4, "out_channels": 4, "num_layers": 1, "attention_head_dim": 8,
+         "num_attention_heads": 1, "num_cross_attention_heads": 2, "cross_attention_head_dim": 4,
          "cross_attention_dim": 8, "caption_channels": 8, "sample_size": 32},
         lambda: {"hidden_states": draw(1, 4, 32, 32), "encoder_hidden_states": draw(1, 8, 8),
                  "timestep": torch.tensor([500.0])},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from itertools import product
 from typing import Any
@@ -313,6 +314,26 @@ STEPS: dict[str, tuple[Any, tuple[float, ...]]] = {  # → a network, and by how
         LOUDER,
     ),
     "integers": (lambda: Fn(lambda s, x, _: s.l[1](signs(s.l[0](x)).clamp(-9, 9).to(torch.int8).float())), LOUDER),
+    "max's indices": (
+        lambda: Fn(lambda s, x, _: F.embedding(signs(s.l[0](x)).max(-1).indices, s.g), g=torch.randn(64, 64)),
+        LOUDER,
+    ),
+    "heaviside": (lambda: Fn(lambda s, x, _: s.l[1](torch.heaviside(signs(s.l[0](x)), x.new_zeros(())))), LOUDER),
+    "not": (lambda: Fn(lambda s, x, _: s.l[1](torch.logical_not(F.relu(signs(s.l[0](x)))).float())), LOUDER),
+    "sigmoid of a small part": (
+        lambda: Fn(lambda s, x, _: s.l[1](torch.sigmoid(s.l[0](x) * s.g)), g=ONE * 1e-5),
+        LOUDER,
+    ),
+    "a number added and taken": (lambda: Fn(lambda s, x, _: s.l[1]((s.l[0](x) + 1000) - 1000)), (1, 1)),
+    "one and a small part": (
+        lambda: Fn(lambda s, x, _: renormed((1 + s.l[0](x) / 256) * (1 + s.l[1](x) / 256) - 1)),
+        (1, 1),
+    ),
+    "a chain of small factors": (lambda: Fn(lambda s, x, _: renormed(s.l[0](x) / 16 / 16 / 16 / 16 / 16)), (1, 1)),
+    "by name": (
+        lambda: Fn(lambda s, x, _: s.l[1](torch.flip(input=torch.neg(input=s.l[0](x)), dims=(0,)))),
+        (1, 1),
+    ),
     "a bias without a weight": (lambda: Fn(lambda s, x, _: F.layer_norm(x, (64,), None, s.g), g=3 * ONE), (1, 1)),
     "an activation in place, on a copy": (lambda: Fn(activated_copy), (1, 1)),
     "a copy that is changed from the second step on": (lambda: Fn(copied_and_changed_later), (1, 1)),
@@ -363,6 +384,14 @@ def test_a_later_step_is_right_or_made_again(make: Any, gains: tuple[float, ...]
             found = products.run(module, x.clone(), step)
         assert found.dtype is exact.dtype and error(found, exact) <= allowed
     assert all(torch.equal(now, before[name]) for name, now in module.state_dict().items())
+
+
+@pytest.mark.parametrize("network", [lambda s, x, _: s.l[0](x).argmax(-1), lambda s, x, _: x.copy_(s.l[0](x)) and None])
+def test_what_cannot_be_made_nan_has_no_plan(network: Any) -> None:
+    module, products = Fn(network).half().requires_grad_(False), LearnedProducts()
+    with contextlib.suppress(RuntimeError):  # the truth of a tensor of many values
+        products.run(module, torch.randn(2, 8, 64), 0)
+    assert not planned(products)
 
 
 class Writes(nn.Module):
