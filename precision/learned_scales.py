@@ -118,7 +118,7 @@ class LearningMode(LocatedMode):
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name := writes(func, args, kwargs):
             self.way.writes = True
-            numbers = (name not in _BY_MASK and name not in _OVERWRITES) or any(map(_is_floating, args[1:]))
+            numbers = name not in _OVERWRITES or any(map(_is_floating, args[1:]))
             if numbers and (maker := self._makers.get(storage_of(args[0]))):
                 self.way.summed.add(maker)
         self.way.points |= func in _POINTS
@@ -255,7 +255,6 @@ def _peak(x: torch.Tensor) -> torch.Tensor:
     return largest_of(x, tuple(range(x.ndim))).reshape(())
 
 
-_OVERWRITES = frozenset({"__setitem__", "copy_", "fill_", "zero_"})
-_BY_MASK = frozenset({"masked_fill_"})
+_OVERWRITES = frozenset({"__setitem__", "copy_", "fill_", "zero_", "masked_fill_"})
 # what a kernel that PyTorch does not know is started with
 _POINTS = frozenset({torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__})

@@ -170,7 +170,10 @@ class PlannedMode(LocatedMode):
             return self._computed(func, args, kwargs)
         made = self._computed(func, args, kwargs)
         if isinstance(made, torch.Tensor) and made.dtype is FP16:
-            self._made.add(storage_of(made))
+            of = storage_of(made)
+            is_view = bool(args) and isinstance(args[0], torch.Tensor) and storage_of(args[0]) == of
+            if not is_view:  # a view of a weight is of what was there before
+                self._made.add(of)
         return made
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

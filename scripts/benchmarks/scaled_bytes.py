@@ -1,4 +1,4 @@
-"""What scaled layers add to a step on paper: bytes moved, and their time beside the least time of its products.
+"""What scaled layers add to a step, by counting: bytes moved, and their time beside the least time of its products.
 
     python scripts/benchmarks/scaled_bytes.py [--networks cogvideox-2b sdxl ...] [--size full] [--out DIR]
 

@@ -217,6 +217,12 @@ def weight_changed_in_place(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
     return s.l[0](x) * w
 
 
+def view_of_a_weight_changed_in_place(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
+    w = s.g.view(1, 64).float()
+    w.mul_(1.5)
+    return s.l[0](x) * w
+
+
 def buffer_changed_in_place(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
     t = s.b.float()
     t /= 64
@@ -283,6 +289,10 @@ ONE, TINY = torch.ones(64), 2.0**-22
 LOUDER, QUIETER = (1.0, 1.0, 2.0**17), (1.0, 2.0**-16, 2.0**-20, 2.0**-30)
 STEPS: dict[str, tuple[Any, tuple[float, ...]]] = {  # → a network, and by how much its inputs are louder, step by step
     "a weight's copy changed in place": (lambda: Fn(weight_changed_in_place, g=ONE.clone()), (1, 1, 1)),
+    "a copy of a weight's view changed in place": (
+        lambda: Fn(view_of_a_weight_changed_in_place, g=ONE.clone()),
+        (1, 1, 1),
+    ),
     "a buffer's copy changed in place": (lambda: Fn(buffer_changed_in_place, b=ONE.clone()), (1, 1, 1)),
     "quiet values in attention": (lambda: Fn(attended, (1, 1, 2.0**-20, 2.0**10)), (1, 1)),
     "a quiet token in a product": (
