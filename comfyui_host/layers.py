@@ -9,6 +9,9 @@ A layer that rounds its input to fp8, int8 or fp4 holds its weights in few bits 
 
 All of them are told of the thread that asks: others may be using the same layer.
 
+With every layer scaled, `OwnProducts` then multiplies by the weights as they are quantised: by ComfyUI's own kernels,
+which add in int32 or float32, of rows that it scales. Where ComfyUI itself would not, it dequantises as it casts.
+
 A layer's weights may be on the host, in a file, or bytes in a buffer that a stream or dynamic VRAM fills as the layer
 runs. What brings them views those bytes in the dtype that they are stored in, casts them to the dtype of the layer's
 input, float32 in a rerun, and adds LoRAs in that. Computing begins with what the layer is then given.
@@ -28,7 +31,9 @@ import torch
 
 from ..precision.dtypes import HALF_DTYPES, dtype_name
 from ..precision.shared import SharedSetting
-from ..precision.upcast import OneOperation, RerunUnsupported
+from ..precision.upcast import OneOperation, RerunUnsupported, dequantised, is_quantised
+from ..trust.message import Message
+from ..trust.text import shown
 from . import host
 from .compat import unless_changed
 
@@ -240,11 +245,14 @@ def _cast_for_products(
 
 def _cast_to(products: torch.dtype, layer: Any) -> torch.dtype:
     """fp16 does not hold all that bf16 and fp32 do: such a weight comes as it is, and is scaled before it is cast. What
-    is patched on the way is not rounded to bf16."""
+    is patched on the way is not rounded to bf16. A quantised one comes dequantised where it is patched so, and where
+    its checkpoint or this card has its layer multiply in full."""
     stored: torch.dtype = layer.weight.dtype
+    patched = getattr(layer, "weight_function", None) or getattr(layer, "weight_lowvram_function", None)
+    if is_quantised(layer.weight) and layer.weight.ndim == 2:
+        return torch.float32 if patched or vars(layer).get(_IN_FULL) else stored
     if products is not torch.float16 or stored not in (torch.bfloat16, torch.float32):
         return products
-    patched = getattr(layer, "weight_function", None) or getattr(layer, "weight_lowvram_function", None)
     return torch.float32 if patched else stored
 
 
@@ -254,3 +262,50 @@ _MOVES = (
     ("comfy.model_management", "load_models_gpu", None, (0, 3)),  # a whole model's: a patch may load one of its own
 )
 _MOVES_ARE_OPERATIONS = SharedSetting(_as_operations)
+
+
+class OwnProducts:
+    """Products of quantised weights by ComfyUI's own kernels.
+
+    without: the layouts that have none here, and why.
+    """
+
+    def __init__(self) -> None:
+        self.without: dict[str, str] = {}
+
+    def kernel_of(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """As precision.scaled_products has it."""
+        layout = getattr(weight, "_layout_cls", type(weight).__name__)
+        if layout not in _ROWS:
+            self.without.setdefault(layout, Message("no kernel is known"))
+        dtype, rows_in = _ROWS.get(layout, (torch.float32, ""))
+        if layout in self.without or (rows_in and any(size % 16 for size in weight.shape)):
+            return None
+
+        def product(rows: torch.Tensor) -> torch.Tensor:
+            try:
+                kind: Any = type(weight)
+                rounded = kind.from_float(rows.to(dtype), rows_in) if rows_in else rows
+                of = weight.float() if layout == _AS_ITS_WEIGHT else weight
+                return torch.nn.functional.linear(rounded, of).float()
+            except Exception as error:
+                if isinstance(error, torch.OutOfMemoryError) or host.is_interrupt(error):
+                    raise
+                self.without[layout] = f"{type(error).__name__}: {shown(str(error), 200)}"
+                return torch.nn.functional.linear(rows, dequantised(weight))
+
+        return product
+
+
+_AS_ITS_WEIGHT = "AsymW4A8Int8Layout"  # its kernel gives what the weight says that it is, others what their rows are
+# by layout of weights: what its kernel takes and gives; the layout of rows, "" where the kernel rounds them itself
+_ROWS = {
+    "TensorWiseINT8Layout": (torch.float32, ""),
+    "TensorCoreConvRotW4A4Layout": (torch.float32, ""),
+    _AS_ITS_WEIGHT: (torch.float32, ""),
+    "TensorCoreFP8Layout": (torch.float32, "TensorCoreFP8Layout"),
+    "TensorCoreFP8E4M3Layout": (torch.float32, "TensorCoreFP8E4M3Layout"),
+    "TensorCoreFP8E5M2Layout": (torch.float32, "TensorCoreFP8E4M3Layout"),  # no card multiplies e5m2 by e5m2
+    "TensorCoreNVFP4Layout": (torch.bfloat16, "TensorCoreNVFP4Layout"),  # its kernel gives half precision alone
+    "TensorCoreMXFP8Layout": (torch.bfloat16, "TensorCoreMXFP8Layout"),
+}

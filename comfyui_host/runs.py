@@ -31,7 +31,7 @@ from ..trust.text import shown
 from . import host
 from .compat import what_changed
 from .language import speaking, translated
-from .layers import rerun_from
+from .layers import OwnProducts, rerun_from
 from .networks import ComfyNetwork, profile_of
 from .refining import refining_guarded
 
@@ -203,6 +203,8 @@ class Run:
         notes = dict.fromkeys(_what_happened(step) for step in steps if step.note)
         if report.reruns and (reference := executors[0].reference):
             report.note(reference)
+        for layout, why in (pair for executor in executors for pair in executor.quantised.without.items()):
+            report.note(Message("{} weights are dequantised in each step: {}", layout, why))
         if any(switch.set_by == "onediff-guard" for switch in report.switches):
             plan = report.plan
             report.note(Message("half-precision accumulation: {} ({})", plan.accumulation, plan.accumulation_reason))
@@ -240,6 +242,7 @@ class _Executor:
     guard: StageGuard
     switched: Callable[[], Any]  # holds the accumulation switches; bf16 and fp32 need none
     reference: str  # what a rerun computes from, where that needs a word
+    quantised: OwnProducts
     began: PrecisionOverrides  # with that
     profile: ProfileFile | None  # None where nothing is learned
 
@@ -258,7 +261,8 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
     plan, report = stage.plan, stage.report
     in_fp16 = plan.dtype == "fp16"
     switched = partial(accumulation, stage.architecture, others=present()) if in_fp16 else partial(nullcontext, ())
-    clips, products = Clips(plan.dtype), LearnedProducts(DTYPES[plan.dtype])
+    clips, quantised = Clips(plan.dtype), OwnProducts()
+    products = LearnedProducts(DTYPES[plan.dtype], kernel_of=quantised.kernel_of)
 
     def in_half(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -290,4 +294,4 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
 
     how = {"rerun": of.rerun, "renew": of.renew, "peak_inside": peak_inside, "snapshot": of.snapshot}
     guard = stage.guard(of.network, learner, **how)
-    return _Executor(guard, switched, rerun_from(of.network), learned, profile)
+    return _Executor(guard, switched, rerun_from(of.network), quantised, learned, profile)

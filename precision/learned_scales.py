@@ -22,7 +22,7 @@ from .fp16_safe import COPIES, FP16, KEEPS_RANGE, MOVES, NORMS, PRODUCTS, ROOM, 
 from .observe import Agree, alone
 from .planned_products import Key, LeftPlan, LocatedMode, PlannedMode, Scale, Way, has_float32_products
 from .scaled_layers import largest_of
-from .scaled_products import LAYER_CALLS, LOST, Limit, ScaledHalfMatmulMode
+from .scaled_products import LAYER_CALLS, LOST, KernelOf, Limit, ScaledHalfMatmulMode, no_kernel
 from .upcast import is_quantised, run_in, storage_of
 
 Result = TypeVar("Result")
@@ -96,8 +96,8 @@ class _Notes:
 class LearningMode(LocatedMode):
     """Every layer scaled by its rows, and its peaks noted."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, kernel_of: KernelOf = no_kernel):
+        super().__init__(kernel_of)
         self.way = Way()
         self.notes = _Notes()
         self._anchor: Any = None  # what stands for the layer that is computed
@@ -178,10 +178,12 @@ class LearnedProducts:
     the first call by rows, then as that call showed.
 
     agree: makes what was measured the same in all processes that compute the network together.
+    kernel_of: for quantised weights, which are dequantised where it has none.
     """
 
-    def __init__(self, dtype: torch.dtype = FP16, agree: Agree = alone):
-        self._by_rows = LearningMode() if dtype is FP16 else ScaledHalfMatmulMode(dtype)
+    def __init__(self, dtype: torch.dtype = FP16, agree: Agree = alone, kernel_of: KernelOf = no_kernel):
+        self._by_rows = LearningMode(kernel_of) if dtype is FP16 else ScaledHalfMatmulMode(dtype, kernel_of)
+        self._kernel_of = kernel_of
         self._planned: PlannedMode | None = None
         self._seen: dict[Key, tuple[Seen, bool]] = {}
         self._agree = agree
@@ -232,7 +234,7 @@ class LearnedProducts:
             how = {"convolves": convolves, "float32_products": float32_products, "summed": key in way.summed}
             if (key[0] in way.anchors or key[0] == 0) and (scale := scale_for(seen, **how)):
                 plan[key] = scale
-        return PlannedMode(plan, way) if plan else None
+        return PlannedMode(plan, way, self._kernel_of) if plan else None
 
 
 def _is_floating(value: Any) -> bool:

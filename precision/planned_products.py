@@ -48,7 +48,7 @@ from .fp16_safe import (
 from .fp32_settings import autocast_off_where_on
 from .overflow import made_finite
 from .scaled_layers import largest_of
-from .scaled_products import ScaledHalfMatmulMode, lost_digits
+from .scaled_products import KernelOf, ScaledHalfMatmulMode, lost_digits, no_kernel, number
 from .upcast import Fp32Mode, OneOperation, storage_of
 
 _FAINT = 2.0**-14  # a row whose largest value is smaller has fewer digits in fp16 than in bf16, or soon will
@@ -83,8 +83,8 @@ class Way:
 class LocatedMode(ScaledHalfMatmulMode):
     """Knows which layer a call is of: by its weight, or by the layer that the weight was last cast for."""
 
-    def __init__(self) -> None:
-        super().__init__(FP16)
+    def __init__(self, kernel_of: KernelOf = no_kernel):
+        super().__init__(FP16, kernel_of)
         self._layer_at_hand: Any = None
         self._at, self._since = 0, 0
 
@@ -125,8 +125,8 @@ class PlannedMode(LocatedMode):
 
     is_first = False
 
-    def __init__(self, plan: dict[Key, Scale], way: Way):
-        super().__init__()
+    def __init__(self, plan: dict[Key, Scale], way: Way, kernel_of: KernelOf = no_kernel):
+        super().__init__(kernel_of)
         self._plan, self._way = plan, way
         self._made: set[int] = set()  # storages of this call's tensors in fp16, where the network writes in place
         self._lost: list[torch.Tensor] = []  # bool []: whether a constant scale flushed digits
@@ -303,7 +303,7 @@ class PlannedMode(LocatedMode):
         safe = self._is_safe(func) and args[0] is not args[1]  # a square may leave the range where its root does not
         halves = [each.dtype is FP16 for each in args[:2]]
         if all(halves) and not kwargs:
-            return func(*args) if safe else torch.addcmul(_number(0.0, args[0].device), *args)
+            return func(*args) if safe else torch.addcmul(number(0.0, args[0].device), *args)
         if safe and not kwargs and any(halves) and _is_modulated(*args):
             return _product_in_fp16(*args)
         return Fp32Mode.computed(self, func, args, kwargs)
@@ -312,14 +312,14 @@ class PlannedMode(LocatedMode):
         """Return the sum of a tensor in fp16 and a number, in float32."""
         if func in REVERSED or not isinstance(args[0], torch.Tensor):
             return Fp32Mode.computed(self, func, args, {})
-        one = _number(1.0, args[0].device)
+        one = number(1.0, args[0].device)
         return torch.addcmul(args[0], one, one, value=-args[1] if func in DIFFERENCES else args[1])
 
     def _sum(self, func: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if a.dtype is b.dtype is FP16 and a.shape == b.shape:
             if func in REVERSED:
                 a, b = b, a
-            return torch.addcmul(a, b, _number(1.0, a.device), value=-1 if func in DIFFERENCES else 1)
+            return torch.addcmul(a, b, number(1.0, a.device), value=-1 if func in DIFFERENCES else 1)
         to_widen = FP16 in (a.dtype, b.dtype) and 0 in (a.ndim, b.ndim)  # which a number's dtype does not
         if to_widen or is_bf16(a) or is_bf16(b):
             return Fp32Mode.computed(self, func, (a, b), {})
@@ -393,10 +393,3 @@ def _product_in_fp16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.device.type == "cpu":
         return (a.float() * b.float()).to(FP16)
     return torch.mul(a, b, out=torch.empty(torch.broadcast_shapes(a.shape, b.shape), dtype=FP16, device=a.device))
-
-
-@cache
-def _number(value: float, device: torch.device) -> torch.Tensor:
-    """Return a number as float32 [1]. With it, one kernel computes on fp16 tensors in float32, and gives that."""
-    with shared.lasting():
-        return torch.full((1,), value, device=device)

@@ -4,7 +4,8 @@ It is the fp32 rerun with other products. Each linear layer, convolution and fus
 precision. Where that is fp16, its operands are scaled by powers of two before, such that no sum of products leaves
 fp16's range, and the float32 result is scaled back. What has a scale of its own is each row of a linear layer's input,
 each sample of a convolution's, and each channel of the queries, keys and values of an attention head. Matrix products
-outside of layers stay in float32: rotary tables are made by such.
+outside of layers stay in float32: rotary tables are made by such. A linear layer with quantised weights multiplies by
+the kernel of their format, where whoever runs the network has one that gives float32.
 
 Values can be too far apart for fp16 all the same. What is lost then is looked for: on a CPU the product is made in
 float32 instead. On a device the host would have to wait to choose, so there the result is NaN, for the guard to see.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,7 +27,7 @@ from .fp32_settings import autocast_off_where_on
 from .observe import sampled
 from .quantised import error_of
 from .scaled_layers import LAYERS, LEAST, largest_of, limit_of, reach, reaches, scaled_product, times
-from .upcast import Fp32Mode, OneOperation, dequantised, run_in
+from .upcast import Fp32Mode, OneOperation, dequantised, is_quantised, run_in
 
 Result = TypeVar("Result")
 _OUTSIDE = 16  # log2 of the part of attention's scale that its kernel multiplies by, in float32
@@ -35,6 +37,14 @@ _FEWER, _FEW, _NONE = 2.0**12, 2.0**24, 2.0**40  # taken from all logits of a ro
 _NORMAL = 2.0**9  # the largest sum of |w| of weights that have to be cast anyway: they are scaled to that
 LOST = 2.0**-13  # of what a layer's product may reach, times the root of its addends: less shows what fp16 flushed
 _FLUSHED = 2.0**-24  # of the largest sum of |w|, times the addends: an output with less loses weights that are cast
+_ROUNDED = 2.0**8  # rows of a quantised product reach half of it, and never it: fp8 ends at 448, fp16 can rotate it
+# of a quantised weight [outputs, inputs]: what multiplies rows by it. Given float32 [rows, inputs] below _ROUNDED,
+# returns float32 [rows, outputs]. None where there is no such kernel
+KernelOf = Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor] | None]
+
+
+def no_kernel(_weight: torch.Tensor) -> None:
+    """A KernelOf by which all quantised weights are dequantised."""
 
 
 class _Bounds(NamedTuple):
@@ -61,10 +71,14 @@ def run_with_scaled_products(
 
 class ScaledHalfMatmulMode(Fp32Mode):
     """The mode in which products are computed in `dtype`, and all else in float32. It remembers what weights reach,
-    which costs reading them once."""
+    which costs reading them once.
 
-    def __init__(self, dtype: torch.dtype):
+    kernel_of: for quantised weights, which are dequantised where it has none.
+    """
+
+    def __init__(self, dtype: torch.dtype, kernel_of: KernelOf = no_kernel):
         super().__init__()
+        self._kernel_of = kernel_of
         self._dtype = dtype
         self._scales = dtype is torch.float16
         self._limits = _Limits()
@@ -82,6 +96,8 @@ class ScaledHalfMatmulMode(Fp32Mode):
     def _layer(self, func: Any, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         if not (_is_single(input) and _is_single(weight)):
             return super().computed(func, (input, weight, bias, *args), kwargs)
+        if func is F.linear and input.numel() and is_quantised(weight) and (kernel := self._kernel_of(weight)):
+            return _by_kernel(kernel, input, bias)
         given, weight = weight, dequantised(weight)
         spatial = 0 if func is F.linear else weight.ndim - 2
         with autocast_off_where_on((input.device.type,)):
@@ -156,6 +172,26 @@ class ScaledHalfMatmulMode(Fp32Mode):
             return part.double() if isinstance(part, torch.Tensor) and part.is_floating_point() else part
 
         return F.scaled_dot_product_attention(*map(double, given), **more).float()
+
+
+def _by_kernel(
+    kernel: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return a linear layer's output in float32, by a product that rounds its rows to fewer bits: each is scaled to fit
+    these. What it makes of a row that is not finite may be, and is multiplied by a scale that is not.
+
+    x: [..., inputs], half precision or float32. bias: [outputs].
+    """
+    with autocast_off_where_on((x.device.type,)):
+        made = scaled_product(kernel, x.reshape(-1, x.shape[-1]), torch.float32, number(_ROUNDED, x.device), bias=bias)
+    return made.view(*x.shape[:-1], -1)
+
+
+@cache
+def number(value: float, device: torch.device) -> torch.Tensor:
+    """Return a number as float32 [1]. With it, one kernel computes on fp16 tensors in float32, and gives that."""
+    with shared.lasting():
+        return torch.full((1,), value, device=device)
 
 
 class _Scaled(NamedTuple):

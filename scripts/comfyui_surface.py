@@ -36,6 +36,7 @@ _MANAGEMENT, _LOADED = "comfy.model_management", "comfy.model_management.LoadedM
 _PATCHER, _MODEL, _VAE = "comfy.model_patcher.ModelPatcher", "comfy.model_base.BaseModel", "comfy.sd.VAE"
 _KINDS, _EXECUTOR = "comfy.patcher_extension.WrappersMP", "comfy.patcher_extension.WrapperExecutor"
 _GUIDER, _LAYER = "comfy.samplers.CFGGuider", "comfy.ops.CastWeightBiasOp"
+_QUANTISED = "comfy.quant_ops.QuantizedTensor"
 _FORMAT = "comfy.latent_formats.LatentFormat"
 _SERVER, _QUEUE = "server.PromptServer", "execution.PromptQueue"
 _PROVIDER = "comfy_execution.cache_provider"
@@ -138,7 +139,10 @@ USES: dict[str, Use] = {
     "comfy.ops.linear_input_act": Use(REPLACE, "products in int8", _RERUN_OFF),
     _LAYER: Use(READ, "products of quantised layers", _RERUN_OFF),
     f"{_LAYER}.weight_function": Use(READ, "whether a weight is patched as it runs", "such weights are rounded first"),
-    "comfy.quant_ops.QuantizedTensor": Use(READ, "which weights are quantised", _RERUN_OFF),
+    _QUANTISED: Use(READ, "which weights are quantised", _RERUN_OFF),
+    f"{_QUANTISED}.from_float": Use(
+        CALL, "rows of a quantised product", "with every layer scaled, weights are dequantised in each step"
+    ),
     "comfy.model_prefetch.pause_malloc_graph": Use(
         CALL, "keeps what a guard holds out of a plan for memory", _MODEL_OFF
     ),
@@ -205,7 +209,13 @@ OWNERS: dict[str, dict[str, str]] = {  # what an expression stands for, by file;
     },
     "calls.py": {"kinds": _KINDS, "self.model": _MODEL, "executor.class_obj": _MODEL},
     "guards.py": {"executor.class_obj": _GUIDER, "of": _PATCHER},
-    "layers.py": {"each": _LOADED, "each.model": _PATCHER, "model": _MODEL, "executor.class_obj": _MODEL},
+    "layers.py": {
+        "each": _LOADED,
+        "each.model": _PATCHER,
+        "model": _MODEL,
+        "executor.class_obj": _MODEL,
+        "kind": _QUANTISED,
+    },
     "refining.py": {"model": _MODEL},
     "placement.py": {"loaded[index]": _LOADED, "loaded.pop(index)": _LOADED},
     "previews.py": {"known": _FORMAT, "decoder": "latent_preview.LatentPreviewer", "queue": _QUEUE},

@@ -222,9 +222,19 @@ def test_quantised_weights_that_are_broken_in_no_precision_are_named() -> None:
 
 
 def quantised(
-    layout: Layout, kind: Format, *, hot: bool = False, disabled: Any = (), more: Any = None, only: str = "blocks."
+    layout: Layout,
+    kind: Format,
+    compute: torch.dtype | None = None,
+    *,
+    hot: bool = False,
+    disabled: Any = (),
+    more: Any = None,
+    only: str = "blocks.",
 ) -> tuple[Any, Any]:
-    """A model with quantised weights in the linear layers of its blocks; and one in fp32 of what those weights are."""
+    """A model with quantised weights in the linear layers of its blocks; and one in fp32 of what those weights are.
+
+    compute: what all else is cast to at each layer; None: it stays fp16.
+    """
     with torch.inference_mode(), quiet():  # as ComfyUI's nodes load
         plain = make_model(layout, torch.float16, hot=hot).model.diffusion_model
         stored, whole = plain.state_dict(), {name: weight.float() for name, weight in plain.state_dict().items()}
@@ -233,7 +243,8 @@ def quantised(
                 tensors, whole[f"{name}.weight"] = written(kind, stored.pop(f"{name}.weight"), more)
                 stored |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
         operations = OPS.mixed_precision_ops({}, torch.float16, disabled=set(disabled))
-        patcher, twin = make_model(layout, torch.float16, operations=operations), make_model(layout, torch.float32)
+        patcher = make_model(layout, torch.float16, compute, operations=operations)
+        twin = make_model(layout, torch.float32)
         patcher.model.diffusion_model.load_state_dict(stored)
         twin.model.diffusion_model.load_state_dict(whole)
     return patcher, twin

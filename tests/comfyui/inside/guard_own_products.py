@@ -1,0 +1,253 @@
+"""NaN Guard (native) with every layer scaled, on quantised checkpoints: it multiplies by ComfyUI's own kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from guard_beside import lowvram as as_it_goes
+from guard_quantised import FORMATS, HERE, QUANT, WAN, WAYS
+from guard_quantised import quantised as make_quantised
+from in_comfyui import guarded, module, said
+from native_models import distance, sample
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.skipif(not HERE, reason="this ComfyUI has no layers with quantised weights")
+STEPS = 3  # the first shows what the others are computed by
+ON_CPU = [kind for kind in FORMATS if FORMATS[kind].on_cpu]
+IN_HALF = ("nvfp4", "mxfp8")  # what their kernels put out
+FEED = "blocks.0.ffn.2"
+INPUTS = 64
+
+
+class Counting(TorchDispatchMode):
+    """Counts products with quantised weights, quantised ones that are dequantised, and waits of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.linear.default, torch.ops.aten.mm.default):
+            self.counts["products"] += any(isinstance(each, QUANT.QuantizedTensor) for each in args)
+        self.counts["waits"] += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    dequantize = QUANT.QuantizedTensor.dequantize
+    mode = Counting()
+
+    def counted(tensor: Any) -> torch.Tensor:
+        mode.counts["dequantised"] += 1
+        return dequantize(tensor)
+
+    with patch.object(QUANT.QuantizedTensor, "dequantize", counted), mode:
+        yield mode.counts
+
+
+def quantised(kind: str, way: str = "own", **how: Any) -> tuple[Any, Any]:
+    """As guard_quantised has it."""
+    ways: dict[str, dict[str, Any]] = {
+        "own": {},
+        "emulated": {"disabled": {FORMATS[kind].name}},
+        "whole": {"more": {"full_precision_matrix_mult": True}},
+    }
+    return make_quantised(WAN, FORMATS[kind], **ways[way], **how)
+
+
+def layers_of(patcher: Any) -> int:
+    return sum(isinstance(each, QUANT.QuantizedTensor) for each in patcher.model.diffusion_model.parameters())
+
+
+def run(patcher: Any, precision: str = "fp16", **policy: Any) -> torch.Tensor:
+    return sample(guarded(patcher, precision=precision, **policy), WAN, steps=STEPS)
+
+
+def off(made: torch.Tensor, twin: Any) -> float:
+    return distance(WAN, made, sample(twin, WAN, steps=STEPS))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("hot", [False, True], ids=["healthy", "hot"])
+@pytest.mark.parametrize(("kind", "way"), WAYS)
+def test_each_step_multiplies_as_comfyui_would(kind: str, way: str, hot: bool, precision: str) -> None:
+    """By its kernel, and then as far off as if all else were fp32; or dequantised, and then as near as half precision.
+
+    Where ComfyUI alone clips the rows of fp8, which these are scaled for, it is farther off.
+    """
+    patcher, twin = quantised(kind, way, hot=hot)
+    with counting() as counts:
+        made = run(patcher, precision)
+    assert ", all fine." in said[-1] and "dequantised" not in said[-1]
+    number = layers_of(patcher) * STEPS
+    assert (counts["products"], counts["dequantised"]) == ((number, 0) if way == "own" else (0, number))
+    if way == "own":
+        plain = sample(quantised(kind, hot=hot, compute=torch.float32)[0], WAN, steps=STEPS)
+        assert off(made, twin) <= 1.4 * off(plain, twin)
+    else:
+        assert off(made, twin) <= {"fp16": 3e-3, "bf16": 3e-2}[precision]
+
+
+def products(kind: str) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
+    """A layer's product with a bias, by what a run has of it; and its weights in fp32."""
+    weight = torch.randn((32, INPUTS), generator=torch.Generator().manual_seed(1)).half() / 8
+    return product(kind, weight), held(kind, weight).float().dequantize()
+
+
+def held(kind: str, weight: torch.Tensor) -> Any:
+    return QUANT.QuantizedTensor.from_float(weight, FORMATS[kind].layout, **FORMATS[kind].options)
+
+
+def product(kind: str, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
+    scaled, own = module("precision.scaled_products"), module("comfyui_host.layers").OwnProducts()
+    mode = scaled.ScaledHalfMatmulMode(torch.float16, own.kernel_of)
+    return partial(scaled.run_with_scaled_products, F.linear, weight=held(kind, weight), products=mode)
+
+
+def rows(*largest: float) -> torch.Tensor:
+    drawn = torch.randn((len(largest), INPUTS), generator=torch.Generator().manual_seed(8))
+    return drawn * torch.tensor(largest)[:, None]
+
+
+def by_rows(made: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest difference of a row, in norms."""
+    return ((made.double() - exact.double()).norm(dim=-1) / exact.double().norm(dim=-1)).max().item()
+
+
+ROUNDED = dict.fromkeys(FORMATS, 0.01) | {"float8_e4m3fn": 0.04, "float8_e5m2": 0.04, "convrot_w4a4": 0.2}
+
+
+@pytest.mark.parametrize("without_gradients", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("kind", ON_CPU)
+def test_a_product_is_right_but_for_what_its_rows_are_rounded_to(kind: str, without_gradients: Any) -> None:
+    """What they are rounded to is their product with the identity, which each format holds up to a scale."""
+    call, whole = products(kind)
+    given, bias = rows(1e-6, 1.0, 1e3, 1e6, 1e30), torch.linspace(-1e-7, 1e-7, 32)
+    with without_gradients(), counting() as counts:
+        made = call(given, bias=bias)
+    assert counts == Counter(products=1, dequantised=0, waits=0)
+    identity = torch.eye(INPUTS).half()
+    rounded = product(kind, identity)(given) / held(kind, identity).float().dequantize().diagonal()
+    assert made.dtype is torch.float32
+    assert by_rows(made, rounded.double() @ whole.double().T + bias) <= 1e-5
+    assert 1e-4 < by_rows(rounded, given) <= ROUNDED[kind]
+    assert torch.equal(call(given[:, None].half()[:3], bias=bias)[:, 0], call(given.half().float()[:3], bias=bias))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("broken", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("kind", ON_CPU)
+def test_a_row_that_is_not_finite_has_no_finite_output(kind: str, broken: float) -> None:
+    call, _ = products(kind)
+    given = rows(1.0, 1.0, 1.0)
+    exact = call(given)
+    given[1, 7] = broken
+    made = call(given)
+    assert not made[1].isfinite().any() and torch.equal(made[::2], exact[::2])
+
+
+SEEN = {  # call of the network: what is said of it; the second is computed by a plan
+    1: f"{STEPS} steps, 1 recomputed in fp32",
+    2: "values left the range that earlier steps had shown: recomputed in fp16 with new scales",
+}
+
+
+@pytest.mark.parametrize("call", SEEN)
+@pytest.mark.parametrize("kind", ON_CPU)
+def test_the_guard_sees_what_breaks_before_a_product(kind: str, call: int) -> None:
+    patcher, twin = quantised(kind)
+    calls = list[Any]()
+
+    def breaks_once(_layer: Any, args: Any) -> Any:
+        calls.append(args)
+        return (args[0].masked_fill(args[0] == args[0].max(), torch.inf),) if len(calls) == call else None
+
+    with patcher.model.diffusion_model.get_submodule(FEED).register_forward_pre_hook(breaks_once):
+        made = run(patcher)
+    assert SEEN[call] in said[-1]
+    assert off(made, twin) <= 1.4 * off(run(patcher), twin)
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("lowvram", [False, True], ids=["merged", "as it goes"])
+def test_a_lora_is_in_the_products(kind: str, lowvram: bool) -> None:
+    """Quantised into the weights, or added to those that are cast as they go: these are dequantised, as by ComfyUI."""
+    patcher, twin = quantised(kind, hot=True)
+    name = f"{FEED}.weight"
+    lora = torch.randn((96, 128), generator=torch.Generator().manual_seed(4)) * 0.05
+    for each in (patcher, twin):
+        each.add_patches({f"diffusion_model.{name}": ("diff", (lora,))}, 1.0)
+    with as_it_goes() if lowvram else nullcontext(), counting() as counts:
+        made = run(patcher)
+    assert counts["products"] == (layers_of(patcher) - lowvram) * STEPS
+    assert not lowvram or counts["dequantised"] == STEPS  # else it is when the LoRA is merged
+    plain = sample(quantised(kind, hot=True, compute=torch.float32)[0], WAN, steps=STEPS)
+    without = quantised(kind, hot=True)[1]
+    assert off(made, twin) <= 1.4 * off(plain, without)
+    assert off(made, twin) < off(made, without)
+
+
+@pytest.mark.parametrize("kind", ON_CPU)
+def test_what_overflows_is_scaled_from_then_on(kind: str) -> None:
+    patcher, twin = quantised(kind, hot=True)
+    run(patcher, "inherit", scope="learned")
+    assert f"{STEPS} steps, 1 recomputed in fp32." in said[-1]
+    with counting() as counts:
+        made = run(patcher, "inherit", scope="learned")
+    assert ", all fine." in said[-1]
+    assert (counts["products"], counts["dequantised"]) == (layers_of(patcher) * STEPS, 0)
+    plain = sample(quantised(kind, hot=True, compute=torch.float32)[0], WAN, steps=STEPS)
+    assert off(made, twin) <= 1.4 * off(plain, twin)
+
+
+@pytest.mark.parametrize("kind", IN_HALF)
+def test_what_has_no_kernel_here_is_dequantised_and_the_report_says_why(kind: str) -> None:
+    patcher, twin = quantised(kind, hot=True)
+    with counting() as counts:
+        made = run(patcher)
+    assert off(made, twin) <= 3e-3
+    assert counts["dequantised"] == layers_of(patcher) * STEPS and counts["products"] == 1
+    assert f"{FORMATS[kind].layout} weights are dequantised in each step: ValueError: CPU does not" in said[-1]
+
+
+def test_a_format_that_nobody_knows_is_dequantised_and_the_report_says_so() -> None:
+    patcher, twin = quantised("int8", hot=True)
+    with patch.dict(module("comfyui_host.layers")._ROWS), counting() as counts:
+        del module("comfyui_host.layers")._ROWS["TensorWiseINT8Layout"]
+        made = run(patcher)
+    assert off(made, twin) <= 3e-3 and counts["products"] == 0
+    assert "TensorWiseINT8Layout weights are dequantised in each step: no kernel is known" in said[-1]
+
+
+@pytest.mark.parametrize("kind", IN_HALF)
+def test_kernels_that_give_half_precision_alone_have_float32s_range(kind: str) -> None:
+    """By stand-ins for those that no CPU has."""
+    kitchen = import_module("comfy_kitchen")
+
+    def kernel(
+        a: torch.Tensor, b: torch.Tensor, bias: Any = None, out_dtype: Any = None, **scales: Any
+    ) -> torch.Tensor:
+        assert bias is None and out_dtype is torch.bfloat16
+
+        def whole(codes: torch.Tensor, of: str) -> torch.Tensor:
+            tensor = [scales[f"tensor_scale_{of}"]] if f"tensor_scale_{of}" in scales else []
+            return getattr(kitchen, f"dequantize_{kind}")(codes, *tensor, scales[f"block_scale_{of}"], torch.float32)
+
+        return (whole(a, "a") @ whole(b, "b").T).to(out_dtype)
+
+    patcher, twin = quantised(kind, hot=True)
+    with patch.object(kitchen, f"scaled_mm_{kind}", kernel), counting() as counts:
+        made = run(patcher)
+    assert ", all fine." in said[-1] and "dequantised" not in said[-1]
+    assert (counts["products"], counts["dequantised"]) == (layers_of(patcher) * STEPS, 0)
+    assert off(made, twin) <= {"nvfp4": 0.5, "mxfp8": 0.15}[kind]
