@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +15,8 @@ import torch
 from guard_beside import lowvram as as_it_goes
 from guard_quantised import FORMATS, HERE, QUANT, WAN, WAYS
 from guard_quantised import quantised as make_quantised
+from guard_streamed import WAYS as CARDS
+from guard_streamed import streamed
 from in_comfyui import guarded, module, said
 from native_models import distance, sample
 from torch.nn import functional as F
@@ -73,34 +75,45 @@ def run(patcher: Any, precision: str = "fp16", **policy: Any) -> torch.Tensor:
     return sample(guarded(patcher, precision=precision, **policy), WAN, steps=STEPS)
 
 
-def off(made: torch.Tensor, twin: Any) -> float:
-    return distance(WAN, made, sample(twin, WAN, steps=STEPS))
+@cache
+def exact(kind: str, *, hot: bool) -> torch.Tensor:
+    """In fp32, by what the weights hold."""
+    return sample(quantised(kind, hot=hot)[1], WAN, steps=STEPS)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("hot", [False, True], ids=["healthy", "hot"])
-@pytest.mark.parametrize(("kind", "way"), WAYS)
+@cache
+def own_error(kind: str, *, hot: bool) -> float:
+    """How far off ComfyUI's own products are where all else is fp32."""
+    plain = quantised(kind, hot=hot, compute=torch.float32)[0]
+    return off(sample(plain, WAN, steps=STEPS), kind, hot=hot)
+
+
+def off(made: torch.Tensor, kind: str, *, hot: bool = True) -> float:
+    return distance(WAN, made, exact(kind, hot=hot))
+
+
+CASES = [(kind, way, hot, "fp16") for kind, way in WAYS for hot in (False, True)]
+CASES += [(kind, "own", True, "bf16") for kind in ON_CPU]
+
+
+@pytest.mark.parametrize(("kind", "way", "hot", "precision"), CASES)
 def test_each_step_multiplies_as_comfyui_would(kind: str, way: str, hot: bool, precision: str) -> None:
     """By its kernel, and then as far off as if all else were fp32; or dequantised, and then as near as half precision.
 
     Where ComfyUI alone clips the rows of fp8, which these are scaled for, it is farther off.
     """
-    patcher, twin = quantised(kind, way, hot=hot)
+    patcher, _ = quantised(kind, way, hot=hot)
     with counting() as counts:
         made = run(patcher, precision)
     assert ", all fine." in said[-1] and "dequantised" not in said[-1]
     number = layers_of(patcher) * STEPS
     assert (counts["products"], counts["dequantised"]) == ((number, 0) if way == "own" else (0, number))
-    if way == "own":
-        plain = sample(quantised(kind, hot=hot, compute=torch.float32)[0], WAN, steps=STEPS)
-        assert off(made, twin) <= 1.4 * off(plain, twin)
-    else:
-        assert off(made, twin) <= {"fp16": 3e-3, "bf16": 3e-2}[precision]
+    assert off(made, kind, hot=hot) <= (1.4 * own_error(kind, hot=hot) if way == "own" else 3e-3)
 
 
-def products(kind: str) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
-    """A layer's product with a bias, by what a run has of it; and its weights in fp32."""
-    weight = torch.randn((32, INPUTS), generator=torch.Generator().manual_seed(1)).half() / 8
+def products(kind: str, stored: torch.dtype = torch.float16) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
+    """A layer's product, by what a run has of it; and its weights in fp32. stored: what they say that they are."""
+    weight = torch.randn((32, INPUTS), generator=torch.Generator().manual_seed(1)).to(stored) / 8
     return product(kind, weight), held(kind, weight).float().dequantize()
 
 
@@ -127,11 +140,14 @@ def by_rows(made: torch.Tensor, exact: torch.Tensor) -> float:
 ROUNDED = dict.fromkeys(FORMATS, 0.01) | {"float8_e4m3fn": 0.04, "float8_e5m2": 0.04, "convrot_w4a4": 0.2}
 
 
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("without_gradients", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("kind", ON_CPU)
-def test_a_product_is_right_but_for_what_its_rows_are_rounded_to(kind: str, without_gradients: Any) -> None:
+def test_a_product_is_right_but_for_what_its_rows_are_rounded_to(
+    kind: str, without_gradients: Any, stored: torch.dtype
+) -> None:
     """What they are rounded to is their product with the identity, which each format holds up to a scale."""
-    call, whole = products(kind)
+    call, whole = products(kind, stored)
     given, bias = rows(1e-6, 1.0, 1e3, 1e6, 1e30), torch.linspace(-1e-7, 1e-7, 32)
     with without_gradients(), counting() as counts:
         made = call(given, bias=bias)
@@ -165,7 +181,7 @@ SEEN = {  # call of the network: what is said of it; the second is computed by a
 @pytest.mark.parametrize("call", SEEN)
 @pytest.mark.parametrize("kind", ON_CPU)
 def test_the_guard_sees_what_breaks_before_a_product(kind: str, call: int) -> None:
-    patcher, twin = quantised(kind)
+    patcher, _ = quantised(kind)
     calls = list[Any]()
 
     def breaks_once(_layer: Any, args: Any) -> Any:
@@ -175,7 +191,7 @@ def test_the_guard_sees_what_breaks_before_a_product(kind: str, call: int) -> No
     with patcher.model.diffusion_model.get_submodule(FEED).register_forward_pre_hook(breaks_once):
         made = run(patcher)
     assert SEEN[call] in said[-1]
-    assert off(made, twin) <= 1.4 * off(run(patcher), twin)
+    assert off(made, kind, hot=False) <= 1.4 * own_error(kind, hot=False)
 
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
@@ -191,41 +207,48 @@ def test_a_lora_is_in_the_products(kind: str, lowvram: bool) -> None:
         made = run(patcher)
     assert counts["products"] == (layers_of(patcher) - lowvram) * STEPS
     assert not lowvram or counts["dequantised"] == STEPS  # else it is when the LoRA is merged
-    plain = sample(quantised(kind, hot=True, compute=torch.float32)[0], WAN, steps=STEPS)
-    without = quantised(kind, hot=True)[1]
-    assert off(made, twin) <= 1.4 * off(plain, without)
-    assert off(made, twin) < off(made, without)
+    assert distance(WAN, made, sample(twin, WAN, steps=STEPS)) <= min(1.4 * own_error(kind, hot=True), off(made, kind))
+
+
+@pytest.mark.parametrize("way", CARDS)
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
+def test_weights_that_come_as_layers_run_stay_quantised(kind: str, way: str) -> None:
+    patcher, _ = quantised(kind, hot=True)
+    with CARDS[way](), counting() as counts:
+        made = run(streamed(patcher, way))
+    layers = layers_of(patcher)
+    assert counts["products"] == layers * STEPS and counts["dequantised"] <= layers  # once, as the model is loaded
+    assert off(made, kind) <= 1.4 * own_error(kind, hot=True)
 
 
 @pytest.mark.parametrize("kind", ON_CPU)
 def test_what_overflows_is_scaled_from_then_on(kind: str) -> None:
-    patcher, twin = quantised(kind, hot=True)
+    patcher, _ = quantised(kind, hot=True)
     run(patcher, "inherit", scope="learned")
     assert f"{STEPS} steps, 1 recomputed in fp32." in said[-1]
     with counting() as counts:
         made = run(patcher, "inherit", scope="learned")
     assert ", all fine." in said[-1]
     assert (counts["products"], counts["dequantised"]) == (layers_of(patcher) * STEPS, 0)
-    plain = sample(quantised(kind, hot=True, compute=torch.float32)[0], WAN, steps=STEPS)
-    assert off(made, twin) <= 1.4 * off(plain, twin)
+    assert off(made, kind) <= 1.4 * own_error(kind, hot=True)
 
 
 @pytest.mark.parametrize("kind", IN_HALF)
 def test_what_has_no_kernel_here_is_dequantised_and_the_report_says_why(kind: str) -> None:
-    patcher, twin = quantised(kind, hot=True)
+    patcher, _ = quantised(kind, hot=True)
     with counting() as counts:
         made = run(patcher)
-    assert off(made, twin) <= 3e-3
+    assert off(made, kind) <= 3e-3
     assert counts["dequantised"] == layers_of(patcher) * STEPS and counts["products"] == 1
     assert f"{FORMATS[kind].layout} weights are dequantised in each step: ValueError: CPU does not" in said[-1]
 
 
 def test_a_format_that_nobody_knows_is_dequantised_and_the_report_says_so() -> None:
-    patcher, twin = quantised("int8", hot=True)
+    patcher, _ = quantised("int8", hot=True)
     with patch.dict(module("comfyui_host.layers")._ROWS), counting() as counts:
         del module("comfyui_host.layers")._ROWS["TensorWiseINT8Layout"]
         made = run(patcher)
-    assert off(made, twin) <= 3e-3 and counts["products"] == 0
+    assert off(made, "int8") <= 3e-3 and counts["products"] == 0
     assert "TensorWiseINT8Layout weights are dequantised in each step: no kernel is known" in said[-1]
 
 
@@ -245,9 +268,9 @@ def test_kernels_that_give_half_precision_alone_have_float32s_range(kind: str) -
 
         return (whole(a, "a") @ whole(b, "b").T).to(out_dtype)
 
-    patcher, twin = quantised(kind, hot=True)
+    patcher, _ = quantised(kind, hot=True)
     with patch.object(kitchen, f"scaled_mm_{kind}", kernel), counting() as counts:
         made = run(patcher)
     assert ", all fine." in said[-1] and "dequantised" not in said[-1]
     assert (counts["products"], counts["dequantised"]) == (layers_of(patcher) * STEPS, 0)
-    assert off(made, twin) <= {"nvfp4": 0.5, "mxfp8": 0.15}[kind]
+    assert off(made, kind) <= {"nvfp4": 0.5, "mxfp8": 0.15}[kind]
