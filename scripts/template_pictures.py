@@ -25,16 +25,19 @@ WORKFLOWS = ROOT / "workflows"
 COLOURS = {  # model → sky and hills of its pictures
     "CogVideoX 2B": ("#a9d8c8", "#30597a"),
     "CogVideoX 5B": ("#8fc7e8", "#2f6b5e"),
-    "CogVideoX1.5 5B": ("#ffb37a", "#3a4a78"),
     "CogView3-Plus": ("#f6d57a", "#8a4b3c"),
     "CogView4": ("#f3e3b0", "#8c6239"),
+    "Flux.2": ("#ffd9a0", "#5a3f78"),
+    "LTX-2.3": ("#ffb37a", "#3a4a78"),
+    "MiniMax H3": ("#f7a8b8", "#4a2f5e"),
     "Qwen-Image": ("#e7b8ff", "#58307a"),
     "SD 1.5": ("#ffd2c2", "#7a3b3b"),
     "SVD": ("#c4b8f0", "#3d3a6e"),
     "Wan 2.1": ("#9fe0dc", "#1f5f6b"),
+    "Wan 2.2 14B": ("#8fdcd0", "#245a7a"),
     "Z-Image": ("#b9efb0", "#2f6d3a"),
 }
-PROMPTS = ("OneDiffGuardEncodePrompt", "CLIPTextEncode")
+PROMPTS = ("OneDiffGuardEncodePrompt", "CLIPTextEncode", "MiniMaxH3ImageToVideo")
 LORA = ("#f2c3d7", "#6b4a7d")  # in place of its model's
 TITLE = re.compile(r"(?P<model>.+?)(?P<native> native)? (?P<starts>text|image|video) to (?P<makes>image|video)\b")
 CARD = 1.46  # side of a card; the picture has 4

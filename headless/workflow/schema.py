@@ -58,10 +58,15 @@ class InputSpec:
         return bool(self.config.get("forceInput") or (not self.required and self.config.get("defaultInput")))
 
     @property
+    def kind(self) -> str:
+        """What a value of it is: its type, and of one that takes several ("FLOAT,INT") its widget's."""
+        named = self.config.get("widgetType")
+        return named if isinstance(named, str) else self.type
+
+    @property
     def widget(self) -> str | None:
         """The kind of widget that the browser shows for it; it stores that one's value in `widgets_values`."""
-        kind = self.config.get("widgetType", self.type)
-        return kind if isinstance(kind, str) and kind in WIDGETS and not self.forced else None
+        return self.kind if self.kind in WIDGETS and not self.forced else None
 
     @property
     def default(self) -> Any:

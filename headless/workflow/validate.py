@@ -125,14 +125,14 @@ def _link(spec: InputSpec, link: Link, graph: Graph, schemas: Mapping[str, Schem
 
 def _converted(spec: InputSpec, value: Any) -> Any:
     """The value as its input's type; text is read, nothing is rounded. Raises ValueError."""
-    if spec.type not in schemas_of.WIDGETS:
+    if spec.kind not in schemas_of.WIDGETS:
         raise ValueError(f"takes a link to a node that gives {spec.type}, found the value {_told(value)}")
-    if spec.type == "STRING":
+    if spec.kind == "STRING":
         return str(value)
-    if spec.type not in TYPES:
+    if spec.kind not in TYPES:
         return value
-    read, expected = TYPES[spec.type]
-    if spec.type == "BOOLEAN" or not isinstance(value, bool):
+    read, expected = TYPES[spec.kind]
+    if spec.kind == "BOOLEAN" or not isinstance(value, bool):
         with suppress(ValidationError):
             return read.validate_python(value)
     raise ValueError(f"is {_told(value)}, expected {expected}")
@@ -146,7 +146,7 @@ def _check_range(spec: InputSpec, value: Any) -> None:
             "one of its options, but there is none (is its folder empty?)" if not options else f"one of {options}"
         )
         raise ValueError(f"is {_told(value)}, expected {expected}")
-    if spec.type in {"INT", "FLOAT"}:
+    if spec.kind in {"INT", "FLOAT"}:
         low, high = spec.config.get("min"), spec.config.get("max")
         if low is not None and value < low:
             raise ValueError(f"is {shown(value)}, must be at least {low}")

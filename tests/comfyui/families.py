@@ -20,7 +20,6 @@ MODELS = {  # folder that a workflow names → which small model stands in for i
     OVERFLOWING: "2b stream",
     RERUN: "2b inside",
     "CogVideoX-5b": "5b",
-    "CogVideoX1.5-5B": "1.5",
     "CogVideoX-5b-I2V": "5b-i2v",
     "CogView3-Plus-3B": "cogview3",
     "CogView4-6B": "cogview4",

@@ -16,7 +16,7 @@ from templates import api_file
 
 GUARD = "OneDiffGuardNaNGuardNative"
 GUARDED = ("model", "vae")
-SMALL = {"width": 16, "height": 16, "video_frames": 2, "steps": 2}
+SMALL = {"width": 16, "height": 16, "steps": 2}
 HOT = "overflowing_"
 Graph = dict[str, Any]
 
@@ -39,14 +39,6 @@ CASES = {
         "AutoencoderKL",
         (1, 16, 16),
         native_checkpoints.write_sd15,
-    ),
-    "native_svd_image_to_video": Case(
-        comfyui_nodes.SVD_FILE,
-        "ImageOnlyCheckpointLoader",
-        "SVD_img2vid",
-        "AutoencodingEngine",
-        (2, 16, 16),
-        native_checkpoints.write_svd,
     ),
 }
 

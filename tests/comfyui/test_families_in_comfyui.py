@@ -21,8 +21,6 @@ API = legs.ROOT / "workflows" / "api"
 ELSEWHERE = ("cogvideox_text_to_video", "native_")  # test_in_comfyui.py, test_native_workflows.py
 WORKFLOWS = sorted(path.stem for path in API.glob("*.json") if not path.stem.startswith(ELSEWHERE))
 SIZES = {  # frames, height, width
-    "cogvideox_5b_text_to_video": (9, 64, 96),
-    "cogvideox_1_5_text_to_video": (9, 64, 96),
     "cogvideox_lora_text_to_video": (9, 64, 96),
     "cogvideox_image_to_video": (9, 64, 96),
     "cogvideox_video_to_video": (9, 64, 96),

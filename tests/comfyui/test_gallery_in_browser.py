@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
 ]
 
-NAME = "cogvideox_5b_text_to_video"
+NAME = "cogvideox_lora_text_to_video"
 SIZES = {"width": 96, "height": 64, "frames": 9, "steps": 2}  # a CPU would take days over the template's own
 CATEGORY = f'text="{legs.FOLDER}"'
 CARD = "template-workflow-"

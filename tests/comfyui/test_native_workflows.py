@@ -1,4 +1,5 @@
-"""The shipped workflows for ComfyUI's own models, run in a current ComfyUI on checkpoints that its loaders take.
+"""The shipped workflow for one of ComfyUI's own models in one file, run in a current ComfyUI on checkpoints that its
+loader takes.
 
 On a CPU ComfyUI computes in fp32 whatever its flags say: `--fp16-vae` holds for the VAE alone. So the graphs get its
 own ModelComputeDtype. A healthy and an overflowing checkpoint of each model, 2 steps, 16×16 pixels.
@@ -115,7 +116,7 @@ def test_an_overflowing_model_is_black_without_the_guards_and_right_with_them(
     assert all(profile["learned"]["all_layers_scaled"] for profile in kept)
     right = in_fp32[name]
     assert guarded.frames.shape == right.frames.shape == (*case.size, 3)
-    assert plain.frames.max() == 0  # of as many frames as differ: an animated WEBP keeps one of equal ones
+    assert plain.frames.max() == 0
     assert all(frame.std() > 2 for frame in right.frames)
     difference = np.abs(guarded.frames.astype(int) - right.frames).max() / 255
     print(f"{name}: largest difference {difference:.4f}")
@@ -158,7 +159,7 @@ def test_the_page_runs_it_and_shows_both_reports_on_the_guard(
         assert (canvas.missing(), canvas.notices()) == ([], [])
         shipped = json.loads(api_file(name).read_text(encoding="utf-8"))
         assert canvas.prompt_as(shipped) == shipped
-        sizes = ("EmptyLatentImage", "SVD_img2vid_Conditioning", "KSampler")
+        sizes = ("EmptyLatentImage", "KSampler")
         canvas.set_widgets({f"{node}.{key}": value for node in sizes for key, value in SMALL.items()})
         canvas.set_widgets({f"{case.loader}.ckpt_name": HOT + case.file})
         canvas.insert("ModelComputeDtype", before=GUARD, dtype="fp16")

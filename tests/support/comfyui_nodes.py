@@ -10,17 +10,41 @@ from __future__ import annotations
 from typing import Any
 
 MAX_SIZE = 16384  # ComfyUI's MAX_RESOLUTION
-SD15_FILE, SVD_FILE = "v1-5-pruned-emaonly-fp16.safetensors", "svd_xt.safetensors"
+SD15_FILE = "v1-5-pruned-emaonly-fp16.safetensors"
+LTX_FILE = "ltx-2.3-22b-dev-fp8.safetensors"
 FILES = {  # that the workflows with a loader for each part name, by the folder in ComfyUI's models
     "diffusion_models": [
-        "cogvideox1.5_5b.safetensors",
+        "flux2_dev_fp8mixed.safetensors",
+        "minimax_h3_fl2va_pruned_int8_convrot.safetensors",
         "qwen_image_fp8_e4m3fn.safetensors",
+        "wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors",
+        "wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors",
         "z_image_turbo_bf16.safetensors",
     ],
-    "text_encoders": ["t5xxl_fp16.safetensors", "qwen_2.5_vl_7b_fp8_scaled.safetensors", "qwen_3_4b.safetensors"],
-    "vae": ["cogvideox_vae.safetensors", "qwen_image_vae.safetensors", "ae.safetensors"],
+    "text_encoders": [
+        "gemma_3_12B_it_fp4_mixed.safetensors",
+        "mistral_3_small_flux2_bf16.safetensors",
+        "qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors",
+        "qwen_2.5_vl_7b_fp8_scaled.safetensors",
+        "qwen_3_4b.safetensors",
+        "umt5_xxl_fp8_e4m3fn_scaled.safetensors",
+    ],
+    "vae": [
+        "ae.safetensors",
+        "full_encoder_small_decoder.safetensors",
+        "minimax_h3_audio_vae_fp32.safetensors",
+        "minimax_h3_video_vae_int8_convrot.safetensors",
+        "qwen_image_vae.safetensors",
+        "wan_2.1_vae.safetensors",
+    ],
+    "checkpoints": [LTX_FILE],
+    "loras": ["ltx_2.3_22b_distilled_1.1_lora_dynamic_fro09_avg_rank_111_bf16.safetensors"],
 }
-FILE_INPUTS = {"ckpt_name", "file", "unet_name", "clip_name", "vae_name"}
+FILE_INPUTS = {"ckpt_name", "file", "unet_name", "clip_name", "text_encoder", "vae_name", "lora_name"}
+CHECKPOINTS = [SD15_FILE, LTX_FILE]
+SEED = ("INT", {"default": 0, "min": 0, "max": 2**64 - 1, "control_after_generate": True})
+ON_OFF = ["enable", "disable"]
+SAMPLERS = ["euler", "res_multistep"]  # of many
 SCHEDULERS = ["simple", "sgm_uniform", "karras", "exponential", "ddim_uniform", "beta", "normal"]  # the first
 
 
@@ -35,27 +59,11 @@ def _size(default: int) -> tuple[str, dict[str, Any]]:
 DECLARED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # inputs, outputs
     "LoadVideo": ({"file": (["video.mp4"], {"video_upload": True})}, ("VIDEO",)),
     "GetVideoComponents": ({"video": ("VIDEO",)}, ("IMAGE", "AUDIO", "FLOAT")),
-    "CheckpointLoaderSimple": ({"ckpt_name": ([SD15_FILE],)}, ("MODEL", "CLIP", "VAE")),
-    "ImageOnlyCheckpointLoader": ({"ckpt_name": ([SVD_FILE],)}, ("MODEL", "CLIP_VISION", "VAE")),
+    "CheckpointLoaderSimple": ({"ckpt_name": (CHECKPOINTS,)}, ("MODEL", "CLIP", "VAE")),
     "CLIPTextEncode": ({"text": ("STRING", {"multiline": True}), "clip": ("CLIP",)}, ("CONDITIONING",)),
     "EmptyLatentImage": (
         {"width": _size(512), "height": _size(512), "batch_size": _number("INT", 1, 1, 4096)},
         ("LATENT",),
-    ),
-    "VideoLinearCFGGuidance": ({"model": ("MODEL",), "min_cfg": _number("FLOAT", 1.0, 0.0, 100.0)}, ("MODEL",)),
-    "SVD_img2vid_Conditioning": (
-        {
-            "clip_vision": ("CLIP_VISION",),
-            "init_image": ("IMAGE",),
-            "vae": ("VAE",),
-            "width": _size(1024),
-            "height": _size(576),
-            "video_frames": _number("INT", 14, 1, 4096),
-            "motion_bucket_id": _number("INT", 127, 1, 1023),
-            "fps": _number("INT", 6, 1, 1024),
-            "augmentation_level": _number("FLOAT", 0.0, 0.0, 10.0),
-        },
-        ("CONDITIONING", "CONDITIONING", "LATENT"),
     ),
     "KSampler": (
         {
@@ -63,7 +71,7 @@ DECLARED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # inputs, outpu
             "seed": _number("INT", 0, 0, 2**64 - 1),
             "steps": _number("INT", 20, 1, 10000),
             "cfg": _number("FLOAT", 8.0, 0.0, 100.0),
-            "sampler_name": (["euler", "res_multistep"],),  # of many
+            "sampler_name": (SAMPLERS,),
             "scheduler": (SCHEDULERS,),
             "positive": ("CONDITIONING",),
             "negative": ("CONDITIONING",),
@@ -72,7 +80,74 @@ DECLARED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # inputs, outpu
         },
         ("LATENT",),
     ),
+    "KSamplerAdvanced": (
+        {
+            "model": ("MODEL",),
+            "add_noise": (ON_OFF,),
+            "noise_seed": SEED,
+            "steps": _number("INT", 20, 1, 10000),
+            "cfg": _number("FLOAT", 8.0, 0.0, 100.0),
+            "sampler_name": (SAMPLERS,),
+            "scheduler": (SCHEDULERS,),
+            "positive": ("CONDITIONING",),
+            "negative": ("CONDITIONING",),
+            "latent_image": ("LATENT",),
+            "start_at_step": _number("INT", 0, 0, 10000),
+            "end_at_step": _number("INT", 10000, 0, 10000),
+            "return_with_leftover_noise": (ON_OFF[::-1],),
+        },
+        ("LATENT",),
+    ),
+    "SamplerCustomAdvanced": (
+        {
+            "noise": ("NOISE",),
+            "guider": ("GUIDER",),
+            "sampler": ("SAMPLER",),
+            "sigmas": ("SIGMAS",),
+            "latent_image": ("LATENT",),
+        },
+        ("LATENT", "LATENT"),
+    ),
+    "RandomNoise": ({"noise_seed": SEED}, ("NOISE",)),
+    "KSamplerSelect": ({"sampler_name": (SAMPLERS,)}, ("SAMPLER",)),
+    "BasicScheduler": (
+        {
+            "model": ("MODEL",),
+            "scheduler": (SCHEDULERS,),
+            "steps": _number("INT", 20, 1, 10000),
+            "denoise": _number("FLOAT", 1.0, 0.0, 1.0),
+        },
+        ("SIGMAS",),
+    ),
+    "Flux2Scheduler": (
+        {"steps": _number("INT", 20, 1, 4096), "width": _size(1024), "height": _size(1024)},
+        ("SIGMAS",),
+    ),
+    "ManualSigmas": ({"sigmas": ("STRING", {"default": "1, 0.5", "multiline": False})}, ("SIGMAS",)),
+    "BasicGuider": ({"model": ("MODEL",), "conditioning": ("CONDITIONING",)}, ("GUIDER",)),
+    "CFGGuider": (
+        {
+            "model": ("MODEL",),
+            "positive": ("CONDITIONING",),
+            "negative": ("CONDITIONING",),
+            "cfg": _number("FLOAT", 8.0, 0.0, 100.0),
+        },
+        ("GUIDER",),
+    ),
     "VAEDecode": ({"samples": ("LATENT",), "vae": ("VAE",)}, ("IMAGE",)),
+    "VAEDecodeTiled": (
+        {
+            "samples": ("LATENT",),
+            "vae": ("VAE",),
+            "tile_size": _number("INT", 512, 64, 4096),
+            "overlap": _number("INT", 64, 0, 4096),
+            "temporal_size": _number("INT", 64, 8, 4096),
+            "temporal_overlap": _number("INT", 8, 4, 4096),
+        },
+        ("IMAGE",),
+    ),
+    "VAEDecodeAudio": ({"samples": ("LATENT",), "vae": ("VAE",)}, ("AUDIO",)),
+    "LTXVAudioVAEDecode": ({"samples": ("LATENT",), "audio_vae": ("VAE",)}, ("AUDIO",)),
     "UNETLoader": (
         {"unet_name": (FILES["diffusion_models"],), "weight_dtype": (["default", "fp8_e4m3fn"],)},
         ("MODEL",),
@@ -80,22 +155,98 @@ DECLARED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # inputs, outpu
     "CLIPLoader": (
         {
             "clip_name": (FILES["text_encoders"],),
-            "type": (["stable_diffusion", "lumina2", "qwen_image", "cogvideox"],),  # of many
+            "type": (["stable_diffusion", "lumina2", "wan", "qwen_image", "flux2", "minimax"],),  # of many
             "device": (["default", "cpu"],),
         },
         ("CLIP",),
     ),
     "VAELoader": ({"vae_name": (FILES["vae"],)}, ("VAE",)),
+    "LTXVAudioVAELoader": ({"ckpt_name": (CHECKPOINTS,)}, ("VAE",)),
+    "LTXAVTextEncoderLoader": (
+        {
+            "text_encoder": (FILES["text_encoders"],),
+            "ckpt_name": (CHECKPOINTS,),
+            "device": (["default", "cpu"],),
+        },
+        ("CLIP",),
+    ),
+    "LoraLoaderModelOnly": (
+        {"model": ("MODEL",), "lora_name": (FILES["loras"],), "strength_model": _number("FLOAT", 1.0, -100.0, 100.0)},
+        ("MODEL",),
+    ),
+    "ModelSamplingSD3": ({"model": ("MODEL",), "shift": _number("FLOAT", 3.0, 0.0, 100.0)}, ("MODEL",)),
     "ModelSamplingAuraFlow": ({"model": ("MODEL",), "shift": _number("FLOAT", 1.73, 0.0, 100.0)}, ("MODEL",)),
     "ConditioningZeroOut": ({"conditioning": ("CONDITIONING",)}, ("CONDITIONING",)),
     "EmptySD3LatentImage": (
         {"width": _size(1024), "height": _size(1024), "batch_size": _number("INT", 1, 1, 4096)},
         ("LATENT",),
     ),
+    "EmptyFlux2LatentImage": (
+        {"width": _size(1024), "height": _size(1024), "batch_size": _number("INT", 1, 1, 4096)},
+        ("LATENT",),
+    ),
+    "EmptyHunyuanLatentVideo": (
+        {
+            "width": _size(848),
+            "height": _size(480),
+            "length": _number("INT", 25, 1, MAX_SIZE),
+            "batch_size": _number("INT", 1, 1, 4096),
+        },
+        ("LATENT",),
+    ),
+    "EmptyLTXVLatentVideo": (
+        {
+            "width": _number("INT", 768, 64, MAX_SIZE),
+            "height": _number("INT", 512, 64, MAX_SIZE),
+            "length": _number("INT", 97, 1, MAX_SIZE),
+            "batch_size": _number("INT", 1, 1, 4096),
+        },
+        ("LATENT",),
+    ),
+    "LTXVEmptyLatentAudio": (
+        {
+            "frames_number": _number("INT", 97, 1, 1000),
+            "frame_rate": ("FLOAT,INT", {"default": 25.0, "min": 1.0, "max": 1000.0, "widgetType": "FLOAT"}),
+            "batch_size": _number("INT", 1, 1, 4096),
+            "audio_vae": ("VAE",),
+        },
+        ("LATENT",),
+    ),
+    "LTXVConcatAVLatent": ({"video_latent": ("LATENT",), "audio_latent": ("LATENT",)}, ("LATENT",)),
+    "LTXVSeparateAVLatent": ({"av_latent": ("LATENT",)}, ("LATENT", "LATENT")),
+    "LTXVConditioning": (
+        {
+            "positive": ("CONDITIONING",),
+            "negative": ("CONDITIONING",),
+            "frame_rate": _number("FLOAT", 25.0, 0.0, 1000.0),
+        },
+        ("CONDITIONING", "CONDITIONING"),
+    ),
+    "FluxGuidance": (
+        {"conditioning": ("CONDITIONING",), "guidance": _number("FLOAT", 3.5, 0.0, 100.0)},
+        ("CONDITIONING",),
+    ),
+    "MiniMaxH3ImageToVideo": (
+        {
+            "clip": ("CLIP",),
+            "vae": ("VAE",),
+            "prompt": ("STRING", {"multiline": True, "dynamicPrompts": True}),
+            "width": _number("INT", 1344, 32, MAX_SIZE),
+            "height": _number("INT", 768, 32, MAX_SIZE),
+            "length": _number("INT", 124, 5, 3600),
+            "first_frame": ("IMAGE",),
+            "last_frame": ("IMAGE",),
+        },
+        ("CONDITIONING", "LATENT"),
+    ),
 }
-OPTIONAL = {"CLIPLoader": {"device"}}
-NEWER = set[str]()  # not in 0.3.64
-NEWER_OPTIONS = {"cogvideox"}
+OPTIONAL = {"CLIPLoader": {"device"}, "MiniMaxH3ImageToVideo": {"first_frame", "last_frame"}}
+NEWER = {  # not in 0.3.64
+    *("EmptyFlux2LatentImage", "Flux2Scheduler", "MiniMaxH3ImageToVideo"),
+    *("LTXAVTextEncoderLoader", "LTXVAudioVAELoader", "LTXVAudioVAEDecode", "LTXVEmptyLatentAudio"),
+    *("LTXVConcatAVLatent", "LTXVSeparateAVLatent", "ManualSigmas"),
+}
+NEWER_OPTIONS = {"flux2", "minimax"}
 
 
 def _node(name: str, inputs: dict[str, Any], outputs: tuple[str, ...]) -> type:

@@ -1,13 +1,12 @@
-"""Single files that ComfyUI's own loaders take for SD1.5 and for Stable Video Diffusion, as small as they may be.
+"""A single file that ComfyUI's own loader takes for SD1.5, as small as it may be.
 
-ComfyUI tells these models by the width of the UNet and of what it attends to, SVD also by how its blocks attend. Text
-encoder, image encoder and VAE it builds in the published sizes, whatever the file holds. So the UNets have few or
-narrow levels, the rest is of full size, and the encoders' layers do nothing but for the first: they are zeros.
+ComfyUI tells this model by the width of the UNet and of what it attends to. Text encoder and VAE it builds in the
+published sizes, whatever the file holds. So the UNet has one level, the rest is of full size, and the encoder's layers
+do nothing but for the first: they are zeros.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import svd_layout
@@ -18,35 +17,26 @@ from svd_layout import UNET, VAE, Keys, autoencoder, conv, norm, resblock, trans
 WIDTH, CONTEXT, EMBEDDED = 320, 768, 1280  # what SD1.5 is told by, and four times its width
 TEXT = "cond_stage_model.transformer.text_model."
 TOKENS, LENGTH, LAYERS = 49408, 77, 12
-SVD = replace(svd_layout.REAL, channels=(320,) * 4)
-ENCODERS = (f"{TEXT}encoder.layers.", f"{svd_layout.CLIP}visual.transformer.resblocks.")
+ENCODER = f"{TEXT}encoder.layers."
 OVERFLOWING = (  # these times 3e5 leave fp16's range; in fp32 the norm that follows takes the factor out again
     f"{UNET}input_blocks.1.0.in_layers.2.weight",
-    f"{VAE}encoder.mid.block_1.conv1.weight",
     f"{VAE}decoder.mid.block_1.conv1.weight",
 )
 
 
 def write_sd15(file: Path, *, overflows: bool) -> None:
-    _write(file, dict(sd15()), overflows)
-
-
-def write_svd(file: Path, *, overflows: bool) -> None:
-    _write(file, svd_layout.shapes(SVD, unused=False), overflows)
-
-
-def is_idle(key: str) -> bool:
-    """Whether it is of an encoder's layers that do nothing."""
-    return key.startswith(ENCODERS) and not key.startswith(tuple(f"{layers}0." for layers in ENCODERS))
-
-
-def _write(file: Path, shapes: dict[str, tuple[int, ...]], overflows: bool) -> None:
+    shapes = dict(sd15())
     idle = {key for key in shapes if is_idle(key)}
     weights = svd_layout.draw({key: shape for key, shape in shapes.items() if key not in idle})
     for key in OVERFLOWING if overflows else ():
         weights[key] *= 3e5
     halves = {key: weight.half() for key, weight in weights.items()}
     save_file(halves | {key: torch.zeros(shapes[key], dtype=torch.float16) for key in idle}, file)
+
+
+def is_idle(key: str) -> bool:
+    """Whether it is of the encoder's layers that do nothing."""
+    return key.startswith(ENCODER) and not key.startswith(f"{ENCODER}0.")
 
 
 def sd15() -> Keys:

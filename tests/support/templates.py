@@ -9,17 +9,18 @@ _VIDEO, _IMAGE = "no NaN or black frames in fp16", "no NaN or black image in fp1
 TITLES = {  # the API file → the title, in their order
     "cogvideox_text_to_video": f"CogVideoX 2B text to video - {_VIDEO}",
     "cogvideox_image_to_video": f"CogVideoX 5B image to video - {_VIDEO}",
-    "cogvideox_5b_text_to_video": f"CogVideoX 5B text to video - {_VIDEO}",
     "cogvideox_lora_text_to_video": f"CogVideoX 5B text to video with LoRA - {_VIDEO}",
     "cogvideox_video_to_video": f"CogVideoX 5B video to video - {_VIDEO}",
-    "cogvideox_1_5_text_to_video": f"CogVideoX1.5 5B text to video - {_VIDEO}",
     "cogview3_text_to_image": f"CogView3-Plus text to image - {_IMAGE}",
     "cogview4_text_to_image": f"CogView4 text to image - {_IMAGE}",
+    "native_flux2_text_to_image": f"Flux.2 native text to image - {_IMAGE}",
+    "native_ltx2_text_to_video": f"LTX-2.3 native text to video - {_VIDEO}",
+    "native_minimax_h3_text_to_video": f"MiniMax H3 native text to video - {_VIDEO}",
     "native_qwen_image_text_to_image": f"Qwen-Image native text to image - {_IMAGE}",
     "native_sd15_text_to_image": f"SD 1.5 native text to image - {_IMAGE}",
     "svd_image_to_video": f"SVD image to video - {_VIDEO}",
-    "native_svd_image_to_video": f"SVD native image to video - {_VIDEO}",
     "wan_text_to_video": f"Wan 2.1 text to video - {_VIDEO}",
+    "native_wan22_text_to_video": f"Wan 2.2 14B native text to video - {_VIDEO}",
     "native_z_image_text_to_image": f"Z-Image native text to image - {_IMAGE}",
 }
 

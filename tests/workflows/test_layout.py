@@ -16,11 +16,13 @@ FILES = sorted(WORKFLOWS.glob("*.json"))
 SCREEN = 1600, 900  # pixels
 FILLED = 0.75  # of the screen, by litegraph's fitToBounds
 PADDING = 20  # that the page adds to width and height
-READABLE = 0.75  # zoom: at 0.55 and less, the classic frontend draws no text
+READABLE, READABLE_OF_MANY = 0.75, 0.6  # zoom: at 0.55 and less, the classic frontend draws no text
+MANY = 16  # nodes: models with two experts, with sound
 TITLE = 30  # above a node's position
 SLOT = 20  # a row
 GROWTH = {  # below a node, in a run: a preview, a strip
     **dict.fromkeys(("OneDiffGuardSample", "KSampler", "SamplerCustomAdvanced"), 340),
+    "KSamplerSelect": 0,
     "OneDiffGuardNaNGuardNative": 300,
     "OneDiffGuardEncodePrompt": 260,
     "OneDiffGuardDecodeLatents": 180,
@@ -96,7 +98,7 @@ def zoom(placed: dict[str, Box]) -> float:
 def faults(graph: dict[str, Any]) -> list[str]:
     placed = boxes(graph)
     found = []
-    if (scale := zoom(placed)) < READABLE:
+    if (scale := zoom(placed)) < (READABLE_OF_MANY if len(placed) >= MANY else READABLE):
         found.append(f"it opens at {scale:.0%}")
     names = list(placed)
     for i, name in enumerate(names):
@@ -104,7 +106,8 @@ def faults(graph: dict[str, Any]) -> list[str]:
     for wire, points in wires(graph):
         found += [f"{wire} runs behind {name}" for name, box in placed.items() if any(box.holds(*p) for p in points)]
     for name, box in placed.items():
-        growth = next((more for kind, more in GROWTH.items() if name.split()[1].startswith(kind)), 0)
+        kinds = [kind for kind in GROWTH if name.split()[1].startswith(kind)]
+        growth = GROWTH[max(kinds, key=len)] if kinds else 0
         grown = box._replace(bottom=box.bottom + growth)
         found += [f"{name} will grow into {other}" for other in names if other != name and grown.meets(placed[other])]
     return found

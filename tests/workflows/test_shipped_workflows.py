@@ -18,6 +18,7 @@ from comfyui_onediff_guard.headless.workflow import schema, ui_format, ui_widget
 from comfyui_onediff_guard.headless.workflow.graph import Graph, Link, from_api, is_ui_format
 from comfyui_onediff_guard.headless.workflow.schema import Schema
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
+from comfyui_onediff_guard.trust.text import listed
 from PIL import Image
 from templates import TITLES, WORKFLOWS, api_file, ui_file
 
@@ -28,13 +29,20 @@ SERVER_ONLY = comfyui_nodes.NODE_CLASS_MAPPINGS
 CLASSES = {**HERE, **SERVER_ONLY}
 SCHEMAS = {name: schema.from_class(name, node) for name, node in CLASSES.items()}
 SAMPLING = {"KSampler", "VAEDecode"}
-LOADERS = {  # of the workflows for ComfyUI's own models
-    "native_sd15_text_to_image": "CheckpointLoaderSimple",
-    "native_svd_image_to_video": "ImageOnlyCheckpointLoader",
-}
-SPLIT = ("native_qwen_image_text_to_image", "native_z_image_text_to_image")
+NATIVE = [name for name in TITLES if name.startswith("native_")]  # for ComfyUI's own models
+SPLIT = [name for name in NATIVE if name != "native_sd15_text_to_image"]  # whose models come in several files
 GUARD = "OneDiffGuardNaNGuardNative"
-PART_LOADERS = {"UNETLoader": "diffusion_models", "CLIPLoader": "text_encoders", "VAELoader": "vae"}  # of these
+WITH_MODEL = ("KSampler", "KSamplerAdvanced", "BasicGuider", "CFGGuider")  # that sample with the MODEL they are given
+DECODERS = ("VAEDecode", "VAEDecodeTiled")  # of pictures
+PARTS = {  # input of a loader → folder of the files that it lists
+    "unet_name": "diffusion_models",
+    "clip_name": "text_encoders",
+    "text_encoder": "text_encoders",
+    "vae_name": "vae",
+    "lora_name": "loras",
+    "ckpt_name": "checkpoints",
+}
+PART_LOADERS = {"UNETLoader", "CLIPLoader", "VAELoader"}
 TEXT_TO_VIDEO = api_file("cogvideox_text_to_video")
 
 
@@ -57,8 +65,6 @@ def plain(graph: Graph) -> dict[str, Any]:
 
 MODELS = {  # workflow → the hub's page of its model, and GB of the files there that are loaded, as the hub lists them
     "cogvideox_text_to_video": ("THUDM/CogVideoX-2b", 13),
-    "cogvideox_5b_text_to_video": ("THUDM/CogVideoX-5b", 22),
-    "cogvideox_1_5_text_to_video": ("THUDM/CogVideoX1.5-5B", 31),
     "cogvideox_lora_text_to_video": ("THUDM/CogVideoX-5b", 22),
     "cogvideox_image_to_video": ("THUDM/CogVideoX-5b-I2V", 22),
     "cogvideox_video_to_video": ("THUDM/CogVideoX-5b", 22),
@@ -67,11 +73,14 @@ MODELS = {  # workflow → the hub's page of its model, and GB of the files ther
     "wan_text_to_video": ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 29),
     "svd_image_to_video": ("stabilityai/stable-video-diffusion-img2vid-xt", 9),
     "native_sd15_text_to_image": ("Comfy-Org/stable-diffusion-v1-5-archive", 2.1),
-    "native_svd_image_to_video": ("stabilityai/stable-video-diffusion-img2vid-xt", 9.6),
+    "native_flux2_text_to_image": ("Comfy-Org/flux2-dev", 71),
+    "native_ltx2_text_to_video": ("Lightricks/LTX-2.3-fp8", 41),
+    "native_minimax_h3_text_to_video": ("Comfy-Org/MiniMax-H3", 40),
     "native_qwen_image_text_to_image": ("Comfy-Org/Qwen-Image_ComfyUI", 30),
+    "native_wan22_text_to_video": ("Comfy-Org/Wan_2.2_ComfyUI_Repackaged", 36),
     "native_z_image_text_to_image": ("Comfy-Org/z_image_turbo", 21),
 }
-CHOSEN_BY = {"OneDiffGuardLoadPipeline", *LOADERS.values(), *PART_LOADERS}
+CHOSEN_BY = {"OneDiffGuardLoadPipeline", "CheckpointLoaderSimple", "LTXAVTextEncoderLoader", *PART_LOADERS}
 
 
 @pytest.fixture
@@ -105,34 +114,38 @@ def test_there_is_a_small_square_picture_of_every_workflow(path: Path) -> None:
         assert picture.width == picture.height
 
 
-@pytest.mark.parametrize("name", LOADERS)
-def test_a_native_workflow_has_the_guard_where_it_belongs(name: str) -> None:
-    nodes = api_graph(api_file(name)).nodes
-    sources = {
-        (node.class_type, key): nodes[link.node].class_type
-        for node in nodes.values()
-        for key, link in node.links().items()
-    }
-    assert sources["KSampler", "model"] == GUARD
-    assert {source for (_, key), source in sources.items() if key == "vae"} == {LOADERS[name], GUARD}
-    assert sources[GUARD, "vae"] == LOADERS[name]
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_native_workflow_has_a_guard_last_before_each_sampler_and_before_decoding(name: str) -> None:
+    """One for each model: Wan 2.2 has two."""
+    graph = api_graph(api_file(name))
+    nodes = graph.nodes
+    taken = {(id_, key): nodes[link.node] for id_, node in nodes.items() for key, link in node.links().items()}
+    models = {id_ for id_, node in nodes.items() if node.class_type in ("UNETLoader", "CheckpointLoaderSimple")}
+    guards = [taken[id_, "model"] for id_, node in nodes.items() if node.class_type in WITH_MODEL]
+    assert {guard.class_type for guard in guards} == {GUARD}
+    assert len({guard.id for guard in guards}) == len(guards) == len(models)
+    decoding = [taken[id_, "vae"] for id_, node in nodes.items() if node.class_type in DECODERS]
+    assert [guard.class_type for guard in decoding] == [GUARD]
+    assert taken[decoding[0].id, "vae"].class_type in ("VAELoader", "CheckpointLoaderSimple")
+    precisions = {guard.inputs["precision"] for guard in (*guards, *decoding)}
+    assert precisions == ({"auto"} if name in SPLIT else {"inherit"})
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_a_native_workflow_of_several_files_has_the_guard_last(name: str) -> None:
-    graph = api_graph(api_file(name))
-    nodes = graph.nodes
-    taken = {
-        (node.class_type, key): nodes[link.node].class_type
-        for node in nodes.values()
-        for key, link in node.links().items()
-    }
-    samplers = {"KSampler"} & graph.class_types()
-    assert {taken[sampler, "model"] for sampler in samplers} == {GUARD}
-    assert taken["VAEDecode", "vae"] == GUARD
-    assert taken[GUARD, "vae"] == "VAELoader"
-    precisions = {node.class_type: node.inputs["precision"] for node in nodes.values() if "precision" in node.inputs}
-    assert precisions == {GUARD: "auto"}
+def test_a_native_workflow_of_several_files_names_and_offers_each(name: str) -> None:
+    data = read(ui_file(name))
+    ((note,),) = (node["widgets_values"] for node in data["nodes"] if node["type"] == "MarkdownNote")
+    offered = {str(node["id"]): node["properties"].get("models", []) for node in data["nodes"]}
+    named: set[tuple[str, str]] = set()
+    for node in api_graph(api_file(name)).nodes.values():
+        files = {(node.inputs[key], folder) for key, folder in PARTS.items() if key in node.inputs}
+        assert files == {(model["name"], model["directory"]) for model in offered[node.id]}
+        for model in offered[node.id]:
+            assert model["url"].startswith("https://huggingface.co/") and model["url"].endswith(f"/{model['name']}")
+            assert f"[{model['name']}]({model['url']}), " in note and f"{model['directory']}/{model['name']}" in note
+        named |= files
+    assert all(file in comfyui_nodes.FILES[folder] for file, folder in named)
+    assert note.count("https://huggingface.co/") == len(named) + 1, "each once, and the page"
 
 
 @pytest.mark.parametrize("name", TITLES)
@@ -148,47 +161,41 @@ def test_the_note_names_the_model_its_size_and_what_to_do_without_it(name: str) 
     assert "ut its folder here" in about or re.search(r"put (it|them) here, and choose (it|each)", about)
 
 
-@pytest.mark.parametrize("name", SPLIT)
-def test_each_file_is_named_in_the_note_and_most_can_be_downloaded(name: str) -> None:
-    nodes = {node["type"]: node for node in read(ui_file(name))["nodes"]}
-    (note,) = nodes["MarkdownNote"]["widgets_values"]
-    for loader, folder in PART_LOADERS.items():
-        file = nodes[loader]["widgets_values"][0]
-        assert file in comfyui_nodes.FILES[folder] and f"{folder}/{file}" in note
-        offered = nodes[loader]["properties"].get("models", [])
-        assert bool(offered) is (file != "cogvideox1.5_5b.safetensors"), "it is made, as the note says"
-        for model in offered:
-            assert (model["name"], model["directory"]) == (file, folder)
-            assert model["url"].startswith("https://huggingface.co/") and model["url"].endswith(f"/{file}")
-            assert f"[{file}]({model['url']})" in note
-
-
 def test_which_workflows_need_a_server() -> None:
     """And the run without one says so, by the names of the nodes and of the two ways on."""
     graphs = {path.stem: api_graph(path) for path in API_FILES}
     needing = {name: graph.class_types() & set(SERVER_ONLY) for name, graph in graphs.items()}
     video = {"LoadVideo", "GetVideoComponents"}
-    guided = {"VideoLinearCFGGuidance", "SVD_img2vid_Conditioning", "ImageOnlyCheckpointLoader"}
     prompted = {*PART_LOADERS, "CLIPTextEncode"}
     shifted = {"ModelSamplingAuraFlow", "EmptySD3LatentImage"}
+    custom = {"SamplerCustomAdvanced", "RandomNoise", "KSamplerSelect"}
+    ltx = {"CheckpointLoaderSimple", "LTXAVTextEncoderLoader", "LTXVAudioVAELoader", "LoraLoaderModelOnly"}
+    ltx |= {"EmptyLTXVLatentVideo", "LTXVEmptyLatentAudio", "LTXVConcatAVLatent", "LTXVSeparateAVLatent"}
+    ltx |= {"CLIPTextEncode", "LTXVConditioning", "CFGGuider", "ManualSigmas", "VAEDecodeTiled", "LTXVAudioVAEDecode"}
+    minimax = {"MiniMaxH3ImageToVideo", "BasicGuider", "BasicScheduler", "VAEDecode", "VAEDecodeAudio"}
+    flux = {"EmptyFlux2LatentImage", "Flux2Scheduler", "FluxGuidance", "BasicGuider", "VAEDecode"}
+    wan = {"ModelSamplingSD3", "EmptyHunyuanLatentVideo", "KSamplerAdvanced", "VAEDecode"}
     assert {name: nodes for name, nodes in needing.items() if nodes} == {
         "cogvideox_video_to_video": video,
         "native_sd15_text_to_image": SAMPLING | {"CheckpointLoaderSimple", "CLIPTextEncode", "EmptyLatentImage"},
-        "native_svd_image_to_video": SAMPLING | guided,
+        "native_flux2_text_to_image": prompted | custom | flux,
+        "native_ltx2_text_to_video": custom | ltx,
+        "native_minimax_h3_text_to_video": PART_LOADERS | custom | minimax,
+        "native_wan22_text_to_video": prompted | wan,
         "native_qwen_image_text_to_image": SAMPLING | prompted | shifted,
         "native_z_image_text_to_image": SAMPLING | prompted | shifted | {"ConditioningZeroOut"},
     }
 
 
 @pytest.mark.parametrize("file", [ui_file, api_file])
-@pytest.mark.parametrize("name", [*LOADERS, *SPLIT, "cogvideox_video_to_video"])
+@pytest.mark.parametrize("name", [*NATIVE, "cogvideox_video_to_video"])
 def test_a_run_without_a_server_names_what_is_missing(
     file: Callable[[str], Path], name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert cli.main(["run", str(file(name)), "--out", str(tmp_path)]) == ExitCode.BAD_INPUT
     said = capsys.readouterr().err
     lacking = sorted(api_graph(api_file(name)).class_types() & set(SERVER_ONLY))
-    assert f"there is no node type {', '.join(lacking)}:" in said
+    assert f"there is no node type {listed(lacking)}:" in said
     assert "--server URL" in said and "--comfyui DIR" in said
 
 
@@ -228,9 +235,7 @@ FILES = {"model", "image", "lora", *comfyui_nodes.FILE_INPUTS}  # drop-downs wit
 CHOSEN = {
     # CogVideoX 2B and 5B were trained at 8 frames a second
     "cogvideox_text_to_video": {"fps"},
-    "cogvideox_5b_text_to_video": {"fps", "scheduler"},  # DPM is advised for 5B
-    "cogvideox_1_5_text_to_video": {"fps", "scheduler", "width", "height", "frames"},  # its own size
-    "cogvideox_lora_text_to_video": {"fps", "scheduler"},
+    "cogvideox_lora_text_to_video": {"fps", "scheduler"},  # DPM is advised for 5B
     "cogvideox_image_to_video": {"fps", "scheduler"},
     "cogvideox_video_to_video": {"scheduler"},
     "cogview3_text_to_image": {"guidance_scale"},  # as its authors use it
@@ -239,9 +244,18 @@ CHOSEN = {
     "svd_image_to_video": {"chunk", "fps"},  # memory; SVD's 7 frames a second in CreateVideo
     # as in ComfyUI's own examples of these models; scope: what fp16 does not hold costs one step
     "native_sd15_text_to_image": {"scheduler"},
-    "native_svd_image_to_video": {"cfg", "scheduler", "video_frames"},  # frames: SVD-XT's
     # as in ComfyUI's own templates of these
     # precision: fp16 with overflow protection in every layer where there is no bf16
+    "native_flux2_text_to_image": {"type", "guidance", "precision"},
+    "native_ltx2_text_to_video": {
+        *("strength_model", "sigmas", "cfg", "tile_size", "temporal_size", "temporal_overlap", "precision"),
+        *("width", "height", "length", "frames_number", "fps"),
+    },
+    "native_minimax_h3_text_to_video": {"type", "width", "height", "sampler_name", "fps", "precision"},
+    "native_wan22_text_to_video": {
+        *("type", "shift", "width", "height", "length", "cfg", "precision", "fps"),
+        *("add_noise", "start_at_step", "end_at_step", "return_with_leftover_noise"),
+    },
     "native_qwen_image_text_to_image": {"type", "shift", "width", "height", "cfg", "precision"},
     "native_z_image_text_to_image": {"type", "shift", "steps", "cfg", "sampler_name", "precision"},
 }
@@ -256,9 +270,10 @@ def test_the_workflow_shows_what_the_defaults_are(name: str) -> None:
             given = node.inputs.get(key)
             if spec.widget and key not in FILES and not isinstance(given, (Link, type(None))):
                 differing |= {key} if given != default(spec) else set()
-    prompt = {"native_svd": set(), "native": {"text"}, "svd": set()}
+    prompt = {"native_minimax": {"prompt"}, "native": {"text"}, "svd": set()}
     named = next((names for start, names in prompt.items() if name.startswith(start)), {"prompt"})
-    assert differing == {"seed", "filename_prefix"} | named | CHOSEN[name]
+    seed = {"seed", "noise_seed"}
+    assert differing & seed and differing - seed == {"filename_prefix"} | named | CHOSEN[name]
 
 
 def default(spec: schema.InputSpec) -> Any:

@@ -1,7 +1,8 @@
-"""The shipped workflows for ComfyUI's own models that come in several files: Qwen-Image, Z-Image, CogVideoX.
+"""The shipped workflows for ComfyUI's own models that come in several files: MiniMax H3, Wan 2.2, LTX-2, Flux.2,
+Qwen-Image, Z-Image.
 
 Their text encoders have one size, of billions of weights. So graphs are validated with empty files of these names, and
-run with small models in place of what the three loaders and the text encoders put out.
+run with small models in place of what the loaders and the text encoders put out. Sound is sampled, but not decoded.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import guard_video_vae
@@ -21,12 +23,29 @@ from in_comfyui import NODE_ID, PACK, on, said
 from native_models import CPU, LAYOUTS, VAE_SETTINGS, in_fp32, make_model, prompts, random_weights
 
 WORKFLOWS = Path(__file__).resolve().parents[3] / "workflows"
-NAMES = {  # workflow → the model and the VAE that stand in, and its pictures
+NAMES = {  # workflow → the model and the VAE that stand in (None: none does), and its pictures, or latents
+    "native_flux2_text_to_image": ("flux2", None, (1, 128, 4, 4)),
+    "native_ltx2_text_to_video": ("ltx2", "ltxv", (9, 64, 64, 3)),
+    "native_minimax_h3_text_to_video": ("minimax_h3", "minimax_h3", (5, 64, 64, 3)),
     "native_qwen_image_text_to_image": ("qwen_image", "wan2.1", (1, 64, 64, 3)),
+    "native_wan22_text_to_video": ("wan", "wan2.1", (5, 64, 64, 3)),
     "native_z_image_text_to_image": ("z_image", "", (1, 64, 64, 3)),
 }
-SMALL = {"width": 64, "height": 64, "steps": 2}
-FOLDERS = {"unet_name": "diffusion_models", "clip_name": "text_encoders", "vae_name": "vae"}  # by the loader's input
+STEPS = 2  # of each model
+SMALL = {"width": 64, "height": 64, "steps": STEPS, "length": 5, "sigmas": "1.0, 0.5, 0.0"}
+SMALLER = {  # what other sizes they have
+    "native_ltx2_text_to_video": {"length": 9, "frames_number": 9},
+    "native_wan22_text_to_video": {"steps": 2 * STEPS},
+}
+HALVES = {0: 0, 10: STEPS, 20: 2 * STEPS}  # where a model of two begins and ends
+FOLDERS = {  # by the loader's input
+    "unet_name": "diffusion_models",
+    "clip_name": "text_encoders",
+    "text_encoder": "text_encoders",
+    "vae_name": "vae",
+    "ckpt_name": "checkpoints",
+    "lora_name": "loras",
+}
 GUARD = "OneDiffGuardNaNGuardNative"
 Graph = dict[str, Any]
 
@@ -35,9 +54,10 @@ def shipped(name: str) -> Graph:
     return json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def files(graph: Graph) -> dict[str, str]:
-    """The names that its loaders have, by their inputs."""
-    return {key: value for node in graph.values() for key, value in node["inputs"].items() if key in FOLDERS}
+def files(graph: Graph) -> set[tuple[str, str]]:
+    """The folders and the names of what its loaders load."""
+    given = (item for node in graph.values() for item in node["inputs"].items())
+    return {(FOLDERS[key], value) for key, value in given if key in FOLDERS}
 
 
 def known() -> dict[str, Any]:
@@ -65,11 +85,11 @@ def there(name: str) -> str:
 def test_comfyui_finds_nothing_wrong_with_it(name: str, tmp_path: Path) -> None:
     """With files of these names in its folders."""
     execution, folder_paths = import_module("execution"), import_module("folder_paths")
-    for key, file in files(shipped(name)).items():
-        folder = tmp_path / FOLDERS[key]
+    for kind, file in files(shipped(name)):
+        folder = tmp_path / kind
         folder.mkdir(exist_ok=True)
         (folder / file).touch()
-        folder_paths.add_model_folder_path(FOLDERS[key], str(folder))
+        folder_paths.add_model_folder_path(kind, str(folder))
     valid, error, _, of_nodes = asyncio.run(execution.validate_prompt("1", shipped(name), None))
     assert (valid, error, of_nodes) == (True, None, {})
 
@@ -88,27 +108,47 @@ def test_a_healthy_run_is_the_same_where_fp16_stays_and_one_that_overflows_is_ri
     for card in ("cpu", "sm75"):
         said.clear()
         assert (run(name, layout, hot, card=card) - exact).norm() <= 0.02 * exact.norm()
-        (told,) = {text for text in said if "2 steps" in text and "VAE" not in text}
-        assert ("overflow protection in every layer; 2 steps, all fine" in told) is (card == "sm75"), told
+        told = {text for text in said if f"{STEPS} steps" in text and "VAE" not in text}
+        protected = [f"overflow protection in every layer; {STEPS} steps, all fine" in text for text in told]
+        assert told and all(protected) is (card == "sm75"), told  # the second of two models has the first's profile
+
+
+class Encoder:
+    """A text encoder: the same for each text."""
+
+    def __init__(self, prompt: Any):
+        self._prompt = prompt
+
+    def tokenize(self, text: str, **_pictures: Any) -> str:
+        return text
+
+    def encode_from_tokens_scheduled(self, _tokens: str) -> Any:
+        return self._prompt
 
 
 def run(name: str, layout: Any, model: Any, *, guarded: bool = True, card: str = "cpu") -> torch.Tensor:
-    """The pictures that the workflow's VAE Decode puts out."""
-    graph = shipped(name)
+    """The pictures that the workflow's VAE Decode puts out; where no VAE stands in, the latents that it is given."""
+    graph, kind_of_vae = shipped(name), NAMES[name][1]
     positive, negative = prompts(layout)
     made: dict[tuple[str, int], Any] = {}
+    sizes = SMALL | SMALLER.get(name, {})
     for id_, node in graph.items():
         kind = node["class_type"]
-        node["inputs"] |= {key: value for key, value in SMALL.items() if key in node["inputs"]}
-        if kind == "UNETLoader":
+        given = {key: value for key, value in node["inputs"].items() if not isinstance(value, list)}
+        node["inputs"] |= {key: sizes[key] for key in given if key in sizes}
+        node["inputs"] |= {key: HALVES[value] for key, value in given.items() if key.endswith("_at_step")}
+        if kind in ("UNETLoader", "CheckpointLoaderSimple", "LoraLoaderModelOnly"):
             made[id_, 0] = model
-        elif kind == "CLIPLoader":
-            made[id_, 0] = None
-        elif kind == "VAELoader":
-            made[id_, 0] = _vae(NAMES[name][1])
-        elif kind == "CLIPTextEncode":
+        if kind in ("CLIPLoader", "LTXAVTextEncoderLoader"):
+            made[id_, 0] = Encoder(positive)
+        if kind in ("VAELoader", "CheckpointLoaderSimple"):
+            made[id_, 0 if kind == "VAELoader" else 2] = None if kind_of_vae is None else _vae(kind_of_vae)
+        if kind == "LTXVAudioVAELoader":
+            made[id_, 0] = _sizes_of_sound(layout)
+        if kind == "CLIPTextEncode":
             made[id_, 0] = negative if node["_meta"]["title"].startswith("Negative") else positive
-    (decoder,) = [id_ for id_, node in graph.items() if node["class_type"] == "VAEDecode"]
+    (decoder,) = [id_ for id_, node in graph.items() if node["class_type"] in ("VAEDecode", "VAEDecodeTiled")]
+    latents = graph[decoder]["inputs"]["samples"]
 
     def output(id_: str, slot: int) -> Any:
         if (id_, slot) not in made:
@@ -120,7 +160,7 @@ def run(name: str, layout: Any, model: Any, *, guarded: bool = True, card: str =
         return made[id_, slot]
 
     with torch.inference_mode(), on(card) if card != "cpu" else nullcontext():
-        return output(decoder, 0)
+        return output(*latents)["samples"] if kind_of_vae is None else output(decoder, 0)
 
 
 def _call(kind: str, inputs: dict[str, Any]) -> Any:
@@ -130,6 +170,13 @@ def _call(kind: str, inputs: dict[str, Any]) -> Any:
     if hasattr(cls, "execute") and hasattr(cls, "define_schema"):
         return cls.execute(**inputs).result
     return getattr(cls(), cls.FUNCTION)(**inputs)
+
+
+def _sizes_of_sound(layout: Any) -> Any:
+    """Of a VAE, what is asked for to make empty latents."""
+    _, channels, length, bins = layout.sound
+    network = SimpleNamespace(latent_frequency_bins=bins, num_of_latents_from_frames=lambda *_: length)
+    return SimpleNamespace(latent_channels=channels, first_stage_model=network)
 
 
 def _vae(kind: str) -> Any:
