@@ -22,7 +22,7 @@ STATES = {  # dtype of the weights, and what they are cast to
 }
 FP16 = [state for state in STATES if "bf16" not in state]
 STEPS = 2
-HIDES = ["flux", "flux2", "hunyuan_video", "hunyuan_video_15"]  # it clips what overflows in fp16
+HIDES = ["flux", "flux2", "chroma", "hunyuan_video", "hunyuan_video_15"]  # it clips what overflows in fp16
 HIDES += ["lumina2", "z_image"] * hasattr(import_module("comfy.ldm.lumina.model"), "clamp_fp16")
 CLIPS_IN_FP32_TOO = ("ace",)
 HEAD = """\

@@ -137,6 +137,61 @@ Z_IMAGE = LUMINA2 | {
     "axes_dims": [32, 48, 48],
 }
 LUMINA2_MARK = "noise_refiner.0.attention.k_norm.weight"
+COSMOS_MARKS = {"blocks.0.mlp.layer1.weight": (256, 64)}
+CHROMA = {
+    "in_channels": 64,  # of a patch
+    "out_channels": 64,
+    "context_in_dim": 32,
+    "hidden_size": 48,
+    "mlp_ratio": 2.0,
+    "num_heads": 2,
+    "depth": 2,
+    "depth_single_blocks": 2,
+    "axes_dim": [8, 8, 8],
+    "out_dim": 48,
+    "hidden_dim": 64,
+    "n_layers": 2,
+}
+KREA2 = {
+    "features": 64,
+    "tdim": 32,
+    "txtdim": 16,
+    "heads": 4,
+    "kvheads": 2,
+    "multiplier": 2,
+    "layers": 2,
+    "channels": 16,
+    "txtlayers": 2,
+    "txtheads": 2,
+    "txtkvheads": 2,
+}
+COSMOS = {
+    "in_channels": 16,
+    "model_channels": 64,
+    "num_blocks": 2,
+    "num_heads": 2,
+    "crossattn_emb_channels": 32,
+    "adaln_lora_dim": 16,
+    "extra_per_block_abs_pos_emb": False,
+}
+ERNIE = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_layers": 2,
+    "ffn_hidden_size": 128,
+    "text_in_dim": 32,
+    "rope_axes_dim": (8, 12, 12),
+}
+IDEOGRAM4 = {
+    "in_channels": 128,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 32,
+    "intermediate_size": 128,
+    "adaln_dim": 16,
+    "llm_features_dim": 32,
+    "mrope_section": [6, 5, 5],
+}
 
 IMAGE_LAYOUTS = {
     "sd15": Layout(
@@ -202,6 +257,58 @@ IMAGE_LAYOUTS = {
         hot={"layers.0.feed_forward.w3.weight": 6e4},
         marks={"cap_embedder.1.weight": (3840, 32), LUMINA2_MARK: (128,), "cap_pad_token": (1, 3840)},
         ones={"attention_mask": (1, 7)},
+    ),
+    "chroma": Layout(
+        "Chroma",
+        CHROMA,
+        latents=(1, 16, 8, 8),
+        context=(1, 7, 32),
+        hot={"double_blocks.0.txt_mlp.2.weight": 8e4},
+        marks={
+            "img_in.weight": (48, 64),
+            "double_blocks.0.img_attn.norm.key_norm.scale": (24,),
+            "distilled_guidance_layer.0.norms.0.scale": (64,),
+        },
+    ),
+    "krea2": Layout(
+        "Krea2",
+        KREA2,
+        latents=(1, 16, 1, 8, 8),
+        context=(1, 7, 32),  # of two layers
+        hot={"blocks.0.mlp.up.weight": 1e5},
+        marks={"txtfusion.projector.weight": (1, 2)},
+    ),
+    "anima": Layout(
+        "Anima",
+        COSMOS,
+        latents=(1, 16, 1, 8, 8),
+        context=(1, 7, 32),  # refined before it is handed in
+        hot={"blocks.0.mlp.layer1.weight": 1e5},
+        marks=COSMOS_MARKS | {"llm_adapter.blocks.0.cross_attn.q_proj.weight": (32, 32)},
+    ),
+    "cosmos_predict2": Layout(
+        "CosmosT2IPredict2",
+        COSMOS,
+        latents=(1, 16, 1, 8, 8),
+        context=(1, 7, 32),
+        hot={"blocks.0.mlp.layer1.weight": 1e5},
+        marks=COSMOS_MARKS,
+    ),
+    "ernie_image": Layout(
+        "ErnieImage",
+        ERNIE,
+        latents=(1, 128, 4, 4),
+        context=(1, 7, 32),
+        hot={"layers.0.mlp.up_proj.weight": 1e5},
+        marks={"layers.0.mlp.linear_fc2.weight": (64, 128)},
+    ),
+    "ideogram4": Layout(
+        "Ideogram4",
+        IDEOGRAM4,
+        latents=(1, 128, 4, 4),
+        context=(1, 7, 32),
+        hot={"layers.0.feed_forward.w3.weight": 6e4},
+        marks={"embed_image_indicator.weight": (2, 64)},
     ),
 }
 
@@ -290,6 +397,17 @@ MINIMAX_H3 = {
     "time_embed_hidden_size": 48,
     "time_embed_dim": 24,
     "rope_inv_freq_len": 4,  # × 3 axes × 2: 24 of a head's 32
+}
+KANDINSKY5 = {
+    "in_text_dim": 32,
+    "in_text_dim2": 24,
+    "time_dim": 32,
+    "model_dim": 48,
+    "ff_dim": 96,
+    "visual_embed_dim": 132,  # of a patch: latents, those of a first picture, and where that is
+    "num_text_blocks": 1,
+    "num_visual_blocks": 2,
+    "axes_dims": (8, 8, 8),
 }
 ACE = {
     "num_layers": 2,
@@ -398,6 +516,15 @@ VIDEO_LAYOUTS = {
         marks={"video_patch_proj.weight": (48, 96), "audio_patch_proj.weight": (48, 32)},
         not_in_fp8=("q_norm.weight", "k_norm.weight"),
         cfg=1.0,  # it takes one prompt at a time
+    ),
+    "kandinsky5": Layout(
+        "Kandinsky5",
+        KANDINSKY5,
+        latents=(1, 16, 2, 8, 8),
+        context=(1, 7, 32),
+        hot={"visual_transformer_blocks.0.feed_forward.in_layer.weight": 1e5},
+        marks={"visual_transformer_blocks.0.cross_attention.key_norm.weight": (24,)},
+        extra={"pooled_output": (1, 24)},
     ),
     "ace": Layout(
         "ACEStep",

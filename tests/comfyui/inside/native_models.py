@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,14 +18,27 @@ CPU = torch.device("cpu")
 CARD = import_module("comfy.model_management").get_torch_device()  # the CPU, unless it was started for a card
 FP16_MAX = torch.finfo(torch.float16).max
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
-LYRICS = {"output_size": 32, "attention_heads": 2, "linear_units": 48, "num_blocks": 1}  # not in ACE-Step's config
+PARTS: tuple[tuple[str, str, dict[str, int]], ...] = (  # of networks, whose sizes are in no config
+    (
+        "comfy.ldm.ace.model",
+        "LyricEncoder",
+        {"output_size": 32, "attention_heads": 2, "linear_units": 48, "num_blocks": 1},
+    ),
+    (
+        "comfy.ldm.anima.model",
+        "LLMAdapter",
+        {"source_dim": 32, "target_dim": 32, "model_dim": 32, "num_layers": 1, "num_heads": 2},
+    ),
+)
+SCALES_FROM_1 = "comfy.ldm.krea2.model"  # whose norms scale by 1 more than their weight
 
 SUPPORTED = import_module("comfy.supported_models")
 LAYOUTS = {
     name: layout for name, layout in (IMAGE_LAYOUTS | VIDEO_LAYOUTS).items() if hasattr(SUPPORTED, layout.config)
 }
-_ACE_STEP = import_module("comfy.ldm.ace.model")
-_ACE_STEP.LyricEncoder = partial(_ACE_STEP.LyricEncoder, **LYRICS)
+for module, part, sizes in PARTS:
+    if find_spec(module):
+        setattr(import_module(module), part, partial(getattr(import_module(module), part), **sizes))
 
 
 def make_model(
@@ -41,6 +55,8 @@ def make_model(
     operations: ComfyUI's layer classes; None where it shall choose.
     """
     config = getattr(SUPPORTED, layout.config)(layout.settings())
+    set_by_comfyui = config.unet_extra_config.keys() & layout.sizes.keys()  # whatever it finds
+    config.unet_config |= {name: layout.sizes[name] for name in set_by_comfyui}
     config.set_inference_dtype(dtype, compute)
     config.custom_operations = operations
     model = config.get_model({}, "", device=CPU).eval().requires_grad_(False)
@@ -78,12 +94,14 @@ def in_fp32(patcher: Any, layout: Layout) -> Any:
 def random_weights(network: torch.nn.Module, hot: Mapping[str, float]) -> dict[str, torch.Tensor]:
     """Random, such that activations stay about 1."""
     generator = torch.Generator().manual_seed(0)
+    more_than_1 = {f"{name}.scale" for name, part in network.named_modules() if type(part).__module__ == SCALES_FROM_1}
 
     def draw(name: str, weight: torch.Tensor) -> torch.Tensor:
         random = torch.randn(weight.shape, generator=generator)
         if weight.ndim > 1:
             return random * weight[0].numel() ** -0.5
-        return 0.05 * random + (1.0 if name.endswith(("weight", "scale")) else 0.0)
+        scales = name.endswith(("weight", "scale")) and name not in more_than_1
+        return 0.05 * random + (1.0 if scales else 0.0)
 
     drawn = {name: draw(name, weight) for name, weight in sorted(network.state_dict().items())}
     assert hot.keys() <= drawn.keys(), f"no weight {sorted(hot.keys() - drawn.keys())} in {type(network).__name__}"
