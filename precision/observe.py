@@ -47,8 +47,13 @@ def broken_weight(module: torch.nn.Module) -> tuple[str, int, int] | None:
 
 def largest(tree: Any) -> torch.Tensor:
     """Return max |x| over all floating tensors, as a float32 scalar on their device; 0 where there are none."""
-    found = [bound.float() for tensor in floating(tree) for bound in torch.aminmax(tensor.detach())]
+    found = [bound.float() for tensor in floating(tree) for bound in torch.aminmax(_measurable(tensor.detach()))]
     return torch.stack([bound.to(found[0].device) for bound in found]).abs().amax() if found else torch.zeros(())
+
+
+def _measurable(tensor: torch.Tensor) -> torch.Tensor:
+    """Of 8-bit floats, which an embedding stored so puts out, PyTorch finds no extremes."""
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor
 
 
 def difference(made: list[torch.Tensor], right: list[torch.Tensor]) -> torch.Tensor:

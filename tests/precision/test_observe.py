@@ -117,6 +117,9 @@ def test_block_outputs_are_seen_and_the_module_is_not_touched():
 def test_the_largest_of_a_nest_of_tensors():
     assert largest([torch.tensor([1.0, -7.0]), (torch.tensor(3), {"a": torch.ones(2).half()})]) == 7.0
     assert largest([torch.tensor(3), "text", torch.empty(0)]) == 0.0
+    assert largest(torch.tensor([2.0, -448.0]).to(torch.float8_e4m3fn)) == 448.0, (
+        "as an embedding stored in fp8 puts out"
+    )
 
 
 @pytest.mark.parametrize(
