@@ -86,7 +86,7 @@ types: .venv/.installed
 bench: .venv/.installed
 	.venv/bin/python scripts/benchmarks/guard.py --heads 4 --rounds 20
 	.venv/bin/python scripts/benchmarks/learning.py --heads 2 --rounds 8
-	.venv/bin/python scripts/benchmarks/scaled_layers.py --heads 4 --rounds 20
+	.venv/bin/python scripts/benchmarks/scaled_layers.py --heads 4
 	.venv/bin/python scripts/benchmarks/compiled.py --rounds 10
 
 docs: .venv/.installed

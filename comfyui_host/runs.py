@@ -24,9 +24,8 @@ from ..precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
 from ..precision.policy import Component, Precision
 from ..precision.profile_store import Profile, ProfileFile
 from ..precision.report import PROBLEMS, StepRecord, together
-from ..precision.scaled_layers import CannotProtect
 from ..precision.upcast import RerunUnsupported
-from ..trust.message import BadInput, Message, joined, message_of
+from ..trust.message import BadInput, Message, Told, joined, message_of
 from ..trust.text import shown
 from . import host
 from .compat import what_changed
@@ -142,7 +141,7 @@ class Run:
         executor = self._executor(of)
         try:
             made = executor(*args, **kwargs)
-        except CannotProtect as error:
+        except _CannotProtect as error:
             policy = self._settings.policy
             scope = Scope.STEP if policy.scope is Scope.LEARNED else policy.scope
             plain = replace(self._settings, request=None, policy=replace(policy, scope=scope))
@@ -237,6 +236,10 @@ def _what_happened(step: StepRecord) -> str:
     return joined("; ", filter(None, (step.note or PROBLEMS[step.outcome], action)))
 
 
+class _CannotProtect(Told, TypeError):
+    """The network holds something that cannot be run with every layer scaled; the message names it."""
+
+
 @dataclass(frozen=True)
 class _Executor:
     guard: StageGuard
@@ -268,7 +271,7 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
         try:
             return products.run(of.in_full, *args, tf32=stage.tf32, **kwargs)
         except RerunUnsupported as error:
-            raise CannotProtect(message_of(error)) from error
+            raise _CannotProtect(message_of(error)) from error
 
     def build(learned: PrecisionOverrides) -> HalfPrecisionForward:
         scaled = in_fp16 and (plan.overflow_protection or learned.all_layers_scaled)

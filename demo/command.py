@@ -16,7 +16,7 @@ from ..headless.errors import RunFailedError
 from ..headless.files import ensure_writable
 from ..headless.progress import libraries_without_bars
 from .files import write_pictures, write_report, writing
-from .outcome import INSIDE, LEARNS, MODEL, PROTECTED, RUNS
+from .outcome import INSIDE, INSIDE_TOO, MODEL, PROTECTED, RUNS
 from .run import PROMPT, SIZES, command, run
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> Answer:
     for path in files:
         print(f"  {path}")
     for outcome in outcomes:
-        if outcome.case in (PROTECTED, LEARNS) and (verdict := outcome.verdict(reference)) != "right":
+        if outcome.case in (PROTECTED, INSIDE_TOO) and (verdict := outcome.verdict(reference)) != "right":
             raise RunFailedError(
                 f"The run '{outcome.case.title}' is {verdict}, and should be right. Please report it, with "
                 f"{output / 'report.json'}."

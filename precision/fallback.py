@@ -1,13 +1,13 @@
-"""What a run makes of calls that fail: blocks that run in fp32, or with their layers scaled, from the next call on."""
+"""What a run makes of calls that fail: blocks that run in fp32, or every layer scaled, from the next call on."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -19,7 +19,7 @@ from .observe import Agree, alone, difference, first_broken, floating, leaf_peak
 from .overflow import propagate_nonfinite_attention
 from .overrides import (
     ALL_LAYERS_SCALED,
-    FP32_RESIDUAL_STREAM,
+    MAX_FP16_ERROR,
     NOTHING,
     STAY,
     ModuleStructure,
@@ -31,10 +31,12 @@ from .overrides import (
     escalate_overrides,
 )
 from .quantised import QuantisedLinears
-from .scaled_layers import CannotProtect, with_fp32_residual_stream
-from .scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
 from .shallow_copy import Make, replace_submodules, with_forward
 from .upcast import run_in_fp32
+
+if TYPE_CHECKING:
+    from .planned_layers import KnownScales, LayeredNetwork
+    from .planned_products import Scale
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,6 @@ class HalfPrecisionForward:
 
     run: Any  # a module, or another callable
     eager: Any  # the same, but not compiled: layers can be watched in it
-    fp32_residual_stream: bool = False  # its residual stream is float32
     all_layers_scaled: bool = False  # all of it is float32, but for products that are scaled to fit
     quantised: tuple[str, ...] = ()  # names of its layers that are quantised
     measure: Callable[[Callable[[], Any]], None] | None = None  # finds what may be quantised, given a call of `eager`
@@ -59,63 +60,81 @@ class HalfPrecisionForward:
     @property
     def in_words(self) -> str:
         """What of the attempt is float32; "" where nothing is."""
-        if self.all_layers_scaled:
-            return ALL_LAYERS_SCALED
-        return FP32_RESIDUAL_STREAM if self.fp32_residual_stream else ""
+        return ALL_LAYERS_SCALED if self.all_layers_scaled else ""
+
+
+Compiled = Callable[[torch.nn.Module, Any, Callable[[Any], Any] | None], torch.nn.Module]
 
 
 def build_half_precision_forward(
     module: torch.nn.Module,
-    structure: ModuleStructure,
     learned: PrecisionOverrides,
     dtype: str,
     *,
-    fp32_residual_stream: bool = False,
     all_layers_scaled: bool = False,
     quantised: QuantisedLinears | None = None,
-    compiled: Callable[[torch.nn.Module, bool, tuple[str, ...]], torch.nn.Module] = lambda shell, _stream, _left: shell,
+    compiled: Compiled | None = None,
+    blocks: Sequence[str] = (),
+    known: KnownScales | None = None,
+    fp16_sums: bool = False,
     onloaded: Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module] = lambda shell, _eager: shell,
     device: torch.device | None = None,
     tf32: bool = False,
     agree: Agree = alone,
 ) -> HalfPrecisionForward:
-    """Build the attempt that the plan and what was learned ask for: the module with an fp32 residual stream, then
-    quantised, then compiled, then with fallback blocks, which leave what is compiled, and are not quantised.
+    """Build the attempt that the plan and what was learned ask for: in fp16 with every layer scaled, or the module as
+    it is; else quantised, then compiled, then with fallback blocks, which leave what is compiled, and are not
+    quantised.
 
-    fp32_residual_stream, all_layers_scaled: the plan's, which hold whatever was learned.
+    all_layers_scaled: the plan's, which holds whatever was learned.
     quantised: the module's quantised layers, where the plan asks for them. Until their errors are measured, `eager`
         computes in half precision and measures them, and nothing is compiled.
-    compiled: makes a shell with compiled blocks, given the module, whether its stream is fp32, and the names of layers
-        that are not quantised though the plan asks for that. Whoever passes it remembers the shell, since fallback
-        blocks change nothing about it.
+    compiled: makes a shell with compiled blocks, given the module, what tells it from others of the same weights, and
+        what makes of a block what is compiled, if it is not the block. Whoever passes it remembers the shell, since
+        fallback blocks change nothing about it.
+    blocks: the names of those.
+    known: what earlier runs showed of the module's layers, where these are scaled and compiled; added to.
+    fp16_sums: products may be asked to accumulate in fp16.
     onloaded: makes a shell that brings its weights to the device, given a shell and the eager module that it is one of.
     device: where it computes, if its weights are elsewhere until they are needed.
     agree: makes what a step showed the same in all processes that compute the module together.
-
-    Raises CannotProtect where the stream is to be fp32 and a layer that writes to it cannot be scaled.
     """
     if dtype == "fp16" and (all_layers_scaled or learned.all_layers_scaled):
-        products = LearnedProducts(DTYPES[dtype], agree)
-        run = partial(products.run, onloaded(module, module), tf32=tf32)
-        return HalfPrecisionForward(run, run, all_layers_scaled=True, overrides=learned, renew=products.renew)
-    fp32_residual_stream = structure.protects_stream(dtype) and (fp32_residual_stream or learned.fp32_residual_stream)
-    stream = structure.stream if fp32_residual_stream else None
-    half = module
-    if stream:
-        writers, readers = stream.writer_names(module), stream.reader_names(module)
-        half = with_fp32_residual_stream(module, writers, DTYPES[dtype], readers=readers, device=device)
-    made = "fp32" if fp32_residual_stream else dtype
-    blocks = onloaded(half, half)
+        accumulates = fp16_sums and (learned.fp16_error is None or learned.fp16_error <= MAX_FP16_ERROR)
+        how: dict[str, Any] = {"float32_products": not accumulates}  # of which none accumulate in fp16
+        layered = _layered(module, compiled, blocks, known, device, **how) if compiled and blocks else None
+        products, whole = LearnedProducts(DTYPES[dtype], agree, layered, **how), onloaded(module, module)
+        run = partial(products.run, onloaded(layered.shell, module) if layered else whole, tf32=tf32)
+        eager = partial(products.run_by_rows, whole, tf32=tf32)
+        return HalfPrecisionForward(run, eager, all_layers_scaled=True, overrides=learned, renew=products.renew)
+    source = onloaded(module, module)
     left = tuple(dict.fromkeys((*learned.unquantised, *quantised.left))) if quantised else ()
     names = tuple(name for name in quantised.names if name not in left) if quantised else ()
-    fewer = quantised.shell(half, left) if quantised and names else half
-    watched, measure = quantised.measuring(half) if quantised and names and not quantised.errors else (fewer, None)
-    shell = fewer if measure else compiled(fewer, fp32_residual_stream, left)
-    eager = with_fallback_blocks(onloaded(watched, half), learned, made, source=blocks, tf32=tf32)
+    fewer = quantised.shell(module, left) if quantised and names else module
+    watched, measure = quantised.measuring(module) if quantised and names and not quantised.errors else (fewer, None)
+    shell = compiled(fewer, left, None) if compiled and not measure else fewer
+    eager = with_fallback_blocks(onloaded(watched, module), learned, dtype, source=source, tf32=tf32)
     run = eager
     if shell is not watched:
-        run = with_fallback_blocks(onloaded(shell, half), learned, made, source=blocks, tf32=tf32)
-    return HalfPrecisionForward(run, eager, fp32_residual_stream, quantised=names, measure=measure, overrides=learned)
+        run = with_fallback_blocks(onloaded(shell, module), learned, dtype, source=source, tf32=tf32)
+    return HalfPrecisionForward(run, eager, quantised=names, measure=measure, overrides=learned)
+
+
+def _layered(
+    module: torch.nn.Module,
+    compiled: Compiled,
+    blocks: Sequence[str],
+    known: KnownScales | None,
+    device: torch.device | None,
+    **how: Any,
+) -> LayeredNetwork:
+    from .planned_layers import InPlannedBlock, KnownScales, LayeredNetwork, with_planned_layers
+
+    def build(plan: dict[str, Scale], safe_attention: bool) -> torch.nn.Module:
+        shell, key = with_planned_layers(module, plan, device), (*sorted(plan.items()), safe_attention)
+        return compiled(shell, key, partial(InPlannedBlock, safe_attention=safe_attention))
+
+    return LayeredNetwork(module, blocks, build, known or KnownScales(), device, **how)
 
 
 def with_fallback_blocks(
@@ -126,15 +145,15 @@ def with_fallback_blocks(
     source: torch.nn.Module | None = None,
     tf32: bool = False,
 ) -> torch.nn.Module:
-    """Return a shell of `module` in which some submodules of `source` (`module` by default) run in fp32, or with their
-    layers scaled: those for which that was learned.
+    """Return a shell of `module` in which some submodules of `source` (`module` by default) run in fp32: those for
+    which that was learned.
 
     Their floating outputs are cast to `dtype`, and contiguous, as those of their neighbours are. A value that does not
     fit is infinite there, for the guard to find.
     """
     origin = source or module
 
-    def fallback_block(name: str, run: Callable[..., Any]) -> Make:
+    def fallback_block(name: str) -> Make:
         block = origin.get_submodule(name)
 
         def narrowed(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,16 +162,12 @@ def with_fallback_blocks(
             return tensor.to(DTYPES[dtype], memory_format=torch.contiguous_format)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            made = run(block, *args, tf32=tf32, **kwargs)
+            made = run_in_fp32(block, *args, tf32=tf32, **kwargs)
             return pytree.tree_map_only(torch.Tensor, narrowed, made)
 
         return lambda _replaced: with_forward(block, forward)
 
-    found: dict[str, Make] = {}
-    if learned.scaled_blocks:
-        scaled = partial(run_with_scaled_products, products=ScaledHalfMatmulMode(torch.float16))
-        found |= {name: fallback_block(name, scaled) for name in learned.scaled_blocks}
-    found |= {name: fallback_block(name, run_in_fp32) for name in learned.fp32_fallback_blocks}
+    found = {name: fallback_block(name) for name in learned.fp32_fallback_blocks}
     return replace_submodules(module, found) if found else module
 
 
@@ -187,18 +202,13 @@ class FallbackAdapter:
     def watch(self, rerun: Callable[[], Result]) -> tuple[Result, OverflowDiagnosis | None]:
         """Make the rerun. Returns its result, and what left the dtype's range in it; None where nothing did."""
         results: list[Result] = []
-        blocks = () if self._structure.stream else self._structure.blocks
-        also = *self._structure.groups, *blocks
+        also = *self._structure.groups, *self._structure.blocks
         peaks = leaf_peaks(self.module, lambda: results.append(rerun()), also, self._agree)
         self._peaks = {name: peak for name, peak in peaks.items() if counts(self.module.get_submodule(name))}
         if self.attempt.all_layers_scaled:  # what its layers reach in float32 is no reason
             return results[0], None
         return results[0], diagnose_from_fp32_peaks(
-            self._peaks,
-            self._structure,
-            self._dtype,
-            self.learned.parts,
-            fp32_residual_stream=self.attempt.fp32_residual_stream,
+            self._peaks, self._structure, self._dtype, self.learned.fp32_fallback_blocks
         )
 
     def locate(self, *args: Any, saturated: bool = False, **kwargs: Any) -> OverflowDiagnosis:
@@ -234,11 +244,7 @@ class FallbackAdapter:
         logger.info("%s: %s", finding.reason, action)
         if learned.whole_run_fp32:
             return self.stay()
-        try:
-            self.attempt = self._build(learned)
-        except CannotProtect as error:
-            logger.warning("%s", error)
-            return self.stay()
+        self.attempt = self._build(learned)
         self.learned = learned
         return action
 
@@ -255,8 +261,7 @@ class FallbackAdapter:
     @property
     def checks_fp16_accumulation(self) -> bool:
         """Whether fp16 accumulation was asked for, and has still to be checked."""
-        attempt = self.attempt
-        return attempt.fp16_accumulation is False and self.learned.fp16_error is None and not attempt.all_layers_scaled
+        return self.attempt.fp16_accumulation is False and self.learned.fp16_error is None
 
     def check_fp16_accumulation(self, *args: Any, **kwargs: Any) -> None:
         """Make a call without fp16 accumulation and with it, not compiled, and build the next attempt by how far the
@@ -279,8 +284,7 @@ class FallbackAdapter:
         """Give up half precision for the rest of the run, and say so in words. What no call came out right with is
         forgotten: it did not help, and later runs would pay for it."""
         known = self.learned
-        kept = {"fp32_residual_stream": known.fp32_residual_stream, "fp16_error": known.fp16_error}
-        self.learned = replace(self._proven, whole_run_fp32=True, **kept)
+        self.learned = replace(self._proven, whole_run_fp32=True, fp16_error=known.fp16_error)
         return STAY
 
 

@@ -200,7 +200,8 @@ class StageGuard:
                 with fp16_accumulation(self._learner.attempt.fp16_accumulation if self._learner else None):
                     output = self._attempt(*half_args, **half_kwargs)
             except _OF_A_PLAN as error:  # the first step, which learned scales were made of, did not raise it
-                if isinstance(error, _NOT_OF_A_PLAN) or not (self._learner and self._learner.attempt.renew()):
+                may_renew = self._agree is alone and not isinstance(error, _NOT_OF_A_PLAN)
+                if not (may_renew and self._learner and self._learner.attempt.renew()):
                     raise
                 if before.restore():
                     raise

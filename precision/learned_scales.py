@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -19,11 +19,15 @@ from torch.utils import _pytree as pytree
 
 from . import shared
 from .fp16_safe import COPIES, FP16, KEEPS_RANGE, MOVES, NORMS, PRODUCTS, ROOM, both_floating, writes
+from .fp32_settings import TF32, autocast_off_where_on, device_types
 from .observe import Agree, alone
 from .planned_products import Key, LeftPlan, LocatedMode, PlannedMode, Scale, Way, has_float32_products
 from .scaled_layers import largest_of
 from .scaled_products import LAYER_CALLS, LOST, KernelOf, Limit, ScaledHalfMatmulMode, no_kernel
 from .upcast import is_quantised, run_in, storage_of
+
+if TYPE_CHECKING:
+    from .planned_layers import LayeredNetwork
 
 Result = TypeVar("Result")
 QUIET = 12  # log2 of how much smaller than 1 a row may be in fp16: below, it loses digits that bf16 keeps
@@ -178,22 +182,39 @@ class LearnedProducts:
     the first call by rows, then as that call showed.
 
     agree: makes what was measured the same in all processes that compute the network together.
+    in_layers: the network, where its blocks are compiled; else a mode computes it by the plan.
     kernel_of: for quantised weights, which are dequantised where it has none.
+    float32_products: whether fp16 may be multiplied into float32, where the device can: not with fp16 accumulation.
     """
 
-    def __init__(self, dtype: torch.dtype = FP16, agree: Agree = alone, kernel_of: KernelOf = no_kernel):
+    def __init__(
+        self,
+        dtype: torch.dtype = FP16,
+        agree: Agree = alone,
+        in_layers: LayeredNetwork | None = None,
+        kernel_of: KernelOf = no_kernel,
+        *,
+        float32_products: bool = True,
+    ):
+        self._float32_products = float32_products
         self._by_rows = LearningMode(kernel_of) if dtype is FP16 else ScaledHalfMatmulMode(dtype, kernel_of)
         self._kernel_of = kernel_of
         self._planned: PlannedMode | None = None
+        self._in_layers = in_layers
         self._seen: dict[Key, tuple[Seen, bool]] = {}
         self._agree = agree
-        self._renewals = 0
+        self._renewals, self._calls = 0, 0
         self._used = False  # the latest call was computed by a plan
 
     def run(self, function: Callable[..., Result], *args: Any, tf32: bool = False, **kwargs: Any) -> Result:
         """Call `function` (a module or any callable that runs modules). Otherwise it does what `run_in_fp32` does, with
         the same arguments and errors."""
         self._used = self._planned is not None
+        if self._in_layers and self._in_layers.is_planned:
+            with torch.no_grad(), autocast_off_where_on(device_types()), TF32.held(tf32):
+                made = pytree.tree_map_only(torch.Tensor, widened, function(*args, **kwargs))
+            self._used = True  # what it raises is a compiler's or the network's
+            return made
         if self._planned:
             self._planned.begin((args, kwargs))
             try:
@@ -204,13 +225,20 @@ class LearnedProducts:
                 return pytree.tree_map_only(torch.Tensor, self._planned.finished, made)
             finally:
                 self._planned.clear()
+        made = self.run_by_rows(function, *args, tf32=tf32, **kwargs)
+        if isinstance(self._by_rows, LearningMode) and self._renewals < RENEWALS and _can_be_marked(made):
+            self._calls += 1
+            planned = self._plan(self._by_rows.notes, self._by_rows.way)
+            self._planned = planned if self._calls > self._renewals else None
+        return made
+
+    def run_by_rows(self, function: Callable[..., Result], *args: Any, tf32: bool = False, **kwargs: Any) -> Result:
+        """Do the same as in a first call, whatever is known."""
         if not isinstance(self._by_rows, LearningMode):
             return run_in(self._by_rows, function, args, kwargs, tf32=tf32)
         self._by_rows.begin()
         made = run_in(self._by_rows, function, args, kwargs, tf32=tf32)
         self._by_rows.end()
-        if self._renewals < RENEWALS and _can_be_marked(made):
-            self._planned = self._plan(self._by_rows.notes, self._by_rows.way)
         return made
 
     def renew(self) -> bool:
@@ -219,22 +247,37 @@ class LearnedProducts:
         if not self._used:
             return False
         self._planned, self._used = None, False
+        if self._in_layers:
+            self._in_layers.forget(for_good=self._renewals + 1 >= RENEWALS)
         self._renewals += 1
+        self._calls = 0  # of those to come, one more than before shows what is needed: a step may make several
         return True
 
     def _plan(self, notes: _Notes, way: Way) -> PlannedMode | None:
-        for key, (now, convolves) in notes.read(self._agree).items():
+        found = notes.read(self._agree)
+        if self._in_layers and not all(math.isfinite(now.output) for now, _ in found.values()):
+            return None  # later runs would begin with what a call shows that failed
+        for key, (now, convolves) in found.items():
             known = self._seen.get(key)
             self._seen[key] = (known[0].with_other(now) if known else now, convolves)
-        if not self._seen or way.points:
+        if not self._seen or way.points or (self._agree is not alone and not self._in_layers):
+            return None  # a rank that leaves a plan does so alone, while the others wait for it
+        if self._in_layers:
+            self._in_layers.learn(self._seen, way)
+            if self._calls > self._renewals:
+                self._in_layers.begin()
             return None
-        float32_products = has_float32_products(notes.values[0].device)
+        float32_products = self._float32_products and has_float32_products(notes.values[0].device)
         plan: dict[Key, Scale] = {}
         for key, (seen, convolves) in self._seen.items():
             how = {"convolves": convolves, "float32_products": float32_products, "summed": key in way.summed}
             if (key[0] in way.anchors or key[0] == 0) and (scale := scale_for(seen, **how)):
                 plan[key] = scale
         return PlannedMode(plan, way, self._kernel_of) if plan else None
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype is FP16 else tensor
 
 
 def _is_floating(value: Any) -> bool:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..trust.message import Message, joined
+from ..trust.message import Message
 
 if TYPE_CHECKING:
     import torch
@@ -25,45 +24,34 @@ MAX_FP16_ERROR = 0.005
 class PrecisionOverrides:
     """What failures taught about a module in one half-precision dtype."""
 
-    fp32_residual_stream: bool = False  # the residual stream is float32
     fp32_fallback_blocks: tuple[str, ...] = ()  # blocks, or parts outside of blocks, that run in fp32
     whole_run_fp32: bool = False  # half precision is not tried any more
-    scaled_blocks: tuple[str, ...] = ()  # blocks, or parts outside of blocks, of which every layer is scaled
     all_layers_scaled: bool = False  # every layer of the module is scaled
     unquantised: tuple[str, ...] = ()  # layers that stay in half precision where the others are quantised
     fp16_error: float | None = None  # change of a step by fp16 accumulation; 1: full or not finite; None: unchecked
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of the parts that do not run in half precision as the rest does."""
-        return (*self.scaled_blocks, *self.fp32_fallback_blocks)
-
-    @property
     def to_share(self) -> PrecisionOverrides:
         """Return what a profile may hold of it: nothing that belongs to one run alone."""
-        return replace(self, fp32_residual_stream=False, whole_run_fp32=False)
+        return replace(self, whole_run_fp32=False)
 
     def with_component(self, name: str, its: PrecisionOverrides) -> PrecisionOverrides:
         """Return what this component and another one of the same run learned.
 
-        name, its: the other component, and what it learned. Its parts have its name before theirs; where every layer
-        of it is scaled, it counts as one scaled block.
+        name, its: the other component, and what it learned. Its parts have its name before theirs.
         """
-        fallback_blocks, scaled_blocks = (
-            tuple(f"{name}.{part}" for part in parts) for parts in (its.fp32_fallback_blocks, its.scaled_blocks)
-        )
+        fallback_blocks = tuple(f"{name}.{part}" for part in its.fp32_fallback_blocks)
         return replace(
             self,
             fp32_fallback_blocks=self.fp32_fallback_blocks + fallback_blocks,
             whole_run_fp32=self.whole_run_fp32 or its.whole_run_fp32,
-            scaled_blocks=self.scaled_blocks + ((name,) if its.all_layers_scaled else scaled_blocks),
+            all_layers_scaled=self.all_layers_scaled or its.all_layers_scaled,
             unquantised=self.unquantised + tuple(f"{name}.{layer}" for layer in its.unquantised),
         )
 
     def in_words(self) -> list[str]:
-        """Return a few words for each thing that a run does otherwise, apart from the stream."""
+        """Return a few words for each thing that a run does otherwise."""
         said: list[str] = [ALL_LAYERS_SCALED] if self.all_layers_scaled else []
-        said += [Message("{} protected", parts_in_words(self.scaled_blocks))] if self.scaled_blocks else []
         said += [Message("{} in fp32", parts_in_words(self.fp32_fallback_blocks))] if self.fp32_fallback_blocks else []
         said += [Message("{} unquantised", parts_in_words(self.unquantised))] if self.unquantised else []
         return said
@@ -79,8 +67,7 @@ def fp16_accumulation_in_words(error: float) -> str:
 
 
 NOTHING = PrecisionOverrides()
-ALL_LAYERS_SCALED = Message("overflow protection in every layer")
-FP32_RESIDUAL_STREAM = Message("overflow protection on")
+ALL_LAYERS_SCALED = Message("overflow protection")
 STAY = Message("the rest of the run in fp32")
 
 
@@ -104,34 +91,6 @@ def covers(part: str, name: str) -> bool:
     return f"{name}.".startswith(f"{part}.")
 
 
-@dataclass(frozen=True)
-class Stream:
-    """Where a denoiser's residual stream runs, by module names."""
-
-    blocks: str  # the ModuleList of blocks
-    starts: tuple[str, ...]  # layers whose output starts the stream
-    writers: tuple[str, ...]  # layers in each block whose output is added to the stream
-    norms: tuple[str, ...]  # layer norms in each block that read the stream
-    last_norms: tuple[str, ...]  # layer norms behind the last block that read it
-    readers: tuple[str, ...] = ()  # modules in each block that compute in the dtype of what they are given
-
-    def writer_names(self, module: Any) -> list[str]:
-        """Return the full names in `module` of the layers that start the stream, and of all that write to it."""
-        return [*self.starts, *self._in_blocks(module, self.writers)]
-
-    def reader_names(self, module: Any) -> list[str]:
-        """Return the full names of the readers in `module`."""
-        return self._in_blocks(module, self.readers)
-
-    def norm_names(self, module: Any) -> list[str]:
-        """Return the full names of all norms in `module` that read the stream."""
-        return [*self._in_blocks(module, self.norms), *self.last_norms]
-
-    def _in_blocks(self, module: Any, inner: tuple[str, ...]) -> list[str]:
-        blocks = dict(module.get_submodule(self.blocks).named_children())
-        return [f"{self.blocks}.{block}.{name}" for block in blocks for name in inner]
-
-
 RANGE = {"fp16": 65504.0, "bf16": (2 - 2.0**-7) * 2.0**127, "fp32": (2 - 2.0**-23) * 2.0**127}  # the largest value
 
 
@@ -152,16 +111,13 @@ class ModuleStructure:
     """A module's parts by their full names, as far as the guard needs them."""
 
     blocks: tuple[str, ...] = ()  # what becomes a fallback block as a whole
-    stream: Stream | None = None  # the residual stream, where it is known
-    norms: frozenset[str] = frozenset()  # what reads the stream
-    writers: frozenset[str] = frozenset()  # what starts the stream or writes to it
     groups: tuple[str, ...] = ()  # modules outside of the blocks that hold layers, and no block: fallback blocks too
     all_layers_scaled: bool = (
         False  # what failed in fp16 is tried with every layer scaled, and never with fallback blocks
     )
 
     @classmethod
-    def of(cls, module: torch.nn.Module, parts: Iterable[str], stream: Stream | None = None) -> ModuleStructure:
+    def of(cls, module: torch.nn.Module, parts: Iterable[str]) -> ModuleStructure:
         """Return the structure of a module.
 
         parts: names of its blocks, or of lists of blocks.
@@ -173,17 +129,12 @@ class ModuleStructure:
             found = module.get_submodule(part)
             is_list = isinstance(found, ModuleList)
             blocks += [f"{part}.{name}" for name, _ in found.named_children()] if is_list else [part]
-        if stream:
-            blocks = [*dict.fromkeys(name.partition(".")[0] for name in stream.starts), *blocks]
         groups = tuple(
             name
             for name, part in module.named_modules()
             if next(part.children(), None) is not None and cls(tuple(blocks)).home(name) == name and name not in blocks
         )
-        if stream is None:
-            return cls(tuple(blocks), groups=groups)
-        norms, writers = frozenset(stream.norm_names(module)), frozenset(stream.writer_names(module))
-        return cls(tuple(blocks), stream, norms, writers, groups)
+        return cls(tuple(blocks), groups)
 
     def home(self, name: str) -> str | None:
         """Return the block that a module is in, or the module itself outside of the blocks; None where it holds
@@ -191,11 +142,6 @@ class ModuleStructure:
         if any(not name or block.startswith(f"{name}.") for block in self.blocks or ("",)):
             return None
         return next((block for block in self.blocks if covers(block, name)), name)
-
-    @property
-    def repeated(self) -> tuple[str, ...]:
-        """The names of the blocks, without those of what starts the stream."""
-        return tuple(name for name in self.blocks if not self.stream or name.startswith(f"{self.stream.blocks}."))
 
     def parts(self, names: Iterable[str]) -> list[str]:
         """Return those names of modules that may be fallback blocks: the blocks', and those outside of the blocks."""
@@ -218,23 +164,14 @@ class ModuleStructure:
         return next((part for part in parts if self._fits(part, peaks, dtype)), None)
 
     def _fits(self, part: str, peaks: Mapping[str, Peak], dtype: str) -> bool:
-        """Return whether what a part is given and what it puts out fit in the dtype. One that reads the stream is given
-        it in float32 where it does not fit. A part that was not measured counts as fitting, and is tried."""
-        reads_stream = any(covers(part, norm) for norm in self.norms)
+        """Return whether what a part is given and what it puts out fit in the dtype. A part that was not measured
+        counts as fitting, and is tried."""
         peak = peaks.get(part, Peak(0.0, 0.0))
-        return peak.output <= RANGE[dtype] and (reads_stream or peak.input <= RANGE[dtype])
-
-    def protects_stream(self, dtype: str) -> bool:
-        """Return whether a float32 stream has more range than one in `dtype`: bf16 has fp32's."""
-        return self.stream is not None and dtype == "fp16"
+        return peak.output <= RANGE[dtype] and peak.input <= RANGE[dtype]
 
     def inner(self, name: str, peak: Peak) -> float:
-        """Return max |x| of what a layer reaches apart from the stream."""
-        if name in self.groups or (name in self.blocks and not self.stream):
-            return 0.0
-        if name in self.norms:
-            return peak.output
-        return peak.input if adapted(name) in self.writers else max(peak.input, peak.output)
+        """Return max |x| of what a layer reaches by itself: 0 of what holds layers."""
+        return 0.0 if name in self.groups or name in self.blocks else max(peak.input, peak.output)
 
 
 @dataclass(frozen=True)
@@ -244,52 +181,39 @@ class OverflowDiagnosis:
     reason: str
     module: str = ""  # the first to leave the range; "" where none was found
     peak: float | None = None  # max |x| there in fp32, where it was measured
-    stream: float | None = None  # max |x| of the residual stream, where that left the range
     fallback_blocks: tuple[str, ...] = ()  # what would have to run in fp32
-    hopeless: bool = False  # neither an fp32 residual stream nor a fallback block helps
+    hopeless: bool = False  # no fallback block helps
     quantised: str = ""  # a quantised layer that came out broken although its input was not
     fp16_accumulation: bool = False  # it accumulated in fp16, which may be why
 
 
 def diagnose_from_fp32_peaks(
-    peaks: Mapping[str, Peak],
-    structure: ModuleStructure,
-    dtype: str,
-    parts: Collection[str] = (),
-    *,
-    fp32_residual_stream: bool = False,
+    peaks: Mapping[str, Peak], structure: ModuleStructure, dtype: str, parts: Collection[str] = ()
 ) -> OverflowDiagnosis | None:
     """Return what left the range of `dtype`, told by the peaks of layers and blocks in fp32; None where nothing did.
 
     peaks: in the order in which layers ran, and of the structure's groups too.
-    parts: names of what runs in fp32 already, or is scaled.
-    fp32_residual_stream: the stream is float32 already.
+    parts: names of what runs in fp32 already.
     """
     limit, here = RANGE[dtype], Message("{}'s {:.5g}", dtype, RANGE[dtype])
-    most = RANGE["fp32"] if fp32_residual_stream else limit
-    stream = {name: peaks[name].input for name in peaks if name in structure.norms and not peaks[name].input <= most}
-    handed_on = {} if structure.stream else {name: peaks[name].output for name in peaks if name in structure.blocks}
+    handed_on = {name: peaks[name].output for name in peaks if name in structure.blocks}
     handed_on = {name: value for name, value in handed_on.items() if not value <= limit}
     inner = {name: structure.inner(name, peak) for name, peak in peaks.items()}
     inner = {name: value for name, value in inner.items() if not value <= limit and not covered(name, parts)}
-    first = next((name for name in peaks if name in inner or name in stream or name in handed_on), None)
+    first = next((name for name in peaks if name in inner or name in handed_on), None)
     if first is None:
         return None
-    reasons: list[str] = []
-    if inner:
-        name, peak = next(iter(inner.items()))
-        reasons.append(Message("'{}' reaches {:.3g}, beyond {}{}", name, peak, here, _beside(structure, dtype, name)))
-    if stream:
-        reasons.append(Message("the residual stream reaches {:.3g}, beyond {}", max(stream.values(), key=order), here))
     if handed_on:
         name, peak = next(iter(handed_on.items()))
-        reasons = [Message("'{}' puts out {:.3g}, beyond {}: what comes after it cannot take it", name, peak, here)]
+        reason = Message("'{}' puts out {:.3g}, beyond {}: what comes after it cannot take it", name, peak, here)
+    else:
+        name, peak = next(iter(inner.items()))
+        reason = Message("'{}' reaches {:.3g}, beyond {}", name, peak, here)
     wanted = [structure.fallback_block(name, peaks, dtype) for name in inner]
     return OverflowDiagnosis(
-        joined("; ", reasons),
+        reason,
         first,
-        {**handed_on, **inner, **stream}[first],
-        max(stream.values(), key=order) if stream else None,
+        {**handed_on, **inner}[first],
         largest_of(name for name in wanted if name is not None),
         hopeless=bool(handed_on) or None in wanted,
     )
@@ -329,7 +253,6 @@ def diagnose_from_half_run(
     inside = Message("inside attention") if "attn" in name or "attention" in name else inside
     reason = Message("'{}'", name) if name else Message("the output")
     reason += Message(" is broken in {}, although no layer's output leaves its range: it overflows {}", dtype, inside)
-    reason += Message(", apart from the residual stream") if structure.protects_stream(dtype) else ""
     if all_layers_scaled:
         reason = Message("values differ too much in size, or are too large, for products in {}, {}", dtype, inside)
     fallback_block = structure.fallback_block(name, peaks, dtype, fallback_blocks)
@@ -342,61 +265,28 @@ def escalate_overrides(
 ) -> tuple[PrecisionOverrides, str]:
     """Return what is known after a failure, and what follows from it in words; "" where nothing follows.
 
-    In fp16, a part's layers are scaled before it is run in fp32, and every layer is scaled before the rest of the run
-    goes to fp32.
+    In fp16, every layer is scaled before the rest of the run goes to fp32. In bf16, parts run in fp32 before that.
     """
     if finding.quantised:
         learned = replace(learned, unquantised=(*learned.unquantised, finding.quantised))
         return learned, Message("'{}' unquantised from here on", finding.quantised)
     if finding.fp16_accumulation:
         return replace(learned, fp16_error=1.0), Message("no fp16 accumulation from here on")
-    can_scale = dtype == "fp16"
-    all_layers_scaled = can_scale and learned.all_layers_scaled
-    broken = finding.stream is not None and not math.isfinite(finding.stream)
-    if broken or structure.all_layers_scaled or finding.hopeless or (all_layers_scaled and finding.fallback_blocks):
-        if can_scale and not all_layers_scaled and not broken:
-            return PrecisionOverrides(all_layers_scaled=True), Message("{} from here on", ALL_LAYERS_SCALED)
+    if not (finding.hopeless or finding.fallback_blocks or structure.all_layers_scaled):
+        return learned, ""
+    if dtype == "fp16" and not learned.all_layers_scaled:
+        learned = replace(learned, all_layers_scaled=True, fp32_fallback_blocks=())
+        return learned, Message("{} from here on", ALL_LAYERS_SCALED)
+    if dtype == "fp16" or structure.all_layers_scaled or finding.hopeless:
         return replace(learned, whole_run_fp32=True), STAY
-    actions: list[Message] = []
-    if finding.stream is not None and structure.protects_stream(dtype):
-        learned = replace(learned, fp32_residual_stream=True)
-        actions.append(Message("its residual stream protected"))
-    tried = {name: _tried(name, learned) for name in finding.fallback_blocks}
-    scaled = tuple(name for name in finding.fallback_blocks if can_scale and not tried[name])
-    if scaled:
-        learned = replace(learned, scaled_blocks=largest_of((*learned.scaled_blocks, *scaled)))
-        actions.append(Message("{} protected", parts_in_words(scaled)))
-    if fallback_blocks := largest_of(tried[name] or name for name in finding.fallback_blocks if name not in scaled):
-        kept = tuple(name for name in learned.scaled_blocks if not covered(name, fallback_blocks))
-        in_fp32 = largest_of((*learned.fp32_fallback_blocks, *fallback_blocks))
-        learned = replace(learned, scaled_blocks=kept, fp32_fallback_blocks=in_fp32)
-        actions.append(Message("{} in fp32", parts_in_words(fallback_blocks)))
-    done = reduce(lambda one, other: Message("{} and {}", one, other), actions) if actions else ""
-    return learned, Message("{} from here on", done) if done else ""
-
-
-def _tried(name: str, learned: PrecisionOverrides) -> str:
-    """Return the name of what is scaled already for a part's sake: what the part is in, or the part itself where it
-    holds a fallback block; else ""."""
-    holds_fallback_block = any(covers(name, block) for block in learned.fp32_fallback_blocks)
-    return next((part for part in learned.scaled_blocks if covers(part, name)), name if holds_fallback_block else "")
-
-
-def _beside(structure: ModuleStructure, dtype: str, name: str) -> str:
-    if not structure.protects_stream(dtype):
-        return ""
-    where = Message("inside a block") if covered(name, structure.repeated) else Message("outside of the blocks")
-    return Message(": {}, apart from the residual stream", where)
+    fallback_blocks = largest_of((*learned.fp32_fallback_blocks, *finding.fallback_blocks))
+    done = Message("{} in fp32", parts_in_words(largest_of(finding.fallback_blocks)))
+    return replace(learned, fp32_fallback_blocks=fallback_blocks), Message("{} from here on", done)
 
 
 def order(value: float) -> float:
     """Return the value to sort a number by: NaN is the largest."""
     return math.inf if math.isnan(value) else value
-
-
-def adapted(name: str) -> str:
-    """Return the name of the layer that a part of an adapter (peft's LoRA) belongs to; any other name as it is."""
-    return name.split(".base_layer")[0].split(".lora_")[0]
 
 
 def _larger(a: float, b: float) -> float:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from . import shared
+from .accumulation import fp16_accumulation
 from .fp16_safe import (
     CASTS,
     CHOOSES,
@@ -51,7 +52,7 @@ from .scaled_layers import largest_of
 from .scaled_products import KernelOf, ScaledHalfMatmulMode, lost_digits, no_kernel, number
 from .upcast import Fp32Mode, OneOperation, storage_of
 
-_FAINT = 2.0**-14  # a row whose largest value is smaller has fewer digits in fp16 than in bf16, or soon will
+FAINT = 2.0**-14  # a row whose largest value is smaller has fewer digits in fp16 than in bf16, or soon will
 # the id of a weight, or of the layer that has it; how many other functions were called since; the name of the last one
 Key = tuple[int, int, str]
 
@@ -156,7 +157,7 @@ class PlannedMode(LocatedMode):
             return made
         if self._rows:
             rows = torch.cat([each.flatten().to(made.device) for each in self._rows])
-            made = made.masked_fill(((rows < _FAINT) & (rows > 0)).any(), torch.nan)
+            made = made.masked_fill(((rows < FAINT) & (rows > 0)).any(), torch.nan)
         if self._lost:
             made = made.masked_fill(_together(self._lost, made).bool().any(), torch.nan)
         if self._asked:
@@ -183,7 +184,7 @@ class PlannedMode(LocatedMode):
             made, summed = func(*args, **kwargs), self.next_key(func) in self._way.summed
             return made.float() if summed and made.dtype is FP16 else made
         if func in PRODUCTS:
-            return self._times(func, args, kwargs)
+            return self._product(func, args, kwargs)
         if func in NORMS:
             return self._norm(func, args, kwargs)
         if func in SUMS and both_floating(args) and not kwargs:
@@ -237,15 +238,15 @@ class PlannedMode(LocatedMode):
             return super()._layer(func, input, weight, bias, *args, **kwargs)
         with autocast_off_where_on((input.device.type,)):
             if scale.loudness != 1 or weight.dtype is not FP16:
-                weight = _times(weight, 1 / scale.loudness)
+                weight = times(weight, 1 / scale.loudness)
             if scale.half:
-                half, bias = _times(input, scale.loudness), bias if bias is None else bias.to(FP16)
+                half, bias = times(input, scale.loudness), bias if bias is None else bias.to(FP16)
                 if input.dtype is not FP16 or scale.loudness != 1:  # else its digits were lost before
                     with shared.lasting():
                         rows = largest_of(input, (1 - weight.ndim if weight.ndim > 2 else -1,))
                         self._rows.append(rows if scale.loudness == 1 else rows * scale.loudness)
                 return func(half, weight, bias, *args, **kwargs)
-            half, factor = _times(input, 2.0**-scale.exponent), 2.0**scale.exponent * scale.loudness
+            half, factor = times(input, 2.0**-scale.exponent), 2.0**scale.exponent * scale.loudness
             if func is F.linear:
                 made = float32_product(half, weight)
             else:
@@ -293,7 +294,7 @@ class PlannedMode(LocatedMode):
             weight, bias = (None if each is None else each.view(-1, *[1] * (x.ndim - 2)) for each in (weight, bias))
         return _affine(made, weight, bias, FP16 if safe else torch.float32)
 
-    def _times(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not both_floating(args):
             plain = not kwargs and len(args) == 2 and all(is_small(each) for each in args)
             return func(*args) if plain else Fp32Mode.computed(self, func, args, kwargs)
@@ -326,15 +327,22 @@ class PlannedMode(LocatedMode):
         return func(a, b)
 
 
-@cache
 def has_float32_products(device: torch.device) -> bool:
+    """Return whether a device multiplies fp16 matrices into float32 as PyTorch is set now: not with fp16
+    accumulation."""
+    return _has_float32_products(device) and not getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
+
+
+@cache
+def _has_float32_products(device: torch.device) -> bool:
     """Return whether a device multiplies fp16 matrices into float32: NVIDIA's, by PyTorch 2.8 or later. The CPU has no
     such kernel, and computes the same numbers from float32 operands."""
     if device.type in ("cpu", "meta"):
         return True
     matrix = torch.zeros(8, 8, dtype=FP16, device=device)
     try:
-        torch.mm(matrix, matrix, out_dtype=torch.float32)
+        with fp16_accumulation(False):  # with which it refuses
+            torch.mm(matrix, matrix, out_dtype=torch.float32)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError):  # no such kernel, or no such argument
@@ -360,11 +368,11 @@ def _together(numbers: Iterable[torch.Tensor], beside: torch.Tensor) -> torch.Te
     return torch.stack([each.to(beside.device) for each in numbers]).float()
 
 
-def _times(x: torch.Tensor, factor: float) -> torch.Tensor:
+def times(x: torch.Tensor, factor: float) -> torch.Tensor:
     """Return x · factor in fp16."""
     if factor == 1:
         return x.to(FP16)
-    if x.device.type == "cpu":
+    if x.device.type == "cpu" or torch.compiler.is_compiling():
         return (x.float() * factor).to(FP16)
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=FP16))
 

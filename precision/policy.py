@@ -62,7 +62,7 @@ class Variant:
     name: str
     trained_in: str  # "fp16" or "bf16": what its authors ran it in
     leaves_fp16: bool  # the denoiser's activations are known to leave fp16's range
-    has_stream: bool  # its residual stream is known, and can be float32 in fp16
+    protected: bool  # in fp16, its denoiser runs with overflow protection from the start
     components: tuple[Component, ...]
     source: str
     sizes: Mapping[str, int] = field(default_factory=dict)  # the published denoiser's config, to know a fine-tune by
@@ -80,7 +80,7 @@ class Plan:
     component: Component
     dtype: str  # "fp16", "bf16" or "fp32"
     guarded: bool  # checked, and rerun in fp32 where it fails
-    overflow_protection: bool  # a denoiser's residual stream is fp32, all else half; of another, every layer is scaled
+    overflow_protection: bool  # every layer is scaled: products in half precision, all else in float32
     accumulation: str  # half-precision accumulation in attention: "off", "on", or on with scores in fp32
     reason: str  # of the dtype
     source: str
@@ -256,16 +256,14 @@ def _overflow_protection(variant: Variant, component: Component, dtype: str, req
         return False, "off: fp16 (plain) has none"
     if component in (Component.IMAGE_ENCODER, Component.VAE_DECODE):
         return False, "off: the guard is enough here"
-    if component is not Component.DENOISER:
-        return True, "on in every layer: products in fp16, scaled to fit, and all else in float32"
-    if not variant.has_stream:
-        return False, "off: no single residual stream runs through all of it"
-    return True, "on in the layers that write to the residual stream, so that it is float32: fp16 ends at 65504"
+    if component is Component.DENOISER and not variant.protected:
+        return False, "off: it was trained in fp16, and the guard is enough"
+    return True, "on in every layer: products in fp16, scaled to fit, and all else in float32"
 
 
 def _quantised(component: Component, dtype: str, request: Precision) -> tuple[str, str]:
     """Decide what linear layers are quantised to. All else is bf16: each card that can quantise has it natively, it
-    needs no fp32 residual stream, torchao takes it alone for fp8, and by fp16 its int8 product may overflow: it
+    needs no overflow protection, torchao takes it alone for fp8, and by fp16 its int8 product may overflow: it
     multiplies by the weight's scale last."""
     if not request.quantises:
         return "", ""

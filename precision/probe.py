@@ -1,10 +1,11 @@
-"""What every layer of a module reaches while it computes in fp32, and what follows: dtype, fp32 stream, scaled blocks.
+"""What every layer of a module reaches while it computes in fp32, and what follows: dtype, overflow protection.
 
 In fp32 the measurement cannot overflow itself: it shows how far beyond fp16's range a layer would go.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -23,8 +24,6 @@ from .overrides import (
     ModuleStructure,
     Peak,
     PrecisionOverrides,
-    adapted,
-    covered,
     diagnose_from_fp32_peaks,
     escalate_overrides,
     order,
@@ -45,11 +44,11 @@ class ProbedLayer:
     name: str
     reach: float  # max |x|
     step: int  # counted from 0
-    in_stream: bool  # it hands the residual stream on
+    is_block: bool  # what a block hands on
 
     @property
     def label(self) -> str:
-        return f"residual stream behind {self.name}" if self.in_stream else self.name
+        return f"output of {self.name}" if self.is_block else self.name
 
 
 @dataclass(frozen=True)
@@ -64,35 +63,32 @@ class Probed:
     too_far_apart: Mapping[str, float] = field(default_factory=dict)
 
     def reach(self, name: str, peak: Peak) -> float:
-        """Return max |x| that counts for a layer or block: what a block puts out, or what a layer reaches apart from
-        the residual stream, which shows in the blocks."""
+        """Return max |x| that counts for a layer or block: what a block puts out, or what a layer reaches."""
         return peak.output if name in self.structure.blocks else self.structure.inner(name, peak)
 
     def peaks(self) -> dict[str, Peak]:
-        """Return the peaks over all steps of what a diagnosis looks at: layers and groups, and blocks where there is no
-        stream."""
+        """Return the peaks over all steps of what a diagnosis looks at: layers, groups and blocks."""
         peaks = dict(self.groups)
         for step in self.steps:
             for name, peak in step.items():
-                if not (self.structure.stream and name in self.structure.blocks):
-                    peaks[name] = peaks.get(name, peak).widened(peak)
+                peaks[name] = peaks.get(name, peak).widened(peak)
         return peaks
 
     def entries(self) -> list[ProbedLayer]:
         """Return every layer and block in the first step in which it reached most, the largest first."""
-        stream, found = self.structure.blocks if self.structure.stream else (), dict[str, ProbedLayer]()
+        found: dict[str, ProbedLayer] = {}
         for index, step in enumerate(self.steps):
             for name, peak in step.items():
-                entry = ProbedLayer(name, self.reach(name, peak), index, name in stream)
+                entry = ProbedLayer(name, self.reach(name, peak), index, name in self.structure.blocks)
                 found[name] = max(found.get(name, entry), entry, key=lambda each: order(each.reach))
         return sorted(found.values(), key=lambda entry: -order(entry.reach))
 
     def worst(self) -> list[ProbedLayer]:
-        """Return the first of `entries`. The residual stream, which runs through all blocks, and a value that several
-        layers are given or hand on stand there once."""
+        """Return the first of `entries`. What blocks hand on, and a value that several layers are given or hand on,
+        stand there once."""
         found: dict[object, ProbedLayer] = {}
         for entry in self.entries():
-            found.setdefault("stream" if entry.in_stream else (entry.reach, entry.step), entry)
+            found.setdefault("blocks" if entry.is_block else (entry.reach, entry.step), entry)
         return [*found.values()][:WORST]
 
 
@@ -163,7 +159,7 @@ class Verdict:
         """How a run in this dtype would go, in a few words."""
         if not self.fits:
             return f"{self.dtype} is not enough"
-        how = ["overflow protection"] * self.learned.fp32_residual_stream + self.learned.in_words()
+        how = self.learned.in_words()
         return (
             f"{self.dtype} with {' + '.join(how)}" if how else self.dtype + (" plain" if self.dtype == "fp16" else "")
         )
@@ -252,16 +248,10 @@ def judge(probed: Probed, dtype: str) -> Verdict:
     peaks, structure = probed.peaks(), probed.structure
     finding = diagnose_from_fp32_peaks(peaks, structure, dtype)
     learned = escalate_overrides(NOTHING, finding, structure, dtype)[0] if finding else NOTHING
-    settled = learned.all_layers_scaled or learned.whole_run_fp32
-    parts, stream = learned.parts, learned.fp32_residual_stream
-    if (
-        finding
-        and not settled
-        and diagnose_from_fp32_peaks(peaks, structure, dtype, parts, fp32_residual_stream=stream)
-    ):
-        learned = PrecisionOverrides(all_layers_scaled=dtype == "fp16", whole_run_fp32=dtype != "fp16")
+    if learned.all_layers_scaled and not all(math.isfinite(probed.reach(name, peak)) for name, peak in peaks.items()):
+        learned = PrecisionOverrides(whole_run_fp32=True)
     for name, share in probed.too_far_apart.items() if dtype == "fp16" else ():
-        if learned.all_layers_scaled or covered(name, learned.scaled_blocks) or adapted(name) in structure.writers:
+        if learned.all_layers_scaled:
             said = f"'{name}' is given values that differ too much in size: its product in fp16 is {share:.3g} ×"
             return Verdict(dtype, PrecisionOverrides(whole_run_fp32=True), f"{said} as far off as bf16's")
     if finding:

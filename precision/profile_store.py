@@ -27,7 +27,7 @@ from .overrides import NOTHING, PrecisionOverrides, fp16_accumulation_in_words, 
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 _KIND = "onediff-guard profile"
 _MAX_BYTES = 2**20
 _AGAIN = "Delete it, and a run will make it anew; or import a whole one."
@@ -79,8 +79,7 @@ class Profile:
         return joined("; ", parts) if len(parts) > 1 else Message("{}; no block needs extra protection", parts[0])
 
     def misfit(self, here: Profile, parts: Iterable[str]) -> str:
-        """Why it cannot be used `here`, "" where it can. parts: of the denoiser, those that may run in fp32,
-        or be scaled."""
+        """Why it cannot be used `here`, "" where it can. parts: of the denoiser, those that may run in fp32."""
         if self.weights != here.weights:
             return Message("it is of another model's weights")
         if self.loras != here.loras:
@@ -96,7 +95,7 @@ class Profile:
                     self.versions.get(package, "of no version"),
                     version,
                 )
-        unknown = sorted(set(self.learned.parts) - set(parts))
+        unknown = sorted(set(self.learned.fp32_fallback_blocks) - set(parts))
         return Message("this model has no part {}", parts_in_words(tuple(unknown))) if unknown else ""
 
 
@@ -126,7 +125,6 @@ class _LearnedPart(Foreign):
     """That a run went on in fp32 is of that run alone, and not here."""
 
     fp32_fallback_blocks: Annotated[list[_Text], Field(max_length=200), AfterValidator(_apart)]
-    scaled_blocks: Annotated[list[_Text], Field(max_length=200), AfterValidator(_apart)] = []
     all_layers_scaled: bool = False
     unquantised: Annotated[list[_Text], Field(max_length=1000)] = []
     fp16_error: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
@@ -136,7 +134,7 @@ class _ProfileJson(Foreign):
     """A profile as JSON."""
 
     kind: Literal["onediff-guard profile"]
-    format: Literal[2]
+    format: Literal[3]
     model: _Text
     weights: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     loras: Annotated[list[_Text], Field(max_length=100)]
@@ -173,7 +171,7 @@ def _fitting(value: Any) -> Profile:
     facts = foreign.fitting(_ProfileJson, value)
     given = facts.model_dump(exclude={"kind", "format", "learned", "loras"})
     learned = facts.learned
-    names = ("fp32_fallback_blocks", "scaled_blocks", "unquantised")
+    names = ("fp32_fallback_blocks", "unquantised")
     lists: dict[str, Any] = {name: tuple(getattr(learned, name)) for name in names}
     known = PrecisionOverrides(**lists, all_layers_scaled=learned.all_layers_scaled, fp16_error=learned.fp16_error)
     return Profile(**given, loras=tuple(facts.loras), learned=known)
@@ -220,7 +218,7 @@ class ProfileFile:
     def load(self, parts: Iterable[str] = ()) -> tuple[PrecisionOverrides, tuple[str, ...]]:
         """What a profile says, and lines for the report: what it brought, or why it was left alone.
 
-        parts: of the model, those that may run in fp32, or be scaled.
+        parts: of the model, those that may run in fp32.
         """
         try:
             found = self.given or self._on_disk()
@@ -248,7 +246,7 @@ class ProfileFile:
 
     def _is_given(self, profile: Profile) -> bool:
         given, known = self.given, profile.learned
-        return given is not None and given.learned == known and not given.misfit(profile, known.parts)
+        return given is not None and given.learned == known and not given.misfit(profile, known.fp32_fallback_blocks)
 
     def _on_disk(self) -> Profile | None:
         file = self.folder and self.folder / f"{self.here.name}.json"

@@ -58,7 +58,7 @@ class RunReport:
     graphs: int | None = None  # traced anew in this run, as dynamo counts; None where nothing is compiled
     graphs_kept: int = 0  # of them, those whose code an earlier run had compiled and kept
     switches: tuple[Switch, ...] = ()
-    protection: str = ""  # what was float32 in fp16: "overflow protection on", "overflow protection in every layer"
+    protection: str = ""  # "overflow protection", where it had that
     learned: PrecisionOverrides | None = None  # what the run knew in the end, where it learns
     calls_per_step: int = 1  # of the denoiser
     in_calls: bool = False  # how many calls a step has is not known, so calls are counted, not steps

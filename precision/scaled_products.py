@@ -146,22 +146,23 @@ class ScaledHalfMatmulMode(Fp32Mode):
         more: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         if not all(_is_single(each) and each.numel() for each in given[:3]):
             return super().computed(F.scaled_dot_product_attention, given, more)
-        dtype, loudness = self._dtype, None
-        if self._scales:
-            scaled = _scaled(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, dtype)
-            if _can_look(query) and not scaled.resolved:
-                return self._in_full(scaled.product, given, more)
-            query, key, value, more["scale"] = scaled.query, scaled.key, scaled.value, scaled.scale
-            loudness = torch.where(scaled.resolved, scaled.loudness, torch.nan)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        if attn_mask is not None and attn_mask.is_floating_point():
-            attn_mask, top = _shifted(attn_mask, dtype)
-            if loudness is not None and _can_look(query) and ((top < -_FEWER) & (top > -_NONE)).any():
-                return super().computed(F.scaled_dot_product_attention, given, more | {"scale": scale})
-            query = query.masked_fill(top <= -_FEW, 0.0)
+        dtype, mask = self._dtype, attn_mask if attn_mask is not None and attn_mask.is_floating_point() else None
         with autocast_off_where_on((query.device.type,)):
-            made = F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **more)
-        return made.float() if loudness is None else made * loudness
+            if not self._scales:
+                half, keys, values = (each.to(dtype) for each in (query, key, value))
+                if mask is not None:
+                    attn_mask, top = _shifted(mask, dtype)
+                    half = half.masked_fill(top <= -_FEW, 0.0)
+                return F.scaled_dot_product_attention(
+                    half, keys, values, attn_mask, dropout_p, is_causal, **more
+                ).float()
+            scaled = _scaled(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, dtype)
+            if _can_look(query):
+                if not scaled.resolved:
+                    return self._in_full(scaled.product, given, more)
+                if mask is not None and (((top := _shifted(mask, dtype)[1]) < -_FEWER) & (top > -_NONE)).any():
+                    return super().computed(F.scaled_dot_product_attention, given, more)
+            return _attended(scaled, attn_mask, dropout_p, is_causal, enable_gqa)
 
     def _in_full(self, product: torch.Tensor, given: tuple[Any, ...], more: dict[str, Any]) -> torch.Tensor:
         """Compute attention as the fp32 rerun does, and in float64 where logits leave float32 as well."""
@@ -172,6 +173,34 @@ class ScaledHalfMatmulMode(Fp32Mode):
             return part.double() if isinstance(part, torch.Tensor) and part.is_floating_point() else part
 
         return F.scaled_dot_product_attention(*map(double, given), **more).float()
+
+
+def scaled_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Compute attention by products in fp16, whatever its operands reach: NaN where fp16 does not resolve them. A
+    compiler can trace it. float32."""
+    scaled = _scaled(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, torch.float16)
+    return _attended(scaled, attn_mask, dropout_p, is_causal, enable_gqa)
+
+
+def _attended(
+    scaled: _Scaled, mask: torch.Tensor | None, dropout_p: float, is_causal: bool, enable_gqa: bool
+) -> torch.Tensor:
+    query = scaled.query
+    if mask is not None and mask.is_floating_point():
+        mask, top = _shifted(mask, query.dtype)
+        query = query.masked_fill(top <= -_FEW, 0.0)
+    more: dict[str, Any] = {"scale": scaled.scale, "enable_gqa": enable_gqa}
+    made = F.scaled_dot_product_attention(query, scaled.key, scaled.value, mask, dropout_p, is_causal, **more)
+    return made * torch.where(scaled.resolved, scaled.loudness, torch.nan)
 
 
 def _by_kernel(
@@ -245,8 +274,8 @@ def _shifted(mask: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
 
 
 def _can_look(tensor: torch.Tensor) -> bool:
-    """Return whether the host can read a number without waiting for a device."""
-    return tensor.device.type == "cpu"
+    """Return whether the host can read a number without waiting for a device. Compiled code has no host."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class _Limits:
@@ -267,10 +296,10 @@ class _Limits:
             made = found[2]
         elif isinstance(weight, torch.nn.Parameter):
             with shared.lasting():
-                made = _limit(weight, dtype, transposed=transposed)
+                made = limit(weight, dtype, transposed=transposed)
             self._known[id(weight), transposed] = weakref.ref(weight), state, made
         else:
-            made = _limit(weight, dtype, transposed=transposed)
+            made = limit(weight, dtype, transposed=transposed)
         half = weight if made.quieter is None else times(weight, made.quieter, dtype)
         return half, made, is_new
 
@@ -305,7 +334,7 @@ class Limit(NamedTuple):
     quieter: torch.Tensor | None = None
 
 
-def _limit(weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool) -> Limit:
+def limit(weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool) -> Limit:
     by_output = weight.transpose(0, 1) if transposed else weight
     addends = max(1, by_output[:1].numel())
     if weight.dtype is dtype:
@@ -355,7 +384,7 @@ def error_beside_bf16(layer: Any, x: Any) -> torch.Tensor:
     product: Any = getattr(layer, "_conv_forward", F.linear)
     spatial = weight.ndim - 2
     rows = x if spatial else sampled(x.reshape(-1, x.shape[-1]))
-    found = _limit(weight, torch.float16, transposed=False)
+    found = limit(weight, torch.float16, transposed=False)
     half = weight if found.quieter is None else times(weight, found.quieter, torch.float16)
     with autocast_off_where_on((x.device.type,)):
         fp16 = scaled_product(

@@ -65,8 +65,8 @@ CARD_COLUMNS = """\
 
 - **dtype**: what its authors trained or published it in. *fp16 models* and *bf16 models* below mean this dtype.
 - **leaves fp16's range**: activations of the denoiser are known to grow beyond 65504. Plain fp16 is NaN or black then.
-- **stream**: all blocks add to one residual stream, which is float32 wherever the model runs in fp16. See
-  [overflow protection](overflow_protection.md).
+- **protected**: in fp16 it runs with [overflow protection](overflow_protection.md) from the start. The others have it
+  once a call has failed.
 
 A model's name links to what its authors say, here and everywhere below.
 """
@@ -78,7 +78,7 @@ that was trained in bf16 and may leave fp16's range. Weights stored in fp16 or f
 ## What `auto` chooses
 
 This table is about the denoiser. *fp16 protected* is fp16 with
-[overflow protection](overflow_protection.md): the residual stream is float32. Whatever runs in fp16 or bf16 is guarded:
+[overflow protection](overflow_protection.md). Whatever runs in fp16 or bf16 is guarded:
 a call that comes out NaN or infinite is recomputed in fp32. `auto` never takes plain fp16.
 """
 
@@ -87,8 +87,7 @@ An NVIDIA card that is newer than the table is treated as the nearest older one 
 
 ### The other components
 
-Text encoders, image encoders and VAEs run in the same dtype as the denoiser. They have no such stream: where they are
-*protected*, every layer is, which means products in fp16, scaled to fit, and all else in float32.
+Text encoders, image encoders and VAEs run in the same dtype as the denoiser.
 """
 
 REASONS = """\
@@ -106,7 +105,7 @@ the denoiser's large linear layers, and need [torchao](quantised.md); all else i
 """
 
 GUARD = """\
-## Guard and stream
+## Guard and overflow protection
 
 Both follow from the dtype that the denoiser ends up in, whether `auto` chose it or you did.
 """
@@ -200,13 +199,13 @@ def _cards() -> str:
 
 def _models() -> str:
     return _table(
-        ["model", "dtype", "leaves fp16's range", "stream", "components"],
+        ["model", "dtype", "leaves fp16's range", "protected", "components"],
         [
             [
                 f"[{v.name}]",
                 v.trained_in,
                 _yes(v.leaves_fp16),
-                _yes(v.has_stream),
+                _yes(v.protected),
                 ", ".join(c.words for c in v.components),
             ]
             for v in VARIANTS.values()

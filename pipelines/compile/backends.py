@@ -162,18 +162,20 @@ def compiled(
     parts: tuple[str, ...],
     choice: BackendChoice,
     how: CompileOptions | None = None,
+    inside: Callable[[Any], Any] | None = None,
     *,
     device: torch.device | None = None,
 ) -> torch.nn.Module:
     """A shell of the denoiser in which the named parts are compiled, a list block by block; the denoiser itself for
     'eager'.
 
+    inside: makes of a block what is compiled, and what runs where nothing compiles it.
     device: that it runs on, if not the CPU: other backends are tried there where one that 'auto' chose fails.
     Raises what a backend raises that was asked for by name.
     """
     if choice.name == EAGER:
-        return denoiser
-    shared = Compiling(_compilers(choice, how or CompileOptions(), device or torch.device("cpu")))
+        return replace_submodules(denoiser, dict.fromkeys(parts, _each(inside))) if inside else denoiser
+    shared = Compiling(_compilers(choice, how or CompileOptions(), device or torch.device("cpu")), inside)
     shell = replace_submodules(denoiser, dict.fromkeys(parts, _each(shared.in_place_of)))
     logger.info("compiling %s of %s with %s", ", ".join(parts), type(denoiser).__name__, choice.name)
     shared.compile()

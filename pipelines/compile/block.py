@@ -114,12 +114,14 @@ class Compiling:
     kinds share in a UNet, and falls back without a word.
 
     compilers: the one to begin with, then those to go on with, looked for when they are needed.
+    inside: makes of a block what is compiled.
     """
 
-    def __init__(self, compilers: Iterator[Compiler]):
+    def __init__(self, compilers: Iterator[Compiler], inside: Callable[[Any], Any] | None = None):
         self.given_up: list[str] = []  # why there is another compiler than the first
         self.sizes = 0  # that had something compiled for them
         self._compilers = compilers
+        self._inside = inside
         self._originals: list[torch.nn.Module] = []
         self._compiled: _Compiled | None = None
         self._swapping = threading.Lock()
@@ -135,7 +137,8 @@ class Compiling:
     def in_place_of(self, block: torch.nn.Module) -> torch.nn.Module:
         """A shell of `block` that runs what is compiled of it."""
         index = len(self._originals)
-        self._originals.append(block)
+        original = self._inside(block) if self._inside else block
+        self._originals.append(original)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             compiled = self._in_use
@@ -150,7 +153,7 @@ class Compiling:
                     return compiled.blocks[index](*args, **kwargs)
             if why := self._limit():
                 self._note(why)
-                return block(*args, **kwargs)
+                return original(*args, **kwargs)
             return self._first_call(compiled, index, size, args, kwargs)
 
         return with_forward(block, forward)

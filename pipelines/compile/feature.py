@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,11 +11,12 @@ import torch
 
 from ...precision.attention import Attended, offered
 from ...precision.fallback import HalfPrecisionForward
+from ...precision.planned_layers import KnownScales
 from ...precision.report import RunReport, StepRecord
 from ..models.lora import keys
 from ..run.feature import CallFeature, DenoiserSetup, Feature, RunContext, Tell
 from . import auto_compile
-from .backends import EAGER, MEASURED, came_to, compiled, for_dtype
+from .backends import EAGER, MEASURED, BackendChoice, came_to, compiled, for_dtype
 
 if TYPE_CHECKING:
     from ..run.handle import PipelineHandle
@@ -53,14 +54,19 @@ class _CompiledBlocks(CallFeature):
 
             self._options, self._attention = with_attention(stage, self._backend.name, setup.inputs)
         self._compiled: torch.nn.Module | None = None  # a shell of the latest attempt's
-        self._compiles = True  # the latest attempt is compiled, where there is a backend that does
+        self._scaled = False  # the latest attempt is, in every layer
         self._tell()
 
     def build_options(self) -> dict[str, Any]:
-        return {} if self._backend.name == EAGER else {"compiled": self._in_blocks}
+        if self._backend.name == EAGER:
+            return {}
+        stage = self._stage
+        kept = stage.handle.store.scales if stage.handle.ranks.alone else {}  # of ranks, all begin alike
+        known = kept.setdefault((stage.name, keys(stage.loras)), KnownScales())
+        return {"compiled": self._in_blocks, "blocks": stage.structure.blocks, "known": known}
 
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
-        self._compiles = not made.all_layers_scaled
+        self._scaled = made.all_layers_scaled
         self._tell()
         return made
 
@@ -73,22 +79,27 @@ class _CompiledBlocks(CallFeature):
         del record
         self._tell()
 
-    def _in_blocks(self, half: torch.nn.Module, fp32_residual_stream: bool, left: tuple[str, ...]) -> torch.nn.Module:
+    def _in_blocks(self, half: torch.nn.Module, what: Hashable, inside: Callable[[Any], Any] | None) -> torch.nn.Module:
+        if inside and self._backend.name == "oneflow":
+            self._backend = BackendChoice(EAGER, "oneflow compiles no layers with overflow protection")
         stage = self._stage
         handle, plan = stage.handle, stage.plan
         known = handle.store.compiled
-        how = (self._backend.asked_for, self._options, plan.numerics, fp32_residual_stream, plan.accumulation, left)
+        how = (self._backend.asked_for, self._options, plan.numerics, plan.accumulation, "planned" if inside else what)
         key = (stage.name, keys(stage.loras), *how)
-        if key not in known:
+        kept = known.get(key)
+        if kept is None or kept.__dict__["made_of"] != what or (inside and not handle.ranks.alone):
             device = handle.store.placement.device
-            known[key] = compiled(half, handle.family.blocks, self._backend, self._options, device=device)
-        self._compiled = known[key]
+            kept = compiled(half, handle.family.blocks, self._backend, self._options, inside, device=device)
+            kept.__dict__["made_of"] = what
+            known[key] = kept
+        self._compiled = kept
         return self._compiled
 
     def _tell(self) -> None:
         report = self._stage.report
-        if not self._compiles:
-            report.backend, report.backend_reason = EAGER, "nothing is compiled with overflow protection in every layer"
+        if self._scaled and self._compiled is None and self._backend.name != EAGER:
+            report.backend, report.backend_reason = EAGER, "the first step with overflow protection is not compiled"
             return
         backend = came_to(self._compiled, self._backend) if self._compiled else self._backend
         said = [backend.reason, self._stage.handle.compile_options.in_words(backend.name), self._attention]

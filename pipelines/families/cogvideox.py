@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...precision.overrides import Stream
 from ...precision.policy import Variant
 from ..parallel.plan import ContextPlan
 from .components import T5_TOKENIZER, diffusers_model, scheduler, t5_encoder
@@ -30,7 +29,7 @@ _5B = {"num_layers": 42, "num_attention_heads": 48}
 _ADVISED = (1360, 768)  # pixels, for 1.5
 _VARIANTS = (
     #       name                    trained leaves has    components
-    #                               in      fp16   stream
+    #                               in      fp16   protected
     Variant("CogVideoX-2B",         "fp16", False, True,  VIDEO, f"{_ZAI}/CogVideoX-2b", sizes=_2B),
     Variant("CogVideoX-5B",         "bf16", True,  True,  VIDEO, f"{_ZAI}/CogVideoX-5b", sizes=_5B),
     Variant("CogVideoX-5B-I2V",     "bf16", True,  True,  VIDEO, f"{_ZAI}/CogVideoX-5b-I2V", sizes=_5B),
@@ -155,13 +154,6 @@ COGVIDEOX = FamilySpec(
     },
     of_prompt=("patch_embed.text_proj",),
     cached_blocks="transformer_blocks",
-    stream=Stream(
-        blocks="transformer_blocks",
-        starts=("patch_embed.proj", "patch_embed.text_proj"),
-        writers=("attn1.to_out.0", "ff.net.2"),
-        norms=("norm1.norm", "norm2.norm"),
-        last_norms=("norm_final",),
-    ),
     context=ContextPlan(
         _tokens,
         first={"hidden_states": 1, "encoder_hidden_states": 1},

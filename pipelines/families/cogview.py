@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...precision.overrides import Stream
 from ...precision.policy import Variant
 from ..parallel.plan import ContextPlan
 from .components import (
@@ -26,16 +25,9 @@ _TOKENS, _MOST_TOKENS = 224, 1024  # of a prompt: CogView3-Plus pads to them, Co
 def _published(name: str, layers: int, heads: int) -> Variant:
     source = f"https://huggingface.co/zai-org/{name}"
     sizes = {"num_layers": layers, "num_attention_heads": heads}
-    return Variant(name, "bf16", leaves_fp16=True, has_stream=True, components=IMAGE, source=source, sizes=sizes)
+    return Variant(name, "bf16", leaves_fp16=True, protected=True, components=IMAGE, source=source, sizes=sizes)
 
 
-_STREAM = Stream(
-    blocks="transformer_blocks",
-    starts=("patch_embed.proj", "patch_embed.text_proj"),
-    writers=("attn1.to_out.0", "ff.net.2"),
-    norms=("norm1.norm_x", "norm1.norm_c", "norm2", "norm2_context"),
-    last_norms=("norm_out.norm",),
-)
 _GLM_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "hidden_act", "attention_dropout", "attention_bias"),
@@ -98,7 +90,6 @@ COGVIEW3PLUS = FamilySpec(
     prompt=PromptRule(tokens=lambda _config: _TOKENS, channels=_channels),
     cached_blocks="transformer_blocks",
     context=_context(),
-    stream=_STREAM,
     clips=True,
 )
 
@@ -126,9 +117,6 @@ COGVIEW4 = replace(
     prompt=PromptRule(tokens=lambda _config: _MOST_TOKENS, channels=_channels, fixed=False),
     guidance=Guidance(calls=2),
     context=_context(image_rotary_emb=0),
-    stream=replace(
-        _STREAM, norms=("norm1.norm", "norm1.norm_context", "norm2", "norm2_context"), readers=("attn1", "ff")
-    ),
     clips=False,
 )
 

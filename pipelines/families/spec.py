@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...precision.overrides import Stream
 from ...precision.policy import Component, Variant
 from ...trust.foreign import Foreign
 from ...trust.message import Message
@@ -179,7 +178,6 @@ class FamilySpec:
     also_denoise: tuple[str, ...] = ()  # components that the pipeline calls for later timesteps
     extended: Mapping[str, FamilySpec] = field(default_factory=dict)  # further component → family of folders with it
     options: type[Foreign] = Foreign  # fields of model_index.json that the pipeline takes
-    stream: Stream | None = None  # where its residual stream runs, which fp16 needs in float32
     of_prompt: tuple[str, ...] = ()  # layers that are given the prompt alone: once a run is enough
     cached_blocks: str = ""  # ModuleList of which the step cache skips all but the first block; "": no step cache
     clips: bool = False  # its blocks clip fp16 at ±65504: finite, and wrong

@@ -19,7 +19,7 @@ def _variant(name: str, repository: str, frames: int) -> Variant:
         name,
         "fp16",
         leaves_fp16=False,
-        has_stream=False,
+        protected=False,
         components=FROM_IMAGE,
         source=f"https://huggingface.co/stabilityai/stable-video-diffusion-img2vid{repository}",
         sizes={"num_frames": frames},

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ...precision.overrides import Stream
 from ...precision.policy import Variant
 from ...trust.foreign import Foreign
 from ..parallel.plan import ContextPlan
@@ -25,7 +24,7 @@ _LATENT_FRAMES = 4  # frames of a latent, in every published VAE
 def _published(name: str, layers: int, heads: int) -> Variant:
     source = f"https://huggingface.co/Wan-AI/{name}-Diffusers"
     sizes = {"num_layers": layers, "num_attention_heads": heads}
-    return Variant(name, "bf16", leaves_fp16=False, has_stream=True, components=IMAGE, source=source, sizes=sizes)
+    return Variant(name, "bf16", leaves_fp16=False, protected=True, components=IMAGE, source=source, sizes=sizes)
 
 
 class _Options(Foreign):
@@ -155,14 +154,6 @@ _ONE = FamilySpec(
     cached_blocks="blocks",
     authors_names=_AUTHORS_NAMES,
     image_layers=_IMAGE_LAYERS,
-    stream=Stream(
-        blocks="blocks",
-        starts=("patch_embedding",),
-        writers=("attn1.to_out.0", "attn2.to_out.0", "ffn.net.2"),
-        norms=("norm1", "norm2", "norm3"),
-        last_norms=("norm_out",),
-        readers=("attn1", "attn2", "ffn"),
-    ),
 )
 
 WAN_A14B = replace(

@@ -256,8 +256,7 @@ def _model_text(found: Diagnosis, model: ModelPlans) -> list[str]:
     table = [("", "dtype", "guard", "overflow protection", "half accumulation")]
     reasons: dict[tuple[str, str], list[str]] = {}
     for plan in model.plans:
-        protected = "residual stream" if plan.component is Component.DENOISER else "every layer"
-        protected = protected if plan.overflow_protection else "no"
+        protected = "yes" if plan.overflow_protection else "no"
         row = (plan.dtype, guard if plan.guarded else "no", protected, plan.accumulation)
         table.append((plan.component.words, *row))
     for name, plan in product(_REASONS, model.plans):

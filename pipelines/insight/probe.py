@@ -60,11 +60,13 @@ def probe(
     probed, plan = watches[0].probed, report.plan
     chosen = recommend(probed, plan.dtype, native_bf16=card.native_bf16)
     steps = [f"set precision to '{chosen.dtype}'"] * (chosen.dtype != plan.dtype or (plan.half and not plan.guarded))
-    if chosen.learned.in_words():
+    from_the_start = chosen.dtype == "fp16" and model.variant.protected  # what fp16 needs there is in the plan
+    learned = NOTHING if from_the_start else chosen.learned.to_share
+    if learned.in_words():
         steps.append("wire `profile` into the NaN Guard's `profile`, and set its scope to 'learned'")
     profile = None
     if chosen.dtype != "fp32":
-        profile = replace(profile_of(handle, family.denoiser, chosen.dtype), learned=chosen.learned.to_share)
+        profile = replace(profile_of(handle, family.denoiser, chosen.dtype), learned=learned)
     frames = f", {settings.frames} frames" if settings.frames > 1 else ""
     sampled = f"{settings.width}×{settings.height}{frames}, seed {settings.seed}"
     return ProbeResult(model.name, card, plan, sampled, probed, seconds, chosen, "; ".join(steps), profile)

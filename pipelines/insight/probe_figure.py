@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ...precision.probe import Probed, ProbeResult
 
-STREAM, BLOCK, MOST_ROWS = "residual stream", "block output", 36
+BLOCK, MOST_ROWS = "block output", 36
 _LOWEST, _FP16, _BF16 = -2.0, math.log10(RANGE["fp16"]), math.log10(RANGE["bf16"])  # exponents of ten
 _BELOW = 0.62  # of the colour bar: from its lower end to fp16's
 _LONGEST = 56  # letters of a name
@@ -33,7 +33,7 @@ Row = dict[int | str, float]  # max |x| of one layer: of all blocks in each step
 def rows_of(probed: Probed, most: int = MOST_ROWS) -> tuple[dict[str, Row], dict[str, Row]]:
     """Return rows by label, in the order in which they ran, of a block's its output first: the `most` that reach most,
     and the others. The same layer of all blocks is one row; one outside of them has no block."""
-    blocks, output = probed.structure.repeated, STREAM if probed.structure.stream else BLOCK
+    blocks, output = probed.structure.blocks, BLOCK
     found: dict[str, Row] = {}
     for index, step in enumerate(probed.steps):
         for name, values in step.items():
@@ -75,7 +75,7 @@ def figure_of(result: ProbeResult) -> Figure:
 
     rows, hidden = rows_of(result.probed)
     labels = [*map(_fit, rows)]
-    steps, blocks = range(len(result.probed.steps)), result.probed.structure.repeated
+    steps, blocks = range(len(result.probed.steps)), result.probed.structure.blocks
     short = len({block.rpartition(".")[0] for block in blocks}) == 1
     block_names = [block.rpartition(".")[2] if short else block for block in blocks]
     highest = max(filter(math.isfinite, map(_reach, rows.values())), default=1.0)

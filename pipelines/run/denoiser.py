@@ -197,7 +197,7 @@ def build_attempt(
     """Build what is called in half precision, as the plan, earlier failures and the features ask for."""
     options: dict[str, Any] = {"onloaded": stage.weights.shell, "device": stage.handle.store.placement.device}
     options |= options_of(features) | stage.numerics
-    made = build_half_precision_forward(stage.module, stage.structure, overrides, stage.plan.dtype, **options)
+    made = build_half_precision_forward(stage.module, overrides, stage.plan.dtype, **options)
     made = wrapped(made, features)
     run = made.run
     for feature in features:

@@ -87,13 +87,16 @@ class _Fp16Accumulation(CallFeature):
     def __init__(self, report: RunReport, where: str):
         self._report, self._where = report, where
 
+    def build_options(self) -> dict[str, Any]:
+        return {"fp16_sums": True}
+
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
         error = made.overrides.fp16_error
-        if error is not None and not made.all_layers_scaled:
+        if error is not None:
             said = fp16_accumulation_in_words(error)
             self._report.note(f"{self._where}: {said}", instead_of=self._where)
         right = error is not None and error <= MAX_FP16_ERROR
-        return replace(made, fp16_accumulation=right and not made.all_layers_scaled)
+        return replace(made, fp16_accumulation=right)
 
 
 class ClippedBlocks(Feature):

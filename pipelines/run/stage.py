@@ -125,12 +125,8 @@ class ComponentStage(Stage):
 
     @property
     def numerics(self) -> dict[str, Any]:
-        """Options of `build_half_precision_forward`. Overflow protection is an fp32 residual stream in a denoiser, and
-        scales every layer of another component."""
-        protected, denoiser = self.plan.overflow_protection, self.plan.component is Component.DENOISER
-        scaled = protected and not denoiser
-        options = {"fp32_residual_stream": protected and denoiser, "all_layers_scaled": scaled}
-        return {**options, "tf32": self.tf32, "agree": self.agree}
+        """Options of `build_half_precision_forward`."""
+        return {"all_layers_scaled": self.plan.overflow_protection, "tf32": self.tf32, "agree": self.agree}
 
     def ways(self) -> Iterator[tuple[str, ComponentStage]]:
         """Yield the kinds of offload that it can run with, by name, the fastest first: its own, and those that take
@@ -163,7 +159,7 @@ class ComponentStage(Stage):
         """Its parts, as far as the guard needs them; those of an encoder of text are not told apart."""
         if self.plan.component is not Component.DENOISER:
             return ModuleStructure(all_layers_scaled=True)
-        return ModuleStructure.of(self.module, self.handle.family.blocks, self.handle.family.stream)
+        return ModuleStructure.of(self.module, self.handle.family.blocks)
 
     @property
     def _offload(self) -> Offload:

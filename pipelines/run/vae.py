@@ -47,7 +47,7 @@ def dry_run(
     def prepare() -> Callable[[ActivationMemoryMode], object]:
         network, bare, bare_given = stage.module.get_submodule(part), on_meta(stage.module), on_meta(given)
         writes = stage.handle.family.layout.cache_is_written
-        attempt = attempt_on_meta(stage, _handing_on_its_cache(network) if writes else network, _structure(network))
+        attempt = attempt_on_meta(stage, _handing_on_its_cache(network) if writes else network)
         signatures: list[CallSignature] = []
 
         def count(memory: ActivationMemoryMode) -> None:
@@ -152,21 +152,16 @@ def _learning(stage: ComponentStage, network: torch.nn.Module, compiler: Decoder
     structure = _structure(network)
 
     def build(known: PrecisionOverrides) -> HalfPrecisionForward:
-        parts = known.parts  # inside of what would be compiled whole
+        scaled = stage.plan.dtype == "fp16" and (known.all_layers_scaled or stage.plan.overflow_protection)
+        left = "overflow protection" if scaled else "parts of it in fp32" * bool(known.fp32_fallback_blocks)
 
-        def whole(half: torch.nn.Module, _stream: bool, _left: tuple[str, ...]) -> torch.nn.Module:
-            if compiler is None or parts:
-                return half
-            return compiler.shell(half, around=partial(_unwatched, half))
+        def whole(half: torch.nn.Module, *_: Any) -> torch.nn.Module:
+            return compiler.shell(half, around=partial(_unwatched, half)) if compiler else half
 
-        made = build_half_precision_forward(
-            network, structure, known, stage.plan.dtype, compiled=whole, **stage.numerics
-        )
-        if compiler and (parts or made.all_layers_scaled):
-            parted = "parts of it protected or in fp32"
-            with_it = "overflow protection in every layer" if made.all_layers_scaled else parted
-            compiler.leave(f"nothing is compiled with {with_it}")
-        return made
+        if compiler and left:
+            compiler.leave(f"nothing is compiled with {left}")
+        options = {} if left else {"compiled": whole}
+        return build_half_precision_forward(network, known, stage.plan.dtype, **options, **stage.numerics)
 
     return stage.learner(network, build, structure)
 

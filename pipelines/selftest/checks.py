@@ -19,11 +19,11 @@ from ...precision.arch import COMPILED, Architecture, detect
 from ...precision.dtypes import DTYPES
 from ...precision.guard import GuardPolicy, StageGuard
 from ...precision.kernels import kernels_of
+from ...precision.learned_scales import LearnedProducts
 from ...precision.machine import first_line
 from ...precision.memory import peak_memory
 from ...precision.policy import Component, Precision, choose
 from ...precision.report import RunReport
-from ...precision.scaled_layers import with_fp32_residual_stream
 from ...precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
 from ...precision.self_test import CheckResult, Concern, SelfTestReport, machine_of
 from ...precision.upcast import run_in_fp32
@@ -51,8 +51,6 @@ OPERATIONS: Mapping[str, tuple[_Compute, tuple[tuple[int, ...], ...]]] = {
 }
 # A product that adds up as many numbers as the widest layers of the models here: fp16 sums lose digits of it.
 _LONG_SUMS = ((16, 16384), (64, 16384))
-
-STREAM = ("embed", "layers.0", "layers.1", "layers.2")  # the layers of `_Stream` that write to it
 
 
 class _Check(NamedTuple):
@@ -205,9 +203,11 @@ class _StreamNetwork(torch.nn.Module):
 
 def _stream(device: torch.device) -> float:
     network, x = _StreamNetwork().half(), 2.0**8 * _drawn((32, 64), 9).half()
-    protected = with_fp32_residual_stream(network.to(device), STREAM, torch.float16)
-    made = protected(x.to(device)).cpu()
-    return _off(made, network.cpu().double()(x.double()))
+    products, given = LearnedProducts(), x.to(device)
+    network.to(device)
+    made = [products.run(network, given).cpu() for _ in range(2)]  # scaled by rows, then as that has shown
+    right = network.cpu().double()(x.double())
+    return max(_off(each, right) for each in made)
 
 
 class _Block(torch.nn.Module):
@@ -262,28 +262,30 @@ def _group_offload(device: torch.device) -> float:
 
 
 def _peak_beyond_estimate(device: torch.device) -> float:
-    """What an fp32 residual stream takes of the device's memory, beyond what was counted for it beforehand: a share of
-    that."""
+    """What overflow protection takes of the device's memory in a first step, beyond what was counted for it beforehand:
+    a share of that."""
     network, x = _StreamNetwork().half().to(device), _drawn((65536, 64), 9).half().to(device)
     with counting(kernels_of(device)) as alive:
-        with_fp32_residual_stream(on_meta(network), STREAM, torch.float16, device=META)(x.to(META))
-    protected = with_fp32_residual_stream(network, STREAM, torch.float16)
-    protected(x)  # libraries keep the workspaces that they take at the first call
+        LearnedProducts().run(on_meta(network), x.to(META))
+    LearnedProducts().run(network, x)  # libraries keep the workspaces that they take at the first call
     with peak_memory(device) as peak:
         before = peak()
         if before is None or before.reserved is None:
             raise _NotRunError("memory is counted on cards of CUDA and ROCm alone")
-        protected(x)
+        LearnedProducts().run(network, x)
         taken = peak()
     return max(0.0, (taken.used - before.used) / alive.most - 1) if taken else 0.0
 
 
 def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[str, float]]:
-    """What a square product takes in each dtype, and scaled in fp16; and what the guard and an fp32 residual stream add
+    """What a square product takes in each dtype, and scaled in fp16; and what the guard and overflow protection add
     to a stream of layers, as wide and long as CogVideoX-2B's on a card. What there is no memory for is left out."""
     size, tokens, width = TIMED["cpu" if device.type == "cpu" else "card"]
     in_fp32 = {"fp32": False, "TF32": True} if architecture.tf32 else {"fp32": False}
-    product, stream = f"{size}×{size} product in", f"{len(STREAM)} layers of {width} over {tokens} tokens in fp16"
+    product, stream = (
+        f"{size}×{size} product in",
+        f"{1 + len(_StreamNetwork().layers)} layers of {width} over {tokens} tokens in fp16",
+    )
 
     def factors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         return _drawn((size, size), 0).to(device, dtype), _drawn((size, size), 1).to(device, dtype)
@@ -306,7 +308,7 @@ def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[s
         return StageGuard("denoiser", network, dtype="fp16", policy=GuardPolicy(), report=report)
 
     def protected(network: torch.nn.Module) -> Callable[..., object]:
-        return with_fp32_residual_stream(network, STREAM, torch.float16)
+        return partial(LearnedProducts().run, network)  # it is called once before it is timed
 
     halves = ("fp16",) if architecture.bf16 == "none" else ("fp16", "bf16")
     timed: dict[str, Callable[[], Callable[[], object]]] = {

@@ -16,7 +16,7 @@ from ...precision.fallback import HalfPrecisionForward, build_half_precision_for
 from ...precision.kernels import kernels_of
 from ...precision.machine import first_line
 from ...precision.memory import size
-from ...precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
+from ...precision.overrides import NOTHING, PrecisionOverrides
 from ...precision.snapshot import copies
 from ..run.feature import CallFeature, DenoiserSetup, Feature, options_of, wrapped
 
@@ -37,7 +37,7 @@ def estimate_activation_bytes(
     made = [each for feature in features if (each := feature.on_meta(setup))]
 
     def prepare() -> Callable[[ActivationMemoryMode], object]:
-        call = attempt_on_meta(stage, stage.module, stage.structure, learned, made)
+        call = attempt_on_meta(stage, stage.module, learned, made)
         given = on_meta(inputs)
         return lambda _: call(**given)
 
@@ -74,7 +74,6 @@ def counted(
 def attempt_on_meta(
     stage: ComponentStage,
     network: torch.nn.Module,
-    structure: ModuleStructure,
     learned: PrecisionOverrides = NOTHING,
     features: Sequence[CallFeature] = (),
 ) -> Callable[..., Any]:
@@ -83,7 +82,7 @@ def attempt_on_meta(
     if not stage.plan.half:
         return _copying(bare, stage.in_fp32(wrapped(HalfPrecisionForward(bare, bare), features).run))
     options = options_of(features) | stage.numerics
-    made = build_half_precision_forward(bare, structure, learned, stage.plan.dtype, device=META, **options)
+    made = build_half_precision_forward(bare, learned, stage.plan.dtype, device=META, **options)
     made = wrapped(made, features)
     if made.all_layers_scaled:
         return _copying(bare, made.run)

@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Hashable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ import torch
 from ...precision.dtypes import DTYPES
 from ...precision.loaded_weights import DamagedByCast, make_consistent, mend_narrowed
 from ...precision.overrides import PrecisionOverrides
+from ...precision.planned_layers import KnownScales
 from ...precision.quantised import QuantisedLinears
 from ...precision.shared import PROCESS_GATE
 from ..compile.backends import CompileOptions
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MemoryKey = tuple[str, str, tuple[LoraKey, ...], str]  # denoiser, numerics, LoRAs, a profile that was given
-_CompiledKey = tuple[str, tuple[LoraKey, ...], tuple[str, bool], CompileOptions, str, bool, str, tuple[str, ...]]
+_CompiledKey = tuple[str, tuple[LoraKey, ...], tuple[str, bool], CompileOptions, str, str, Hashable]
 
 
 @dataclass
@@ -83,9 +84,10 @@ class ComponentStore:
         self.placement = placement
         self.components: dict[str, LoadedComponent] = {}  # those that are loaded
         self.prompts: dict[tuple[str, str, bool], torch.Tensor] = {}  # (text, dtype, guarded) → [1, tokens, channels]
-        # (denoiser, LoRAs, backend and whether 'auto' chose it, how, numerics, fp32 residual stream, half-precision
-        # accumulation, layers that are unquantised or accumulate in fp16) → shell
+        # (denoiser, LoRAs, backend and whether 'auto' chose it, how, numerics, half-precision accumulation, layers that
+        # are unquantised or the plan of scaled ones) → shell
         self.compiled: dict[_CompiledKey, torch.nn.Module] = {}
+        self.scales: dict[tuple[str, tuple[LoraKey, ...]], KnownScales] = {}  # what runs showed, by denoiser and LoRAs
         self.quantised: dict[tuple[str, tuple[LoraKey, ...], str], QuantisedLinears] = {}  # by denoiser, LoRAs and kind
         self.learned: dict[MemoryKey, PrecisionOverrides] = {}  # what runs taught about a denoiser
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
@@ -241,7 +243,7 @@ class ComponentStore:
     def _forget_made(self, name: str, *, with_loras: bool = False) -> None:
         """Forget what was compiled and quantised of a component. with_loras: only where it has LoRAs."""
         kept: Any
-        for kept in (self.compiled, self.quantised):
+        for kept in (self.compiled, self.quantised, self.scales):
             for key in [key for key in kept if key[0] == name and (key[1] or not with_loras)]:
                 del kept[key]
 

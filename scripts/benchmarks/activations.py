@@ -20,13 +20,14 @@ import diffusers
 import torch
 from comfyui_onediff_guard.precision.activations import META, counting, on_meta
 from comfyui_onediff_guard.precision.kernels import LEAN, Kernels
-from comfyui_onediff_guard.precision.scaled_layers import with_fp32_residual_stream
+from comfyui_onediff_guard.precision.planned_products import Scale
 from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
 from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward
 from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
 from measure import RESULTS, write_json
 from networks import NETWORKS, Network
 from random_pipeline import COGVIDEOX_VAE, SVD_VAE
+from scaled_bytes import planned
 
 HALF, SINGLE = torch.float16, torch.float32
 UNFUSED = Kernels(attention=lambda *_, **__: "no fused attention")
@@ -86,11 +87,9 @@ def step_of(network: Network, size: str) -> dict[str, float]:
     found = {"weights in half": sum(p.nbytes for p in module.parameters()) / 1e9}
     found["half"] = taken(lambda: module(**call))
     found["half, without fused attention"] = taken(lambda: module(**call), UNFUSED)
-    if network.stream:
-        writers, readers = network.stream.writer_names(module), network.stream.reader_names(module)
-        shell = with_fp32_residual_stream(module, writers, HALF, readers=readers)
-        found["fp16, fp32 residual stream"] = taken(lambda: shell(**call))
-    found["fp16, every layer scaled"] = taken(lambda: run_in(ScaledHalfMatmulMode(HALF), module, (), call))
+    found["fp16, every row scaled"] = taken(lambda: run_in(ScaledHalfMatmulMode(HALF), module, (), call))
+    later = planned(module, call, Scale(half=True))
+    found["fp16, learned scales with room"] = taken(lambda: run_in(later, module, (), call))
     found["rerun in fp32"] = taken(lambda: run_in_fp32(module, **call))
     return rounded(found)
 

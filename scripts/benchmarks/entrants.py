@@ -97,9 +97,9 @@ DTYPES = dict.fromkeys(GROUPS, "bf16") | {"fp16": "fp16", "stream": "fp16"}
 
 
 def entrants(group: str, model: Model) -> dict[str, Contestant]:
-    """Those of a group that differ for the model's family: without a stream, ours is plain."""
-    streams = model.family.stream is not None
-    return {name: each for name, each in GROUPS[group].items() if streams or name != PLAIN}
+    """Those of a group that differ for the model's family: without protection from the start, ours is plain."""
+    protected = model.family.variants[0].protected
+    return {name: each for name, each in GROUPS[group].items() if protected or name != PLAIN}
 
 
 def not_for(stage: str, model: Model) -> str:

@@ -19,7 +19,7 @@ import quantised
 import torch
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
 from comfyui_onediff_guard.precision.observe import difference, floating
-from comfyui_onediff_guard.precision.overrides import MAX_FP16_ERROR, NOTHING, ModuleStructure
+from comfyui_onediff_guard.precision.overrides import MAX_FP16_ERROR, NOTHING
 from contestants import fp16_sums
 from fp16_sums_on_cpu import CHUNK, a_card_with_fp16_sums
 from measure import RESULTS, machine, write_json
@@ -79,10 +79,8 @@ def of_network(subject: quantised.Subject) -> dict[str, float]:
     single = make(torch.float32)
     given = quantised.cast(arguments(single.config, 0), family, torch.float16)
     module = quantised.denoisers_in(single, torch.float16)
-    structure = ModuleStructure.of(module, family.blocks, family.stream)
-    step = build_half_precision_forward(
-        module, structure, NOTHING, "fp16", fp32_residual_stream=family.stream is not None
-    ).eager
+    scaled = family.variants[0].protected
+    step = build_half_precision_forward(module, NOTHING, "fp16", all_layers_scaled=scaled).eager
     without, made = floating(step(**given)), {}
     for chunk in CHUNKS:
         with a_card_with_fp16_sums(chunk), fp16_sums():

@@ -67,7 +67,7 @@ def main() -> None:
         "tokens": tokens,
         "blocks": args.blocks,
         "failing": leaf,
-        "scaled_blocks": learned.scaled_blocks if learned else (),
+        "all_layers_scaled": learned.all_layers_scaled if learned else False,
         "fp32_fallback_blocks": learned.fp32_fallback_blocks if learned else (),
         "median_seconds": medians(seconds) | {"first step, learned": round(first, 4)},
         "ratios": {f"{name} / healthy": ratio(seconds, name, "healthy") for name in others},
@@ -113,7 +113,7 @@ def guarded(original: torch.nn.Module, attempted: torch.nn.Module, dtype: str, s
     plan = choose(architecture, VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision(dtype))
     structure = ModuleStructure.of(original, [BLOCKS])
     learner = FallbackAdapter(
-        original, dtype, lambda known: build_half_precision_forward(attempted, structure, known, dtype), structure
+        original, dtype, lambda known: build_half_precision_forward(attempted, known, dtype), structure
     )
     return StageGuard(
         "denoiser",

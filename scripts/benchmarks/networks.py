@@ -10,8 +10,6 @@ from typing import Any
 
 import denoisers
 import torch
-from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW4
-from comfyui_onediff_guard.precision.overrides import Stream
 from denoisers import Call, Floats, Size
 
 Config = Mapping[str, Any]
@@ -28,7 +26,6 @@ class Network:
     said: str  # its name and size, for people
     make: Callable[[str, torch.device, torch.dtype], torch.nn.Module]  # size, where, in what
     step: Callable[[Any, str, torch.device, torch.dtype], Call]  # the config, size, where, in what
-    stream: Stream | None = None
 
 
 def _published(name: str, said: str, *, deep: denoisers.Size | None = None) -> Network:
@@ -38,7 +35,6 @@ def _published(name: str, said: str, *, deep: denoisers.Size | None = None) -> N
         said,
         lambda size, device, dtype: denoisers.build(model, sizes[size], device, dtype),
         lambda config, size, device, dtype: denoisers.step(model, config, sizes[size], device, dtype),
-        model.family.stream,
     )
 
 
@@ -47,7 +43,6 @@ def _other(
     said: str,
     configs: Mapping[str, Config],
     call: Callable[[Any, str, Floats], Call],
-    stream: Stream | None = None,
 ) -> Network:
     """configs: by size. call: from the config and the size."""
 
@@ -59,7 +54,7 @@ def _other(
     def step(config: Any, size: str, device: torch.device, dtype: torch.dtype) -> Call:
         return _on(device, call(config, size, denoisers.random_floats(device, dtype))) | {"return_dict": False}
 
-    return Network(said, make, step, stream)
+    return Network(said, make, step)
 
 
 def _on(device: torch.device, value: Any) -> Any:
@@ -150,7 +145,6 @@ NETWORKS: dict[str, Network] = {
         "CogView4-6B, 1024²",
         {"full": {"num_layers": 28, "attention_head_dim": 128, "num_attention_heads": 32}},
         _cogview4,
-        COGVIEW4.stream,
     ),
     "svd-xt": _published("svd-xt", "SVD-XT, 25 frames, 1024×576"),
     "sdxl": _other(

@@ -166,11 +166,8 @@ def contestants(single: torch.nn.Module, family: FamilySpec) -> dict[str, Callab
         layers = QuantisedLinears(module, blocks, kind) if kind else None
         if layers:
             layers.fill()
-        structure = ModuleStructure.of(module, family.blocks, family.stream)
-        fp32_residual_stream = dtype == "fp16" and family.stream is not None
-        made = build_half_precision_forward(
-            module, structure, NOTHING, dtype, fp32_residual_stream=fp32_residual_stream, quantised=layers
-        )
+        scaled = dtype == "fp16" and family.variants[0].protected
+        made = build_half_precision_forward(module, NOTHING, dtype, all_layers_scaled=scaled, quantised=layers)
         return lambda given: made.run(**cast(given, family, DTYPES[dtype]))[0]
 
     def on_float32(kind: str) -> Callable[[dict[str, Any]], torch.Tensor]:
@@ -197,7 +194,7 @@ def denoisers_in(single: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module
 
 
 def _blocks(module: torch.nn.Module, family: FamilySpec) -> tuple[str, ...]:
-    return ModuleStructure.of(module, family.blocks, family.stream).repeated
+    return ModuleStructure.of(module, family.blocks).blocks
 
 
 def cast(given: dict[str, Any], family: FamilySpec, dtype: torch.dtype) -> dict[str, Any]:

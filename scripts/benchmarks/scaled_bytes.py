@@ -19,7 +19,6 @@ import diffusers
 import torch
 from comfyui_onediff_guard.precision.learned_scales import LearningMode
 from comfyui_onediff_guard.precision.planned_products import PlannedMode, Scale
-from comfyui_onediff_guard.precision.scaled_layers import with_fp32_residual_stream
 from comfyui_onediff_guard.precision.upcast import run_in
 from measure import RESULTS, write_json
 from networks import NETWORKS, Network
@@ -42,9 +41,8 @@ CARDS = {  # data sheets, less what memory and products lose: T4 0.6, V100 0.72,
     "V100": Card(850e9, 90e12, 15.7e12),
     "H100": Card(3.3e12, 790e12, 67e12),
 }
-PLAIN, STREAM, ROOM, HOT, NO_ROOM, SCALED, FROM_BF16, FIRST, FP32 = (
+PLAIN, ROOM, HOT, NO_ROOM, SCALED, FROM_BF16, FIRST, FP32 = (
     "fp16 (plain)",
-    "fp32 residual stream",
     "learned scales, all layers have room",
     "learned scales, what writes to the stream has no room",
     "learned scales, no layer has room",
@@ -140,13 +138,8 @@ def operations(network: Network, size: str) -> float:
 def tiers(network: Network, size: str) -> dict[str, Traffic]:
     module, call = _made(network, size, HALF)
     found = {PLAIN: _counted(Traffic(module.parameters()), lambda: module(**call))}
-    if network.stream:
-        writers, readers = network.stream.writer_names(module), network.stream.reader_names(module)
-        shell = with_fp32_residual_stream(module, writers, HALF, readers=readers)
-        found[STREAM] = _counted(Traffic(module.parameters()), lambda: shell(**call))
     found[ROOM] = _planned(module, call, Scale(half=True))
-    if network.stream:
-        found[HOT] = _planned(module, call, Scale(half=True), network.stream.writer_names(module))
+    found[HOT] = _planned(module, call, Scale(half=True), _writers(module))
     found[NO_ROOM] = _planned(module, call, Scale(exponent=1))
     found[FIRST], found[SCALED] = _every_layer_scaled(module, call)
     _, found[FROM_BF16] = _every_layer_scaled(*_made(network, size, torch.bfloat16))
@@ -165,16 +158,27 @@ def _every_layer_scaled(module: torch.nn.Module, call: dict[str, Any]) -> tuple[
     return steps[0], steps[1]
 
 
-def _planned(module: torch.nn.Module, call: dict[str, Any], scale: Scale, hot: Iterable[str] = ()) -> Traffic:
-    """A step after the first. All that is planned has one scale, but for hot layers, which have no room."""
+def planned(module: torch.nn.Module, call: dict[str, Any], scale: Scale, hot: Iterable[str] = ()) -> PlannedMode:
+    """The mode of a step after the first. All that is planned has one scale, but for hot layers, which have no room."""
     first = LearningMode()
     first.begin()
     run_in(first, module, (), call)
     plan = dict.fromkeys((key for key, _ in first.notes.of), scale)
     plan |= {(id(module.get_parameter(f"{name}.weight")), 0, ""): Scale(exponent=1) for name in hot}
-    later, traffic = PlannedMode(plan, first.way), Traffic(module.parameters())
+    later = PlannedMode(plan, first.way)
     later.begin(call)
-    return _counted(traffic, lambda: run_in(later, module, (), call))
+    return later
+
+
+def _planned(module: torch.nn.Module, call: dict[str, Any], scale: Scale, hot: Iterable[str] = ()) -> Traffic:
+    later = planned(module, call, scale, hot)
+    return _counted(Traffic(module.parameters()), lambda: run_in(later, module, (), call))
+
+
+def _writers(module: torch.nn.Module) -> list[str]:
+    """Return the names of the layers that write to a residual stream, as diffusers names them."""
+    ends = (".to_out.0", ".ff.net.2", ".ffn.net.2")
+    return [name for name, _ in module.named_modules() if name.endswith(ends)]
 
 
 def _counted(traffic: Traffic, step: Callable[[], Any]) -> Traffic:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW3PLUS, COGVIEW4
 from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
 from comfyui_onediff_guard.precision.dtypes import FP16_MAX
+from comfyui_onediff_guard.precision.learned_scales import LearnedProducts
 from comfyui_onediff_guard.precision.observe import floating, hooked, largest, leaves
-from comfyui_onediff_guard.precision.scaled_layers import with_fp32_residual_stream
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel, CogView4Transformer2DModel
 from PIL import Image
 from plot import BLUE, INK, PURPLE, VERMILLION, Figure, Plot
@@ -95,24 +95,28 @@ def errors(model: Model, target: float | None = None) -> Errors:
     denoiser, call = build(model, target)
     expected = denoiser(**call)[0]
 
-    def error(module: torch.nn.Module, dtype: torch.dtype) -> float:
-        return ((module(**in_dtype(call, dtype))[0].float() - expected).norm() / expected.norm()).item()
+    def error(made: torch.Tensor) -> float:
+        return ((made.float() - expected).norm() / expected.norm()).item()
+
+    def of(dtype: torch.dtype) -> float:
+        return error(copy.deepcopy(denoiser).to(dtype)(**in_dtype(call, dtype))[0])
 
     peak = max(behind_blocks(denoiser, call))
     half = copy.deepcopy(denoiser).half()
     assert all(parameter.isfinite().all() for parameter in half.parameters()), "the stream leaves fp16, no weight does"
     return Errors(
         peak,
-        plain=error(half, torch.float16),
-        protected=error(with_protection(half, model), torch.float16),
-        bf16=error(copy.deepcopy(denoiser).bfloat16(), torch.bfloat16),
+        plain=of(torch.float16),
+        protected=error(protected(half, call)()),
+        bf16=of(torch.bfloat16),
     )
 
 
-def with_protection(half: torch.nn.Module, model: Model) -> torch.nn.Module:
-    stream = model.family.stream
-    assert stream
-    return with_fp32_residual_stream(half, stream.writer_names(half), torch.float16, readers=stream.reader_names(half))
+def protected(half: torch.nn.Module, call: Call) -> Callable[[], torch.Tensor]:
+    """A step after the first one, which shows what scales are needed."""
+    products = LearnedProducts()
+    products.run(half, **call)
+    return lambda: products.run(half, **call)[0]
 
 
 def build(model: Model, target: float | None = None) -> tuple[Any, Call]:
@@ -129,9 +133,8 @@ def build(model: Model, target: float | None = None) -> tuple[Any, Call]:
 
 
 def _climb(model: Model, denoiser: Any, call: Call, target: float) -> None:
-    assert model.family.stream
     started = behind(denoiser, call, {"": denoiser.patch_embed})[0]
-    for name in model.family.stream.starts:
+    for name in ("patch_embed.proj", "patch_embed.text_proj"):
         for parameter in denoiser.get_submodule(name).parameters():
             parameter.mul_(1 / started)
     layer, *gates = model.gates
@@ -176,18 +179,19 @@ def behind(denoiser: Any, call: Call, parts: dict[str, torch.nn.Module]) -> list
 
 
 def inside_blocks(denoiser: Any, call: Call) -> list[float]:
-    """max |x| of what the layers in each block put out in half precision, where the stream is fp32."""
+    """max |x| of what the layers in each block put out in half precision, with overflow protection."""
     peaks = [0.0] * BLOCKS
 
     def see(name: str, _layer: torch.nn.Module, _given: Any, made: Any) -> None:
         block = int(name.split(".")[1])
         half = [tensor for tensor in floating(made) if tensor.dtype == torch.float16]
-        peaks[block] = max(peaks[block], largest(half).item())
+        peaks[block] = max(peaks[block], largest(half).item()) if half else peaks[block]
 
-    protected = with_protection(copy.deepcopy(denoiser).half(), COGVIDEOX_5B)
-    layers = {name: layer for name, layer in leaves(protected).items() if name.startswith("transformer_blocks.")}
+    network = copy.deepcopy(denoiser).half()
+    step = protected(network, call)
+    layers = {name: layer for name, layer in leaves(network).items() if name.startswith("transformer_blocks.")}
     with hooked(layers, see):
-        protected(**in_dtype(call, torch.float16))
+        step()
     return peaks
 
 

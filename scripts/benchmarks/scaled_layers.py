@@ -1,82 +1,83 @@
-"""What scaled layers cost a denoiser step: one with an fp32 residual stream beside one as it is, eager and compiled,
-and how many graphs the compiler makes of each.
+"""What overflow protection adds to compiled blocks, by counting: graphs, and kernels of the code that inductor makes.
 
-    python scripts/benchmarks/scaled_layers.py [--rounds 40] [--blocks 3] [--out scripts/benchmarks/results]
+    python scripts/benchmarks/scaled_layers.py [--blocks 3] [--heads 8] [--out scripts/benchmarks/results]
 
-A denoiser of CogVideoX-2B's width, bf16 on a CPU and fp16 on a GPU, compiled block by block as the sampler does it.
-How it is timed, and what noise is: scripts/benchmarks/measure.py.
+A denoiser of CogVideoX-2B's kind in fp16 on a CPU, compiled block by block as the sampler does it: as it is, and with
+learned scales, whose first step is not compiled. Once with room in every layer, and once with the feed-forward of the
+middle block beyond fp16. Kernels are those of one graph, matrix products and attention among them; on a card Triton
+fuses them otherwise.
 """
 
 from __future__ import annotations
 
+import datetime as dt
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import choose_backend, compiled
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
-from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.scaled_layers import with_fp32_residual_stream
-from measure import arguments, build, device_and_dtype, interleave, medians, quartiles, ratio, setting, write
+from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
+from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure
+from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from measure import arguments, build, write_json
+
+CPU = torch.device("cpu")
 
 
 def main() -> None:
-    args = arguments(__doc__, rounds=40, rounds_help="of all contestants").parse_args()
-    device, dtype = device_and_dtype()
-    denoiser, call = build(args.blocks, args.heads, device, dtype)
-    assert COGVIDEOX.stream
-    protected = with_fp32_residual_stream(denoiser, COGVIDEOX.stream.writer_names(denoiser), DTYPES[dtype])
-    backend = choose_backend("inductor", device)
+    args = arguments(__doc__, rounds=1, rounds_help="not used").parse_args()
+    denoiser, call = build(args.blocks, args.heads, CPU, "fp16")
+    backend = choose_backend("inductor", CPU)
+    structure = ModuleStructure.of(denoiser, COGVIDEOX.blocks)
+
+    def in_blocks(shell: torch.nn.Module, _plan: Any, inside: Any) -> torch.nn.Module:
+        return compiled(shell, COGVIDEOX.blocks, backend, None, inside)
+
+    def protected() -> Callable[..., Any]:
+        options: dict[str, Any] = {"compiled": in_blocks, "blocks": structure.blocks}
+        return build_half_precision_forward(denoiser, NOTHING, "fp16", all_layers_scaled=True, **options).run
+
+    rows: dict[str, dict[str, Any]] = {}
     with torch.no_grad():
-        graphs = {
-            name: count_graphs(compiled(module, COGVIDEOX.blocks, backend), call)
-            for name, module in {"plain": denoiser, "protected": protected}.items()
-        }
-        torch.compiler.reset()
-        compiled_denoiser = compiled(denoiser, COGVIDEOX.blocks, backend)
-        compiled_protected = compiled(protected, COGVIDEOX.blocks, backend)
-        seconds = interleave(
-            {
-                "plain, eager": lambda: denoiser(**call),
-                "protected, eager": lambda: protected(**call),
-                "plain again, eager": lambda: denoiser(**call),
-                "plain, compiled": lambda: compiled_denoiser(**call),
-                "protected, compiled": lambda: compiled_protected(**call),
-                "plain again, compiled": lambda: compiled_denoiser(**call),
-            },
-            args.rounds,
-            device,
-        )
-    pairs = {
-        f"{title}, {mode}": (f"{ours}, {mode}", f"plain, {mode}")
-        for mode in ("eager", "compiled")
-        for title, ours in {"protected / plain": "protected", "noise: plain again / plain": "plain again"}.items()
+        rows["plain"] = counted(compiled(denoiser, COGVIDEOX.blocks, backend), denoiser, call)
+        rows["learned scales, room in every layer"] = counted(protected(), denoiser, call)
+        feed_forward: Any = denoiser.get_submodule(structure.blocks[len(structure.blocks) // 2]).get_submodule("ff")
+        feed_forward.net[0].proj.weight.mul_(2.0**10)
+        feed_forward.net[2].weight.mul_(2.0**6)
+        rows["plain, a hot block"] = counted(compiled(denoiser, COGVIDEOX.blocks, backend), denoiser, call)
+        rows["learned scales, a hot block"] = counted(protected(), denoiser, call)
+    for name, row in rows.items():
+        print(f"{name:40}" + ", ".join(f"{value:.4g} {what}" for what, value in row.items()))
+    result = {
+        "benchmark": "scaled_layers",
+        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
+        "machine": "CPU, counted and not timed",
+        "torch": torch.__version__,
+        "blocks": args.blocks,
+        "rows": rows,
     }
-    result = setting("scaled_layers", denoiser, call, dtype, device, args.rounds) | {
-        "backend": backend.name,
-        "median_seconds": medians(seconds),
-        "ratios": {title: ratio(seconds, *pair) for title, pair in pairs.items()},
-        "middle_half_of_ratios": {title: quartiles(seconds, *pair) for title, pair in pairs.items()},
-        "compiler": graphs,
-    }
-    write(result, args.out, device)
-    for name, counts in graphs.items():
-        print(f"{name}: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
+    print(f"written to {write_json(result, args.out, 'cpu')}")
 
 
-def count_graphs(shell: torch.nn.Module, call: dict[str, Any]) -> dict[str, int]:
-    """What dynamo made of three steps from nothing, and what it added after the first."""
+def counted(run: Callable[..., Any], denoiser: torch.nn.Module, call: dict[str, Any]) -> dict[str, float]:
+    """What dynamo and inductor made of three steps from nothing, and the last one's error against fp32."""
     from torch._dynamo.utils import counters
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config, metrics
 
     torch.compiler.reset()
     counters.clear()
-    shell(**call)
-    first = counters["stats"]["unique_graphs"]
-    shell(**call)
-    shell(**call)
+    metrics.reset()
+    exact = run_in_fp32(denoiser, **call)[0]
+    with config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        made = [run(**call)[0].float() for _ in range(3)][-1]
+    graphs = counters["stats"]["unique_graphs"]
     return {
-        "graphs": first,
-        "graphs added by later steps": counters["stats"]["unique_graphs"] - first,
+        "graphs": graphs,
         "graph breaks": sum(counters["graph_break"].values()),
+        "kernels of a graph": (metrics.generated_kernel_count + sum(counters["aten_mm_info"].values())) / graphs,
+        "error": ((made - exact).norm() / exact.norm()).item(),
     }
 
 

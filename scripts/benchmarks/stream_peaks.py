@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from comfyui_onediff_guard.precision.observe import hooked, largest
-from comfyui_onediff_guard.precision.overrides import Stream
+from comfyui_onediff_guard.precision.overrides import ModuleStructure
 
 
-def stream_peak(module: torch.nn.Module, stream: Stream, call: Callable[[], Any]) -> float:
-    """max |x| of the residual stream while `call` runs `module`, read at its norms' inputs. inf or NaN: it
-    overflowed."""
+def stream_peak(module: torch.nn.Module, blocks: Iterable[str], call: Callable[[], Any]) -> float:
+    """max |x| of the residual stream while `call` runs `module`, read behind its blocks. inf or NaN: it overflowed.
+
+    blocks: their names, or those of lists of them.
+    """
     peaks: list[torch.Tensor] = []
-    norms = {name: module.get_submodule(name) for name in stream.norm_names(module)}
-    with hooked(norms, lambda _name, _norm, given, _made: peaks.append(largest(given[0]))):
+    parts = {name: module.get_submodule(name) for name in ModuleStructure.of(module, blocks).blocks}
+    with hooked(parts, lambda _name, _block, _given, made: peaks.append(largest(made))):
         call()
     return torch.stack(peaks).amax().item()

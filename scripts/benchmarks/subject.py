@@ -32,7 +32,7 @@ class Exact(NamedTuple):
 
     output: torch.Tensor  # in main memory
     seconds: float
-    stream_peak: float | None  # max |x| of the residual stream, where the family has one
+    stream_peak: float  # max |x| behind its blocks
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Subject:
     def exact(self) -> Exact:
         """Of the same weights and arguments, upcast for each operation by itself: bit-equal to a copy in fp32, which
         would take twice the room."""
-        module, call, stream = self.module, self.call, self.model.family.stream
+        module, call, family = self.module, self.call, self.model.family
         outputs: list[torch.Tensor] = []
 
         def run() -> None:
@@ -137,7 +137,7 @@ class Subject:
         synchronize(self.device)
         started = time.perf_counter()
         with without_tf32():
-            peak = stream_peak(module, stream, run) if stream else run()
+            peak = stream_peak(module, family.blocks, run)
         return Exact(outputs[0], time.perf_counter() - started, peak)
 
 

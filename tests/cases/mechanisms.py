@@ -68,7 +68,7 @@ def overflow_stream(gates: tuple[int, ...], writer: str) -> Callable[[Any], None
             block.norm1.linear.bias[gate * width : (gate + 1) * width] = 16.0
         linear = block.get_submodule(writer)
         for _ in range(3):
-            peak = stream_peak(denoiser, COGVIEW3PLUS.stream, lambda: denoiser(**cogview_call(denoiser, 2)))
+            peak = stream_peak(denoiser, COGVIEW3PLUS.blocks, lambda: denoiser(**cogview_call(denoiser, 2)))
             linear.weight.mul_(5e5 / peak)
 
     return change

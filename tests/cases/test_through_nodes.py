@@ -79,7 +79,8 @@ def test_case_1_stream(model_folder, through_nodes, family):
     assert largest_difference(turing, expected) < VISIBLE
     asked = through_nodes(family, folder, "sm80", "fp16", decode="fp32")
     assert asked.reports["sample"]["protection"] and asked.reports["sample"]["reruns"] == 0
-    assert "fp16, as you chose" in asked.text and "overflows plain fp16; overflow protection on" in asked.text
+    assert "fp16, as you chose" in asked.text
+    assert "overflows plain fp16; overflow protection" in asked.text
     assert largest_difference(asked, expected) < VISIBLE
     ampere = through_nodes(family, folder, "sm80")
     assert outcomes(ampere) == [("bf16", "finite")] * calls
@@ -101,9 +102,8 @@ def test_case_2_trained_in_bf16(model_folder, changed, through_nodes, family):
     assert outcomes(ampere) == [("bf16", "finite")] * STEPS
     assert "was trained in bf16, which sm80 (Ampere) computes natively" in ampere.text
     turing = through_nodes(family, folder, "sm75")
-    assert broken(turing) == 0 and turing.reports["sample"]["reruns"] == 1
-    assert "inside a block, apart from the residual stream" in turing.text
-    assert error(turing.latents, expected.latents) < 5e-3
+    assert outcomes(turing) == [("fp16", "finite")] * STEPS and turing.reports["sample"]["reruns"] == 0
+    assert error(turing.latents, expected.latents) <= error(ampere.latents, expected.latents) / 4
     assert largest_difference(turing, expected) < VISIBLE
     assert largest_difference(ampere, expected) < 5 * VISIBLE
 
@@ -271,7 +271,7 @@ def test_case_4_a_run_that_compiles_nothing_sees_what_the_one_that_compiled_saw(
     if exported:
         monkeypatch.setenv(ATTENTION_SWITCH, exported)
     before = kernel.environment()
-    handle = on_card(model_folder("2b"), name)
+    handle = on_card(model_folder("2b"), name, "fp16 (plain)")  # OneFlow compiles no layers with overflow protection
     handle = replace(handle, backend=BackendChoice("oneflow", "as you chose"), accumulation=Accumulation(request_))
     handle.store.compiled.clear()  # what another test's stand-in made
     positive, negative = encode_prompts(handle, [PROMPT, ""])[0]

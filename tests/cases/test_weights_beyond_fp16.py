@@ -57,7 +57,7 @@ WEIGHTS = {
     "a convolution": ("transformer", "patch_embed.proj.weight"),
     "a linear layer": ("transformer", TO_Q),
     "a norm": ("transformer", f"{BLOCK}.norm1.norm.weight"),
-    "a writer of the stream, which is scaled": ("transformer", f"{BLOCK}.ff.net.2.weight"),
+    "what is added to the stream": ("transformer", f"{BLOCK}.ff.net.2.weight"),
     "the modulation": ("transformer", f"{BLOCK}.norm1.linear.weight"),
     "the text encoder's embedding": ("text_encoder", "shared.weight"),
     "its linear layer": ("text_encoder", "encoder.block.0.layer.0.SelfAttention.q.weight"),

@@ -13,12 +13,12 @@ import numpy as np
 import shared_models
 import torch
 from PIL import Image
-from runs import HEALTHY, OVERFLOWING, RERUN
+from runs import HEALTHY, INSIDE, OVERFLOWING
 
 MODELS = {  # folder that a workflow names → which small model stands in for it
     HEALTHY: "2b",
     OVERFLOWING: "2b stream",
-    RERUN: "2b inside",
+    INSIDE: "2b inside",
     "CogVideoX-5b": "5b",
     "CogVideoX-5b-I2V": "5b-i2v",
     "CogView3-Plus-3B": "cogview3",

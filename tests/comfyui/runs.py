@@ -18,7 +18,7 @@ from waiting import HANG_SECONDS
 
 HEALTHY = "small-healthy"  # names of the small models in models/diffusers
 OVERFLOWING = "small-overflowing"  # its residual stream leaves fp16's range
-RERUN = "small-rerun"  # the inside of a block does: nothing but the guard helps
+INSIDE = "small-inside"  # the inside of a block does
 SMALL = {  # text to video, small enough for a CPU
     "OneDiffGuardLoadPipeline.backend": "eager",
     "OneDiffGuardSampleCogVideoX.width": 96,

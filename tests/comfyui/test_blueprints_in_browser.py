@@ -12,7 +12,7 @@ import browser
 import legs
 import pytest
 from comfyui_onediff_guard.headless.workflow import schema, ui_format
-from runs import RERUN
+from runs import INSIDE
 from test_strip_in_browser import complaints
 
 pytestmark = [
@@ -32,7 +32,7 @@ PUT = """values => {
     images.pos = [folded.pos[0] + folded.size[0] + 80, folded.pos[1]]
     folded.connect(0, images, 0)
 }"""
-SMALL = {"model": RERUN, "precision": "fp16", "width": 96, "height": 64, "frames": 9, "steps": 2}
+SMALL = {"model": INSIDE, "precision": "fp16", "width": 96, "height": 64, "frames": 9, "steps": 2}
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ pytestmark = [
 
 FRAMES = 9
 SETTINGS = SMALL | {f"{SAMPLER}.seed": 815, f"{SAMPLER}.control_after_generate": "fixed"}
-PRECISIONS = {"auto": "small-healthy", "fp16": "small-rerun"}  # the second is rerun at each step
+PRECISIONS = {"auto": "small-healthy", "fp16": "small-inside"}
 SERIALIZED = "() => JSON.parse(JSON.stringify(app.graph.serialize()))"
 NOT_VIDEOS = """() => app.graph.nodes.filter(node => ['CreateVideo', 'SaveVideo'].includes(node.type))
     .forEach(node => app.graph.remove(node))"""

@@ -18,7 +18,7 @@ import legs
 import native_checkpoints
 import pytest
 from native_graphs import SMALL as NATIVE_SMALL
-from runs import RERUN
+from runs import INSIDE
 from templates import api_file, ui_file
 from test_in_browser import LOADER, MARKUP, SAMPLER, SMALL, read
 
@@ -33,7 +33,7 @@ RUN = SMALL | {
     f"{SAMPLER}.seed": 4711,
     f"{SAMPLER}.control_after_generate": "fixed",
 }
-CELLS = ["rerun"] * 5
+CELLS = ["half"] * 5
 MIXED = ["rerun", "half", "half", "fp32", "cached"]
 NODES = """() => [app.rootGraph ?? app.graph].flatMap(root =>
     [root, ...(root.subgraphs?.values() ?? [])].flatMap(graph => graph.nodes))"""
@@ -115,7 +115,7 @@ def unknown_model(server: legs.Server) -> str:
     """A model whose runs have taught nothing yet."""
     shutil.rmtree(server.base / "user" / "onediff_guard" / "profiles", ignore_errors=True)
     models = server.base / "models" / "diffusers"
-    return shutil.copytree(models / RERUN, models / uuid4().hex).name
+    return shutil.copytree(models / INSIDE, models / uuid4().hex).name
 
 
 def complaints(canvas: browser.Canvas) -> list[str]:

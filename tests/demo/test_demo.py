@@ -87,13 +87,10 @@ def test_the_report_has_the_numbers(run: Any) -> None:
     assert plain["max_difference_from_fp32"] == "NaN"  # strict JSON
     assert guarded["frames_not_finite"] == reference["frames_not_finite"] == 0
     assert guarded["steps_not_finite"] == 0
-    assert guarded["max_difference_from_fp32"] <= 2e-2
-    assert {step["outcome"] for stage in guarded["stages"] for step in stage["steps"]} == {"finite"}
+    for protected in (guarded, inside):
+        assert protected["max_difference_from_fp32"] <= 2e-2
+        assert {step["outcome"] for stage in protected["stages"] for step in stage["steps"]} == {"finite"}
     assert "toy" in report["note"].lower()
-    assert inside["max_difference_from_fp32"] <= 2e-2
-    steps = [step for stage in inside["stages"] for step in stage["steps"] if step["stage"] == "denoiser"]
-    assert [step["outcome"] for step in steps] == ["rerun"] + ["finite"] * 7
-    assert steps[0]["rerun"]["action"] == "'transformer_blocks.1' protected from here on"
 
 
 def test_the_pictures_show_something(run: Any) -> None:

@@ -27,7 +27,7 @@ sys.stdin.readline()
 frames, outcomes = set(), []
 for _ in range(times):
     handle = replace(opened(model, "none", "fp16", profiles=profiles), policy=GuardPolicy(scope=Scope.LEARNED))
-    generation = Generation(handle, "5b", seed=3)
+    generation = Generation(handle, "svd", seed=3)
     generation.whole()
     report = generation.reports["denoiser"].as_dict()
     frames.add(hashlib.sha256(generation.frames.numpy().tobytes()).hexdigest())
@@ -64,7 +64,7 @@ def at_once(code: str, arguments: list[list[str]]) -> list[Any]:
 def test_runs_that_learn_into_one_folder(
     model_folder: Callable[..., Path], tmp_path: Path, figure: Callable[[str, object], None]
 ) -> None:
-    model, shared, times = str(model_folder("5b", "inside")), tmp_path / "profiles", drawn(20, 2)
+    model, shared, times = str(model_folder("svd", "inside")), tmp_path / "profiles", drawn(20, 2)
     (alone,) = at_once(RUNS, [[model, str(tmp_path / "own"), str(times)]])
     told = at_once(RUNS, [[model, str(shared), str(times)]] * 2)
     assert all(set(each["frames"]) <= set(alone["frames"]) for each in told), "other frames than those of one alone"

@@ -47,7 +47,8 @@ class Painter:
         if precision == "fp16":
             steps[1]["outcome"] = "rerun"
         plan = {"component": "denoiser", "dtype": precision[:4], "guarded": precision != "fp16 (plain)"}
-        report = {"plan": plan, "steps": steps, "protection": "overflow protection on" if precision == "fp16" else ""}
+        protection = "overflow protection" if precision == "fp16" else ""
+        report = {"plan": plan, "steps": steps, "protection": protection}
         return {"ui": {"onediff_guard": [report]}, "result": (images,)}
 
 
@@ -82,7 +83,7 @@ def test_a_table_for_people(here: Path, compare: Any) -> None:
     assert rows(out) == {
         "fp32": ["fp32", "inf", "0", "1.00", "0", "3 of 3"],
         "bf16": ["bf16", "26.6", "0.047", "1.00", "0", "3 of 3"],
-        "fp16": ["fp16, overflow protection on", "48.2", "0.0039", "1.00", "1", "3 of 3"],
+        "fp16": ["fp16, overflow protection", "48.2", "0.0039", "1.00", "1", "3 of 3"],
         "fp16 (plain)": ["fp16, with neither overflow protection nor guard", "none", "none", "1.00", "0", "0 of 3"],
     }
     assert "errors: from float frames" in out and "seconds: of the denoising steps alone" in out
@@ -264,7 +265,7 @@ def test_a_model_that_overflows_is_black_in_plain_fp16_alone(
     assert [run["precision"] for run in (reference, bf16, fp16, plain)] == ["fp32", "bf16", "fp16", "fp16 (plain)"]
     assert (plain["finite_frames"], plain["psnr_db"]) == (0, None) and plain["calls_not_finite"] >= 2
     assert fp16["max_error"] <= 2e-2 and fp16["finite_frames"] == fp16["frames"] == frames
-    assert fp16["plan"] == "fp16, overflow protection on"
+    assert fp16["plan"] == "fp16, overflow protection"
     assert fp16["reruns"] == reference["reruns"] == bf16["reruns"] == 0
     assert fp16["psnr_db"] > bf16["psnr_db"] > 20
     assert all(0 < run["seconds"] < run["total_seconds"] for run in (reference, bf16, fp16, plain))

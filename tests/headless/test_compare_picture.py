@@ -79,7 +79,7 @@ def test_a_run_that_failed_says_why_in_its_own_column() -> None:
 
 def test_captions_are_cut_where_the_column_ends() -> None:
     other = replace(RUN, numbers="x")
-    long = replace(RUN, numbers="\n".join(["fp16, overflow protection on, " * 9] * 3))
+    long = replace(RUN, numbers="\n".join(["fp16, overflow protection, " * 9] * 3))
     plain, cut = (np.asarray(grid(None, flat(0.1), runs=[run, other])) for run in (RUN, long))
     column = pictures.MARGIN + pictures.CELL_WIDTH
     captions = slice(-120, -50)

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import shared_models
 from comfyui_onediff_guard.comfyui_host.host import profiles_directory
-from comfyui_onediff_guard.precision.overrides import NOTHING
+from comfyui_onediff_guard.precision.overrides import ALL_LAYERS_SCALED, NOTHING
 from comfyui_onediff_guard.precision.profile_store import read
-from overflows import OVERFLOWING_BLOCK
 from PIL import Image
 
 SMALL = ("--steps", "1", "--width", "64", "--height", "48", "--frames", "9")
@@ -29,29 +28,32 @@ def test_it_writes_picture_text_and_profile(probe, model_folder, tmp_path):
     assert out.splitlines()[-3:] == [str(picture), str(text), str(profile)]
     assert Image.open(picture).width > 1000 and out.startswith(text.read_text())
     assert read(profile).architecture == "sm75"
-    assert read(profile).learned == NOTHING, "an fp32 residual stream needs no profile"
+    assert read(profile).learned == NOTHING, "what is protected from the start needs no profile"
     assert list(profiles_directory().glob("*.json")) == []
     probe("--model", str(model_folder("5b", "stream")), *SMALL)
     assert (tmp_path / "out" / "probe_00002_.png").is_file(), "never over another file"
 
 
-def test_one_json_object_and_the_profile_kept(probe, model_folder):
-    code, out, _ = probe("--model", str(model_folder("cogview4", "inside")), "--json", "--save", "--steps", "1",
-                         "--width", "64", "--height", "64", "--arch", "sm75")  # fmt: skip
+@pytest.fixture
+def image(tmp_path):
+    Image.new("RGB", (80, 60), (90, 120, 30)).save(tmp_path / "start.png")
+    return "--image", str(tmp_path / "start.png"), "--steps", "1", "--width", "64", "--height", "64", "--frames", "2"
+
+
+def test_one_json_object_and_the_profile_kept(probe, model_folder, image):
+    code, out, _ = probe("--model", str(model_folder("svd", "inside")), "--json", "--save", *image, "--arch", "sm75")
     told = json.loads(out, parse_constant=pytest.fail)
-    assert code == 0 and told["status"] == "done" and told["plan"] == f"fp16 with '{OVERFLOWING_BLOCK}' protected"
+    assert code == 0 and told["status"] == "done" and told["plan"] == f"fp16 with {ALL_LAYERS_SCALED}"
     assert [Path(file).suffix for file in told["files"]] == [".png", ".txt", ".json"]
     (file,) = profiles_directory().glob("*.json")
     assert file.read_text() == told["profile"]
 
 
 @pytest.mark.parametrize("stored", ["folder", "file"])
-def test_a_model_that_starts_from_an_image(probe, model_folder, tmp_path, stored):
+def test_a_model_that_starts_from_an_image(probe, model_folder, image, stored):
     model = str(model_folder("svd") if stored == "folder" else shared_models.svd_file(image=224, patch=56))
     assert probe("--model", model, *SMALL)[0] == 2
-    Image.new("RGB", (80, 60), (90, 120, 30)).save(tmp_path / "start.png")
-    code, out, _ = probe("--model", model, "--image", str(tmp_path / "start.png"), "--steps", "1",
-                         "--width", "64", "--height", "64", "--frames", "2", "--arch", "sm80")  # fmt: skip
+    code, out, _ = probe("--model", model, *image, "--arch", "sm80")
     assert code == 0 and out.startswith("Recommended on sm80 (Ampere): fp16 plain")
 
 

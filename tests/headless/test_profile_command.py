@@ -79,7 +79,7 @@ def test_bad_input(folder, command, arguments, code, says):
 
 
 def test_a_bad_file_is_not_imported(folder, command, tmp_path):
-    (tmp_path / "bad.json").write_text(PROFILE.text().replace('"format": 2', '"format": 7'))
+    (tmp_path / "bad.json").write_text(PROFILE.text().replace('"format": 3', '"format": 7'))
     code, _, err = command("import", tmp_path / "bad.json")
     assert code == 2 and "format is 7" in err and not folder.exists()
 

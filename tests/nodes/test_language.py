@@ -132,7 +132,7 @@ def test_another_choice_holds_from_then_on(page: Choose) -> None:
 
 
 STEP = StepRecord("denoiser", 0, None, "bf16", "finite", 0.1, 1.0)
-RERUN = Rerun("blocks.7.ff", 9e4, Message("{} from here on", Message("{} protected", "'blocks.7'")), 0.1, None)
+RERUN = Rerun("blocks.7.ff", 9e4, Message("{} from here on", Message("{} in fp32", "'blocks.7'")), 0.1, None)
 
 
 def _report(variant: Variant, architecture: str, component: Component, *steps: StepRecord) -> RunReport:
@@ -157,13 +157,13 @@ def _refused(**sizes: int) -> str:
             lambda: replace(
                 _report(COGVIDEOX_5B, "sm75", Component.TEXT_ENCODER, STEP, STEP), protection=ALL_LAYERS_SCALED
             ).summary(),
-            "文本编码器：fp16，因为 sm75 (Turing) 没有原生 bf16；每一层都有溢出保护；2 个提示词，全部正常。",
+            "文本编码器：fp16，因为 sm75 (Turing) 没有原生 bf16；溢出保护；2 个提示词，全部正常。",
         ),
         (
             lambda: _report(
                 COGVIDEOX_5B, "sm75", Component.DENOISER, replace(STEP, step=3, outcome="rerun", rerun=RERUN)
             ).finding(),
-            "第 4 步：blocks.7.ff 中有值达到 90,000（fp16 止于 65,504）。 已用 fp32 重算；此后'blocks.7' 受保护。",
+            "第 4 步：blocks.7.ff 中有值达到 90,000（fp16 止于 65,504）。 已用 fp32 重算；此后'blocks.7' 改用 fp32。",
         ),
         (
             lambda: joined("\n", (Message("encoding prompt {} of {}", 1, 2), Message("decoding part {} of {}", 5, 32))),
@@ -184,16 +184,16 @@ def _refused(**sizes: int) -> str:
                 Component.DENOISER,
                 replace(STEP, outcome="rerun", rerun=replace(RERUN, peak=None)),
             ).finding(),
-            "第 1 步：blocks.7.ff 中出现 NaN、无穷大或被截断的值。 已用 fp32 重算；此后'blocks.7' 受保护。",
+            "第 1 步：blocks.7.ff 中出现 NaN、无穷大或被截断的值。 已用 fp32 重算；此后'blocks.7' 改用 fp32。",
         ),
         (
             lambda: escalate_overrides(
-                PrecisionOverrides(scaled_blocks=("a",)),
+                PrecisionOverrides(fp32_fallback_blocks=("a",)),
                 OverflowDiagnosis("", fallback_blocks=("a", "b")),
                 ModuleStructure(),
-                "fp16",
+                "bf16",
             )[1],
-            "此后'b' 受保护，并且'a' 改用 fp32",
+            "此后'a', 'b' 改用 fp32",
         ),
         (
             lambda: replace(_report(COGVIDEOX_5B, "sm75", Component.DENOISER), graphs=2).compiled(),

@@ -10,6 +10,7 @@ import comfyui_onediff_guard
 import pytest
 import shared_models
 import torch
+from as_comfyui import GRAPHS
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.nodes import inputs
@@ -89,20 +90,20 @@ def test_guarded_fp16_is_right_where_plain_fp16_is_black(folders):
     assert images.shape == (9, 48, 64, 3) and images.dtype == torch.float32
     assert (images - expected["result"][0]).abs().max() <= 2e-2
     assert sampled["result"][0]["samples"].shape == (1, 16, 3, 6, 8)
-    assert "overflow protection on; 2 steps, all fine" in sampled["ui"]["text"][0]
+    assert "overflow protection; 2 steps, all fine" in sampled["ui"]["text"][0]
     (told,) = sampled["ui"]["onediff_guard"]
-    assert told["protection"] == "overflow protection on" and told["reruns"] == 0
+    assert told["protection"] == "overflow protection" and told["reruns"] == 0
 
 
 def test_a_rerun_is_told_where_it_can_be_seen(model_folder, tmp_path):
-    model = model_folder("2b", "inside")
+    model = model_folder("svd", "inside")
     with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
-        sampled, _ = run("fp16", model)
+        sampled = GRAPHS["svd"].sample(GRAPHS["svd"].load(model, precision="fp16"))
     assert "2 steps, 1 recomputed in fp32" in sampled["ui"]["text"][0]
     finding = sampled["ui"]["text"][0].splitlines()[1]
     assert re.fullmatch(
-        r"Step 1: a value reached [1-9][0-9]+,[0-9]{3} \(fp16 ends at 65,504\) in transformer_blocks.1.ff.net.0.proj. "
-        r"Recomputed in fp32; 'transformer_blocks.1' protected from here on\.",
+        r"Step 1: a value reached [1-9][0-9]+,[0-9]{3} \(fp16 ends at 65,504\) in time_embedding.linear_1\. "
+        r"Recomputed in fp32; overflow protection from here on\.",
         finding,
     )
     assert sampled["ui"]["onediff_guard"][0]["reruns"] == 1

@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import overflows
 import pytest
 import torch
 from as_comfyui import GRAPHS, Refused, call, picture
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.pipelines.errors import BadSize
+from comfyui_onediff_guard.precision.overrides import ALL_LAYERS_SCALED
 from comfyui_onediff_guard.precision.policy import Component
 from comfyui_onediff_guard.precision.profile_store import parse
 from comfyui_onediff_guard.trust.message import BadInput
 
 SMALL = {"steps": 1, "width": 64, "height": 48, "frames": 9}
+FEW = {"steps": 1, "width": 64, "height": 64, "frames": 2}  # of Stable Video Diffusion
+SAVED = {"architecture": "sm75", "save": True}
 
 
 @pytest.fixture
@@ -37,9 +39,8 @@ def test_it_hands_on_a_picture_a_recommendation_and_a_profile(folder: Path) -> N
     images, text, profile = answer["result"]
     assert images.ndim == 4 and images.shape[0] == 1 and images.shape[3] == 3
     assert images.dtype == torch.float32 and images.min() >= 0 and images.max() <= 1
-    assert text.startswith("Recommended on sm75 (Turing): fp16 with overflow protection\n") and answer["ui"][
-        "text"
-    ] == [text]
+    assert text.startswith(f"Recommended on sm75 (Turing): fp16 with {ALL_LAYERS_SCALED}\n")
+    assert answer["ui"]["text"] == [text] and "To apply it" not in text
     assert parse(profile, "it").architecture == "sm75"
     (told,) = answer["ui"]["onediff_guard"]
     assert told["profile"] == profile and told["measured_steps"] == 1 and len(told["worst"]) == 10
@@ -53,16 +54,22 @@ def test_another_card_changes_the_recommendation_and_not_the_pipeline(folder: Pa
     assert (told["plan"], told["architecture"]) == ("bf16", "sm80") and pipeline.architecture.name == "cpu"
 
 
-@pytest.mark.parametrize("overflow", ["inside", "stream"])
+@pytest.mark.parametrize("model", ["5b", "svd"])
 def test_it_keeps_a_profile_that_says_something_where_that_is_asked_for(
-    folder: Path, model_folder: Callable[..., Path], overflow: str
+    model_folder: Callable[..., Path], tmp_path: Path, model: str
 ) -> None:
-    answer = probed(GRAPHS["5b"].load(model_folder("5b", overflow)), architecture="sm75", save=True)
+    """What a denoiser needs that is protected from the start, no profile has to say."""
+    folder = model_folder(model, "inside")
+    with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
+        pipeline = GRAPHS[model].load(folder)
+        if model == "svd":
+            answer = call("NumericsProbe", pipeline=pipeline, image=picture(frames=1), **FEW, **SAVED)
+        else:
+            answer = probed(pipeline, **SAVED)
     kept = {file.read_text(): file.stem for file in host.profiles_directory().glob("*.json")}
-    assert [*kept] == ([answer["result"][2]] if overflow == "inside" else [])
+    assert [*kept] == [answer["result"][2]] * (model == "svd")
     assert (f"kept as {''.join(kept.values())}" if kept else "nothing to keep") in answer["result"][1]
-    scaled_blocks = (overflows.OVERFLOWING_BLOCK,) if kept else ()
-    assert parse(answer["result"][2], "it").learned.scaled_blocks == scaled_blocks
+    assert parse(answer["result"][2], "it").learned.all_layers_scaled is bool(kept)
 
 
 def test_the_size_is_the_models_own_unless_given(folder: Path) -> None:
@@ -83,7 +90,7 @@ def test_what_is_missing_is_named(folder: Path, model_folder: Callable[..., Path
 
 def test_a_model_without_a_prompt(folder: Path, model_folder: Callable[..., Path]) -> None:
     pipeline = GRAPHS["svd"].load(model_folder("svd"))
-    given = {"pipeline": pipeline, "steps": 1, "width": 64, "height": 64, "frames": 2, "architecture": "sm80"}
+    given = {"pipeline": pipeline, "architecture": "sm80", **FEW}
     for number in (1, 2):
         answer = call("NumericsProbe", image=picture(frames=number), **given)
         text = answer["result"][1]

@@ -8,10 +8,12 @@ import json
 
 import diffusers
 import torch
-from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, compiled
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW4
 from comfyui_onediff_guard.pipelines.models.lora import Lora, with_loras
+from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
+from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
@@ -90,6 +92,16 @@ def by_diffusers(model, pipeline, paths, scales, call=call):
 
 def ours(paths, scales, model=denoiser, family=COGVIDEOX):
     return with_loras(model, [Lora(path, scale) for path, scale in zip(paths, scales, strict=True)], family)
+
+
+def protected(shell, family, *, in_layers):
+    """The denoiser in fp16 with every layer scaled: by rows, then by its plan, by a mode or in layers."""
+
+    def compile_nothing(half, _key, inside):
+        return compiled(half, family.blocks, BackendChoice("eager", ""), inside=inside)
+
+    how = {"blocks": ModuleStructure.of(shell, family.blocks).blocks, "compiled": compile_nothing} if in_layers else {}
+    return build_half_precision_forward(shell, NOTHING, "fp16", all_layers_scaled=True, **how).run
 
 
 def changed(path, tmp_path, value=None, metadata=None):

@@ -23,6 +23,7 @@ from comfyui_onediff_guard.precision.policy import Component, Precision
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
 from kernel_clock import timed_as
+from overflows import fails_in_half
 from small_runs import prompts, start_of
 from torch.profiler import profile
 
@@ -93,8 +94,10 @@ FASTER = KernelChoice("math", {"auto": Timing(2.0, 0.1), "math": Timing(1.0, 0.1
 def test_a_kernel_that_is_named_is_used_by_the_attempts_and_not_by_reruns(model_folder: Any) -> None:
     report, kernels = run(opened(model_folder("2b"), CompileOptions(attention="math")), SIZES["2b"])
     assert kernels == {"math"} and report.backend_reason == "as you chose: not compiled; attention: math"
-    failing = opened(model_folder("2b", "inside"), CompileOptions(attention="flash"), "fp16")
+    failing = opened(model_folder("2b"), CompileOptions(attention="flash"), "fp16")
+    hook = failing.store.module("transformer", "fp16").proj_out.register_forward_hook(fails_in_half)
     report, _ = run(failing, SIZES["2b"])
+    hook.remove()
     assert report.reruns == 1, "in fp32, by a kernel that takes it"
 
 

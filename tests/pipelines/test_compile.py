@@ -26,6 +26,7 @@ from comfyui_onediff_guard.precision.accumulation import NEXFORT_OPTION
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.observe import BlockOutputs
 from onediff.infer_compiler import OneflowCompileOptions
+from overflows import fails_in_half
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
@@ -190,8 +191,9 @@ def test_blocks_that_auto_compiled_can_be_watched(monkeypatch, works):
 
 
 def test_inductor_end_to_end_a_rerun_and_another_seed_add_no_graph(model_folder, open_pipeline, caplog):
-    handle = open_pipeline(model_folder("2b", "inside"), "fp16", backend="inductor")
+    handle = open_pipeline(model_folder("2b"), "bf16", backend="inductor")
     handle = replace(handle, policy=GuardPolicy(scope=Scope.STEP))
+    handle.store.module("transformer", "bf16").proj_out.register_forward_hook(fails_in_half)
     before = counters["stats"]["unique_graphs"]
     (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
     latents, report = sample(handle, positive, negative, SMALL)
@@ -207,20 +209,6 @@ def test_inductor_end_to_end_a_rerun_and_another_seed_add_no_graph(model_folder,
 
     expected, _ = sample(replace(handle, backend=BackendChoice("eager", "")), positive, negative, SMALL)
     assert torch.equal(latents, expected), "every step was rerun by the untouched original"
-
-
-@pytest.mark.parametrize("variant", ["2b", "5b"])
-def test_an_fp32_residual_stream_is_compiled_once_and_needs_no_rerun(model_folder, open_pipeline, variant):
-    torch._dynamo.reset()  # another test's graph may fit
-    handle = open_pipeline(model_folder(variant, "stream"), "fp16", backend="inductor")
-    (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
-    before = counters["stats"]["unique_graphs"]
-    latents, report = sample(handle, positive, negative, SMALL)
-    assert counters["stats"]["unique_graphs"] - before == 1
-    assert report.protection
-    assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * SMALL.steps
-    expected, _ = sample(open_pipeline(model_folder(variant, "stream"), "fp32"), positive, negative, SMALL)
-    assert (latents - expected).abs().max() <= 2e-2 * expected.abs().max()
 
 
 def test_inductor_agrees_with_eager(model_folder, open_pipeline):

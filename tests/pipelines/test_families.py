@@ -230,7 +230,7 @@ def test_svd_encodes_with_every_layer_scaled_from_weights_that_are_there_once(mo
     _, report = make(handle, sampling, **start)
     (encoding, looking) = report.before
     assert [step.dtype for step in encoding.steps] == ["fp16"]
-    assert "overflow protection in every layer" in encoding.summary()
+    assert "overflow protection" in encoding.summary()
     assert [step.dtype for step in looking.steps] == ["fp16"]
     assert {p.dtype for p in handle.store.module("vae", "fp16").parameters()} == {torch.float16}
 

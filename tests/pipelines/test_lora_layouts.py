@@ -17,11 +17,10 @@ from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.families.wan import WAN
 from comfyui_onediff_guard.pipelines.models.lora import Lora, check_lora, with_loras
 from comfyui_onediff_guard.pipelines.models.lora_file import LayerNames
-from comfyui_onediff_guard.precision.scaled_layers import with_fp32_residual_stream
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
-from lora_models import saved, video_model
+from lora_models import protected, saved, video_model
 from peft import LoraConfig, get_peft_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
@@ -342,9 +341,9 @@ def test_differences_lose_nothing_to_rounding_in_half_precision(dtype: torch.dty
     assert error_over_effect(rerun, right, without) < limit
     assert error_over_effect(shell(**inputs)[0].float(), right, without) < 10 * limit
     if dtype is torch.float16:
-        writers, readers = family.stream.writer_names(shell), family.stream.reader_names(shell)
-        protected = with_fp32_residual_stream(shell, writers, dtype, readers=readers)
-        assert error_over_effect(protected(**inputs)[0], right, without) < 10 * limit
+        for in_layers in (False, True):
+            run = protected(shell, family, in_layers=in_layers)
+            assert all(error_over_effect(run(**inputs)[0], right, without) < 10 * limit for _ in range(2))
     assert half.state_dict().keys() == before.keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in half.state_dict().items())
     assert {p.dtype for p in half.parameters()} == {dtype}

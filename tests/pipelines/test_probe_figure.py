@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
-from comfyui_onediff_guard.pipelines.insight.probe_figure import STREAM, draw, figure_of, places, rows_of
+from comfyui_onediff_guard.pipelines.insight.probe_figure import BLOCK, draw, figure_of, places, rows_of
 from comfyui_onediff_guard.precision import arch
-from comfyui_onediff_guard.precision.overrides import ModuleStructure, Peak, Stream
+from comfyui_onediff_guard.precision.overrides import ModuleStructure, Peak
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.probe import Probed, ProbeResult, judge
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 
-def measured(blocks: int, leaves: int, steps: int, *, stream: bool = True, lists: int = 1, value=lambda *_: 1.0):
+def measured(blocks: int, leaves: int, steps: int, *, lists: int = 1, value=lambda *_: 1.0):
     """Made up. value(block, leaf, step) → max |x|."""
     names = [f"part_{i}.blocks" for i in range(lists)] if lists > 1 else ["blocks"]
     paths = [f"{name}.{block}" for name in names for block in range(blocks)]
@@ -30,8 +30,7 @@ def measured(blocks: int, leaves: int, steps: int, *, stream: bool = True, lists
             row[path] = value(index, -1, step)
         row["proj_out"] = value(0, 0, step)
         found.append({name: Peak(reach, reach) for name, reach in row.items()})
-    where = Stream("blocks", "embed", (), ("norm",), ()) if stream else None
-    return Probed(ModuleStructure((("embed",) if stream else ()) + tuple(paths), where), tuple(found))
+    return Probed(ModuleStructure(tuple(paths)), tuple(found))
 
 
 def result_of(probed: Probed) -> ProbeResult:
@@ -44,7 +43,7 @@ def result_of(probed: Probed) -> ProbeResult:
 def test_the_same_layer_of_all_blocks_is_one_row_and_of_too_many_the_largest_stay():
     probed = measured(3, 2, 4, value=lambda block, leaf, step: 100 * (2 - block) + 10 * (leaf + 1) + step)
     rows, hidden = rows_of(probed)
-    assert [*rows] == ["embed", STREAM, "layers.0.linear", "layers.1.linear", "proj_out"] and hidden == {}
+    assert [*rows] == ["embed", BLOCK, "layers.0.linear", "layers.1.linear", "proj_out"] and hidden == {}
     steps, blocks = {0: 220, 1: 221, 2: 222, 3: 223}, {"blocks.0": 223, "blocks.1": 123, "blocks.2": 23}
     assert rows["layers.1.linear"] == steps | blocks, "the largest of all blocks, and of all steps"
     assert [*rows["embed"]] == [0, 1, 2, 3], "which is outside of blocks"
@@ -75,7 +74,7 @@ def test_what_overflows_is_red_and_nothing_else():
         (30, 20, 4, {"value": lambda block, leaf, step: 10.0 ** (block % 7)}),
         (42, 20, 50, {"value": lambda block, leaf, step: 10.0 ** (leaf % 9 - 3)}),
         (2, 3, 1, {}),
-        (8, 45, 4, {"stream": False, "lists": 3}),
+        (8, 45, 4, {"lists": 3}),
         (60, 60, 2, {"value": lambda block, leaf, step: 1e30 * block}),
         (3, 2, 1, {"value": lambda block, leaf, step: 1e5 if leaf >= 0 else 1.0}),
     ],

@@ -8,16 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.insight.probe import keep_profile, probe
+from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import load
+from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
+from comfyui_onediff_guard.precision.overrides import ALL_LAYERS_SCALED, PrecisionOverrides
+from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.profile_store import parse
-from overflows import OVERFLOWING_BLOCK
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
 LEARNED = GuardPolicy(scope=Scope.LEARNED)
+
+PROTECTED = f"fp16 with {ALL_LAYERS_SCALED}"
 
 
 @pytest.fixture
@@ -43,9 +49,9 @@ def hooks(module):
 @pytest.mark.parametrize(
     ("variant", "overflow", "card", "precision", "plan"),
     [
-        ("2b", "stream", "sm75", "fp16", "fp16 with overflow protection"),
-        ("5b", "inside", "sm75", "fp16", f"fp16 with '{OVERFLOWING_BLOCK}' protected"),
-        ("1.5", "stream", "sm75", "fp16", "fp16 with overflow protection"),
+        ("2b", "stream", "sm75", "fp16", PROTECTED),
+        ("5b", "inside", "sm75", "fp16", PROTECTED),
+        ("1.5", "stream", "sm75", "fp16", PROTECTED),
         ("5b", "stream", "sm80", "auto", "bf16"),
         ("2b", "stream", "sm75", "fp32", "fp32"),
     ],
@@ -55,8 +61,8 @@ def test_applied_it_leads_to_no_rerun(model_folder, opened, variant, overflow, c
     handle = opened(model_folder(variant, overflow), card, precision)
     found = probe(handle, *prompts(handle), SMALL)
     assert found.chosen.plan == plan
-    assert any(verdict.plan == "fp16 with overflow protection" for verdict in found.verdicts) is (overflow == "stream")
-    assert ("set its scope to 'learned'" in found.to_apply) is (overflow == "inside")
+    assert PROTECTED in [verdict.plan for verdict in found.verdicts]
+    assert found.to_apply == ("set precision to 'bf16'" if "bf16" in plan and plan != found.plan.dtype else "")
     assert bool(found.profile_text) is (plan != "fp32")
     profile = parse(found.profile_text, "it") if found.profile_text else None
     applied = replace(handle, policy=LEARNED, profile=profile)
@@ -100,14 +106,20 @@ def test_the_same_steps_without_it_see_nothing_of_it(model_folder, opened):
 
 
 def test_it_is_kept_where_that_is_asked_for(model_folder, opened, tmp_path):
-    handle = replace(opened(model_folder("2b", "inside"), precision="fp16"), profiles=tmp_path / "profiles")
-    found = probe(handle, *prompts(handle), SMALL)
-    assert not (tmp_path / "profiles").exists()
+    folder = model_folder("svd", "inside")
+    options = {"backend": "eager", "offload": "none", "placement": PlainPlacement(), "profiles": tmp_path / "profiles"}
+    handle = load(folder, family_of(folder), precision=Precision.FP16, **options)
+    handle = replace(handle, architecture=arch.named("sm75"))
+    settings = SampleSettings(64, 64, steps=2, seed=3, frames=2)
+    image = fitted(torch.ones(1, 64, 64, 3), 64, 64, "crop")[0]
+    found = probe(handle, None, None, settings, image=image)
+    assert not (tmp_path / "profiles").exists() and found.chosen.plan == PROTECTED
+    assert found.to_apply == "wire `profile` into the NaN Guard's `profile`, and set its scope to 'learned'"
     assert found.profile and found.profile.name in keep_profile(handle, found)
     assert (tmp_path / "profiles" / f"{found.profile.name}.json").read_text() == found.profile_text
-    assert found.profile.learned == PrecisionOverrides(scaled_blocks=(OVERFLOWING_BLOCK,))
-    _, report = sample(replace(handle, policy=LEARNED), *prompts(handle), SMALL)
+    assert found.profile.learned == PrecisionOverrides(all_layers_scaled=True)
+    _, report = sample(replace(handle, policy=LEARNED), None, None, settings, image=image)
     assert report.reruns == 0, "in this process too"
-    for variant, card in (("5b", "sm80"), ("2b", "sm75")):
-        protected = opened(model_folder(variant, "stream"), card)
-        assert keep_profile(protected, probe(protected, *prompts(protected), SMALL)).startswith("nothing to keep")
+    for variant, overflow, card in (("5b", "stream", "sm80"), ("2b", "inside", "sm75")):
+        other = opened(model_folder(variant, overflow), card)
+        assert keep_profile(other, probe(other, *prompts(other), SMALL)).startswith("nothing to keep")

@@ -42,9 +42,7 @@ PROFILE = Profile(
         architecture=st.sampled_from([*ARCHITECTURES, "sm999", "gfx1100", "hpu"]),
         dtype=st.sampled_from(["fp16", "bf16"]),
         versions=st.dictionaries(TEXTS, TEXTS, max_size=20),
-        learned=st.builds(
-            PrecisionOverrides, fp32_fallback_blocks=PARTS, scaled_blocks=PARTS, all_layers_scaled=st.booleans()
-        ),
+        learned=st.builds(PrecisionOverrides, fp32_fallback_blocks=PARTS, all_layers_scaled=st.booleans()),
     )
 )
 def test_what_is_written_is_read_again(profile):
@@ -108,11 +106,8 @@ def test_readers_never_see_half_a_file(tmp_path):
     ("change", "says"),
     [
         ({"kind": "a poem"}, "kind is a poem: input should be 'onediff-guard profile'"),
-        ({"format": 3}, "format is 3: input should be 2"),
-        (
-            {"format": 1, "learned": {"islands": ["a"], "wide_parts": [], "everything": False}},
-            "format is 1: input should be 2",
-        ),
+        ({"format": 4}, "format is 4: input should be 3"),
+        ({"format": 2, "learned": {"fp32_fallback_blocks": [], "scaled_blocks": ["a"]}}, "format is 2"),
         ({"learned": None}, "learned is None"),
         ({"learned": {"stream_peak": 1}}, "learned.fp32_fallback_blocks is missing"),
         ({"learned": {"fp32_fallback_blocks": "all"}}, "learned.fp32_fallback_blocks is all"),
@@ -123,13 +118,7 @@ def test_readers_never_see_half_a_file(tmp_path):
             {"learned": {"fp32_fallback_blocks": list(map(str, range(201)))}},
             "learned.fp32_fallback_blocks is a list of 201",
         ),
-        ({"learned": {"scaled_blocks": ["a"], "all_layers_scaled": True}}, "learned.fp32_fallback_blocks is missing"),
-        ({"learned": {"fp32_fallback_blocks": [], "scaled_blocks": "all"}}, "learned.scaled_blocks is all"),
-        ({"learned": {"fp32_fallback_blocks": [], "scaled_blocks": ["a", "a.b"]}}, "one of these parts is in another"),
-        (
-            {"learned": {"fp32_fallback_blocks": [], "scaled_blocks": list(map(str, range(201)))}},
-            "learned.scaled_blocks is a list of 201",
-        ),
+        ({"learned": {"all_layers_scaled": True}}, "learned.fp32_fallback_blocks is missing"),
         ({"learned": {"fp32_fallback_blocks": [], "all_layers_scaled": "all"}}, "learned.all_layers_scaled is all"),
         ({"dtype": "int4"}, "dtype is int4"),
         ({"architecture": "../../x"}, "architecture is ../../x: value error, the name of no architecture"),
@@ -157,25 +146,19 @@ def test_a_field_that_is_not_known_is_not_read(peak):
 
 def test_one_with_fallback_blocks_alone_is_read():
     alone = json.loads(PROFILE.text())
-    del alone["learned"]["scaled_blocks"], alone["learned"]["all_layers_scaled"]
+    del alone["learned"]["all_layers_scaled"]
     assert parse(json.dumps(alone), "it") == PROFILE
 
 
-def test_an_fp32_residual_stream_and_a_run_that_went_on_in_fp32_are_of_no_profile():
-    assert replace(PROFILE.learned, fp32_residual_stream=True, whole_run_fp32=True).to_share == PROFILE.learned
-    told = {"fp32_fallback_blocks": [*IN_FP32], "scaled_blocks": [], "all_layers_scaled": False}
-    assert json.loads(PROFILE.text())["learned"] == told
-
-
-def test_scaled_blocks_and_all_layers_scaled_are_of_a_profile(tmp_path):
-    scaled = PrecisionOverrides(fp32_fallback_blocks=IN_FP32[:1], scaled_blocks=IN_FP32[1:], all_layers_scaled=True)
-    assert replace(scaled, fp32_residual_stream=True, whole_run_fp32=True).to_share == scaled
-    profile = replace(PROFILE, learned=scaled)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_what_is_of_a_profile_and_that_a_run_went_on_in_fp32_is_not(tmp_path, scaled):
+    learned = replace(PROFILE.learned, all_layers_scaled=scaled)
+    assert replace(learned, whole_run_fp32=True).to_share == learned
+    profile = replace(PROFILE, learned=learned)
     assert read(write(tmp_path, profile)) == profile
     assert json.loads(profile.text())["learned"] == {
-        "fp32_fallback_blocks": ["transformer_blocks.3"],
-        "scaled_blocks": ["transformer_blocks.17"],
-        "all_layers_scaled": True,
+        "fp32_fallback_blocks": [*IN_FP32],
+        "all_layers_scaled": scaled,
     }
 
 
@@ -204,10 +187,6 @@ def test_a_large_or_binary_file_is_no_profile(tmp_path):
         ({"versions": {}}, "torch of no version"),
         (
             {"learned": PrecisionOverrides(fp32_fallback_blocks=("transformer_blocks.99",))},
-            "this model has no part 'transformer_blocks.99'",
-        ),
-        (
-            {"learned": PrecisionOverrides(scaled_blocks=("transformer_blocks.99",))},
             "this model has no part 'transformer_blocks.99'",
         ),
     ],
@@ -276,16 +255,10 @@ def test_in_words():
     words = "CogVideoX 5b/fine:tune, sm75, fp16; 'transformer_blocks.3', 'transformer_blocks.17' in fp32"
     assert PROFILE.in_words() == words
     assert replace(PROFILE, learned=NOTHING).in_words().endswith("; no block needs extra protection")
-    some = PrecisionOverrides(fp32_fallback_blocks=IN_FP32[:1], scaled_blocks=IN_FP32[1:])
-    assert (
-        replace(PROFILE, learned=some)
-        .in_words()
-        .endswith("fp16; 'transformer_blocks.17' protected; 'transformer_blocks.3' in fp32")
-    )
     assert (
         replace(PROFILE, learned=PrecisionOverrides(all_layers_scaled=True))
         .in_words()
-        .endswith("fp16; overflow protection in every layer")
+        .endswith("fp16; overflow protection")
     )
 
 

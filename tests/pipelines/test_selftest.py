@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,7 +101,12 @@ def without_its_first_block(network: torch.nn.Module, parts: tuple[str, ...], *_
             lambda _stage, network, **_: network,
             "ValueError: the guard did not see the overflow",
         ),
-        ("overflow protection, beyond fp16", "with_fp32_residual_stream", lambda network, *_: network, ""),
+        (
+            "overflow protection, beyond fp16",
+            "LearnedProducts",
+            lambda: SimpleNamespace(run=lambda network, x: network(x)),
+            "",
+        ),
         ("a compiled block", "compiled", lambda network, *_, **__: network.float(), "RuntimeError"),
         ("a compiled block", "compiled", lambda *_, **__: lambda x: x.mul(3), ""),
         ("a compiled block", "compiled", without_its_first_block, ""),
@@ -145,7 +151,7 @@ def test_too_little_memory_is_no_fault_of_the_card(monkeypatch: pytest.MonkeyPat
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 MiB.")
 
     monkeypatch.setitem(module.OPERATIONS, "attention", (full, module.OPERATIONS["attention"][1]))  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(module, "with_fp32_residual_stream", full)
+    monkeypatch.setattr(module.LearnedProducts, "run", full)
     (found,) = only("attention in fp16")
     timed = dict(module._times(CPU, detect(CPU)))
     assert found.verdict == "not run" and timed and [each for each in timed if "protected" in each] == []

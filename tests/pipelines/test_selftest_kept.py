@@ -46,7 +46,7 @@ def test_auto_takes_the_next_best(card: str, model: str, failed: tuple[str, ...]
     why = before.reason if comes_to == before.dtype else instead
     also = f", but {comes_to} came out wrong in this card's self-test of {DAY}" if comes_to in failed else ""
     assert (plan.dtype, plan.reason) == (comes_to, why + also)
-    assert plan.overflow_protection == (comes_to == "fp16" and VARIANTS[model].has_stream)
+    assert plan.overflow_protection == (comes_to == "fp16" and VARIANTS[model].protected)
 
 
 @pytest.mark.parametrize("request_", [Precision.BF16, Precision.FP16, Precision.FP32, Precision.INT8])

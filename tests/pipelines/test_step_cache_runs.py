@@ -171,28 +171,18 @@ def broken_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 @pytest.mark.parametrize("overflow", ["none", "stream"])
 @pytest.mark.parametrize("model", ["2b", "cogview3", "cogview4"])
-def test_an_fp32_residual_stream(model_folder: Callable[..., Path], model: str, overflow: str) -> None:
+def test_overflow_protection(model_folder: Callable[..., Path], model: str, overflow: str) -> None:
     handle = opened(model_folder(model, overflow), "fp16")
     plain, _ = run(handle, model)
     found, report = run(handle, model, WIDE)
-    assert "overflow protection on" in report.text() and report.cache.cached and not report.reruns
+    assert report.protection and report.cache.cached and not report.reruns
     assert drift(found, plain) <= max(report.cache.drift, WIDE.error)
 
 
-@pytest.mark.parametrize(
-    "known",
-    [
-        PrecisionOverrides(fp32_fallback_blocks=("transformer_blocks.1",)),
-        PrecisionOverrides(scaled_blocks=("transformer_blocks.0",)),
-        PrecisionOverrides(all_layers_scaled=True),
-    ],
-    ids=["fallback block", "protected block", "overflow protection in every layer"],
-)
-def test_what_was_learned(
-    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, known: PrecisionOverrides
-) -> None:
+def test_a_fallback_block(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    known = PrecisionOverrides(fp32_fallback_blocks=("transformer_blocks.1",))
     monkeypatch.setattr(denoising, "_known", lambda _stage: (known, ()))
-    handle = opened(model_folder("2b"), "fp16")
+    handle = opened(model_folder("2b"), "bf16")
     plain, _ = run(handle, "2b")
     found, report = run(handle, "2b", WIDE)
     assert report.cache.cached
@@ -308,10 +298,13 @@ def as_with_nan(monkeypatch: pytest.MonkeyPatch, handle: PipelineHandle, model: 
     assert torch.isfinite(found).all() and drift(found, wanted) <= max(report.cache.drift, WIDE.error)
 
 
-def test_a_lora(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    handle = opened(model_folder("2b"), "bf16")
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_lora(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, precision: str
+) -> None:
+    handle = opened(model_folder("2b"), precision)
     bare, _ = run(handle, "2b")
-    trained = training(tmp_path)(handle.store.module("transformer", "bf16"))
+    trained = training(tmp_path)(handle.store.module("transformer", precision))
     handle = add_lora(handle, Lora(trained, 1.0))
     plain, _ = run(handle, "2b")
     assert drift(plain, bare) > 0.001, "it does something"
@@ -322,8 +315,15 @@ def test_a_lora(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPat
     as_with_nan(monkeypatch, replace(handle, policy=GuardPolicy(scope=Scope.STEP)), "2b")
 
 
-def test_compiled_blocks_in_half_precision(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = opened(model_folder("2b"), "bf16", "inductor")
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_compiled_blocks_in_half_precision(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    handle = opened(model_folder("2b"), precision, "inductor")
+    run(handle, "2b")  # what it shows of its layers in fp16 is known from the next run's first step on
     plain, _ = run(handle, "2b")
-    assert torch.equal(run(handle, "2b", CachePolicy(0.0))[0], plain)
+    found, report = run(handle, "2b", CachePolicy(0.0))
+    assert torch.equal(found, plain) and report.graphs == 0
+    found, report = run(handle, "2b", WIDE)
+    assert report.cache.cached and drift(found, plain) <= max(report.cache.drift, WIDE.error)
     as_with_nan(monkeypatch, replace(handle, policy=GuardPolicy(scope=Scope.STEP)), "2b")

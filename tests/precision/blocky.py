@@ -11,13 +11,12 @@ import torch
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
 from comfyui_onediff_guard.precision.guard import Scope, StageGuard
-from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides, Stream
+from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward
 from torch import nn
 
 WIDTH = 8
-STREAM = Stream("blocks", ("embed",), writers=("write",), norms=("norm",), last_norms=("last_norm",))
 Spoil = Callable[[torch.Tensor], None]  # changes an output in place
 
 
@@ -99,6 +98,7 @@ class Faults:
     where: dict[str, Spoil]
     calls: Collection[int]  # counted from 0
     call: int = field(default=-1)
+    met: bool = field(default=False)  # something was spoiled
 
     def injected(self, module: nn.Module) -> nn.Module:
         """A shell of `module` with the faults in it."""
@@ -107,8 +107,10 @@ class Faults:
             def faulty(part: nn.Module) -> nn.Module:
                 def forward(*args: Any, **kwargs: Any) -> Any:
                     made = part(*args, **kwargs)
-                    if self.call in self.calls and made.dtype != torch.float32:
-                        spoil(made)
+                    with torch._C.DisableTorchFunction():  # no mode sees it, as if a kernel had done it
+                        if self.call in self.calls and made.dtype != torch.float32:
+                            self.met = True
+                            spoil(made)
                     return made
 
                 return with_forward(part, forward)
@@ -156,17 +158,16 @@ def guarded(
     scope: Scope = Scope.LEARNED,
     give_up_after: int = 3,
     faults: Faults | None = None,
-    stream: Stream | None = STREAM,
     learned: PrecisionOverrides = NOTHING,
     **more: Any,
 ) -> Run:
     """more: of build_half_precision_forward."""
     faults, built = faults or Faults({}, ()), []
-    structure = ModuleStructure.of(module, ["blocks"], stream)
+    structure = ModuleStructure.of(module, ["blocks"])
 
     def make(known: PrecisionOverrides) -> HalfPrecisionForward:
         built.append(known)
-        return build_half_precision_forward(faulty, structure, known, dtype, **more)
+        return build_half_precision_forward(faulty, known, dtype, **more)
 
     # the attempt is made of the faulty shell; the rerun calls the module
     faulty = faults.injected(module)

@@ -122,5 +122,5 @@ def _overflow(model: Model, denoiser: Any, call: dict[str, Any], peak: float, wr
     biases = block.get_submodule(layer).bias.view(-1, denoiser.config.num_attention_heads * HEAD)
     biases[gates] += 16
     for _ in range(3):
-        found = stream_peak(denoiser, model.family.stream, lambda: denoiser(**call))
+        found = stream_peak(denoiser, model.family.blocks, lambda: denoiser(**call))
         block.get_submodule(writer).weight.mul_(peak / found)

@@ -1,19 +1,21 @@
-"""Fallback and scaled blocks: some in fp32 or with every layer scaled, the others half and compiled as they were."""
+"""Fallback blocks: some in fp32, the others half and compiled as they were. In fp16, every layer is scaled instead."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from blocky import STREAM, Block, build, latents, overflow_inside, overflow_stream
+from blocky import Block, build, latents, overflow_inside, overflow_stream
 from comfyui_onediff_guard.precision import fallback
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward, with_fallback_blocks
-from comfyui_onediff_guard.precision.overrides import ModuleStructure, PrecisionOverrides
-from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
+from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides
 from comfyui_onediff_guard.precision.shallow_copy import replace_submodules
+from guards import error
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,31 +26,9 @@ def in_fp32(*names: str, **more: Any) -> PrecisionOverrides:
     return PrecisionOverrides(fp32_fallback_blocks=names, **more)
 
 
-def scaled(*names: str, **more: Any) -> PrecisionOverrides:
-    return PrecisionOverrides(scaled_blocks=names, **more)
-
-
-each_kind = pytest.mark.parametrize("learned", [in_fp32, scaled])
-
-
-def part(module: nn.Module, known: PrecisionOverrides) -> Any:
-    """The one part of the module that is a fallback block, or scaled."""
-    (name,) = known.fp32_fallback_blocks + known.scaled_blocks
-    return with_fallback_blocks(module, known, "fp16").get_submodule(name)
-
-
-def attempt(
-    module: nn.Module, known: PrecisionOverrides, dtype: str = "fp16", stream: Any = STREAM, **more: Any
-) -> Any:
-    return build_half_precision_forward(module, ModuleStructure.of(module, ["blocks"], stream), known, dtype, **more)
-
-
-def overflowing() -> tuple[Any, torch.Tensor]:
-    """(module whose stream and second block leave fp16's range, what it puts out in fp32)"""
-    module = build()
-    overflow_stream(module, 1)
-    overflow_inside(module, 2)
-    return module, copy.deepcopy(module).float()(latents())[0]
+def only(module: nn.Module, name: str) -> Any:
+    """The module's one part, as a fallback block."""
+    return with_fallback_blocks(nn.ModuleDict({name: module}).half(), in_fp32(name), "fp16").get_submodule(name)
 
 
 class Products(TorchDispatchMode):
@@ -74,23 +54,16 @@ def recorded(module: Any) -> dict[str, list[torch.dtype]]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("learned", "dtype", "multiplies_in"),
-    [(in_fp32, "fp16", SINGLE), (in_fp32, "bf16", SINGLE), (scaled, "fp16", HALF)],
-)
-def test_a_fallback_block_computes_in_fp32_or_multiplies_in_half_and_everything_else_is_half(
-    learned, dtype, multiplies_in
-):
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_fallback_block_computes_in_fp32_and_everything_else_is_half(dtype):
     module, half, products = build(dtype=dtype), DTYPES[dtype], Products()
-    shell: Any = with_fallback_blocks(module, learned("blocks.1"), dtype)
+    shell: Any = with_fallback_blocks(module, in_fp32("blocks.1"), dtype)
     embedded = shell.embed(latents().to(half))
     with products:
         made = shell.blocks[1](embedded)
-    block = module.blocks[1]
-    product = run_with_scaled_products(block, embedded, products=ScaledHalfMatmulMode(half))
-    expected = product if learned is scaled else copy.deepcopy(block).float()(embedded.float())
+    expected = copy.deepcopy(module.blocks[1]).float()(embedded.float())
     assert made.dtype == half and made.is_contiguous() and torch.equal(made, expected.to(half))
-    assert products.seen == {multiplies_in}
+    assert products.seen == {SINGLE}
     seen = recorded(module)
     assert shell(latents().to(half))[0].dtype == half
     assert seen == {name: [SINGLE if name == "1" else half] for name in ("0", "1", "2", "3")}
@@ -100,25 +73,24 @@ def test_the_original_is_untouched_and_weights_are_shared():
     module = build()
     before = {name: id(part) for name, part in module.named_modules()}
     values = {name: p.clone() for name, p in module.named_parameters()}
-    shell = with_fallback_blocks(module, in_fp32("blocks.1", scaled_blocks=("out",)), "fp16")
+    shell = with_fallback_blocks(module, in_fp32("blocks.1", "out"), "fp16")
     shell(latents().half())
     assert {name: id(part) for name, part in module.named_modules()} == before
     assert all("forward" not in vars(part) for part in module.modules())
     assert all(torch.equal(values[name], p) and p.dtype == torch.float16 for name, p in module.named_parameters())
     assert {id(p) for p in shell.parameters()} == {id(p) for p in module.parameters()}
     assert list(shell.state_dict()) == list(module.state_dict()), "and under the same names"
-    assert with_fallback_blocks(module, PrecisionOverrides(), "fp16") is module
+    assert with_fallback_blocks(module, NOTHING, "fp16") is module
 
 
-@each_kind
-def test_a_fallback_block_says_and_knows_what_its_block_does(learned):
+def test_a_fallback_block_says_and_knows_what_its_block_does():
     class Down(nn.Module):
         has_cross_attention = True
 
         def forward(self, x, *, scale, texts):
             return (x * scale).t().contiguous().t(), [texts, x.sum(-1), x.argmax(-1)], 7
 
-    fallback_block = part(nn.ModuleDict({"down": Down()}).half(), learned("down"))
+    fallback_block = only(Down(), "down")
     assert fallback_block.has_cross_attention and isinstance(fallback_block, Down)
     x = torch.full((2, 4), 300.0).half()
     made, (texts, summed, index), number = fallback_block(x, scale=2.0, texts="a boat")
@@ -127,74 +99,10 @@ def test_a_fallback_block_says_and_knows_what_its_block_does(learned):
     assert made.is_contiguous(), "a compiled neighbour would be compiled anew for other strides"
 
 
-@each_kind
-def test_what_does_not_fit_is_infinite_for_the_guard_to_find(learned):
+def test_what_does_not_fit_is_infinite_for_the_guard_to_find():
     linear = nn.Linear(2, 2).requires_grad_(False)
     linear.weight.fill_(6e4)
-    assert torch.isinf(part(nn.ModuleDict({"a": linear}).half(), learned("a"))(torch.ones(1, 2).half())).all()
-
-
-@each_kind
-def test_a_fallback_block_in_an_fp32_residual_stream_hands_on_float32(learned):
-    (module, expected), x = overflowing(), latents().half()
-    for alone in (PrecisionOverrides(fp32_residual_stream=True), learned("blocks.2")):
-        assert not attempt(module, alone).run(x)[0].isfinite().all()
-    both = attempt(module, learned("blocks.2", fp32_residual_stream=True))
-    assert both.fp32_residual_stream and not both.all_layers_scaled and both.run is both.eager
-    assert both.run.blocks[2](both.run.embed(x)).dtype == SINGLE
-    assert (both.run(x)[0].float() - expected).abs().max() < 1e-2
-
-
-@pytest.mark.parametrize("planned", [True, False])
-def test_with_every_layer_scaled_nothing_leaves_the_range(planned):
-    (module, expected), products, brought = overflowing(), Products(), []
-    assert not attempt(module, in_fp32("blocks.2"), stream=None).run(latents().half())[0].isfinite().all()
-    known = (
-        PrecisionOverrides()
-        if planned
-        else PrecisionOverrides(all_layers_scaled=True, fp32_fallback_blocks=("blocks.2",), fp32_residual_stream=True)
-    )
-    onloaded = lambda shell, _: brought.append(shell) or shell  # noqa: E731
-    more = {
-        "all_layers_scaled": planned,
-        "fp32_residual_stream": True,
-        "compiled": Compiler().compiled,
-        "onloaded": onloaded,
-    }
-    made = attempt(module, known, stream=None, **more)
-    with products:
-        found = made.run(latents())[0]
-    assert products.seen == {HALF}, "and no fallback block"
-    assert made.all_layers_scaled and not made.fp32_residual_stream and brought == [module], (
-        "weights are brought to the device"
-    )
-    assert found.dtype == SINGLE and (found - expected).abs().max() < 1e-2
-    assert (made.eager(latents())[0] - expected).abs().max() < 1e-2
-
-
-@pytest.mark.parametrize("what", ["all_layers_scaled", "fp32_residual_stream"])
-def test_bf16_is_not_scaled(what):
-    module = build(dtype="bf16")
-    made = attempt(module, PrecisionOverrides(**{what: True}), "bf16", **{what: True})
-    assert not made.all_layers_scaled and not made.fp32_residual_stream and made.run is module
-
-
-@pytest.mark.parametrize("tf32", [True, False])
-@pytest.mark.parametrize("known", [in_fp32("blocks.1"), scaled("blocks.1"), ALL_LAYERS_SCALED])
-def test_fallback_blocks_take_tf32_where_the_rerun_does(monkeypatch, tf32, known):
-    asked = []
-
-    def seen(part, x, *, tf32, **_more):
-        asked.append(tf32)
-        return part(x)
-
-    for name in ("run_in_fp32", "run_with_scaled_products"):
-        monkeypatch.setattr(fallback, name, seen)
-    monkeypatch.setattr(fallback.LearnedProducts, "run", lambda _, *args, **more: seen(*args, **more))
-    module = build()
-    for more in ({}, {"compiled": lambda m, *_: copy.copy(m)}):
-        attempt(module, known, tf32=tf32, **more).run(latents().half())
-    assert asked == [tf32, tf32]
+    assert torch.isinf(only(linear, "a")(torch.ones(1, 2).half())).all()
 
 
 class Compiler:
@@ -203,29 +111,88 @@ class Compiler:
     def __init__(self):
         torch._dynamo.reset()
         self.graphs = 0
-        self.shells: dict[bool, nn.Module] = {}
+        self.shells: dict[Hashable, Any] = {}
+        self.inside: list[Any] = []
 
     def __call__(self, graph, inputs):
         self.graphs += 1
         return graph.forward
 
-    def compiled(self, half: nn.Module, fp32_residual_stream: bool, _left: tuple[str, ...]) -> nn.Module:
-        """Block by block, in a shell; one for an fp32 residual stream, one for none."""
-        if fp32_residual_stream not in self.shells:
-            compile_all = lambda blocks: nn.ModuleList(torch.compile(b, backend=self) for b in blocks)  # noqa: E731
-            self.shells[fp32_residual_stream] = replace_submodules(half, {"blocks": compile_all})
-        return self.shells[fp32_residual_stream]
+    def compiled(self, half: nn.Module, what: Hashable, inside: Callable[[Any], Any] | None) -> Any:
+        """Block by block, in a shell; one for each `what`."""
+        self.inside.append(inside)
+        if what not in self.shells:
+            make: Any = inside or (lambda block: block)
+            compile_all = lambda blocks: nn.ModuleList(torch.compile(make(b), backend=self) for b in blocks)  # noqa: E731
+            self.shells[what] = replace_submodules(half, {"blocks": compile_all})
+        return self.shells[what]
 
 
-@each_kind
-@pytest.mark.parametrize("fp32_residual_stream", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("planned", [True, False])
+def test_with_every_layer_scaled_nothing_leaves_the_range_in_any_step(planned, is_compiled):
+    module = build()
+    overflow_stream(module, 1)
+    overflow_inside(module, 2)
+    before, brought, compiler = module.state_dict(keep_vars=True), [], Compiler()
+    assert (
+        not build_half_precision_forward(module, in_fp32("blocks.2"), "fp16").run(latents().half())[0].isfinite().all()
+    )
+    known = NOTHING if planned else PrecisionOverrides(all_layers_scaled=True, fp32_fallback_blocks=("blocks.2",))
+    more = {"compiled": compiler.compiled, "blocks": [f"blocks.{index}" for index in range(4)]} if is_compiled else {}
+    made = build_half_precision_forward(
+        module,
+        known,
+        "fp16",
+        all_layers_scaled=planned,
+        onloaded=lambda *given: brought.append(given) or given[0],
+        **more,
+    )
+    assert made.all_layers_scaled and len(brought) == 1 + is_compiled, "weights are brought to the device"
+    assert all(like is module for _, like in brought)
+    for step in range(4):
+        products, x = Products(), latents(step)
+        with nullcontext() if step else products:  # nothing is compiled under it
+            found = made.run(x)[0]
+        assert found.dtype == SINGLE and error(found, copy.deepcopy(module).float()(x)[0]) < 1e-3
+        assert step or products.seen == {HALF}, "and no fallback block"
+    assert bool(compiler.graphs) == is_compiled == bool(compiler.shells) and None not in compiler.inside
+    assert error(made.eager(latents())[0], copy.deepcopy(module).float()(latents())[0]) < 1e-3
+    assert all(module.state_dict(keep_vars=True)[name] is tensor for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("known", [NOTHING, ALL_LAYERS_SCALED])
+def test_bf16_is_not_scaled(known):
+    module = build(dtype="bf16")
+    made = build_half_precision_forward(module, known, "bf16", all_layers_scaled=True)
+    assert not made.all_layers_scaled and made.run is module
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("known", [in_fp32("blocks.1"), ALL_LAYERS_SCALED])
+def test_fallback_blocks_take_tf32_where_the_rerun_does(monkeypatch, tf32, known):
+    asked = []
+
+    def seen(part, x, *, tf32, **_more):
+        asked.append(tf32)
+        return part(x)
+
+    monkeypatch.setattr(fallback, "run_in_fp32", seen)
+    monkeypatch.setattr(fallback.LearnedProducts, "run", lambda _, *args, **more: seen(*args, **more))
+    monkeypatch.setattr(fallback.LearnedProducts, "run_by_rows", lambda _, *args, **more: seen(*args, **more))
+    for more in ({}, {"compiled": lambda m, *_: copy.copy(m)}):
+        made = build_half_precision_forward(build(), known, "fp16", tf32=tf32, **more)
+        for attempt in (made.run, made.eager):
+            attempt(latents().half())
+    assert asked == [tf32] * 4
+
+
 @pytest.mark.parametrize("inference", [False, True])
-def test_a_fallback_block_leaves_the_compiled_shell_and_nothing_recompiles(learned, fp32_residual_stream, inference):
-    compiler, module, x = Compiler(), build(6), latents().half()
+def test_a_fallback_block_leaves_the_compiled_shell_and_nothing_recompiles(inference):
+    compiler, module, x = Compiler(), build(6, "bf16"), latents().bfloat16()
 
     def made(*names):
-        known = learned(*names, fp32_residual_stream=fp32_residual_stream)
-        return attempt(module, known, compiled=compiler.compiled)
+        return build_half_precision_forward(module, in_fp32(*names), "bf16", compiled=compiler.compiled)
 
     with torch.inference_mode() if inference else torch.no_grad():
         healthy = made()
@@ -244,8 +211,8 @@ def test_a_fallback_block_leaves_the_compiled_shell_and_nothing_recompiles(learn
 
 
 def test_a_block_is_not_compiled_inside_its_fallback_block():
-    compiler, known = Compiler(), PrecisionOverrides(fp32_fallback_blocks=("blocks.0",), scaled_blocks=("blocks.1",))
-    attempt(build(2), known, compiled=compiler.compiled).run(latents().half())
+    compiler, known = Compiler(), in_fp32("blocks.0", "blocks.1")
+    build_half_precision_forward(build(2, "bf16"), known, "bf16", compiled=compiler.compiled).run(latents().bfloat16())
     assert compiler.graphs == 0
 
 

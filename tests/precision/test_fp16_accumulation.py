@@ -5,16 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from comfyui_onediff_guard.precision.accumulation import Accumulation, accumulation, fp16_accumulation
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.fallback import FallbackAdapter, HalfPrecisionForward
+from comfyui_onediff_guard.precision.fallback import (
+    FallbackAdapter,
+    HalfPrecisionForward,
+    build_half_precision_forward,
+)
 from comfyui_onediff_guard.precision.guard import Scope
 from comfyui_onediff_guard.precision.observe import Agree, alone
 from comfyui_onediff_guard.precision.overrides import MAX_FP16_ERROR, NOTHING, ModuleStructure, PrecisionOverrides
+from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from fp16_sums_on_cpu import Fp16SumsOnCpu, a_card_with_fp16_sums
 from guards import error, guarded, outcomes, report_of
 from residual_blocks import Block
@@ -62,9 +68,7 @@ class Run:
     ):
         def build(known: PrecisionOverrides) -> HalfPrecisionForward:
             is_right = known.fp16_error is not None and known.fp16_error <= MAX_FP16_ERROR
-            return HalfPrecisionForward(
-                module, module, all_layers_scaled=known.all_layers_scaled, fp16_accumulation=is_right
-            )
+            return replace(build_half_precision_forward(module, known, "fp16"), fp16_accumulation=is_right)
 
         structure = ModuleStructure.of(module, ["0", "1", "2"])
         self.learner = FallbackAdapter(module, "fp16", build, structure, learned, agree)
@@ -186,19 +190,24 @@ def test_giving_up_half_precision_forgets_no_check(card: Fp16SumsOnCpu) -> None:
     assert found is not None and run.error == found
 
 
-@pytest.mark.parametrize("all_layers_scaled", [False, True])
-def test_every_scope_checks_and_every_layer_scaled_never_accumulates_in_fp16(
-    card: Fp16SumsOnCpu, all_layers_scaled: bool
-):
-    run = Run(
-        network(),
-        PrecisionOverrides(all_layers_scaled=all_layers_scaled),
-        scope=Scope.LEARNED if all_layers_scaled else Scope.STEP,
-    )
+def test_every_scope_checks(card: Fp16SumsOnCpu) -> None:
+    run = Run(network(), scope=Scope.STEP)
     run(given())
-    assert (run.error is None) == (card.launched == 0) == all_layers_scaled and all_layers_scaled == bool(
-        run.guard.learned
-    )
+    assert run.error is not None and card.launched and run.guard.learned is None
+
+
+@pytest.mark.parametrize(("size", "allowed"), [(0.0, True), (40.0, False)], ids=["healthy", "overflows plain fp16"])
+def test_scaled_products_have_room_for_such_sums_and_are_checked_as_well(
+    card: Fp16SumsOnCpu, size: float, allowed: bool
+) -> None:
+    module = cancelling(network(torch.sin), size) if size else network()
+    run, launched = Run(module, PrecisionOverrides(all_layers_scaled=True)), []
+    for step in range(3):
+        card.launched, x = 0, given(step)
+        assert error(run(x), run_in_fp32(module, x)) <= MAX_FP16_ERROR
+        launched.append(card.launched)
+    assert run.error is not None and run.error < 1 and (run.error <= MAX_FP16_ERROR) == allowed
+    assert launched == [PRODUCTS, *[PRODUCTS * allowed] * 2] and outcomes(run.guard) == ["finite"] * 3
 
 
 @pytest.mark.parametrize(("others", "found"), [(torch.inf, 1.0), (torch.nan, None)], ids=["overflow", "turned off"])

@@ -10,14 +10,15 @@ import pytest
 import torch
 from at_once import at_once
 from blocky import Faults, build, guarded, latents, overflow_inside
-from comfyui_onediff_guard.precision.guard import Scope
-from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
+from comfyui_onediff_guard.precision.guard import RENEWED, Scope
+from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides
 from comfyui_onediff_guard.precision.shallow_copy import with_forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import drawn
 
 NAN, INF = math.nan, math.inf
+SCALED = PrecisionOverrides(all_layers_scaled=True)
 PLACES = {  # in what a module puts out, [batch, frames, channels]
     "one element": (1, 2, 3),
     "all": ...,
@@ -67,12 +68,12 @@ def test_calls(calls, scope):
     assert [dtype == "bf16" for dtype in run.dtypes] == in_half[scope]
 
 
-@pytest.mark.parametrize(("dtype", "learned"), [("fp16", ("out",)), ("bf16", ())])  # bf16 goes further
+@pytest.mark.parametrize(("dtype", "learned"), [("fp16", SCALED), ("bf16", NOTHING)])  # bf16 goes further
 def test_saturation_is_located_too(dtype, learned):
     run = guarded(build(dtype=dtype), dtype, faults=Faults({"out": spoil(65504.0, (0, 0, 0))}, [0]))
     run(latents())
-    assert run.outcomes == ["rerun" if learned else "finite"] and run.learned.scaled_blocks == learned
-    assert run.report.steps[0].note.startswith("clipped in fp16: 'out'") == bool(learned)
+    assert run.outcomes == ["rerun" if learned is SCALED else "finite"] and run.learned == learned
+    assert run.report.steps[0].note.startswith("clipped in fp16: 'out'") == (learned is SCALED)
 
 
 @pytest.mark.parametrize("at", [1, 2, 3], ids=["in the attempt", "in the rerun", "while it is located"])
@@ -93,9 +94,9 @@ def test_an_interrupt_leaves_nothing_behind(at):
     hook.remove()
     assert len(calls) == at
     assert state(module) == before and torch.overrides._get_current_function_mode() is None
-    assert run.report.steps == [] and run.learned == PrecisionOverrides()
+    assert run.report.steps == [] and run.learned == NOTHING
     run(latents())
-    assert run.outcomes == ["rerun"] and run.learned.scaled_blocks == ("blocks.1",)
+    assert run.outcomes == ["rerun"] and run.learned == SCALED
     assert state(module) == before
 
 
@@ -123,9 +124,14 @@ MODULES = ("embed", "last_norm", "out", "block", "block.norm", "block.inner", "b
 
 @settings(max_examples=drawn(150, 40))
 @given(
-    data=st.data(), dtype=st.sampled_from(["fp16", "bf16"]), scope=st.sampled_from(Scope), seed=st.integers(0, 2**20)
+    data=st.data(),
+    dtype=st.sampled_from(["fp16", "bf16"]),
+    scope=st.sampled_from(Scope),
+    seed=st.integers(0, 2**20),
+    protected=st.booleans(),
 )
-def test_a_fault_anywhere_is_found_named_and_recovered(data, dtype, scope, seed):
+def test_a_fault_anywhere_is_found_named_and_recovered(data, dtype, scope, seed, protected):
+    """Where fp16 is protected, in fp16: what is computed in float32 cannot have it."""
     blocks, calls = data.draw(st.integers(1, 5), "blocks"), 4
     block = f"blocks.{data.draw(st.integers(0, blocks - 1), 'block')}"
     name = data.draw(st.sampled_from(MODULES), "module").replace("block", block)
@@ -133,24 +139,31 @@ def test_a_fault_anywhere_is_found_named_and_recovered(data, dtype, scope, seed)
     value = data.draw(st.sampled_from([NAN, INF, -INF]), "value")
     place = data.draw(st.sampled_from(list(PLACES.values())), "place")
     module = build(blocks, dtype, seed)
-    run = guarded(module, dtype, scope=scope, faults=Faults({name: spoil(value, place)}, [at]))
+    faults, protected = Faults({name: spoil(value, place)}, [at]), protected and dtype == "fp16"
+    run = guarded(module, dtype, scope=scope, faults=faults, all_layers_scaled=protected)
     for call in range(calls):
         x = latents(seed + call)
         found, expected = run(x), in_fp32(module, x)
-        if call == at:
+        if call == at and not protected:
             assert torch.equal(found, expected)
         assert (found - expected).abs().max() < 0.15
+    check_totals(run.report)
+    if protected:
+        assert run.outcomes == ["finite"] * calls and run.learner.learned == NOTHING
+        assert [step.note == RENEWED for step in run.report.steps] == [
+            call == at and faults.met for call in range(calls)
+        ]
+        return
     assert run.outcomes == ["rerun" if call == at else "finite" for call in range(calls)]
     rerun = run.rerun(at)
     assert rerun.module == name
     home = block if name.startswith("blocks") else name
-    learned = (home,) if scope is Scope.LEARNED else ()
+    learned = scope is Scope.LEARNED
     assert run.learner.learned == PrecisionOverrides(
-        fp32_fallback_blocks=learned if dtype == "bf16" else (),
-        scaled_blocks=learned if dtype == "fp16" else (),
+        fp32_fallback_blocks=(home,) if learned and dtype == "bf16" else (),
+        all_layers_scaled=learned and dtype == "fp16",
         whole_run_fp32=scope is Scope.RUN,
     )
-    check_totals(run.report)
 
 
 def check_totals(report):
@@ -163,7 +176,7 @@ def check_totals(report):
     reruns = [step["rerun"] for step in steps if step["rerun"]]
     assert facts["rerun_seconds"] == pytest.approx(sum(rerun["seconds"] for rerun in reruns))
     assert all(step["rerun"] is None or step["rerun"]["seconds"] <= step["seconds"] for step in steps)
-    how = f"{facts['reruns']} recomputed in fp32" if facts["reruns"] else "fine"
+    how = f"{facts['reruns']} recomputed in fp32" if facts["reruns"] else "all fine"
     assert facts["summary"].endswith(f", {how}.")
 
 

@@ -174,7 +174,7 @@ def test_on_a_device_the_guard_computes_in_fp32_what_fp16_does_not_resolve(monke
     structure = ModuleStructure(all_layers_scaled=True)
 
     def build(learned: PrecisionOverrides) -> HalfPrecisionForward:
-        return build_half_precision_forward(module, structure, learned, "fp16", all_layers_scaled=True)
+        return build_half_precision_forward(module, learned, "fp16", all_layers_scaled=True)
 
     guard = guarded(FallbackAdapter(module, "fp16", build, structure))
     assert torch.equal(guard(x), run_in_fp32(module, x))

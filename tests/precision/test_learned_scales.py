@@ -537,7 +537,7 @@ def test_a_weight_that_has_the_id_of_one_that_is_gone_has_no_plan() -> None:
 
 
 def protected(module: Any) -> Any:
-    return guarded(module, all_layers_scaled=True, stream=None)
+    return guarded(module, all_layers_scaled=True)
 
 
 def test_a_step_that_leaves_the_plan_is_made_again_in_fp16_and_the_next_plan_covers_it() -> None:

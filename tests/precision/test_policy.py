@@ -88,7 +88,7 @@ def test_every_plan_of_a_device(device: Architecture) -> None:
         assert plan.half == (plan.dtype in ("fp16", "bf16"))
 
         assert plan.guarded == (plan.dtype != "fp32" and request is not PLAIN)
-        can_be = plan.component in (TEXT, VAE_IN) or (plan.component is DENOISER and variant.has_stream)
+        can_be = plan.component in (TEXT, VAE_IN) or (plan.component is DENOISER and variant.protected)
         assert plan.overflow_protection == (can_be and plan.dtype == "fp16" and request is not PLAIN)
         assert plan.guarded or not plan.overflow_protection, (
             "it does not help overflow inside a block: the guard must be there"
@@ -171,7 +171,7 @@ def test_the_guard_says_whether_it_is_needed(device, variant, request_, words) -
 @pytest.mark.parametrize(
     ("model", "component", "request_", "words"),
     [
-        ("CogVideoX-5B", DENOISER, FP16, "on in the layers that write to the residual stream"),
+        ("CogVideoX-5B", DENOISER, FP16, "on in every layer: products in fp16, scaled to fit, and all else in float32"),
         ("CogVideoX-5B", TEXT, FP16, "on in every layer: products in fp16, scaled to fit, and all else in float32"),
         ("CogVideoX-5B", TEXT, BF16, "off: bf16 has the range"),
         ("CogVideoX-5B", TEXT, PLAIN, "off: fp16 (plain) has none"),
@@ -181,8 +181,8 @@ def test_the_guard_says_whether_it_is_needed(device, variant, request_, words) -
         ("CogVideoX-5B", DENOISER, BF16, "off: bf16 has the range"),
         ("CogVideoX-5B", DENOISER, FP32, "off: fp32 has the range"),
         ("CogVideoX-5B", DENOISER, PLAIN, "off: fp16 (plain) has none"),
-        ("CogVideoX-2B", DENOISER, FP16, "on in the layers that write to the residual stream"),
-        ("SVD", DENOISER, FP16, "off: no single residual stream"),
+        ("CogVideoX-2B", DENOISER, FP16, "on in every layer: products in fp16, scaled to fit, and all else in float32"),
+        ("SVD", DENOISER, FP16, "off: it was trained in fp16, and the guard is enough"),
     ],
 )
 def test_it_says_why_it_is_protected_or_why_not(
@@ -238,7 +238,7 @@ COGVIEW3, COGVIEW4 = {"num_layers": 30, "num_attention_heads": 64}, {"num_layers
 
 
 @pytest.mark.parametrize(
-    ("name", "trained_in", "leaves", "has_stream", "components", "source", "sizes"),
+    ("name", "trained_in", "leaves", "protected", "components", "source", "sizes"),
     [
         ("CogVideoX-2B", "fp16", False, True, VIDEO, f"{COG}/CogVideoX-2b", BLOCKS_30),
         ("CogVideoX-5B", "bf16", True, True, VIDEO, f"{COG}/CogVideoX-5b", BLOCKS_42),
@@ -252,9 +252,9 @@ COGVIEW3, COGVIEW4 = {"num_layers": 30, "num_attention_heads": 64}, {"num_layers
         ("SVD-XT 1.1", "fp16", False, False, FROM_IMAGE, f"{SAI}-xt-1-1", {"num_frames": 25}),
     ],
 )  # fmt: skip
-def test_the_table_holds_what_is_published(name, trained_in, leaves, has_stream, components, source, sizes):
+def test_the_table_holds_what_is_published(name, trained_in, leaves, protected, components, source, sizes):
     v = VARIANTS[name]
-    assert (v.name, v.trained_in, v.leaves_fp16, v.has_stream) == (name, trained_in, leaves, has_stream)
+    assert (v.name, v.trained_in, v.leaves_fp16, v.protected) == (name, trained_in, leaves, protected)
     assert (v.components, v.source, v.sizes) == (components, source, sizes)
 
 

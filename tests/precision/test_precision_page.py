@@ -193,7 +193,7 @@ def test_reasons_stand_once_with_the_models_and_cards_that_they_are_true_of() ->
 
 
 def test_guard_and_stream_are_told_for_every_model_in_every_dtype() -> None:
-    ((_, rows),) = tables("Guard and stream")
+    ((_, rows),) = tables("Guard and overflow protection")
     for variant in VARIANTS.values():
         for request in (Precision.BF16, Precision.FP16, Precision.FP16_PLAIN, Precision.FP32):
             for device in (ARCHITECTURES["sm80"], ARCHITECTURES["sm61"]):

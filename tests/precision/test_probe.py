@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from blocky import STREAM, Gain, build, hooks, overflow_inside, overflow_stream
+from blocky import Gain, build, hooks, overflow_inside, overflow_stream
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision import scaled_products
 from comfyui_onediff_guard.precision.arch import named
@@ -77,10 +77,6 @@ def test_hooks_are_gone_after_an_interrupt(error):
 # --- what is recommended ----------------------------------------------------------------------------------------------
 
 X = torch.linspace(-3, 3, 48).reshape(1, 6, 8)
-BLOCK, PROTECTED = "'blocks.2' protected", "fp16 with overflow protection"
-INSIDE = PrecisionOverrides(scaled_blocks=("blocks.2",))
-IN_STREAM = PrecisionOverrides(fp32_residual_stream=True)
-BOTH = PrecisionOverrides(fp32_residual_stream=True, scaled_blocks=("blocks.2",))
 
 
 def broken_by(*faults):
@@ -94,39 +90,36 @@ def broken_by(*faults):
     return module
 
 
-def measured(module, stream=STREAM, **more):
-    structure = replace(ModuleStructure.of(module, ["blocks"], stream), **more)
-    return structure, probed_calls(module, structure, X)
+def measured(module, **more):
+    return probed_calls(module, replace(ModuleStructure.of(module, ["blocks"]), **more), X)
 
 
-EVERY = PrecisionOverrides(all_layers_scaled=True), "fp16 with overflow protection in every layer"
+EVERY = PrecisionOverrides(all_layers_scaled=True), "fp16 with overflow protection"
 HOPELESS = PrecisionOverrides(whole_run_fp32=True), "fp16 is not enough"
-NATIVE = {"stream": None, "all_layers_scaled": True}
+NATIVE = {"all_layers_scaled": True}
 
 
 @pytest.mark.parametrize(
     ("faults", "given", "learned", "plan", "says", "native", "other"),
     [
         ((), {}, NOTHING, "fp16 plain", "fp16 ends at 65504", "fp16 plain", "fp16 plain"),
-        (("stream",), {}, IN_STREAM, PROTECTED, "stream reaches", PROTECTED, PROTECTED),
-        (("inside",), {}, INSIDE, f"fp16 with {BLOCK}", "inner' reaches", f"fp16 with {BLOCK}", f"fp16 with {BLOCK}"),
-        (("stream", "inside"), {}, BOTH, *(f"{PROTECTED} + {BLOCK}", "", *[f"{PROTECTED} + {BLOCK}"] * 2)),
-        (("stream",), {"stream": None}, *EVERY, "what comes after it cannot take it", "bf16", EVERY[1]),
-        (("stream", "inside"), {"stream": None}, *EVERY, "what comes after it cannot take it", "bf16", EVERY[1]),
+        (("stream",), {}, *EVERY, "what comes after it cannot take it", "bf16", EVERY[1]),
+        (("inside",), {}, *EVERY, "'blocks.2.inner' reaches", "bf16", EVERY[1]),
+        (("stream", "inside"), {}, *EVERY, "what comes after it cannot take it", "bf16", EVERY[1]),
         (("inside",), NATIVE, *EVERY, "'blocks.2.inner' reaches", "bf16", EVERY[1]),
-        (("infinite",), {}, *HOPELESS, "", "fp32 is not enough", "fp32 is not enough"),
+        *((("infinite",), given, *HOPELESS, "", "fp32 is not enough", "fp32 is not enough") for given in ({}, NATIVE)),
     ],
 )  # fmt: skip
 def test_what_a_dtype_needs_and_what_is_recommended(faults, given, learned, plan, says, native, other):
     """native, other: recommended where fp16 is the plan's own, on a card with native bf16 and on one without."""
     module = broken_by(*faults)
-    structure, probed = measured(module, **given)
+    probed = measured(module, **given)
     verdict = judge(probed, "fp16")
     assert (verdict.learned, verdict.plan) == (learned, plan) and says in verdict.reason
     assert judge(probed, "bf16").plan == ("bf16" if verdict.fits else "bf16 is not enough")
     assert [recommend(probed, "fp16", native_bf16=has).plan for has in (True, False)] == [native, other]
     if verdict.fits:
-        attempt = build_half_precision_forward(module, structure, verdict.learned, verdict.dtype)
+        attempt = build_half_precision_forward(module, verdict.learned, verdict.dtype)
         expected = copy.deepcopy(module).float()(X)[0]
         assert (attempt.run(X.half())[0].float() - expected).abs().max() < 0.1
     assert bool(torch.isfinite(module(X.half())[0]).all()) is not bool(faults), "as it is, it fails"
@@ -134,9 +127,21 @@ def test_what_a_dtype_needs_and_what_is_recommended(faults, given, learned, plan
 
 @pytest.mark.parametrize("native_bf16", [False, True])
 def test_the_plans_own_dtype_comes_first_where_it_fits(native_bf16):
-    _, probed = measured(build())
+    probed = measured(build())
     for dtype in ("fp16", "bf16", "fp32"):
         assert recommend(probed, dtype, native_bf16=native_bf16).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("peaks", "plan"),
+    [
+        ({"blocks.0.inner": Peak(1, 3e38), "blocks.0": Peak(1, 3e38)}, "bf16"),
+        ({"blocks.0.inner": Peak(1, 3.4e38), "blocks.0": Peak(1, 1)}, "bf16 with 'blocks.0' in fp32"),
+        ({"blocks.0.inner": Peak(1, 3.4e38), "blocks.0": Peak(1, 3.4e38)}, "bf16 is not enough"),
+    ],
+)
+def test_bf16_lacks_the_last_of_fp32s_range(peaks: dict[str, Peak], plan: str) -> None:
+    assert judge(Probed(ModuleStructure(("blocks.0",)), (peaks,), {}), "bf16").plan == plan
 
 
 def test_what_cannot_be_scaled_by_itself_has_every_layer_scaled():
@@ -164,29 +169,17 @@ def test_values_that_every_layer_scaled_does_not_resolve_are_named(monkeypatch, 
     verdict = judge(probed, "fp16")
     assert [*probed.too_far_apart] == ["0"] * apart and verdict.fits is not apart
     assert ("'0' is given values that differ too much in size" in verdict.reason) is apart
-    assert recommend(probed, "fp16", native_bf16=False).plan == (
-        "fp32" if apart else "fp16 with overflow protection in every layer"
-    )
+    assert recommend(probed, "fp16", native_bf16=False).plan == ("fp32" if apart else "fp16 with overflow protection")
     monkeypatch.setattr(scaled_products, "_can_look", lambda _: False)  # as on a GPU, where a run then ends in fp32
     made = run_with_scaled_products(module, x, products=ScaledHalfMatmulMode(torch.float16))
     assert bool(made.isfinite().all()) is not apart
 
 
-def test_a_writer_of_the_stream_counts_since_it_is_always_scaled():
-    module = build()
-    x = X * 1e-8
-    x[..., 3] = 1e3
-    structure = ModuleStructure.of(module, ["blocks"], STREAM)
-    module.embed.weight[:, 3] = 0
-    assert judge(probed_calls(module, structure, x), "fp16").plan == "fp16 is not enough"
-    assert judge(probed_calls(module, replace(structure, writers=frozenset()), x), "fp16").fits
-
-
-def test_the_worst_are_named_and_a_stream_once():
+def test_the_worst_are_named_and_what_blocks_hand_on_once():
     module = build(6)
     overflow_stream(module, 1)
     overflow_inside(module, 3)
-    _, probed = measured(module)
+    probed = measured(module)
     worst = probed.worst()[:3]
     assert len({entry.name for entry in worst if entry.name in probed.structure.blocks}) == 1
     assert "blocks.3.inner" in [entry.name for entry in worst]

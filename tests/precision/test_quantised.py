@@ -328,7 +328,7 @@ class Run:
         broken = {"blocks.0.norm": lambda norm: Broken(norm, value)} if value is not None else {}
 
         def build(known: PrecisionOverrides) -> Any:
-            made = build_half_precision_forward(module, structure, known, "bf16", quantised=self.layers)
+            made = build_half_precision_forward(module, known, "bf16", quantised=self.layers)
             if layers:  # which are looked at on their first input
                 return made
             faulty = replace_submodules(
@@ -417,9 +417,9 @@ def test_a_layer_that_breaks_unquantised_too_becomes_a_fallback_block_of_its_blo
 
     def build(known: PrecisionOverrides) -> Any:
         broken = {} if known.fp32_fallback_blocks else {"blocks.1.inner": lambda layer: Broken(layer, math.nan)}
-        faulty, structure = replace_submodules(module, broken), ModuleStructure.of(module, ["blocks"])
+        faulty = replace_submodules(module, broken)
         layers = None if known.unquantised else run.layers
-        return build_half_precision_forward(faulty, structure, known, "bf16", quantised=layers)
+        return build_half_precision_forward(faulty, known, "bf16", quantised=layers)
 
     run.learner._build = build
     run.layers._layers["blocks.1.inner"].quantised_weight.scale[0] = math.nan
@@ -435,7 +435,7 @@ def test_a_fallback_block_runs_from_the_half_weights() -> None:
     module = network()
     layers = filled(module)
     known = PrecisionOverrides(fp32_fallback_blocks=("blocks.0",))
-    made = build_half_precision_forward(module, ModuleStructure.of(module, ["blocks"]), known, "bf16", quantised=layers)
+    made = build_half_precision_forward(module, known, "bf16", quantised=layers)
     fallback_block = with_forward(module.blocks[0], lambda x: run_in_fp32(module.blocks[0], x).to(torch.bfloat16))
     right = replace_submodules(layers.shell(module), {"blocks.0": lambda _: fallback_block})
     layers.start()

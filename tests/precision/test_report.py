@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import named
-from comfyui_onediff_guard.precision.overrides import ALL_LAYERS_SCALED, FP32_RESIDUAL_STREAM
+from comfyui_onediff_guard.precision.overrides import ALL_LAYERS_SCALED
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import Rerun, RunReport, StepRecord
 
 DENOISER, TEXT, DECODER = Component.DENOISER, Component.TEXT_ENCODER, Component.VAE_DECODE
 FINE = StepRecord("denoiser", 0, 874.0, "fp16", "finite", 0.228, 3.211)
-RERUN = Rerun("blocks.1.ff", 264_522.4, "'blocks.1' protected from here on", 0.3, 12_000_000)
+RERUN = Rerun("blocks.1.ff", 264_522.4, "'blocks.1' in fp32 from here on", 0.3, 12_000_000)
 FAILED = replace(FINE, dtype="fp32", outcome="rerun", rerun=RERUN)
 UNPLACED = replace(FAILED, rerun=replace(RERUN, module="", peak=None, action=""))
 FITTING = replace(FAILED, rerun=replace(RERUN, peak=12.0))
@@ -38,26 +38,26 @@ def report(component: Component, *steps: StepRecord, request: Precision = Precis
     ("of", "summary", "finding"),
     [
         (report(DENOISER, FINE), "fp16, as you chose; 1 step, fine.", ""),
-        (report(DENOISER, FINE, FINE, protection=FP32_RESIDUAL_STREAM),
-         "fp16, as you chose; overflow protection on; 2 steps, all fine.", ""),
+        (report(DENOISER, FINE, FINE, protection=ALL_LAYERS_SCALED),
+         "fp16, as you chose; overflow protection; 2 steps, all fine.", ""),
         (report(TEXT, FINE, FINE, protection=ALL_LAYERS_SCALED),
-         "text encoder: fp16, as you chose; overflow protection in every layer; 2 prompts, all fine.", ""),
+         "text encoder: fp16, as you chose; overflow protection; 2 prompts, all fine.", ""),
         (report(DECODER, FINE), "VAE decoder: fp16, as you chose; 1 part, fine.", ""),
         (report(DENOISER, FAILED, FINE), "fp16, as you chose; 2 steps, 1 recomputed in fp32.",
          "Step 1: a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. "
-         "Recomputed in fp32; 'blocks.1' protected from here on."),
+         "Recomputed in fp32; 'blocks.1' in fp32 from here on."),
         (report(DENOISER, FINE, UNPLACED), "fp16, as you chose; 2 steps, 1 recomputed in fp32.",
          "Step 2: NaN, infinite or clipped values. Recomputed in fp32."),
         (report(DECODER, FITTING), "VAE decoder: fp16, as you chose; 1 part, 1 recomputed in fp32.",
          "Part 1: NaN, infinite or clipped values in blocks.1.ff. "
-         "Recomputed in fp32; 'blocks.1' protected from here on."),
+         "Recomputed in fp32; 'blocks.1' in fp32 from here on."),
         (report(DENOISER, AT_THE_END, request=Precision.BF16),
          f"{BF16}; 1 step, 1 recomputed in fp32.",
-         "Step 1: a value reached 3.4e+38 in blocks.1.ff. Recomputed in fp32; 'blocks.1' protected from here on."),
+         "Step 1: a value reached 3.4e+38 in blocks.1.ff. Recomputed in fp32; 'blocks.1' in fp32 from here on."),
         (report(DENOISER, FAILED, FINE, FAILED, FAILED, calls_per_step=2),
          "fp16, as you chose; 2 steps, 3 of 4 calls recomputed in fp32.",
          "Step 1: a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. "
-         "Recomputed in fp32; 'blocks.1' protected from here on."),
+         "Recomputed in fp32; 'blocks.1' in fp32 from here on."),
         (report(DENOISER, FINE, NAN, request=Precision.FP16_PLAIN), f"{PLAIN}; 2 steps, 1 {CHOOSE}",
          f"Step 2: NaN or infinite values; {UNKNOWN}"),
         (report(DENOISER, FINE, NAN), f"fp16, as you chose; 2 steps, 1 {SWITCHED_OFF}",
@@ -68,7 +68,7 @@ def report(component: Component, *steps: StepRecord, request: Precision = Precis
          f"Prompt 1: clipped values; {NOT_LOOKED_FOR}"),
         (report(DENOISER, FAILED, NAN), f"fp16, as you chose; 2 steps, 1 recomputed in fp32, 1 {SWITCHED_OFF}",
          "Step 1: a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. "
-         "Recomputed in fp32; 'blocks.1' protected from here on."),
+         "Recomputed in fp32; 'blocks.1' in fp32 from here on."),
         (report(DENOISER, FINE, NAN, in_calls=True, ended_by="ended by the NaN Guard at call 2"),
          f"fp16, as you chose; 2 calls, 1 {WRONG}; ended by the NaN Guard at call 2.",
          "Call 2: NaN or infinite values."),
@@ -92,7 +92,7 @@ def test_nothing_computed() -> None:
         (report(DENOISER, FAILED),
          ["step 1 (t=874): fp32, recomputed in fp32, 0.23 s, largest value 3.21",
           "    recomputed in fp32: 0.30 s; 12 MB more memory; first in 'blocks.1.ff', which reached 264,522; "
-          "'blocks.1' protected from here on"]),
+          "'blocks.1' in fp32 from here on"]),
         (report(DECODER, NAN), ["VAE decoder, part 1 (t=874): fp16, NaN or infinite, 0.23 s"]),
         (report(DENOISER, FINE, CLIPPED, calls_per_step=2),
          ["step 1, call 1 of 2 (t=874): fp16, OK, 0.23 s, largest value 3.21",

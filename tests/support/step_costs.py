@@ -71,13 +71,10 @@ class Costs:
             self.found.update({name: card.counts()[name] for name in card.counts() if not name.startswith("waits")})
 
 
-def ours(
-    folder: Path, card: Any, *, step_cache: bool = False, all_scaled: bool = False, **options: Any
-) -> Callable[[int], Costs]:
-    """A run of this pack: of so many steps, to what it costs. all_scaled: every layer is, by learned scales."""
+def ours(folder: Path, card: Any, *, step_cache: bool = False, **options: Any) -> Callable[[int], Costs]:
+    """A run of this pack: of so many steps, to what it costs."""
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
     from comfyui_onediff_guard.precision.error_estimate import CachePolicy
-    from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
     from small_runs import opened, prompts
 
     handle = replace(opened(folder, **options), step_cache=CachePolicy(0.1) if step_cache else None)
@@ -85,8 +82,6 @@ def ours(
     width, height, frames = SIZES.get(folder.name.rpartition("-")[0], (64, 48, 5))
     name = handle.family.denoisers[0]
     plan = handle.denoising()[0].plan
-    if all_scaled:
-        handle.store.learned[handle.memory_key(name, plan.dtype)] = PrecisionOverrides(all_layers_scaled=True)
 
     def run(steps: int) -> Costs:
         costs = Costs()
@@ -137,8 +132,7 @@ WAYS: dict[str, Callable[[Path, Any], Callable[[int], Costs]]] = {
     "diffusers, offload group": lambda folder, card: diffusers_own(folder, card, torch.bfloat16, group=True),
     "offload group": lambda folder, card: ours(folder, card, precision="bf16", offload="group"),
     "diffusers in fp16": lambda folder, card: diffusers_own(folder, card, torch.float16),
-    "guard and scaled layers": lambda folder, card: ours(folder, card, precision="fp16"),
-    "guard and learned scales": lambda folder, card: ours(folder, card, precision="fp16", all_scaled=True),
+    "guard and learned scales": lambda folder, card: ours(folder, card, precision="fp16"),
 }
 
 

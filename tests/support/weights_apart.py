@@ -7,7 +7,7 @@ computes with one of them makes NaN.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -15,7 +15,7 @@ import torch
 from comfyui_onediff_guard.pipelines.run import handle as handles
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights import offload as offloading
-from comfyui_onediff_guard.precision import scaled_layers
+from comfyui_onediff_guard.precision import scaled_products
 from diffusers.hooks import group_offloading
 
 
@@ -52,29 +52,13 @@ class Apart(group_offloading.ModuleGroup):
 def weights_apart() -> Iterator[None]:
     """Inside, what an offload in parts does not bring is not there."""
     gc.collect()
-    reach = scaled_layers.reach
+    reach = scaled_products.reach
     with ExitStack() as held:
         held.enter_context(mock.patch.object(group_offloading, "ModuleGroup", Apart))
         for module in (handles, offloading, stores):
             held.enter_context(mock.patch.object(module, "brings_parts_to", return_value=True))
         Apart.here, Apart.at_rest = set(), {}
         at_rest = lambda weight: reach(Apart.at_rest.get(weight, weight))  # noqa: E731
-        held.enter_context(mock.patch.object(scaled_layers, "reach", at_rest))  # once, in main memory
-        biases = _reading_at_rest(scaled_layers._bias_with_adapters)  # the same
-        held.enter_context(mock.patch.object(scaled_layers, "_bias_with_adapters", biases))
+        held.enter_context(mock.patch.object(scaled_products, "reach", at_rest))  # once, in main memory
         yield
     Apart.here, Apart.at_rest = set(), {}
-
-
-def _reading_at_rest(bias: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
-    def read(layer: torch.nn.Module) -> torch.Tensor | None:
-        missing = {tensor: tensor.data for tensor in layer.parameters() if tensor in Apart.at_rest}
-        for tensor in missing:
-            tensor.data = Apart.at_rest[tensor]
-        try:
-            return bias(layer)
-        finally:
-            for tensor, data in missing.items():
-                tensor.data = data
-
-    return read

@@ -245,7 +245,7 @@ CHOSEN = {
     # as in ComfyUI's own examples of these models; scope: what fp16 does not hold costs one step
     "native_sd15_text_to_image": {"scheduler"},
     # as in ComfyUI's own templates of these
-    # precision: fp16 with overflow protection in every layer where there is no bf16
+    # precision: fp16 with overflow protection where there is no bf16
     "native_flux2_text_to_image": {"type", "guidance", "precision"},
     "native_ltx2_text_to_video": {
         *("strength_model", "sigmas", "cfg", "tile_size", "temporal_size", "temporal_overlap", "precision"),

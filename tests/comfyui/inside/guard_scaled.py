@@ -33,9 +33,9 @@ HOTTEST = 6e4  # |w| of a hot layer: of fp16's 65504
 MODULATES = re.compile("mod|norm|emb|ada")  # in the names of layers: they neither write to the stream nor enlarge it
 SQUARE = dict.fromkeys(("Lumina2", "ZImage"), "feed_forward.w2.weight")  # their writers, as wide as what they read
 AS_PLAIN = {"kandinsky5": 1.2}  # times plain fp16's: all that later steps run plain, where the first showed room
-PROTECTED = "overflow protection in every layer; "
+PROTECTED = "overflow protection; "
 HEAD = """\
-How far from fp32 the plain run is / the guard's with precision fp16, overflow protection in every layer / the guard's
+How far from fp32 the plain run is / the guard's with precision fp16, overflow protection / the guard's
 with precision bf16. Distances are norms, as shares of the norm. Weights in bf16 are computed in fp32 by the plain
 run."""
 cells = table("scaled", HEAD, [f"{weights}, {heat}" for weights in WEIGHTS for heat in HEATS])

@@ -1,4 +1,4 @@
-"""NaN Guard (native) with overflow protection in every layer, beside what people put next to it."""
+"""NaN Guard (native) with overflow protection, beside what people put next to it."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_it_names_what_overflows_and_what_it_recommends_leads_to_no_rerun(family
     assert worst["reach"] == pytest.approx(_reached(in_fp32(patcher, layout), layout, layer), rel=1e-3)
     assert worst["reach"] > 65504 and found["measured_steps"] == STEPS
     fp16 = next(verdict for verdict in found["verdicts"] if verdict["dtype"] == "fp16")
-    assert fp16["fits"] and fp16["plan"] == "fp16 with overflow protection in every layer"
+    assert fp16["fits"] and fp16["plan"] == "fp16 with overflow protection"
     assert (layout.block if "blocks.0" in layout.block else "input_blocks.1") in fp16["reason"]
     assert found["dtype"] == "bf16", "which it computes natively"
     assert "put NaN Guard (native) behind the model, with precision 'bf16'" in text
@@ -76,10 +76,10 @@ def test_its_profile_wired_to_the_guard_leads_to_no_rerun_on_that_card_alone(fam
     patcher = make_model(layout, hot=True)
     with on("sm75"):
         _, text, profile = probed(patcher, layout)["result"]
-        assert "fp16 with overflow protection in every layer" in text and "`profile` wired into its `profile`" in text
+        assert "fp16 with overflow protection" in text and "`profile` wired into its `profile`" in text
         assert sample(guarded(patcher, scope="learned", profile=profile), layout).isfinite().all()
         (told,) = said
-        assert f"overflow protection in every layer; {STEPS} steps, all fine" in told and "from a profile: " in told
+        assert f"overflow protection; {STEPS} steps, all fine" in told and "from a profile: " in told
     with on(HERE):
         sample(guarded(patcher, scope="learned", profile=profile), layout)
     assert f"the profile that was given is left alone: it is for sm75, and this is {HERE}" in said[-1]

@@ -58,7 +58,7 @@ def learning(handle: Any) -> Any:
 
 
 @pytest.mark.parametrize(("offload", "backend"), [("group", "eager"), ("group", "inductor"), ("sequential", "eager")])
-def test_what_is_learned_scales_blocks(monkeypatch: pytest.MonkeyPatch, offload: str, backend: str) -> None:
+def test_scales_are_learned_alike(monkeypatch: pytest.MonkeyPatch, offload: str, backend: str) -> None:
     if backend == "inductor":  # it has no compiler for the card: what it traced runs as it is
         backends._register_inductor()
         monkeypatch.setitem(backends._PROBES, "inductor", lambda _device: "")
@@ -66,7 +66,7 @@ def test_what_is_learned_scales_blocks(monkeypatch: pytest.MonkeyPatch, offload:
         monkeypatch.setitem(registry._BACKENDS, "inductor", compile_block)
     before = counters["stats"]["unique_graphs"]
     report = same_run(offload, learning, precision="fp16", backend=backend)
-    assert report.learned.scaled_blocks == ("transformer_blocks.1",) and report.reruns == 1
+    assert report.protection and not report.reruns
     graphs = counters["stats"]["unique_graphs"] - before
     assert graphs == (backend == "inductor"), "all blocks of both runs share one, although weights come and go"
 
@@ -156,7 +156,7 @@ def test_a_text_encoder_with_every_layer_scaled(offload: str) -> None:
         return encode_prompts(handle, ["a red kite"])
 
     (right, _), (found, report) = encoded("none"), encoded(offload)
-    assert report.protection == "overflow protection in every layer" and report.reruns == 0
+    assert report.protection == "overflow protection" and report.reruns == 0
     assert torch.equal(found[0], right[0])
 
 

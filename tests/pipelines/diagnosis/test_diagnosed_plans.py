@@ -49,9 +49,9 @@ def test_one_model_with_reasons_and_sources(folder: Path) -> None:
             assert f"{said} -" in text
         assert plan.source in text and plan.accumulation_source in text
     rows = {
-        "text encoder": "every layer",
-        "VAE encoder": "every layer",
-        "denoiser": "residual stream",
+        "text encoder": "yes",
+        "VAE encoder": "yes",
+        "denoiser": "yes",
         "VAE decoder": "no",
     }
     assert all(f"{component} fp16 rerun {protects} off" in text for component, protects in rows.items())
@@ -138,7 +138,7 @@ def test_a_pipeline_is_told_as_it_is_set(folder: Path, open_pipeline: Callable[.
     assert found.backends.reason == handle.backend.reason
     assert found.models[0].plans == tuple(handle.plan(component) for component in handle.store.model.variant.components)
     assert switch(found, ATTENTION_SWITCH).value == "1"
-    assert "denoiser fp16 stop residual stream" in one_line(found)
+    assert "denoiser fp16 stop yes" in one_line(found)
     assert "plain fp32, not in TF32: exact_fp32 is on" in one_line(found)
     assert handle.store.loaded() == {}, "no weight was read"
     handle.store.module("vae", "fp32")

@@ -21,7 +21,7 @@ from tiers import drawn
 FAULTS = drawn(50, 6)
 SIZE = 2
 VALUES = (math.nan, math.nan, math.inf, -math.inf, 65504.0)
-OVERFLOWS = ("stream", "inside")
+OVERFLOWS = {("2b", "stream"): False, ("2b", "inside"): False, ("svd", "inside"): True}  # whether it teaches anything
 SHARED: dict[
     str, tuple[tuple[str, ...], dict[str, Any]]
 ] = {  # what ranks share → models, and what their runs are set to
@@ -67,7 +67,7 @@ def faulty(
 
 @pytest.fixture(scope="module")
 def found(model_folder: Callable[..., Path]) -> tuple[list[Case], list[list[Made]]]:
-    cases = [Case("2b", model_folder("2b", overflow), "fp16", steps=3) for overflow in OVERFLOWS]
+    cases = [Case(model, model_folder(model, overflow), "fp16", steps=3) for model, overflow in OVERFLOWS]
     cases.append(Case("2b", model_folder("2b", "stream"), "fp16 (plain)"))
     return cases, in_ranks(SIZE, run_cases, cases)
 
@@ -86,33 +86,33 @@ def test_all_ranks_reroute_or_none(
         if (frames := made[0].frames) is not None:
             assert all(each.frames is not None and torch.equal(each.frames, frames) for each in made), case
             assert torch.isfinite(frames).all(), case
-        outcomes = [outcome for _, outcome, _ in (*made[0].steps, *made[0].decoding)]
+        again = [bool(note) for *_, note in (*made[0].steps, *made[0].decoding)]
         happened = [each.happened for each in made]
         assert case.fault
         if any(happened) and math.isnan(case.fault.value):
-            assert "rerun" in outcomes, case
+            assert any(again), case
         if not any(happened):
-            assert outcomes == ["finite"] * len(outcomes), case
-        rerouted += "rerun" in outcomes
+            assert not any(again), case
+        rerouted += any(again)
     said = f"drawn faults over {SIZE} ranks that share {shared}, rerouted on all ranks; none on some alone"
     figure(said, f"{rerouted} of {FAULTS}")
-    assert rerouted >= FAULTS / 3
+    assert rerouted >= FAULTS / 4
 
 
-@pytest.mark.parametrize("overflow", OVERFLOWS)
+@pytest.mark.parametrize(("model", "overflow"), OVERFLOWS)
 def test_they_learn_what_one_process_learns(
-    overflow: str, found: tuple[list[Case], list[list[Made]]], model_folder: Callable[..., Path]
+    model: str, overflow: str, found: tuple[list[Case], list[list[Made]]], model_folder: Callable[..., Path]
 ) -> None:
     cases, by_rank = found
-    number = OVERFLOWS.index(overflow)
+    number = [*OVERFLOWS].index((model, overflow))
     made, one = [each[number] for each in by_rank], sampled(cases[number])
-    exact = sampled(Case("2b", model_folder("2b", overflow), steps=3)).latents
+    exact = sampled(Case(model, model_folder(model, overflow), steps=3)).latents
     assert all(each.learned == one.learned and torch.equal(each.latents, made[0].latents) for each in made)
     assert all(
         [(dtype, outcome) for dtype, outcome, _ in each.steps] == [(dtype, outcome) for dtype, outcome, _ in one.steps]
         for each in made
     )
-    assert (one.learned != NOTHING) == (overflow == "inside")
+    assert (one.learned != NOTHING) == OVERFLOWS[model, overflow]
     away, usual = ((each.latents - exact).square().mean().sqrt() for each in (made[0], one))
     assert away < 2 * usual
 

@@ -1,0 +1,299 @@
+"""A network by its plan, in layers instead of a mode: what a compiler traces.
+
+A layer with room multiplies and hands on fp16. Elsewhere its input is divided by a constant power of two, and its
+product is float32, or each row has a scale of its own where a constant does not do. Norms, and sums and products of two
+tensors, are float32. Scales are tensors, so that blocks share one graph.
+
+It is for blocks that compute by layers, norms, attention, activations, sums and products, as those of the families here
+do: a root, a softmax or a matrix product that a block writes out stays fp16, and a sigmoid hides what is infinite.
+
+What leaves the plan's range is infinite, and stays so or becomes NaN on its way to the output, where the guard sees it.
+What would become something finite is made NaN, row by row, so that compiled code has no more to do: rows that are too
+quiet for fp16, rows that a scale took digits from, and infinite queries and keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from .dtypes import HALF_DTYPES
+from .fp16_safe import FP16, PRODUCTS, SUMS, both_floating
+from .learned_scales import Seen, scale_for, widened
+from .overrides import covered, covers
+from .overrides import largest_of as outermost
+from .planned_products import FAINT, Key, Scale, Way, float32_product, has_float32_products
+from .scaled_layers import LAYERS, NORMS, largest_of, scaled_product, times
+from .scaled_products import limit, lost_digits, scaled_attention
+from .shallow_copy import KeptInFp32, Make, copy_with_base, replace_submodules, with_forward
+from .upcast import TraceableMode
+
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)  # which are not called
+
+
+@dataclass
+class KnownScales:
+    """What steps showed of a network's layers by their names: later runs of it begin with that."""
+
+    of: dict[str, tuple[Seen, bool, bool]] = field(default_factory=dict)  # what was seen; it convolves; it is summed
+    safe_attention: bool = True  # what attention is given has room in fp16
+
+    def add(self, names: Mapping[int, str], seen: Mapping[Key, tuple[Seen, bool]], way: Way) -> None:
+        """names: of layers, by the ids of their weights."""
+        for key, (now, convolves) in seen.items():
+            if key[2] == F.scaled_dot_product_attention.__name__:
+                how = scale_for(now, convolves=False, float32_products=True, summed=key in way.summed)
+                self.safe_attention &= how is not None and how.half
+            elif key[1:] == (0, "") and (name := names.get(key[0])):
+                known = self.of.get(name, (now, convolves, False))
+                self.of[name] = known[0].with_other(now), convolves, known[2] or key in way.summed
+
+    def clear(self) -> None:
+        self.of, self.safe_attention = {}, True
+
+    def plan(self, *, float32_products: bool) -> dict[str, Scale]:
+        """Return the scale of each layer. Of layers that have the same place in repeated blocks all are computed in the
+        same way, so that the blocks share one graph: all have room, or each has a constant scale, or all are scaled by
+        rows."""
+
+        def scales(names: list[str], *, summed: bool) -> list[Scale | None]:
+            how = {"float32_products": float32_products}
+            seen = (of[name] for name in names)
+            return [scale_for(each, convolves=convolves, summed=summed or own, **how) for each, convolves, own in seen]
+
+        made: dict[str, Scale] = {}
+        same: dict[str, list[str]] = {}
+        of = dict(self.of)  # another run may add to it
+        for name in of:
+            same.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name), []).append(name)
+        for names in same.values():
+            loud = [name for name in names if of[name][0].input and of[name][0].faint]
+            found = scales(loud, summed=False)
+            if not all(how and how.half for how in found):
+                found = scales(loud, summed=True)
+            if loud and all(found):
+                scaled = [how for how in found if how]
+                made |= dict.fromkeys(names, max(scaled)._replace(least=0.0))  # of those that were given nothing yet
+                made |= dict(zip(loud, scaled, strict=True))
+        return made
+
+
+class LayeredNetwork:
+    """A network that is computed by its plan in layers once there is one, with compiled blocks; until then as it is.
+    Parts outside of the blocks hand on float32 then, as blocks do: the first block shares the others' graph.
+
+    shell: of the network. It may be wrapped, and have other shells in place of its blocks.
+    blocks: the names of its blocks, of which each is compiled as a whole.
+    build: makes a shell that is computed by a plan, given that and whether attention is safe in fp16.
+    known: what earlier runs showed of its layers; added to.
+    device: where it computes, if its weights are elsewhere until they are needed.
+    float32_products: as LearnedProducts has it.
+    """
+
+    def __init__(
+        self,
+        network: torch.nn.Module,
+        blocks: Sequence[str],
+        build: Callable[[dict[str, Scale], bool], torch.nn.Module],
+        known: KnownScales,
+        device: torch.device | None = None,
+        *,
+        float32_products: bool = True,
+    ):
+        self._float32_products = float32_products
+        self._network, self._blocks, self._build, self._known = network, blocks, build, known
+        self._device = device or next(network.parameters()).device
+        self._by_plan: dict[str, torch.nn.Module] | None = None  # blocks, and what is outside of them
+        called = ((name, part) for name, part in network.named_modules() if not isinstance(part, _LISTS))
+        names = (name for name, _ in called if not any(covers(name, block) for block in ("", *blocks)))
+        self._outside = outermost(name for name in names if not covered(name, blocks))
+        parts = (*blocks, *self._outside)
+        self.shell = replace_submodules(network, {name: partial(self._switch, name) for name in parts})
+        self.begin()
+
+    @property
+    def is_planned(self) -> bool:
+        return self._by_plan is not None
+
+    def begin(self) -> None:
+        """Compute by what is known, if anything is."""
+        if self._known.of:
+            plan = self._known.plan(float32_products=self._float32_products and has_float32_products(self._device))
+            shell, inside = self._build(plan, safe := self._known.safe_attention), self._outside
+            parts = {name: InPlannedBlock(shell.get_submodule(name), safe_attention=safe) for name in inside}
+            self._by_plan = parts | {name: shell.get_submodule(name) for name in self._blocks}
+
+    def learn(self, seen: Mapping[Key, tuple[Seen, bool]], way: Way) -> None:
+        layers = ((name, layer) for name, layer in self._network.named_modules() if isinstance(layer, LAYERS))
+        self._known.add({id(layer.weight): name for name, layer in layers}, seen, way)
+
+    def forget(self, *, for_good: bool) -> None:
+        """Compute as it is. for_good: later runs too, until a step of theirs shows more."""
+        self._by_plan = None
+        if for_good:
+            self._known.clear()
+
+    def _switch(self, name: str, part: torch.nn.Module) -> torch.nn.Module:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if (by_plan := self._by_plan) is None:
+                return part(*args, **kwargs)
+            made = by_plan[name](*args, **kwargs)
+            return made if name in self._blocks else pytree.tree_map_only(torch.Tensor, widened, made)
+
+        return with_forward(part, forward)
+
+
+def with_planned_layers(
+    module: torch.nn.Module, plan: Mapping[str, Scale], device: torch.device | None = None
+) -> torch.nn.Module:
+    """Return a shell of `module` whose layers are computed by a plan, and whose norms are float32. Weights are shared,
+    and `module` is not touched.
+
+    plan: the scales of layers by name. What it lacks is scaled by rows.
+    device: where the shell computes, if its weights are elsewhere until they are needed.
+    """
+    made: dict[str, Make] = {}
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if isinstance(layer, NORMS):
+            made[name] = partial(copy_with_base, base=_Float32Norm)
+        elif isinstance(layer, LAYERS) and layer.weight.dtype is FP16 and not isinstance(layer, KeptInFp32):
+            made[name] = partial(copy_with_base, base=_PlannedLayer, **_state(layer, plan.get(name), device))
+    return replace_submodules(module, made)
+
+
+def _state(layer: Any, how: Scale | None, device: torch.device | None) -> dict[str, Any]:
+    """Return the attributes of a planned layer."""
+    kind, numbers = "room", torch.zeros(0)
+    if how is None:
+        kind, found = "rows", limit(layer.weight, FP16, transposed=False)
+        numbers = torch.stack([found.limit, found.least])
+    elif not how.half:
+        kind, numbers = "scaled", torch.tensor([2.0**-how.exponent, 2.0**how.exponent, how.least])
+    return {"planned": kind, "planned_numbers": numbers.to(device or layer.weight.device)}
+
+
+# By name: dynamo takes Tensor.__rsub__ for another function, whose absence of a set is then a guard that fails.
+_OF_TWO = frozenset(func.__name__ for func in SUMS | PRODUCTS)
+
+
+class InPlannedBlock(torch.nn.Module):
+    """A part of such a shell: sums in it are float32, and so is what it casts to half precision.
+
+    safe_attention: its queries, keys and values have room in fp16.
+    """
+
+    def __init__(self, block: Callable[..., Any], *, safe_attention: bool):
+        super().__init__()
+        self.block = block
+        self.mode = _PlannedBlockMode(safe_attention=safe_attention)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.mode:
+            return self.block(*args, **kwargs)
+
+
+class _PlannedBlockMode(TraceableMode):
+    def __init__(self, *, safe_attention: bool):
+        super().__init__()
+        self._safe_attention = safe_attention
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **given) if self._safe_attention else scaled_attention(*args, **given)
+        if func is torch.Tensor.unflatten:  # it calls super(), which dynamo cannot follow from here
+            return args[0].unflatten(*args[1:], **given)
+        if getattr(func, "__name__", "") in _OF_TWO and both_floating(args):
+            return func(*(each.float() if each.dtype is FP16 else each for each in args[:2]), *args[2:], **given)
+        if func is torch.Tensor.type_as and args[0].dtype is torch.float32 and args[1].dtype in HALF_DTYPES:
+            return args[0]
+        if func is torch.Tensor.to and args[0].dtype is torch.float32:
+            args = tuple(map(_float32_dtype, args))
+            given = {name: _float32_dtype(value) for name, value in given.items()}
+        return func(*args, **given)
+
+
+def _float32_dtype(value: Any) -> Any:
+    return torch.float32 if isinstance(value, torch.dtype) and value in HALF_DTYPES else value
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Compute attention in fp16. A key that is infinite may count as masked: here it is NaN."""
+    mask = args[0] if args else kwargs.get("attn_mask")
+    if mask is not None and mask.is_floating_point():
+        return scaled_attention(query, key, value, *args, **kwargs)
+    query, key, value = query.half(), key.half(), _loud_rows(value)
+    return F.scaled_dot_product_attention(query + (query - query), key + (key - key), value, *args, **kwargs)
+
+
+def _loud_rows(x: torch.Tensor, spatial: int = 0) -> torch.Tensor:
+    """Return a layer's input in fp16, with NaN for rows that have fewer digits in fp16 than in bf16. What is fp16
+    already has lost them before."""
+    if x.dtype is FP16:
+        return x
+    rows = largest_of(x, (-1 - spatial,))
+    return torch.where((rows < FAINT) & (rows > 0), torch.nan, x).half()
+
+
+class _PlannedLayer(torch.nn.Module):
+    """A base before the class of a linear layer or a convolution that is computed by its plan."""
+
+    planned: str  # "room", "scaled" or "rows"
+    planned_numbers: torch.Tensor  # what its input and its output are multiplied by, and its least; or a row's limit
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spatial = self.weight.ndim - 2
+        if self.planned == "room":
+            return super().forward(_loud_rows(x, spatial))  # pyright: ignore[reportAttributeAccessIssue]
+        if self.planned == "rows":
+            of_rows, least = self.planned_numbers.split(1)
+
+            def product(scaled: torch.Tensor) -> torch.Tensor:
+                return _whole_rows(self._product(scaled), x, scaled, least, spatial)
+
+            return scaled_product(product, x, FP16, of_rows, spatial, self.bias)
+        quieter, louder, least = self.planned_numbers.split(1)
+        half = times(x, quieter, FP16)
+        made = self._product(half).float() if spatial else float32_product(half, self.weight)
+        made = _whole_rows(made, x, half, least, spatial)
+        if self.bias is None:
+            return made * louder
+        return torch.addcmul(self.bias.float().view(-1, *[1] * spatial), made, louder)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product without the bias."""
+        convolve = getattr(self, "_conv_forward", None)
+        return convolve(x, self.weight, None) if convolve else F.linear(x, self.weight)
+
+
+def _whole_rows(
+    made: torch.Tensor, given: torch.Tensor, scaled: torch.Tensor, least: torch.Tensor, spatial: int
+) -> torch.Tensor:
+    """Return a product with NaN for rows that lost digits when they were scaled."""
+    if spatial:
+        return torch.where(lost_digits(made, given, scaled, least, spatial), torch.nan, made)
+    size = largest_of(made, (-1,))
+    return torch.where(~((size >= least) & (size < torch.inf)) & (largest_of(given, (-1,)) != 0), torch.nan, made)
+
+
+class _Float32Norm(torch.nn.Module):
+    """A base before the class of a norm that computes in float32, and hands that on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm: Any = self
+        given = {name: self._parameters.get(name) for name in ("weight", "bias")}
+        weight, bias = (None if each is None else each.float() for each in given.values())
+        if isinstance(norm, torch.nn.GroupNorm):
+            return F.group_norm(x.float(), norm.num_groups, weight, bias, norm.eps)
+        if isinstance(norm, torch.nn.RMSNorm):
+            return F.rms_norm(x.float(), list(norm.normalized_shape), weight, norm.eps)
+        return F.layer_norm(x.float(), list(norm.normalized_shape), weight, bias, norm.eps)

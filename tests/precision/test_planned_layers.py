@@ -1,0 +1,203 @@
+"""A network by its plan in layers, as it is where its blocks are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.compile.backends import EAGER, BackendChoice, compiled
+from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward, build_half_precision_forward
+from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure
+from comfyui_onediff_guard.precision.planned_layers import KnownScales
+from comfyui_onediff_guard.precision.planned_products import Scale
+from comfyui_onediff_guard.precision.shallow_copy import structural_copy
+from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from guards import error
+from small_denoisers import ATTENTION, FEED_FORWARD, MODELS, build
+from test_all_layers_scaled import NETWORKS, scaled
+from test_learned_scales import HOT, is_changed_in
+from torch._dynamo.utils import counters
+
+FP16, BF16 = torch.float16, torch.bfloat16
+LISTS = ("transformer_blocks", "single_transformer_blocks", "blocks", "down_blocks", "mid_block", "up_blocks")
+EAGERLY = BackendChoice(EAGER, "")
+
+
+class Layered:
+    """The attempt at a network with every layer scaled, whose blocks are computed by a plan in layers."""
+
+    def __init__(self, module: torch.nn.Module, known: KnownScales | None = None, choice: BackendChoice = EAGERLY):
+        self.parts = [name for name in LISTS if getattr(module, name, None) is not None]
+        self.plans: list[tuple[Any, ...]] = []
+        self.known = known or KnownScales()
+
+        def in_blocks(shell: torch.nn.Module, plan: Any, inside: Any) -> torch.nn.Module:
+            self.plans.append(plan)
+            return compiled(shell, tuple(self.parts), choice, None, inside)
+
+        blocks = ModuleStructure.of(module, self.parts).blocks
+        options: dict[str, Any] = {"compiled": in_blocks, "blocks": blocks, "known": self.known}
+        self.attempt: HalfPrecisionForward = build_half_precision_forward(
+            module, NOTHING, "fp16", all_layers_scaled=True, **options
+        )
+
+    def __call__(self, **call: Any) -> torch.Tensor:
+        made = self.attempt.run(**call, return_dict=False)[0]
+        assert made.dtype is torch.float32
+        return made
+
+    @property
+    def scales(self) -> dict[str, Scale]:
+        return dict(self.plans[-1][:-1])
+
+
+def heated(name: str, hot: str) -> tuple[torch.nn.Module, Callable[[], dict[str, Any]]]:
+    if name in MODELS:
+        writer = {"first": None, "nothing": None, "middle": FEED_FORWARD}.get(hot, ATTENTION)
+        module, call = build(name, peak=5e5 if writer else None, writer=writer or ATTENTION)
+        if hot == "first":
+            module.patch_embed.proj.weight.mul_(1e6).clamp_(-6e4, 6e4)
+        del call["return_dict"]
+        return module, lambda: call
+    config, inputs = NETWORKS[name]
+    torch.manual_seed(1)
+    module = getattr(diffusers, name)(**config).eval().requires_grad_(False)
+    layers = [layer for layer in module.modules() if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d))]
+    for index in {"nothing": [], "first": [0], "middle": [len(layers) // 2], "last but one": [-2]}[hot]:
+        layers[index].weight.mul_(3e5).clamp_(-6e4, 6e4)
+    return module, inputs
+
+
+OURS = [*MODELS, "WanTransformer3DModel", "UNet2DConditionModel"]  # of each kind that samplers compile
+
+
+@pytest.mark.parametrize("hot", HOT)
+@pytest.mark.parametrize("name", OURS)
+def test_each_step_is_four_times_nearer_to_fp32_than_bf16_and_a_healthy_one_as_near_as_plain_fp16(
+    name: str, hot: str
+) -> None:
+    module, inputs = heated(name, hot)
+    module.half()
+    layered = Layered(module)
+    for gain in (1.0, 0.2, 1.0, 4.0):
+        step = is_changed_in(inputs(), gain)
+
+        def call(network: Any, step: dict[str, Any] = step) -> torch.Tensor:
+            return network(**step, return_dict=False)[0]
+
+        exact, found = run_in_fp32(call, module), layered(**step)
+        assert error(found, exact) <= error(scaled(module, call, BF16), exact) / 4
+        if hot == "nothing":
+            half = {key: value.half() if torch.is_tensor(value) and value.is_floating_point() else value
+                    for key, value in step.items()}  # fmt: skip
+            assert error(found, exact) <= 1.1 * error(module(**half, return_dict=False)[0].float(), exact)
+    assert len(layered.plans) == 1  # and none failed
+    plain = sum(scale.half for scale in layered.scales.values()) / len(layered.scales)
+    assert plain > (0.95 if hot == "nothing" else 0.3)
+
+
+def test_a_layer_has_its_own_scale_and_is_computed_as_the_same_one_of_the_other_blocks() -> None:
+    module, inputs = heated("CogVideoX-5B", "middle")
+    layered = Layered(module.half())
+    layered(**inputs())
+    scaled = {name: scale.exponent for name, scale in layered.scales.items() if not scale.half}
+    assert [*scaled] == [f"transformer_blocks.{block}.{FEED_FORWARD}" for block in range(3)]
+    layers = (torch.nn.Linear, torch.nn.Conv2d)
+    assert set(layered.scales) == {name for name, part in module.named_modules() if isinstance(part, layers)}
+
+
+SPIKES = {  # what a later step does that the first one did not
+    "louder input": lambda call, _module: call | {"hidden_states": call["hidden_states"] * 2.0**18},
+    "louder prompt": lambda call, _module: call | {"encoder_hidden_states": call["encoder_hidden_states"] * 2.0**18},
+    "an infinite value": lambda call, _module: call | {
+        "hidden_states": call["hidden_states"].index_fill(1, torch.tensor([0]), torch.inf)},
+    "a stronger LoRA": lambda call, module: (
+        module.transformer_blocks[1].get_submodule(FEED_FORWARD).weight.mul_(2.0**8) is None) or call,
+    "a key that overflows": lambda call, module: (
+        module.transformer_blocks[1].attn1.to_k.bias.index_fill_(0, torch.tensor([3]), 6e4) is None) or call,
+    "a quieter input of a hot layer": lambda call, module: (
+        module.transformer_blocks[1].ff.net[0].proj.weight.mul_(2.0**-30) is None) or call,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spike", SPIKES)
+@pytest.mark.parametrize("hot", ["nothing", "middle"])
+@pytest.mark.parametrize("name", ["CogVideoX-5B", "CogView4"])
+def test_what_leaves_the_plan_is_not_finite_or_right_and_the_next_plan_holds_it(
+    name: str, hot: str, spike: str
+) -> None:
+    module, inputs = heated(name, hot)
+    layered = Layered(module.half())
+    layered(**inputs())
+    call = SPIKES[spike](inputs(), module)
+    exact = run_in_fp32(partial(module, **call, return_dict=False))[0]
+    bf16 = error(scaled(module, lambda network: network(**call, return_dict=False)[0], BF16), exact)
+
+    def is_right(found: torch.Tensor) -> bool:
+        return bool(found.isfinite().all()) and error(found, exact) <= bf16 / 2
+
+    found = layered(**call)
+    assert is_right(found) or not found.isfinite().all()
+    if not exact.isfinite().all():
+        assert not found.isfinite().all()
+    elif not found.isfinite().all():
+        assert layered.attempt.renew()
+        assert is_right(layered(**call))  # by rows
+        assert is_right(layered(**call))
+        assert len(layered.plans) == 2
+
+
+def test_a_later_run_begins_with_what_an_earlier_one_showed() -> None:
+    module, inputs = heated("CogVideoX-5B", "middle")
+    first = Layered(module.half())
+    first(**inputs())
+    expected = first(**inputs())
+    later = Layered(module, first.known)
+    assert torch.equal(later(**inputs()), expected) and later.plans == first.plans
+
+
+def test_shells_of_blocks_stay_in_the_way() -> None:
+    """As a step cache and an offload put them there."""
+    module, inputs = heated("CogVideoX-5B", "nothing")
+    layered = Layered(module.half())
+    seen: list[bool] = []
+    run: Any = layered.attempt.run
+    shell = structural_copy(run.args[0])
+    block = shell.transformer_blocks[1]
+    inner = block.forward
+    block.forward = lambda *args, **kwargs: (seen.append(True), inner(*args, **kwargs))[1]
+    call = inputs()
+    steps = [run.func(shell, **call, return_dict=False, **run.keywords)[0] for _ in range(2)]
+    assert len(seen) == 2
+    assert torch.equal(steps[1], layered(**call))
+
+
+def test_the_untouched_module_and_a_run_by_rows_are_not_changed_by_a_plan() -> None:
+    module, inputs = heated("CogView4", "middle")
+    before = {name: (type(part), *vars(part)) for name, part in module.half().named_modules()}
+    layered = Layered(module)
+    first = layered(**inputs())
+    layered(**inputs())
+    assert torch.equal(layered.attempt.eager(**inputs(), return_dict=False)[0], first)
+    assert {name: (type(part), *vars(part)) for name, part in module.named_modules()} == before
+
+
+@pytest.mark.parametrize("name", ["CogVideoX-5B", "CogView4", "WanTransformer3DModel"])
+def test_inductor_makes_one_graph_and_no_worse_numbers(name: str) -> None:
+    module, inputs = heated(name, "middle")
+    module.half()
+    torch._dynamo.reset()
+    counters.clear()
+    eager, run = Layered(module), Layered(module, choice=BackendChoice("inductor", ""))
+    call, changed = inputs(), is_changed_in(inputs(), 0.5)
+    exact = run_in_fp32(partial(module, **call, return_dict=False))[0]
+    expected, found = [(eager(**call), run(**call)) for _ in range(2)][-1]
+    assert error(found, exact) <= 1.1 * error(expected, exact) < 1e-3
+    assert counters["stats"]["unique_graphs"] == 1  # of the hot block, too
+    assert not counters["graph_break"]
+    run(**changed)
+    assert counters["stats"]["unique_graphs"] == 1
