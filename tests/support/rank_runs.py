@@ -155,12 +155,13 @@ def _break(layer: torch.nn.Module, fault: Fault, happened: list[bool]) -> None:
         if not isinstance(made, torch.Tensor) or made.itemsize != 2 or next(calls) != fault.call or not made.numel():
             return made
         happened.append(True)
-        made = made.clone(memory_format=torch.contiguous_format)
-        flat = made.view(-1)
-        if fault.place is None:
-            return made.fill_(fault.value)
-        flat[int(fault.place * (len(flat) - 1))] = fault.value
-        return made
+        with torch._C.DisableTorchFunction():  # a rank whose network changes a tensor would leave its plan, alone
+            made = made.clone(memory_format=torch.contiguous_format)
+            flat = made.view(-1)
+            if fault.place is None:
+                return made.fill_(fault.value)
+            flat[int(fault.place * (len(flat) - 1))] = fault.value
+            return made
 
     layer.register_forward_hook(hook)
 
