@@ -183,6 +183,11 @@ def packed(layout: Layout) -> Made:
 STATES = {(family, state): made for family in FEW for state, made in states(family).items()}
 
 
+# by what a format rounds a layer's input to; guard_own_products.py holds that to ComfyUI's own products
+OFF = {"float8_e4m3fn": 0.15, "float8_e5m2": 0.15, "int8": 0.05, "int8, rotated": 0.05}
+OFF |= {"asym_w4a8_int8": 0.05, "convrot_w4a4": 0.4}
+
+
 @pytest.mark.parametrize(("family", "state"), STATES)
 def test_scaled_layers_beside_others(family: str, state: str) -> None:
     layout, (make, around) = LAYOUTS[family], STATES[family, state]
@@ -194,7 +199,7 @@ def test_scaled_layers_beside_others(family: str, state: str) -> None:
         made = sample(behind(), layout, steps=steps)
     torch.compiler.reset()
     check_said(PROTECTED)
-    assert 0 < distance(layout, made, reference) <= 1e-2
+    assert 0 < distance(layout, made, reference) <= OFF.get(state.removeprefix("quantised to "), 1e-2)
 
 
 @few
