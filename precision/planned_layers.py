@@ -80,7 +80,8 @@ class KnownScales:
                 found = scales(loud, summed=True)
             if loud and all(found):
                 scaled = [how for how in found if how]
-                made |= dict.fromkeys(names, max(scaled)._replace(least=0.0))  # of those that were given nothing yet
+                for name in names:  # one that was given nothing yet is looked at, one that puts out nothing cannot be
+                    made[name] = max(scaled)._replace(**({"least": 0.0} if of[name][0].input else {}))
                 made |= dict(zip(loud, scaled, strict=True))
         return made
 
