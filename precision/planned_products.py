@@ -121,6 +121,23 @@ class LocatedMode(ScaledHalfMatmulMode):
         """Told how many calls of other functions there were between a layer and the next one."""
 
 
+def place_in_network() -> tuple[int, int] | None:
+    """Return where the network is that such a mode computes now; None where none does."""
+    mode = _running()
+    return (mode._at, mode._since) if mode else None
+
+
+def go_on_from(place: tuple[int, int] | None) -> None:
+    """Let the network go on from where it once was: what lies between is left out in this call."""
+    if (mode := _running()) and place:
+        mode._at, mode._since = place
+
+
+def _running() -> LocatedMode | None:
+    stack = torch.overrides._get_current_function_mode_stack()
+    return next((mode for mode in reversed(stack) if isinstance(mode, LocatedMode)), None)
+
+
 class PlannedMode(LocatedMode):
     """Each layer computed as its plan says."""
 

@@ -30,6 +30,7 @@ from .error_estimate import (
 )
 from .observe import floating
 from .overflow import Pending
+from .planned_products import go_on_from, place_in_network
 from .shallow_copy import Make, replace_submodules, with_forward
 from .snapshot import Snapshot, copies
 
@@ -187,6 +188,7 @@ class DenoiserHistory:
         self._blocks, self._weights, self._own, self._whole = blocks, weights, own, whole
         self._calls: list[_DenoiserCall] = []  # in one call of the guard: one, or one for each half of a batch
         self._step, self._before = 0, 0  # the present step, and how many of its calls are done
+        self._after: tuple[int, int] | None = None  # the last block, for who computes by what an earlier step showed
 
     def attempt(self, run: Any) -> Callable[..., Any]:
         """Wrap a call of the guard's attempt. run: a module, or a partial function of one."""
@@ -308,12 +310,14 @@ class DenoiserHistory:
         call = self._calls[-1]
         if call.skips:
             self._count_skip()
+            go_on_from(self._after)
             with torch._C.DisableTorchFunction():
                 first = _hidden(call.first_output)
                 added = self._extrapolated([values.added for values in call.history])
                 return _with_hidden(call.first_output, (added + first.float()).to(first.dtype))
         self.controller.count(skipped=False)
         output = block(*args, **kwargs)
+        self._after = place_in_network() or self._after
         with torch._C.DisableTorchFunction():
             added, signal = _hidden(output) - _hidden(call.first_output), call.signal
             assert signal is not None

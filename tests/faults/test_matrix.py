@@ -104,6 +104,7 @@ def stage(
         "encode text": lambda: ModelStage(copied("2b"), "2b", "encode", "text_encoder", kept),
         "encode image": lambda: ModelStage(copied("svd"), "svd", "sample", "image_encoder", kept),
         "sample": lambda: ModelStage(copied("cogview3", "inside"), "cogview3", "sample", "transformer", kept),
+        "sample and learn": lambda: ModelStage(copied("svd", "inside"), "svd", "sample", "unet", kept),
         "decode": lambda: ModelStage(copied("cogview4"), "cogview4", "decode", "vae", kept),
         "save": lambda: saving(tmp_path / "out"),
     }
@@ -310,7 +311,7 @@ def outcome(stage: ModelStage) -> Any:
         return type(error)
 
 
-@pytest.mark.parametrize("stage", ["sample", "save", "server"], indirect=True)
+@pytest.mark.parametrize("stage", ["sample and learn", "save", "server"], indirect=True)
 def test_a_disk_that_is_full(stage: Stage) -> None:
     undisturbed(stage)
     if isinstance(stage, ModelStage):

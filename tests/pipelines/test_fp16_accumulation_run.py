@@ -261,9 +261,9 @@ def test_the_switch_compiles_nothing_anew(opened, model_folder, traced_alone: No
 
 
 def test_backends_that_multiply_in_their_own_way_are_left_alone(opened, model_folder, card, monkeypatch) -> None:
-    from comfyui_onediff_guard.pipelines.compile import backends, feature
+    from comfyui_onediff_guard.pipelines.compile import backends
 
-    monkeypatch.setattr(feature, "compiled", lambda half, *_, **__: half)
+    monkeypatch.setattr(backends, "_compile", lambda block, *_: block)
     handle = replace(opened(model_folder("2b")), backend=backends.BackendChoice("nexfort", "as you chose"))
     _, report = sampled(handle, "2b")
     assert card.launched == 0

@@ -52,6 +52,8 @@ def install(
             setattr(module, function, value)
     torch.version.cuda = "12.8"  # pyright: ignore[reportPrivateImportUsage]
     torch.UntypedStorage.clone = _clone
+    if not like_apples:
+        _LIBRARY.impl("mm.dtype", _float32_product, "CPU")
     torch.empty(1).pin_memory()  # PyTorch asks nothing about memory of a device that it has not begun with
     return card
 
@@ -255,6 +257,15 @@ _ERRORS = {2: "out of memory", 712: "part or all of the requested memory range i
            713: "pointer does not correspond to a registered memory region"}  # fmt: skip
 runtime = Runtime()
 _plain_clone = torch.UntypedStorage.clone
+_LIBRARY = torch.library.Library("aten", "IMPL")  # what it implements stays as long as it
+
+
+def _float32_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What cuBLAS has and the CPU has not: half precision in, float32 out. It refuses what cuBLAS refuses."""
+    sums = torch.backends.cuda.matmul.allow_fp16_accumulation
+    if dtype is not torch.float32 or a.dtype not in (torch.float16, torch.bfloat16) or a.dtype is not b.dtype or sums:
+        raise RuntimeError(f"no product of {a.dtype} and {b.dtype} into {dtype}, fp16 accumulation {sums}")
+    return a.float() @ b.float()
 
 
 def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
