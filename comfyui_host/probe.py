@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..precision.guard import GuardPolicy, StageGuard
-from ..precision.overrides import ModuleStructure
+from ..precision.observe import block_names
 from ..precision.probe import Probe, ProbeResult, recommend
 from .calls import ModelCall, apply_model_in_fp32, around_apply_model, wrapped
 from .guards import denoiser_of
@@ -84,7 +84,7 @@ class _Run:
         self._of = denoiser_of(call)
         self._stage = self._of.stage(GuardPolicy())
         blocks = _lists_of_blocks(call.network)
-        self.probe = Probe(call.network, replace(ModuleStructure.of(call.network, blocks), all_layers_scaled=True))
+        self.probe = Probe(call.network, block_names(call.network, blocks))
         self._guards: dict[tuple[torch.nn.Module, int], StageGuard] = {}  # by network and thread
         self._started = time.perf_counter()
 

@@ -20,7 +20,7 @@ from ..precision.fallback import HalfPrecisionForward
 from ..precision.guard import GuardPolicy, GuardStopped, Scope, StageGuard
 from ..precision.learned_scales import LearnedProducts
 from ..precision.overflow import Clips
-from ..precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
+from ..precision.overrides import NOTHING, PrecisionOverrides
 from ..precision.policy import Component, Precision
 from ..precision.profile_store import Profile, ProfileFile
 from ..precision.report import PROBLEMS, StepRecord, together
@@ -290,7 +290,7 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
             for line in notes:
                 report.note(line)
         learned = settings.learned[key]
-    learner = stage.learner(of.network, build, ModuleStructure(all_layers_scaled=True), learned)
+    learner = stage.learner(of.network, build, learned)
 
     def peak_inside() -> torch.Tensor | None:
         return None if learner.attempt.all_layers_scaled else clips.take()

@@ -1,4 +1,4 @@
-"""What a run makes of calls that fail: blocks that run in fp32, or every layer scaled, from the next call on."""
+"""What a run makes of calls that fail: every layer is scaled from the next call on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .accumulation import fp16_accumulation
 from .dtypes import DTYPES, FP16_MAX
@@ -22,7 +21,6 @@ from .overrides import (
     MAX_FP16_ERROR,
     NOTHING,
     STAY,
-    ModuleStructure,
     OverflowDiagnosis,
     Peak,
     PrecisionOverrides,
@@ -31,8 +29,6 @@ from .overrides import (
     escalate_overrides,
 )
 from .quantised import QuantisedLinears
-from .shallow_copy import Make, replace_submodules, with_forward
-from .upcast import run_in_fp32
 
 if TYPE_CHECKING:
     from .planned_layers import KnownScales, LayeredNetwork
@@ -41,7 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-LAYERS = ModuleStructure()  # of a module of which nothing is known
 
 
 @dataclass(frozen=True)
@@ -82,16 +77,14 @@ def build_half_precision_forward(
     tf32: bool = False,
     agree: Agree = alone,
 ) -> HalfPrecisionForward:
-    """Build the attempt that the plan and what was learned ask for: in fp16 with every layer scaled, or the module as
-    it is; else quantised, then compiled, then with fallback blocks, which leave what is compiled, and are not
-    quantised.
+    """Build the attempt that the plan and what was learned ask for: with every layer scaled, or the module as it is,
+    quantised and compiled.
 
     all_layers_scaled: the plan's, which holds whatever was learned.
     quantised: the module's quantised layers, where the plan asks for them. Until their errors are measured, `eager`
         computes in half precision and measures them, and nothing is compiled.
     compiled: makes a shell with compiled blocks, given the module, what tells it from others of the same weights, and
-        what makes of a block what is compiled, if it is not the block. Whoever passes it remembers the shell, since
-        fallback blocks change nothing about it.
+        what makes of a block what is compiled, if it is not the block.
     blocks: the names of those.
     known: what earlier runs showed of the module's layers, where these are scaled and compiled; added to.
     fp16_sums: products may be asked to accumulate in fp16.
@@ -99,24 +92,23 @@ def build_half_precision_forward(
     device: where it computes, if its weights are elsewhere until they are needed.
     agree: makes what a step showed the same in all processes that compute the module together.
     """
-    if dtype == "fp16" and (all_layers_scaled or learned.all_layers_scaled):
+    if all_layers_scaled or learned.all_layers_scaled:
         accumulates = fp16_sums and (learned.fp16_error is None or learned.fp16_error <= MAX_FP16_ERROR)
         how: dict[str, Any] = {"float32_products": not accumulates}  # of which none accumulate in fp16
-        layered = _layered(module, compiled, blocks, known, device, **how) if compiled and blocks else None
+        layered = None
+        if dtype == "fp16" and compiled and blocks:
+            layered = _layered(module, compiled, blocks, known, device, **how)
         products, whole = LearnedProducts(DTYPES[dtype], agree, layered, **how), onloaded(module, module)
         run = partial(products.run, onloaded(layered.shell, module) if layered else whole, tf32=tf32)
         eager = partial(products.run_by_rows, whole, tf32=tf32)
         return HalfPrecisionForward(run, eager, all_layers_scaled=True, overrides=learned, renew=products.renew)
-    source = onloaded(module, module)
     left = tuple(dict.fromkeys((*learned.unquantised, *quantised.left))) if quantised else ()
     names = tuple(name for name in quantised.names if name not in left) if quantised else ()
     fewer = quantised.shell(module, left) if quantised and names else module
     watched, measure = quantised.measuring(module) if quantised and names and not quantised.errors else (fewer, None)
     shell = compiled(fewer, left, None) if compiled and not measure else fewer
-    eager = with_fallback_blocks(onloaded(watched, module), learned, dtype, source=source, tf32=tf32)
-    run = eager
-    if shell is not watched:
-        run = with_fallback_blocks(onloaded(shell, module), learned, dtype, source=source, tf32=tf32)
+    eager = onloaded(watched, module)
+    run = eager if shell is watched else onloaded(shell, module)
     return HalfPrecisionForward(run, eager, quantised=names, measure=measure, overrides=learned)
 
 
@@ -137,45 +129,12 @@ def _layered(
     return LayeredNetwork(module, blocks, build, known or KnownScales(), device, **how)
 
 
-def with_fallback_blocks(
-    module: torch.nn.Module,
-    learned: PrecisionOverrides,
-    dtype: str,
-    *,
-    source: torch.nn.Module | None = None,
-    tf32: bool = False,
-) -> torch.nn.Module:
-    """Return a shell of `module` in which some submodules of `source` (`module` by default) run in fp32: those for
-    which that was learned.
-
-    Their floating outputs are cast to `dtype`, and contiguous, as those of their neighbours are. A value that does not
-    fit is infinite there, for the guard to find.
-    """
-    origin = source or module
-
-    def fallback_block(name: str) -> Make:
-        block = origin.get_submodule(name)
-
-        def narrowed(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.is_floating_point():
-                return tensor
-            return tensor.to(DTYPES[dtype], memory_format=torch.contiguous_format)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            made = run_in_fp32(block, *args, tf32=tf32, **kwargs)
-            return pytree.tree_map_only(torch.Tensor, narrowed, made)
-
-        return lambda _replaced: with_forward(block, forward)
-
-    found = {name: fallback_block(name) for name in learned.fp32_fallback_blocks}
-    return replace_submodules(module, found) if found else module
-
-
 class FallbackAdapter:
     """The attempt of a stage, built as what was learned so far asks for.
 
     module: the untouched original, which the rerun calls.
     build: builds the attempt, at the start and after each lesson.
+    blocks: names of its blocks.
     learned: what earlier runs taught.
     agree: makes what was measured the same in all processes that compute the stage together.
     """
@@ -185,7 +144,7 @@ class FallbackAdapter:
         module: torch.nn.Module,
         dtype: str,
         build: Callable[[PrecisionOverrides], HalfPrecisionForward],
-        structure: ModuleStructure = LAYERS,
+        blocks: Sequence[str] = (),
         learned: PrecisionOverrides = NOTHING,
         agree: Agree = alone,
     ):
@@ -194,7 +153,7 @@ class FallbackAdapter:
         self.attempt = build(learned)
         self._dtype = dtype
         self._build = build
-        self._structure = structure
+        self._blocks = blocks
         self._agree = agree
         self._peaks: dict[str, Peak] = {}
         self._proven = NOTHING  # a call has come out right with it
@@ -202,14 +161,11 @@ class FallbackAdapter:
     def watch(self, rerun: Callable[[], Result]) -> tuple[Result, OverflowDiagnosis | None]:
         """Make the rerun. Returns its result, and what left the dtype's range in it; None where nothing did."""
         results: list[Result] = []
-        also = *self._structure.groups, *self._structure.blocks
-        peaks = leaf_peaks(self.module, lambda: results.append(rerun()), also, self._agree)
+        peaks = leaf_peaks(self.module, lambda: results.append(rerun()), self._blocks, self._agree)
         self._peaks = {name: peak for name, peak in peaks.items() if counts(self.module.get_submodule(name))}
         if self.attempt.all_layers_scaled:  # what its layers reach in float32 is no reason
             return results[0], None
-        return results[0], diagnose_from_fp32_peaks(
-            self._peaks, self._structure, self._dtype, self.learned.fp32_fallback_blocks
-        )
+        return results[0], diagnose_from_fp32_peaks(self._peaks, self._blocks, self._dtype)
 
     def locate(self, *args: Any, saturated: bool = False, **kwargs: Any) -> OverflowDiagnosis:
         """Find where a call fails although nothing leaves the dtype's range in fp32: the half-precision call is made
@@ -225,9 +181,7 @@ class FallbackAdapter:
         return diagnose_from_half_run(
             name,
             self._peaks,
-            self._structure,
             self._dtype,
-            self.learned.fp32_fallback_blocks,
             self.attempt.quantised,
             all_layers_scaled=self.attempt.all_layers_scaled,
             fp16_accumulation=bool(self.attempt.fp16_accumulation),
@@ -238,7 +192,7 @@ class FallbackAdapter:
         known = replace(
             self.learned, all_layers_scaled=self.learned.all_layers_scaled or self.attempt.all_layers_scaled
         )
-        learned, action = escalate_overrides(known, finding, self._structure, self._dtype)
+        learned, action = escalate_overrides(known, finding)
         if learned == known:
             return ""
         logger.info("%s: %s", finding.reason, action)

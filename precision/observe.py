@@ -99,6 +99,19 @@ def first_broken(
     return next(here, broken[0][0] if broken else None)
 
 
+def block_names(module: torch.nn.Module, parts: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of a module's blocks, in the order in which they are called.
+
+    parts: names of blocks, or of lists of blocks.
+    """
+    names: list[str] = []
+    for part in parts:
+        found = module.get_submodule(part)
+        is_list = isinstance(found, torch.nn.ModuleList)
+        names += [f"{part}.{name}" for name, _ in found.named_children()] if is_list else [part]
+    return tuple(names)
+
+
 class BlockOutputs:
     """max |x| of what a denoiser's blocks put out, for families that clip their stream: a clipped value is finite."""
 
@@ -107,7 +120,7 @@ class BlockOutputs:
 
     def watched(self, module: torch.nn.Module, blocks: str) -> torch.nn.Module:
         """Return a shell of `module` whose blocks are watched; compiled blocks stay compiled."""
-        names = [f"{blocks}.{name}" for name, _ in module.get_submodule(blocks).named_children()]
+        names = block_names(module, [blocks])
         return replace_submodules(module, dict.fromkeys(names, lambda block: _Watched(block, self._see)))
 
     def _see(self, made: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -21,12 +21,11 @@ from .observe import hooked, largest, leaves
 from .overrides import (
     NOTHING,
     RANGE,
-    ModuleStructure,
     Peak,
     PrecisionOverrides,
     diagnose_from_fp32_peaks,
-    escalate_overrides,
     order,
+    reach,
 )
 from .policy import Plan
 from .profile_store import Profile
@@ -55,20 +54,19 @@ class ProbedLayer:
 class Probed:
     """What a probe measured."""
 
-    structure: ModuleStructure
+    blocks: tuple[str, ...]
     steps: tuple[Mapping[str, Peak], ...]  # by layer and block, in the order in which they ran
-    groups: Mapping[str, Peak] = field(default_factory=dict)  # over all steps, of the structure's groups
     # Layers whose scaled product in fp16 is farther off than bf16's, since it loses small values beside large ones: how
     # many times as far, the farthest first.
     too_far_apart: Mapping[str, float] = field(default_factory=dict)
 
     def reach(self, name: str, peak: Peak) -> float:
-        """Return max |x| that counts for a layer or block: what a block puts out, or what a layer reaches."""
-        return peak.output if name in self.structure.blocks else self.structure.inner(name, peak)
+        """Return max |x| that counts for a layer or block."""
+        return reach(name, peak, self.blocks)
 
     def peaks(self) -> dict[str, Peak]:
-        """Return the peaks over all steps of what a diagnosis looks at: layers, groups and blocks."""
-        peaks = dict(self.groups)
+        """Return the peaks over all steps of what a diagnosis looks at: layers and blocks."""
+        peaks: dict[str, Peak] = {}
         for step in self.steps:
             for name, peak in step.items():
                 peaks[name] = peaks.get(name, peak).widened(peak)
@@ -79,7 +77,7 @@ class Probed:
         found: dict[str, ProbedLayer] = {}
         for index, step in enumerate(self.steps):
             for name, peak in step.items():
-                entry = ProbedLayer(name, self.reach(name, peak), index, name in self.structure.blocks)
+                entry = ProbedLayer(name, self.reach(name, peak), index, name in self.blocks)
                 found[name] = max(found.get(name, entry), entry, key=lambda each: order(each.reach))
         return sorted(found.values(), key=lambda entry: -order(entry.reach))
 
@@ -98,14 +96,13 @@ class Probe:
     Copies of the module may run at the same time, each in a thread of its own.
     """
 
-    def __init__(self, module: torch.nn.Module, structure: ModuleStructure):
+    def __init__(self, module: torch.nn.Module, blocks: Sequence[str]):
         half = any(parameter.dtype in HALF_DTYPES for parameter in module.parameters())
         # In a module that has no weights in half precision each layer counts, in fp32 or not.
         counted = counts if half else lambda layer: not isinstance(layer, torch.nn.Dropout)
         layers = {name: layer for name, layer in leaves(module).items() if counted(layer)}
-        self._modules = layers | {name: module.get_submodule(name) for name in (*structure.blocks, *structure.groups)}
-        self._structure = structure
-        self._groups: dict[str, Peak] = {}
+        self._modules = layers | {name: module.get_submodule(name) for name in blocks}
+        self._blocks = tuple(blocks)
         self._apart: dict[str, float] = {}
         self._steps: list[dict[str, Peak]] = [{}]  # the last one goes on
         self._lock = threading.Lock()
@@ -127,7 +124,7 @@ class Probe:
             numbers = torch.stack([each.to(device) for _, each in seen]).tolist()
             with self._lock:
                 for (name, _), (given, made, apart) in zip(seen, numbers, strict=True):
-                    kept, peak = self._groups if name in self._structure.groups else self._steps[-1], Peak(given, made)
+                    kept, peak = self._steps[-1], Peak(given, made)
                     kept[name] = kept.get(name, peak).widened(peak)
                     self._apart[name] = max(self._apart.get(name, 0.0), apart)
         return result
@@ -139,7 +136,7 @@ class Probe:
     @property
     def probed(self) -> Probed:
         apart = sorted(((name, share) for name, share in self._apart.items() if share > 1), key=lambda each: -each[1])
-        return Probed(self._structure, tuple(self._steps[:-1]), dict(self._groups), dict(apart))
+        return Probed(self._blocks, tuple(self._steps[:-1]), dict(apart))
 
 
 @dataclass(frozen=True)
@@ -245,11 +242,12 @@ class ProbeResult:
 
 def judge(probed: Probed, dtype: str) -> Verdict:
     """Say whether a dtype holds what was measured, and what it needs for it."""
-    peaks, structure = probed.peaks(), probed.structure
-    finding = diagnose_from_fp32_peaks(peaks, structure, dtype)
-    learned = escalate_overrides(NOTHING, finding, structure, dtype)[0] if finding else NOTHING
-    if learned.all_layers_scaled and not all(math.isfinite(probed.reach(name, peak)) for name, peak in peaks.items()):
-        learned = PrecisionOverrides(whole_run_fp32=True)
+    peaks = probed.peaks()
+    finding = diagnose_from_fp32_peaks(peaks, probed.blocks, dtype)
+    learned = NOTHING
+    if finding:  # whatever fp16 does not hold can be scaled, what bf16 does not hold cannot
+        scaled = dtype == "fp16" and all(math.isfinite(probed.reach(name, peak)) for name, peak in peaks.items())
+        learned = PrecisionOverrides(all_layers_scaled=scaled, whole_run_fp32=not scaled)
     for name, share in probed.too_far_apart.items() if dtype == "fp16" else ():
         if learned.all_layers_scaled:
             said = f"'{name}' is given values that differ too much in size: its product in fp16 is {share:.3g} ×"

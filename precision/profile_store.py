@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..trust.foreign import Foreign, Unreadable
 from ..trust.message import Message, Told, joined, message_of
 from ..trust.text import for_file_name, for_terminal, shown
 from .arch import is_name
-from .overrides import NOTHING, PrecisionOverrides, fp16_accumulation_in_words, largest_of, parts_in_words
+from .overrides import NOTHING, PrecisionOverrides, fp16_accumulation_in_words
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,8 @@ class Profile:
             parts.append(Message("fp16 accumulation: {}", fp16_accumulation_in_words(known.fp16_error)))
         return joined("; ", parts) if len(parts) > 1 else Message("{}; no block needs extra protection", parts[0])
 
-    def misfit(self, here: Profile, parts: Iterable[str]) -> str:
-        """Why it cannot be used `here`, "" where it can. parts: of the denoiser, those that may run in fp32."""
+    def misfit(self, here: Profile) -> str:
+        """Why it cannot be used `here`, "" where it can."""
         if self.weights != here.weights:
             return Message("it is of another model's weights")
         if self.loras != here.loras:
@@ -95,8 +95,7 @@ class Profile:
                     self.versions.get(package, "of no version"),
                     version,
                 )
-        unknown = sorted(set(self.learned.fp32_fallback_blocks) - set(parts))
-        return Message("this model has no part {}", parts_in_words(tuple(unknown))) if unknown else ""
+        return ""
 
 
 def _one_line(text: str) -> str:
@@ -112,19 +111,12 @@ def _architecture(text: str) -> str:
     return text
 
 
-def _apart(parts: list[str]) -> list[str]:
-    if list(largest_of(parts)) != parts:
-        raise ValueError("one of these parts is in another, or stands here twice")
-    return parts
-
-
 _Text = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_one_line)]
 
 
 class _LearnedPart(Foreign):
     """That a run went on in fp32 is of that run alone, and not here."""
 
-    fp32_fallback_blocks: Annotated[list[_Text], Field(max_length=200), AfterValidator(_apart)]
     all_layers_scaled: bool = False
     unquantised: Annotated[list[_Text], Field(max_length=1000)] = []
     fp16_error: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
@@ -171,9 +163,11 @@ def _fitting(value: Any) -> Profile:
     facts = foreign.fitting(_ProfileJson, value)
     given = facts.model_dump(exclude={"kind", "format", "learned", "loras"})
     learned = facts.learned
-    names = ("fp32_fallback_blocks", "unquantised")
-    lists: dict[str, Any] = {name: tuple(getattr(learned, name)) for name in names}
-    known = PrecisionOverrides(**lists, all_layers_scaled=learned.all_layers_scaled, fp16_error=learned.fp16_error)
+    known = PrecisionOverrides(
+        all_layers_scaled=learned.all_layers_scaled,
+        unquantised=tuple(learned.unquantised),
+        fp16_error=learned.fp16_error,
+    )
     return Profile(**given, loras=tuple(facts.loras), learned=known)
 
 
@@ -215,18 +209,15 @@ class ProfileFile:
     folder: Path | None  # in which profiles are kept; None: nowhere
     given: Profile | None = None  # by the user, in place of a kept one
 
-    def load(self, parts: Iterable[str] = ()) -> tuple[PrecisionOverrides, tuple[str, ...]]:
-        """What a profile says, and lines for the report: what it brought, or why it was left alone.
-
-        parts: of the model, those that may run in fp32.
-        """
+    def load(self) -> tuple[PrecisionOverrides, tuple[str, ...]]:
+        """What a profile says, and lines for the report: what it brought, or why it was left alone."""
         try:
             found = self.given or self._on_disk()
         except BadProfile as error:
             return NOTHING, (message_of(error),)
         if found is None:
             return NOTHING, ()
-        if misfit := found.misfit(self.here, parts):
+        if misfit := found.misfit(self.here):
             which = Message("the profile that was given") if self.given else Message("the profile {}", self.here.name)
             return NOTHING, (Message("{} is left alone: {}", which, misfit),)
         return found.learned, (Message("from a profile: {}", found.in_words()),)
@@ -245,8 +236,8 @@ class ProfileFile:
             logger.warning("The profile %s could not be kept in %s: %s", profile.name, self.folder, error)
 
     def _is_given(self, profile: Profile) -> bool:
-        given, known = self.given, profile.learned
-        return given is not None and given.learned == known and not given.misfit(profile, known.fp32_fallback_blocks)
+        given = self.given
+        return given is not None and given.learned == profile.learned and not given.misfit(profile)
 
     def _on_disk(self) -> Profile | None:
         file = self.folder and self.folder / f"{self.here.name}.json"

@@ -172,7 +172,7 @@ class KeptInFp32:
 def keep_in_fp32(layer: torch.nn.Module, dtype: torch.dtype) -> None:
     """Make a layer, and what is below it, compute in float32 and put out `dtype`.
 
-    It keeps its place, its type and its weights' names, by which adapters, scaled layers and fallback blocks know it.
+    It keeps its place, its type and its weights' names, by which adapters and scaled layers know it.
     """
     if isinstance(layer, KeptInFp32):
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from .arch import Architecture
 from .fallback import FallbackAdapter, HalfPrecisionForward
 from .guard import GuardPolicy, OnFailure, Scope, StageGuard
 from .observe import Agree, alone
-from .overrides import NOTHING, ModuleStructure, PrecisionOverrides
+from .overrides import NOTHING, PrecisionOverrides
 from .policy import Plan
 from .report import RunReport
 from .upcast import run_in_fp32
@@ -60,11 +60,11 @@ class Stage:
         self,
         network: torch.nn.Module,
         build: Callable[[PrecisionOverrides], HalfPrecisionForward],
-        structure: ModuleStructure,
         learned: PrecisionOverrides = NOTHING,
+        blocks: Sequence[str] = (),
     ) -> FallbackAdapter:
         """Return a FallbackAdapter, which has the same arguments."""
-        return FallbackAdapter(network, self.plan.dtype, build, structure, learned, self.agree)
+        return FallbackAdapter(network, self.plan.dtype, build, blocks, learned, self.agree)
 
     def guard(
         self, network: torch.nn.Module, attempt: Callable[..., Any] | FallbackAdapter, **options: Any

@@ -370,15 +370,6 @@ def with_most_memory(run: Any, blocks: Sequence[str], calls: int) -> Callable[..
     return filled
 
 
-def block_names(module: torch.nn.Module, blocks: str) -> list[str]:
-    """Return the names of a denoiser's blocks, in the order in which they are called; none where it has but one.
-
-    blocks: name of their ModuleList; "": none.
-    """
-    found = [f"{blocks}.{name}" for name, _ in module.get_submodule(blocks).named_children()] if blocks else []
-    return found if len(found) > 1 else []
-
-
 def _hidden(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output[0]
 

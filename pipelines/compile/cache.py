@@ -88,8 +88,8 @@ class Target:
 def target_of(
     model: StoredModel, plan: Plan, options: CompileOptions, device: torch.device, architecture: Architecture
 ) -> Target:
-    """What a model's denoiser, or the decoder of its VAE, is compiled for, as the plan says. Sizes, LoRAs and
-    fallback blocks are told apart by inductor itself."""
+    """What a model's denoiser, or the decoder of its VAE, is compiled for, as the plan says. Sizes and
+    LoRAs are told apart by inductor itself."""
     of_vae = plan.component.value == "vae_decode"
     read = model.vae_config if of_vae else model.denoiser_config
     config = {name: value for name, value in read.items() if not name.startswith("_")}

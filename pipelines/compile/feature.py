@@ -63,7 +63,7 @@ class _CompiledBlocks(CallFeature):
         stage = self._stage
         kept = stage.handle.store.scales if stage.handle.ranks.alone else {}  # of ranks, all begin alike
         known = kept.setdefault((stage.name, keys(stage.loras)), KnownScales())
-        return {"compiled": self._in_blocks, "blocks": stage.structure.blocks, "known": known}
+        return {"compiled": self._in_blocks, "blocks": stage.blocks, "known": known}
 
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
         self._scaled = made.all_layers_scaled
@@ -99,7 +99,8 @@ class _CompiledBlocks(CallFeature):
     def _tell(self) -> None:
         report = self._stage.report
         if self._scaled and self._compiled is None and self._backend.name != EAGER:
-            report.backend, report.backend_reason = EAGER, "the first step with overflow protection is not compiled"
+            first = "the first step" if self._stage.plan.dtype == "fp16" else "what is in bf16"
+            report.backend, report.backend_reason = EAGER, f"{first} with overflow protection is not compiled"
             return
         backend = came_to(self._compiled, self._backend) if self._compiled else self._backend
         said = [backend.reason, self._stage.handle.compile_options.in_words(backend.name), self._attention]

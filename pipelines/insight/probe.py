@@ -46,7 +46,7 @@ def probe(
     watches: list[Probe] = []
 
     def denoiser(stage: ComponentStage) -> torch.nn.Module:
-        watches.append(Probe(stage.module, stage.structure))
+        watches.append(Probe(stage.module, stage.blocks))
         return _watched(stage, watches[0])
 
     def on_step(done: int, total: int, report: RunReport) -> None:

@@ -33,7 +33,7 @@ Row = dict[int | str, float]  # max |x| of one layer: of all blocks in each step
 def rows_of(probed: Probed, most: int = MOST_ROWS) -> tuple[dict[str, Row], dict[str, Row]]:
     """Return rows by label, in the order in which they ran, of a block's its output first: the `most` that reach most,
     and the others. The same layer of all blocks is one row; one outside of them has no block."""
-    blocks, output = probed.structure.blocks, BLOCK
+    blocks, output = probed.blocks, BLOCK
     found: dict[str, Row] = {}
     for index, step in enumerate(probed.steps):
         for name, values in step.items():
@@ -75,7 +75,7 @@ def figure_of(result: ProbeResult) -> Figure:
 
     rows, hidden = rows_of(result.probed)
     labels = [*map(_fit, rows)]
-    steps, blocks = range(len(result.probed.steps)), result.probed.structure.blocks
+    steps, blocks = range(len(result.probed.steps)), result.probed.blocks
     short = len({block.rpartition(".")[0] for block in blocks}) == 1
     block_names = [block.rpartition(".")[2] if short else block for block in blocks]
     highest = max(filter(math.isfinite, map(_reach, rows.values())), default=1.0)

@@ -1,7 +1,7 @@
 """A shell of a denoiser that computes with its share of the tokens, and attends with its share of the heads.
 
 diffusers and cache-dit split by hooks, which replace `forward` on the module that they are put on: a shell of such a
-module would go on calling the original's, without the scaled layers, the fallback blocks or the compiled blocks that it
+module would go on calling the original's, without the scaled layers or the compiled blocks that it
 is made for. So what splits here is a class derived from the module's own. Every shell of this shell has it, and so do
 the guard's attempt, what is compiled of it, and the rerun in fp32.
 """

@@ -152,7 +152,7 @@ class GuardedCalls:
 
         return stage.guard(
             stage.module,
-            stage.learner(stage.module, partial(build_attempt, stage, of_calls), stage.structure, self._known),
+            stage.learner(stage.module, partial(build_attempt, stage, of_calls), self._known, stage.blocks),
             rerun=call if call is rerun else with_forward(rerun, call),
             peak_inside=peak_inside,
             constant=(PROMPT,),
@@ -209,6 +209,6 @@ def _known(stage: ComponentStage) -> tuple[PrecisionOverrides, tuple[str, ...]]:
     """What earlier runs taught, where this one learns, and what to say about it."""
     if not stage.learns:
         return NOTHING, ()
-    handle, parts = stage.handle, stage.structure.parts(dict(stage.module.named_modules()))
-    load = partial(load_profile, handle, stage.name, stage.plan.numerics, parts)
+    handle = stage.handle
+    load = partial(load_profile, handle, stage.name, stage.plan.numerics)
     return load() if handle.ranks.alone else handle.ranks.broadcast_from_rank0(load)

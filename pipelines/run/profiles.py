@@ -28,14 +28,12 @@ if TYPE_CHECKING:
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file's weights
 
 
-def load_profile(
-    handle: PipelineHandle, denoiser: str, dtype: str, parts: Iterable[str]
-) -> tuple[PrecisionOverrides, tuple[str, ...]]:
-    """What is known of a denoiser, and lines for the report. parts: as `ProfileFile.load`'s."""
+def load_profile(handle: PipelineHandle, denoiser: str, dtype: str) -> tuple[PrecisionOverrides, tuple[str, ...]]:
+    """What is known of a denoiser, and lines for the report."""
     key = handle.memory_key(denoiser, dtype)
     if key in handle.store.learned:
         return handle.store.learned[key], ()
-    learned, notes = _profile_file(handle, denoiser, dtype).load(parts)
+    learned, notes = _profile_file(handle, denoiser, dtype).load()
     handle.store.learned[key] = learned
     if handle.profile is None and learned != NOTHING:
         handle.store.recalled.add(key)

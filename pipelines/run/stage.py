@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from ...precision.observe import alone
-from ...precision.overrides import ModuleStructure
+from ...precision.observe import alone, block_names
 from ...precision.policy import Component, Precision
 from ...precision.stage import Stage
 from ...trust.message import Message
@@ -155,11 +154,10 @@ class ComponentStage(Stage):
         return replace(self, handle=other, plan=self.plan.unquantised)
 
     @lazy_property
-    def structure(self) -> ModuleStructure:
-        """Its parts, as far as the guard needs them; those of an encoder of text are not told apart."""
-        if self.plan.component is not Component.DENOISER:
-            return ModuleStructure(all_layers_scaled=True)
-        return ModuleStructure.of(self.module, self.handle.family.blocks)
+    def blocks(self) -> tuple[str, ...]:
+        """The names of a denoiser's blocks."""
+        parts = self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
+        return block_names(self.module, parts)
 
     @property
     def _offload(self) -> Offload:

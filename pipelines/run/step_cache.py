@@ -11,8 +11,9 @@ import torch
 
 from ...precision.error_estimate import CachePolicy
 from ...precision.fallback import HalfPrecisionForward
+from ...precision.observe import block_names
 from ...precision.report import StepRecord
-from ...precision.step_cache import DenoiserHistory, GuidanceWeights, StepCacheController, block_names, with_most_memory
+from ...precision.step_cache import DenoiserHistory, GuidanceWeights, StepCacheController, with_most_memory
 from .feature import CallFeature, DenoiserSetup, Feature, RunContext
 
 if TYPE_CHECKING:
@@ -101,8 +102,10 @@ class _FullCache(CallFeature):
         return replace(made, run=with_most_memory(made.run, self._blocks, self._calls))
 
 
-def _blocks(stage: ComponentStage) -> list[str]:
-    return block_names(stage.module, stage.handle.family.cached_blocks)
+def _blocks(stage: ComponentStage) -> tuple[str, ...]:
+    """Return the names of what may be left out of a step: none where there is but one block."""
+    found = block_names(stage.module, filter(None, [stage.handle.family.cached_blocks]))
+    return found if len(found) > 1 else ()
 
 
 def guidance_weights(family: FamilySpec, settings: SampleSettings) -> tuple[GuidanceWeights, ...]:

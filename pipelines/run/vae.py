@@ -17,7 +17,8 @@ import torch
 from ...precision.activations import ActivationMemoryMode, on_meta
 from ...precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
 from ...precision.fp32_settings import TF32, autocast_off_where_on, device_types
-from ...precision.overrides import ModuleStructure, PrecisionOverrides
+from ...precision.observe import block_names
+from ...precision.overrides import PrecisionOverrides
 from ...precision.shallow_copy import Make, mixin_class, replace_submodules, reporting, with_forward
 from ...precision.upcast import run_in_fp32
 from ..compile.auto_compile import CallSignature, DecoderCompiler, signature_of
@@ -149,25 +150,20 @@ def _with_call(vae: torch.nn.Module, part: str, call: Callable[..., Any]) -> Any
 
 
 def _learning(stage: ComponentStage, network: torch.nn.Module, compiler: DecoderCompiler | None) -> FallbackAdapter:
-    structure = _structure(network)
+    blocks = block_names(network, [name for name in _BLOCKS if getattr(network, name, None) is not None])
 
     def build(known: PrecisionOverrides) -> HalfPrecisionForward:
-        scaled = stage.plan.dtype == "fp16" and (known.all_layers_scaled or stage.plan.overflow_protection)
-        left = "overflow protection" if scaled else "parts of it in fp32" * bool(known.fp32_fallback_blocks)
+        scaled = known.all_layers_scaled or stage.plan.overflow_protection
 
         def whole(half: torch.nn.Module, *_: Any) -> torch.nn.Module:
             return compiler.shell(half, around=partial(_unwatched, half)) if compiler else half
 
-        if compiler and left:
-            compiler.leave(f"nothing is compiled with {left}")
-        options = {} if left else {"compiled": whole}
+        if compiler and scaled:
+            compiler.leave("nothing is compiled with overflow protection")
+        options = {} if scaled else {"compiled": whole}
         return build_half_precision_forward(network, known, stage.plan.dtype, **options, **stage.numerics)
 
-    return stage.learner(network, build, structure)
-
-
-def _structure(network: torch.nn.Module) -> ModuleStructure:
-    return ModuleStructure.of(network, [name for name in _BLOCKS if getattr(network, name, None) is not None])
+    return stage.learner(network, build, blocks=blocks)
 
 
 class _HandsOnItsCache(torch.nn.Module):

@@ -3,7 +3,7 @@ device a part at a time: a block, or a layer.
 
 diffusers moves the groups (its ModuleGroup): from page-locked memory, on a stream of its own, the next block's while
 one computes. Its hooks are not used. They replace `forward` on the modules, and a shell of such a module would go on
-calling the original's, without the scaled layers, the compiled blocks or the fallback blocks that it is made for. So
+calling the original's, without the scaled layers or the compiled blocks that it is made for. So
 the groups come and go in a shell too, around what is compiled and under what runs in fp32.
 
 The parts are told from the module alone: nothing is moved, and its tensors need have no values.

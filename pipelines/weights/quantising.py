@@ -60,7 +60,7 @@ class _LayersOnMeta(CallFeature):
         self._stage = stage
 
     def build_options(self) -> dict[str, Any]:
-        layers = QuantisedLinears(on_meta(self._stage.module), self._stage.structure.blocks, "int8")
+        layers = QuantisedLinears(on_meta(self._stage.module), self._stage.blocks, "int8")
         layers.fill()
         return {"quantised": layers}
 
@@ -86,7 +86,7 @@ def quantised_of(stage: ComponentStage) -> QuantisedLinears | None:
     known = stage.handle.store.quantised
     key = (stage.name, keys(stage.loras), stage.plan.quantised)
     if key not in known:
-        known[key] = QuantisedLinears(stage.module, stage.structure.blocks, stage.plan.quantised, stage.agree)
+        known[key] = QuantisedLinears(stage.module, stage.blocks, stage.plan.quantised, stage.agree)
     if not known[key].names:
         stage.report.note(f"nothing is quantised: no linear layer of its blocks has {LEAST} or more features")
     return known[key]

@@ -187,8 +187,6 @@ class Ours:
         made: dict[str, Any] = {"steps": len(report.steps), "reruns": report.reruns, "backend": report.backend}
         if report.protection:
             made["protection"] = report.protection
-        if learned and learned.fp32_fallback_blocks:
-            made["fp32_fallback_blocks"] = list(learned.fp32_fallback_blocks)
         if learned and learned.fp16_error is not None:
             made["fp16_accumulation"] = learned.fp16_error
         return made

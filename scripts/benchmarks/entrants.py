@@ -24,7 +24,7 @@ from denoisers import Model
 
 EAGER, AGAIN, WHOLE, OURS = "diffusers", "diffusers again", "diffusers, torch.compile whole", "ours, inductor"
 BY_BLOCK = "diffusers, torch.compile by block"
-OURS_EAGER, FALLBACK_BLOCK = "ours, eager", "ours, inductor: a learned fallback block"
+OURS_EAGER = "ours, eager"
 RERUN = "ours, inductor: every step rerun"
 PLAIN = "ours, inductor, fp16 (plain)"
 IN_BF16 = "diffusers, bf16"
@@ -45,7 +45,6 @@ GROUPS: dict[str, dict[str, Contestant]] = {
         OURS + PROJECTING: projecting(ours("inductor")),
         OURS_EAGER + PROJECTING: projecting(ours("eager")),
         "ours, inductor, without the guard": blocks,
-        FALLBACK_BLOCK: ours("inductor", Scope.LEARNED, fails=True),
     },
     "fp16": {
         EAGER: eager,

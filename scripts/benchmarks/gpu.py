@@ -6,7 +6,7 @@ Random weights, made on the card: nothing is downloaded. Each stage of each mode
 less than 8 minutes on an H100, with as many rounds as that allows; their figures come into one JSON and one table in
 --out. Without options, it is the first of these for CogVideoX-2B. docs/benchmarks.md says what to run next.
 
-steps       diffusers eager, compiled whole and by block; ours with each backend, guard, learned fallback block: bf16
+steps       diffusers eager, compiled whole and by block; ours with each backend, guard: bf16
 fp16        the same in fp16, ours with an fp32 residual stream if the model has one; ours plain; with fp16 accumulation
 stream      fp16 with a residual stream that peaks at 5e5, which plain fp16 cannot hold; bf16 beside it
 offload     group and sequential offload, diffusers' and ours

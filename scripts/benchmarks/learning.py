@@ -3,8 +3,8 @@
     python scripts/benchmarks/learning.py [--rounds 50] [--blocks 30] [--heads 8] [--out scripts/benchmarks/results]
 
 A round is one step of each. One inner layer of one block puts out a NaN in half precision at every step; the others,
-and the fp32 rerun, know nothing of it. bf16 on a CPU, where the failing block becomes an fp32 fallback block, and fp16
-on a GPU, where every layer of it is scaled. In scope `learned` the first step, which is thrown away as warm-up, learns;
+and the fp32 rerun, know nothing of it. bf16 on a CPU, and fp16
+on a GPU: every layer is scaled then. In scope `learned` the first step, which is thrown away as warm-up, learns;
 what it took is given by itself. How it is timed, and what noise is: scripts/benchmarks/measure.py.
 """
 
@@ -21,7 +21,7 @@ from comfyui_onediff_guard.precision.arch import detect
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, build_half_precision_forward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
-from comfyui_onediff_guard.precision.overrides import ModuleStructure
+from comfyui_onediff_guard.precision.observe import block_names
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward
@@ -68,7 +68,6 @@ def main() -> None:
         "blocks": args.blocks,
         "failing": leaf,
         "all_layers_scaled": learned.all_layers_scaled if learned else False,
-        "fp32_fallback_blocks": learned.fp32_fallback_blocks if learned else (),
         "median_seconds": medians(seconds) | {"first step, learned": round(first, 4)},
         "ratios": {f"{name} / healthy": ratio(seconds, name, "healthy") for name in others},
         "quartiles": {f"{name} / healthy": quartiles(seconds, name, "healthy") for name in others},
@@ -111,9 +110,11 @@ def broken(denoiser: torch.nn.Module, leaf: str) -> torch.nn.Module:
 def guarded(original: torch.nn.Module, attempted: torch.nn.Module, dtype: str, scope: Scope) -> StageGuard:
     architecture = detect(next(original.parameters()).device)
     plan = choose(architecture, VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision(dtype))
-    structure = ModuleStructure.of(original, [BLOCKS])
     learner = FallbackAdapter(
-        original, dtype, lambda known: build_half_precision_forward(attempted, known, dtype), structure
+        original,
+        dtype,
+        lambda known: build_half_precision_forward(attempted, known, dtype),
+        block_names(original, [BLOCKS]),
     )
     return StageGuard(
         "denoiser",

@@ -31,7 +31,8 @@ from comfyui_onediff_guard.pipelines.families.wan import WAN
 from comfyui_onediff_guard.precision import quantised
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
-from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure
+from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.overrides import NOTHING
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.quantised import QuantisedLinears
 from denoisers import Size
@@ -194,7 +195,7 @@ def denoisers_in(single: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module
 
 
 def _blocks(module: torch.nn.Module, family: FamilySpec) -> tuple[str, ...]:
-    return ModuleStructure.of(module, family.blocks).blocks
+    return block_names(module, family.blocks)
 
 
 def cast(given: dict[str, Any], family: FamilySpec, dtype: torch.dtype) -> dict[str, Any]:

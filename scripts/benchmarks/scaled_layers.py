@@ -18,7 +18,8 @@ import torch
 from comfyui_onediff_guard.pipelines.compile.backends import choose_backend, compiled
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
-from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure
+from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.overrides import NOTHING
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from measure import arguments, build, write_json
 
@@ -29,20 +30,20 @@ def main() -> None:
     args = arguments(__doc__, rounds=1, rounds_help="not used").parse_args()
     denoiser, call = build(args.blocks, args.heads, CPU, "fp16")
     backend = choose_backend("inductor", CPU)
-    structure = ModuleStructure.of(denoiser, COGVIDEOX.blocks)
+    blocks = block_names(denoiser, COGVIDEOX.blocks)
 
     def in_blocks(shell: torch.nn.Module, _plan: Any, inside: Any) -> torch.nn.Module:
         return compiled(shell, COGVIDEOX.blocks, backend, None, inside)
 
     def protected() -> Callable[..., Any]:
-        options: dict[str, Any] = {"compiled": in_blocks, "blocks": structure.blocks}
+        options: dict[str, Any] = {"compiled": in_blocks, "blocks": blocks}
         return build_half_precision_forward(denoiser, NOTHING, "fp16", all_layers_scaled=True, **options).run
 
     rows: dict[str, dict[str, Any]] = {}
     with torch.no_grad():
         rows["plain"] = counted(compiled(denoiser, COGVIDEOX.blocks, backend), denoiser, call)
         rows["learned scales, room in every layer"] = counted(protected(), denoiser, call)
-        feed_forward: Any = denoiser.get_submodule(structure.blocks[len(structure.blocks) // 2]).get_submodule("ff")
+        feed_forward: Any = denoiser.get_submodule(blocks[len(blocks) // 2]).get_submodule("ff")
         feed_forward.net[0].proj.weight.mul_(2.0**10)
         feed_forward.net[2].weight.mul_(2.0**6)
         rows["plain, a hot block"] = counted(compiled(denoiser, COGVIDEOX.blocks, backend), denoiser, call)

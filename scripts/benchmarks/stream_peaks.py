@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from comfyui_onediff_guard.precision.observe import hooked, largest
-from comfyui_onediff_guard.precision.overrides import ModuleStructure
+from comfyui_onediff_guard.precision.observe import block_names, hooked, largest
 
 
 def stream_peak(module: torch.nn.Module, blocks: Iterable[str], call: Callable[[], Any]) -> float:
@@ -16,7 +15,7 @@ def stream_peak(module: torch.nn.Module, blocks: Iterable[str], call: Callable[[
     blocks: their names, or those of lists of them.
     """
     peaks: list[torch.Tensor] = []
-    parts = {name: module.get_submodule(name) for name in ModuleStructure.of(module, blocks).blocks}
+    parts = {name: module.get_submodule(name) for name in block_names(module, blocks)}
     with hooked(parts, lambda _name, _block, _given, made: peaks.append(largest(made))):
         call()
     return torch.stack(peaks).amax().item()

@@ -45,14 +45,14 @@ def assert_nothing_failed(steps, latents, dtype="fp16"):
 @pytest.mark.parametrize("family", ["5b", "1.5", "cogview3", "cogview4"])
 def test_a_stream_that_overflows(model_folder, probed_and_applied, family):
     told, steps, latents = probed_and_applied(family, model_folder(family, "stream"))
-    assert told["learned"]["all_layers_scaled"] and told["learned"]["fp32_fallback_blocks"] == []
+    assert told["learned"]["all_layers_scaled"]
     assert_nothing_failed(steps, latents)
 
 
 def test_an_inner_overflow(model_folder, changed, probed_and_applied):
     folder = changed(model_folder("5b"), "transformer", CogVideoXTransformer3DModel, overflow_inside_a_feed_forward)
     told, steps, latents = probed_and_applied("5b", folder)
-    assert told["learned"]["all_layers_scaled"] and told["learned"]["fp32_fallback_blocks"] == []
+    assert told["learned"]["all_layers_scaled"]
     assert told["worst"][0]["name"] == "transformer_blocks.1.ff.net.0.proj"
     assert_nothing_failed(steps, latents)
 

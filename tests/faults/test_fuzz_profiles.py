@@ -28,7 +28,7 @@ PROFILE = Profile(
     architecture="sm75",
     dtype="fp16",
     versions={"torch": "2.13", "diffusers": "0.42"},
-    learned=PrecisionOverrides(fp32_fallback_blocks=("transformer_blocks.3", "transformer_blocks.17")),
+    learned=PrecisionOverrides(unquantised=("transformer_blocks.3", "transformer_blocks.17"), fp16_error=0.001),
 )
 SEED = json.loads(PROFILE.text())
 ALL, SMALLER = 15_000, 150
@@ -48,11 +48,11 @@ def test_any_damaged_profile_is_refused_with_a_reason_or_whole(tmp_path: Path, f
                 refused.startswith(("'found.json' is no profile", "The profile 'found.json'")) and len(refused) < 1000
             )
             return
-        assert found.learned.to_share == found.learned and len(found.learned.fp32_fallback_blocks) <= 200
+        assert found.learned.to_share == found.learned and len(found.learned.unquantised) <= 1000
         assert parse(found.text(), "it") == found
         again = write(tmp_path / "kept", found)
         assert again.parent == tmp_path / "kept" and [profile for _, profile in read_all(again.parent)] == [found]
-        assert found.in_words() and isinstance(found.misfit(PROFILE, ()), str)
+        assert found.in_words() and isinstance(found.misfit(PROFILE), str)
         again.unlink()
 
     one()
@@ -98,8 +98,9 @@ def accepted(of: Profile) -> st.SearchStrategy[Profile]:
     parts = st.sampled_from(
         ["transformer_blocks.0", "transformer_blocks.1", "proj_out", "time_embedding.linear_1", "x"]
     )
-    whole = st.builds(PrecisionOverrides, fp32_fallback_blocks=st.lists(parts, max_size=3, unique=True).map(tuple))
-    one = PrecisionOverrides(fp32_fallback_blocks=("transformer_blocks.1",))
+    names = st.lists(parts, max_size=3, unique=True).map(tuple)
+    whole = st.builds(PrecisionOverrides, all_layers_scaled=st.booleans(), unquantised=names)
+    one = PrecisionOverrides(unquantised=("transformer_blocks.1",))
     damaged = mutated(json.loads(replace(of, learned=one).text()))
     return st.one_of(whole.map(lambda learned: replace(of, learned=learned)), damaged.filter(_taken).map(_parsed))
 

@@ -18,7 +18,7 @@ PROFILE = Profile(
     "sm75",
     "fp16",
     {"torch": "2.13"},
-    PrecisionOverrides(fp32_fallback_blocks=("blocks.3",)),
+    PrecisionOverrides(unquantised=("blocks.3",)),
 )
 
 
@@ -39,11 +39,11 @@ def test_list_names_good_ones_and_bad_ones(folder, command):
     write(folder, PROFILE)
     (folder / "broken.json").write_text("{")
     _, out, _ = command("list")
-    assert "CogVideoX-5b, sm75, fp16; 'blocks.3' in fp32" in out
+    assert "CogVideoX-5b, sm75, fp16; 'blocks.3' unquantised" in out
     assert "broken\n    'broken.json' is no profile that can be used" in out
     told = json.loads(command("list", "--json")[1])
     assert [entry["name"] for entry in told["profiles"]] == [PROFILE.name, "broken"]
-    assert told["profiles"][0]["learned"]["fp32_fallback_blocks"] == ["blocks.3"] and "error" in told["profiles"][1]
+    assert told["profiles"][0]["learned"]["unquantised"] == ["blocks.3"] and "error" in told["profiles"][1]
 
 
 def test_show_prints_what_a_node_takes(folder, command):
@@ -57,7 +57,7 @@ def test_export_and_import_elsewhere(folder, command, tmp_path):
     shared = tmp_path / "shared.json"
     assert command("export", "CogVideoX", shared)[:2] == (0, f"{shared}\n")
     code, out, err = command("--dir", tmp_path / "other", "import", shared)
-    assert (code, out) == (0, f"{PROFILE.name}\n") and "'blocks.3' in fp32" in err
+    assert (code, out) == (0, f"{PROFILE.name}\n") and "'blocks.3' unquantised" in err
     assert read(tmp_path / "other" / f"{PROFILE.name}.json") == PROFILE
 
 

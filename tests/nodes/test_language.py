@@ -27,7 +27,6 @@ from comfyui_onediff_guard.precision.arch import ARCHITECTURES, named
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped
 from comfyui_onediff_guard.precision.overrides import (
     ALL_LAYERS_SCALED,
-    ModuleStructure,
     OverflowDiagnosis,
     PrecisionOverrides,
     escalate_overrides,
@@ -132,7 +131,7 @@ def test_another_choice_holds_from_then_on(page: Choose) -> None:
 
 
 STEP = StepRecord("denoiser", 0, None, "bf16", "finite", 0.1, 1.0)
-RERUN = Rerun("blocks.7.ff", 9e4, Message("{} from here on", Message("{} in fp32", "'blocks.7'")), 0.1, None)
+RERUN = Rerun("blocks.7.ff", 9e4, Message("{} from here on", ALL_LAYERS_SCALED), 0.1, None)
 
 
 def _report(variant: Variant, architecture: str, component: Component, *steps: StepRecord) -> RunReport:
@@ -163,7 +162,7 @@ def _refused(**sizes: int) -> str:
             lambda: _report(
                 COGVIDEOX_5B, "sm75", Component.DENOISER, replace(STEP, step=3, outcome="rerun", rerun=RERUN)
             ).finding(),
-            "第 4 步：blocks.7.ff 中有值达到 90,000（fp16 止于 65,504）。 已用 fp32 重算；此后'blocks.7' 改用 fp32。",
+            "第 4 步：blocks.7.ff 中有值达到 90,000（fp16 止于 65,504）。 已用 fp32 重算；此后溢出保护。",
         ),
         (
             lambda: joined("\n", (Message("encoding prompt {} of {}", 1, 2), Message("decoding part {} of {}", 5, 32))),
@@ -184,16 +183,14 @@ def _refused(**sizes: int) -> str:
                 Component.DENOISER,
                 replace(STEP, outcome="rerun", rerun=replace(RERUN, peak=None)),
             ).finding(),
-            "第 1 步：blocks.7.ff 中出现 NaN、无穷大或被截断的值。 已用 fp32 重算；此后'blocks.7' 改用 fp32。",
+            "第 1 步：blocks.7.ff 中出现 NaN、无穷大或被截断的值。 已用 fp32 重算；此后溢出保护。",
         ),
         (
             lambda: escalate_overrides(
-                PrecisionOverrides(fp32_fallback_blocks=("a",)),
-                OverflowDiagnosis("", fallback_blocks=("a", "b")),
-                ModuleStructure(),
-                "bf16",
+                PrecisionOverrides(),
+                OverflowDiagnosis("", quantised="a"),
             )[1],
-            "此后'a', 'b' 改用 fp32",
+            "此后“a”不再量化",
         ),
         (
             lambda: replace(_report(COGVIDEOX_5B, "sm75", Component.DENOISER), graphs=2).compiled(),

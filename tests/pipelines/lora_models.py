@@ -13,7 +13,8 @@ from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW4
 from comfyui_onediff_guard.pipelines.models.lora import Lora, with_loras
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
-from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure
+from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.overrides import NOTHING
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
@@ -100,7 +101,7 @@ def protected(shell, family, *, in_layers):
     def compile_nothing(half, _key, inside):
         return compiled(half, family.blocks, BackendChoice("eager", ""), inside=inside)
 
-    how = {"blocks": ModuleStructure.of(shell, family.blocks).blocks, "compiled": compile_nothing} if in_layers else {}
+    how = {"blocks": block_names(shell, family.blocks), "compiled": compile_nothing} if in_layers else {}
     return build_half_precision_forward(shell, NOTHING, "fp16", all_layers_scaled=True, **how).run
 
 

@@ -1,4 +1,4 @@
-"""Learning through a whole sampling run: fallback blocks and every layer scaled, kept for the next run."""
+"""Learning through a whole sampling run: every layer scaled, kept for the next run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from comfyui_onediff_guard.precision.profile_store import read, write
-from overflows import fails_in_half
+from overflows import fails_in_half, fails_unscaled
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=4, guidance_scale=6.0, seed=3, scheduler="DDIM")
 LEARNED = GuardPolicy(scope=Scope.LEARNED)
@@ -115,12 +115,12 @@ def test_no_overflow_costs_a_protected_denoiser_a_step_or_teaches_it_anything(mo
 def test_an_overflow_costs_a_denoiser_without_protection_one_rerun_and_no_more(unprotected, tmp_path):
     """In later processes neither. What a profile says that does not help is forgotten."""
     handle, store = replace(unprotected, profiles=tmp_path), unprotected.store
-    useless = PrecisionOverrides(fp32_fallback_blocks=("conv_in",))
+    useless = PrecisionOverrides(unquantised=("conv_in",))
     file = write(tmp_path, profile := replace(profile_of(handle, "unet", "fp16"), learned=useless))
     latents, report = video_from_a_picture(handle, 3)
     assert f"from a profile: {profile.in_words()}" in report.notes
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp32", "rerun"), *[("fp16", "finite")] * 3]
-    assert learned_by(report) == PrecisionOverrides(all_layers_scaled=True)
+    assert learned_by(report) == replace(useless, all_layers_scaled=True)
     assert first_rerun(report).module == "time_embedding.linear_1"
     assert first_rerun(report).action == f"{PROTECTED} from here on" and report.protection == PROTECTED
     assert read(file) == replace(profile, learned=learned_by(report))
@@ -133,26 +133,26 @@ def test_an_overflow_costs_a_denoiser_without_protection_one_rerun_and_no_more(u
 
 
 @pytest.mark.parametrize(
-    ("precision", "learned", "dtypes", "reruns"),
+    ("precision", "fails", "learned", "dtypes", "reruns"),
     [
-        ("fp16", PrecisionOverrides(whole_run_fp32=True), ["fp32"] * 4, 1),
-        ("bf16", PrecisionOverrides(fp32_fallback_blocks=("transformer_blocks.1",)), ["fp32", *["bf16"] * 3], 0),
+        ("fp16", fails_in_half, PrecisionOverrides(whole_run_fp32=True), ["fp32"] * 4, 1),
+        ("bf16", fails_unscaled, PrecisionOverrides(all_layers_scaled=True), ["fp32", *["bf16"] * 3], 0),
     ],
 )
 def test_a_block_that_fails_again_and_again_is_given_up_after_one_rerun(
-    model_folder, open_pipeline, precision, learned, dtypes, reruns
+    model_folder, open_pipeline, precision, fails, learned, dtypes, reruns
 ):
     """In bf16 for good. A run in fp16 that goes on in fp32 is no lesson for the next one."""
     handle = open_pipeline(model_folder("2b"), precision)
     block = handle.store.module("transformer", precision).transformer_blocks[1]
-    hook = block.ff.net[0].register_forward_hook(fails_in_half)
+    hook = block.ff.net[0].register_forward_hook(fails)
     latents, report = sampled(handle, LEARNED)
     _, again = sampled(handle, LEARNED, seed=4)
     hook.remove()
     assert [step.outcome for step in report.steps] == ["rerun", *["finite"] * 3]
     assert [step.dtype for step in report.steps] == dtypes and learned_by(report) == learned
     assert first_rerun(report).module.startswith("transformer_blocks.1.ff.net.0")
-    assert report.summary().count("'transformer_blocks.1' in fp32; 4 steps") == (precision == "bf16")
+    assert report.protection == PROTECTED
     assert again.reruns == reruns
     expected, _ = sampled(handle, GuardPolicy(scope=Scope.STEP))
     assert error(latents, expected) < 5e-2

@@ -14,18 +14,18 @@ from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.profile_store import read
-from overflows import fails_in_half
+from overflows import fails_unscaled
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
 LEARNED = GuardPolicy(scope=Scope.LEARNED)
 BROKEN = "transformer_blocks.1"
-IN_FP32 = PrecisionOverrides(fp32_fallback_blocks=(BROKEN,))
+SCALED = PrecisionOverrides(all_layers_scaled=True)
 
 
 @pytest.fixture
 def opened(model_folder, open_pipeline, tmp_path):
     """opened(policy) → a pipeline in bf16 as a new process would open it, with tmp_path/profiles for its memory.
-    broken: a layer of one block is right in fp32 alone."""
+    broken: a layer of one block is right in float32 alone."""
     hooks = []
 
     def fresh(policy=LEARNED, *, broken=True, **changes):
@@ -34,7 +34,7 @@ def opened(model_folder, open_pipeline, tmp_path):
         handle.store.learned.clear()
         layer = handle.store.module("transformer", "bf16").get_submodule(BROKEN).ff.net[0]
         if broken and not layer._forward_hooks:
-            hooks.append((handle.store, layer.register_forward_hook(fails_in_half)))
+            hooks.append((handle.store, layer.register_forward_hook(fails_unscaled)))
         changes = {"architecture": arch.named("sm80"), "profiles": tmp_path / "profiles"} | changes
         return replace(handle, policy=policy, **changes)
 
@@ -54,14 +54,14 @@ def kept(tmp_path):
     return file
 
 
-def test_fallback_blocks_are_kept_for_later_processes(opened, tmp_path):
+def test_overrides_are_kept_for_later_processes(opened, tmp_path):
     handle = opened()
     expected, first = sampled(handle)
-    assert first.reruns == 1 and first.learned == IN_FP32
+    assert first.reruns == 1 and first.learned == SCALED
     profile = read(kept(tmp_path))
-    assert profile.learned == IN_FP32 and profile.model == handle.store.model.name
+    assert profile.learned == SCALED and profile.model == handle.store.model.name
     latents, later = sampled(opened())
-    assert later.reruns == 0 and later.learned == IN_FP32
+    assert later.reruns == 0 and later.learned == SCALED
     assert f"from a profile: {profile.in_words()}" in later.notes
     assert (latents - expected).abs().max() / expected.abs().max() < 5e-2, "which bf16 is off anyway"
     _, plain = sampled(opened(GuardPolicy(scope=Scope.STEP)))
@@ -88,7 +88,7 @@ def test_a_run_that_is_interrupted_keeps_what_it_learned(opened, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         sample(handle, positive, negative, SMALL, step_done=stop)
-    assert read(kept(tmp_path)).learned == IN_FP32
+    assert read(kept(tmp_path)).learned == SCALED
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,6 @@ def test_a_run_that_is_interrupted_keeps_what_it_learned(opened, tmp_path):
         ({"format": 9}, "format is 9"),
         ({"format": 1, "learned": {"islands": ["transformer_blocks.1"]}}, "format is 1"),
         ({"versions": {"torch": "1.0"}}, "is left alone: it was made with torch 1.0"),
-        ({"learned": {"fp32_fallback_blocks": ["blocks.7"]}}, "this model has no part 'blocks.7'"),
     ],
 )
 def test_a_kept_profile_that_does_not_fit_is_left_alone_with_a_line(opened, tmp_path, change, says):
@@ -107,7 +106,7 @@ def test_a_kept_profile_that_does_not_fit_is_left_alone_with_a_line(opened, tmp_
     latents, report = sampled(opened())
     assert report.reruns == 1 and torch.isfinite(latents).all()
     assert any(says in note for note in report.notes), report.notes
-    assert read(file).learned == report.learned == IN_FP32, "and is made anew"
+    assert read(file).learned == report.learned == SCALED, "and is made anew"
 
 
 def test_a_profile_that_a_workflow_carries(opened, tmp_path):
@@ -128,9 +127,9 @@ def test_what_is_learned_on_top_of_a_profile_that_a_workflow_carries_is_kept(ope
     sampled(opened())
     whole = read(kept(tmp_path))
     kept(tmp_path).unlink()
-    other = PrecisionOverrides(fp32_fallback_blocks=("transformer_blocks.0",))
+    other = PrecisionOverrides(unquantised=("transformer_blocks.0.ff.net.2",))
     _, report = sampled(opened(profile=replace(whole, learned=other)))
-    both = PrecisionOverrides(fp32_fallback_blocks=("transformer_blocks.0", BROKEN))
+    both = replace(other, all_layers_scaled=True)
     assert report.reruns == 1 and read(kept(tmp_path)) == replace(whole, learned=both)
 
 

@@ -11,7 +11,7 @@ import pytest
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.insight.probe_figure import BLOCK, draw, figure_of, places, rows_of
 from comfyui_onediff_guard.precision import arch
-from comfyui_onediff_guard.precision.overrides import ModuleStructure, Peak
+from comfyui_onediff_guard.precision.overrides import Peak
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.probe import Probed, ProbeResult, judge
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -30,7 +30,7 @@ def measured(blocks: int, leaves: int, steps: int, *, lists: int = 1, value=lamb
             row[path] = value(index, -1, step)
         row["proj_out"] = value(0, 0, step)
         found.append({name: Peak(reach, reach) for name, reach in row.items()})
-    return Probed(ModuleStructure(tuple(paths)), tuple(found))
+    return Probed(tuple(paths), tuple(found))
 
 
 def result_of(probed: Probed) -> ProbeResult:

@@ -55,7 +55,8 @@ def test_seed_steps_guidance_and_prompt_compile_nothing_anew(model_folder: Any, 
 def test_a_new_size_compiles_once_and_all_after_it_nothing(model_folder: Any, model: str, precision: Precision) -> None:
     """fp16: with every layer scaled, as a first call has shown that compiles nothing."""
     handle, (first, second, *more) = opened(model_folder(model), precision), SIZES[model]
-    assert sum(run(handle, size).graphs for size in [first] * (2 if precision is Precision.FP16 else 1)) == 1
+    graphs = [run(handle, size).graphs or 0 for size in [first] * (2 if precision is Precision.FP16 else 1)]
+    assert sum(graphs) == 1
     assert run(handle, second).graphs == 1, "whose graph takes any size"
     assert [run(handle, size).graphs for size in (*more, first, second)] == [0] * (len(more) + 2)
 

@@ -180,8 +180,8 @@ def test_overflow_protection(model_folder: Callable[..., Path], model: str, over
     assert drift(found, plain) <= max(report.cache.drift, WIDE.error)
 
 
-def test_a_fallback_block(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    known = PrecisionOverrides(fp32_fallback_blocks=("transformer_blocks.1",))
+def test_bf16_with_every_layer_scaled(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    known = PrecisionOverrides(all_layers_scaled=True)
     monkeypatch.setattr(denoising, "_known", lambda _stage: (known, ()))
     handle = opened(model_folder("2b"), "bf16")
     plain, _ = run(handle, "2b")

@@ -11,7 +11,8 @@ import torch
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
 from comfyui_onediff_guard.precision.guard import Scope, StageGuard
-from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
+from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward
 from torch import nn
@@ -163,7 +164,6 @@ def guarded(
 ) -> Run:
     """more: of build_half_precision_forward."""
     faults, built = faults or Faults({}, ()), []
-    structure = ModuleStructure.of(module, ["blocks"])
 
     def make(known: PrecisionOverrides) -> HalfPrecisionForward:
         built.append(known)
@@ -171,6 +171,6 @@ def guarded(
 
     # the attempt is made of the faulty shell; the rerun calls the module
     faulty = faults.injected(module)
-    learner = FallbackAdapter(module, dtype, make, structure, learned)
+    learner = FallbackAdapter(module, dtype, make, block_names(module, ["blocks"]), learned)
     guard = guards.guarded(learner, dtype, rerun=module, scope=scope, give_up_after=give_up_after)
     return Run(module, guard, guard.report, learner, faults, built)

@@ -19,7 +19,7 @@ from comfyui_onediff_guard.precision.fallback import (
 )
 from comfyui_onediff_guard.precision.guard import Scope
 from comfyui_onediff_guard.precision.observe import Agree, alone
-from comfyui_onediff_guard.precision.overrides import MAX_FP16_ERROR, NOTHING, ModuleStructure, PrecisionOverrides
+from comfyui_onediff_guard.precision.overrides import MAX_FP16_ERROR, NOTHING, PrecisionOverrides
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from fp16_sums_on_cpu import Fp16SumsOnCpu, a_card_with_fp16_sums
 from guards import error, guarded, outcomes, report_of
@@ -70,8 +70,7 @@ class Run:
             is_right = known.fp16_error is not None and known.fp16_error <= MAX_FP16_ERROR
             return replace(build_half_precision_forward(module, known, "fp16"), fp16_accumulation=is_right)
 
-        structure = ModuleStructure.of(module, ["0", "1", "2"])
-        self.learner = FallbackAdapter(module, "fp16", build, structure, learned, agree)
+        self.learner = FallbackAdapter(module, "fp16", build, ("0", "1", "2"), learned, agree)
         report = report_of("fp16", "SVD", "sm89", accumulation=Accumulation.FP16)
         self.guard = guarded(self.learner, rerun=module, report=report, scope=scope)
 

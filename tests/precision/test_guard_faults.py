@@ -113,9 +113,7 @@ def test_runs_in_threads_that_share_a_module_learn_apart():
     at_once(*(partial(work, index) for index in range(len(runs))))
     for index, run in enumerate(runs):
         assert run.outcomes == ["rerun" if call == index else "finite" for call in range(calls)]
-        assert run.rerun(index).module == f"blocks.{index}.inner" and run.learned.fp32_fallback_blocks == (
-            f"blocks.{index}",
-        )
+        assert run.rerun(index).module == f"blocks.{index}.inner" and run.learned == SCALED
     assert state(module) == before
 
 
@@ -157,12 +155,8 @@ def test_a_fault_anywhere_is_found_named_and_recovered(data, dtype, scope, seed,
     assert run.outcomes == ["rerun" if call == at else "finite" for call in range(calls)]
     rerun = run.rerun(at)
     assert rerun.module == name
-    home = block if name.startswith("blocks") else name
-    learned = scope is Scope.LEARNED
     assert run.learner.learned == PrecisionOverrides(
-        fp32_fallback_blocks=(home,) if learned and dtype == "bf16" else (),
-        all_layers_scaled=learned and dtype == "fp16",
-        whole_run_fp32=scope is Scope.RUN,
+        all_layers_scaled=scope is Scope.LEARNED, whole_run_fp32=scope is Scope.RUN
     )
 
 

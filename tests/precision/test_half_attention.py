@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.precision import scaled_products
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
-from comfyui_onediff_guard.precision.overrides import STAY, ModuleStructure, PrecisionOverrides
+from comfyui_onediff_guard.precision.overrides import STAY, PrecisionOverrides
 from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from diffusers.models.attention_processor import Attention
@@ -171,12 +171,11 @@ def test_on_a_device_the_guard_computes_in_fp32_what_fp16_does_not_resolve(monke
     module = nn.Sequential(Attention(32, heads=2, dim_head=16), nn.Linear(32, 32)).half().requires_grad_(False)
     x = torch.randn(1, 6, 32)
     x[:, 2] *= 1e6  # one token's query and another's key are so many times the others'
-    structure = ModuleStructure(all_layers_scaled=True)
 
     def build(learned: PrecisionOverrides) -> HalfPrecisionForward:
         return build_half_precision_forward(module, learned, "fp16", all_layers_scaled=True)
 
-    guard = guarded(FallbackAdapter(module, "fp16", build, structure))
+    guard = guarded(FallbackAdapter(module, "fp16", build))
     assert torch.equal(guard(x), run_in_fp32(module, x))
     [step] = guard.report.steps
     assert step.outcome == "rerun" and step.rerun and step.rerun.action == STAY

@@ -102,14 +102,6 @@ class Case:
     given: dict[str, Any] = field(default_factory=dict)  # of `guarded`
 
 
-def in_fp32(*names, **more):
-    return PrecisionOverrides(fp32_fallback_blocks=names, **more)
-
-
-def action(part):
-    return f"'{part}' in fp32 from here on"
-
-
 def hidden(*names):
     """What fp32 does not show."""
     return {"faults": Faults(dict.fromkeys(names, nan), range(100))}
@@ -128,20 +120,13 @@ CASES = {
     "outside of the blocks": Case([(overflow_in_embedding,)], SCALED, (ALL_LAYERS_SCALED,), "embed.0"),
     "what fp32 does not show": Case([], SCALED, (ALL_LAYERS_SCALED,), "blocks.2.inner", given=hidden("blocks.2.inner")),
     "what fails scaled too": Case([EVEN_SCALED, STREAM], IN_FP32, (ALL_LAYERS_SCALED, REST)),
-    "with a fallback block of an earlier run, which helped no call": Case(
-        [STREAM], SCALED, (ALL_LAYERS_SCALED,), given={"learned": in_fp32("blocks.3")}
-    ),  # what did not help is forgotten: later runs would pay for it
     "protected, all of it": Case([STREAM, INNER, (overflow_in_embedding,)], given=PROTECTED),
     "protected, what fails scaled too": Case([EVEN_SCALED], IN_FP32, (REST,), "blocks.2.inner", given=PROTECTED),
     "learned before": Case([STREAM, INNER], SCALED, given={"learned": SCALED}),
     "fp32 from an earlier run": Case([], IN_FP32, given={"learned": IN_FP32}),
-    "in bf16": Case([EVEN_SCALED], in_fp32("blocks.2"), (action("blocks.2"),), dtype="bf16"),
+    "in bf16": Case([EVEN_SCALED], IN_FP32, (ALL_LAYERS_SCALED, REST), dtype="bf16"),
     "what fp32 does not show, in bf16": Case(
-        [], in_fp32("blocks.2"), (action("blocks.2"),), "blocks.2.inner", dtype="bf16", given=hidden("blocks.2.inner")
-    ),
-    "two places, in bf16": Case(
-        [], in_fp32("embed", "blocks.3"), (action("embed"), action("blocks.3")), "embed", dtype="bf16",
-        given=hidden("blocks.3.write", "embed"),
+        [], SCALED, (ALL_LAYERS_SCALED,), "blocks.2.inner", dtype="bf16", given=hidden("blocks.2.inner")
     ),
 }  # fmt: skip
 
@@ -191,12 +176,6 @@ def test_scope_run_attempts_half_precision_until_something_fails_and_learns_noth
     assert run.report.steps[-1].timestep == 700
 
 
-def test_bf16_which_has_fp32s_range_is_not_scaled():
-    run = guarded(build(dtype="bf16"), "bf16")
-    assert run.learner.learn(OverflowDiagnosis("", hopeless=True)) == REST
-    assert run.learner.learned == IN_FP32 and len(run.built) == 1
-
-
 def test_a_fault_that_does_not_come_back_teaches_nothing():
     run = guarded(build(), faults=Faults({"blocks.3": nan}, [1]))
     located = run.learner.locate
@@ -229,21 +208,17 @@ def test_calls_that_go_on_failing_end_in_fp32_without_the_doomed_attempt(each_ti
     assert run.report.steps[failed].note == "half precision is not tried any more"
 
 
-ONE, ELSEWHERE = in_fp32("blocks.0"), OverflowDiagnosis("", fallback_blocks=("blocks.1",))
-
-
 @pytest.mark.parametrize("too_many", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "helps", "tried"), [("bf16", ONE, in_fp32("blocks.0", "blocks.1")), ("fp16", NOTHING, SCALED)]
-)
-def test_what_did_not_help_is_forgotten(dtype, helps, tried, too_many):
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_what_did_not_help_is_forgotten(dtype, too_many):
+    helps = PrecisionOverrides(unquantised=("blocks.0.inner",))
     run = guarded(build(dtype=dtype), dtype, learned=helps)
     run(latents())
-    run.learner.learn(ELSEWHERE)
-    assert run.learner.learned == tried, "another place: in bf16 both may be needed"
-    ended = run.learner.stay() if too_many else run.learner.learn(OverflowDiagnosis("", hopeless=True))
+    run.learner.learn(OverflowDiagnosis("", "blocks.1"))
+    assert run.learner.learned == replace(helps, all_layers_scaled=True)
+    ended = run.learner.stay() if too_many else run.learner.learn(OverflowDiagnosis("", "blocks.1"))
     assert ended == REST
-    assert run.learner.learned == replace(helps, whole_run_fp32=True), "a call came out right with it"
+    assert run.learner.learned == replace(helps, whole_run_fp32=True), "a call was finite with it"
 
 
 @pytest.mark.parametrize("case", ["an inner overflow", "a stream", "what fp32 does not show, in bf16"])

@@ -11,7 +11,8 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import EAGER, BackendChoice, compiled
 from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward, build_half_precision_forward
-from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure
+from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.overrides import NOTHING
 from comfyui_onediff_guard.precision.planned_layers import KnownScales
 from comfyui_onediff_guard.precision.planned_products import Scale
 from comfyui_onediff_guard.precision.shallow_copy import structural_copy
@@ -39,7 +40,7 @@ class Layered:
             self.plans.append(plan)
             return compiled(shell, tuple(self.parts), choice, None, inside)
 
-        blocks = ModuleStructure.of(module, self.parts).blocks
+        blocks = block_names(module, self.parts)
         options: dict[str, Any] = {"compiled": in_blocks, "blocks": blocks, "known": self.known}
         self.attempt: HalfPrecisionForward = build_half_precision_forward(
             module, NOTHING, "fp16", all_layers_scaled=True, **options

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ from comfyui_onediff_guard.precision import scaled_products
 from comfyui_onediff_guard.precision.arch import named
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
-from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, Peak, PrecisionOverrides
+from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.overrides import NOTHING, Peak, PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.probe import Probe, Probed, ProbeResult, judge, recommend
 from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
@@ -33,8 +33,8 @@ class Two(nn.Module):
         return x
 
 
-def probed_calls(module, structure, *inputs):
-    probe = Probe(module, structure)
+def probed_calls(module, blocks, *inputs):
+    probe = Probe(module, blocks)
     for x in inputs:
         probe.watch(lambda x=x: run_in_fp32(module, x))
         probe.end_step()
@@ -47,7 +47,7 @@ MAX = 65504.0
 
 def test_peaks_are_of_one_step_over_all_its_calls():
     module = Two().eval()
-    probe = Probe(module, ModuleStructure.of(module, ["blocks"]))
+    probe = Probe(module, block_names(module, ["blocks"]))
     for step in [(torch.full((3,), 1.0), torch.full((1,), -4.0)), (torch.full((2,), MAX),)]:
         for x in step:
             probe.watch(lambda x=x: module(x))
@@ -70,7 +70,7 @@ def test_hooks_are_gone_after_an_interrupt(error):
         raise error
 
     with pytest.raises(error):
-        Probe(module, ModuleStructure.of(module, ["blocks"])).watch(call)
+        Probe(module, block_names(module, ["blocks"])).watch(call)
     assert hooks(module) == 0
 
 
@@ -90,30 +90,28 @@ def broken_by(*faults):
     return module
 
 
-def measured(module, **more):
-    return probed_calls(module, replace(ModuleStructure.of(module, ["blocks"]), **more), X)
+def measured(module):
+    return probed_calls(module, block_names(module, ["blocks"]), X)
 
 
 EVERY = PrecisionOverrides(all_layers_scaled=True), "fp16 with overflow protection"
 HOPELESS = PrecisionOverrides(whole_run_fp32=True), "fp16 is not enough"
-NATIVE = {"all_layers_scaled": True}
 
 
 @pytest.mark.parametrize(
-    ("faults", "given", "learned", "plan", "says", "native", "other"),
+    ("faults", "learned", "plan", "says", "native", "other"),
     [
-        ((), {}, NOTHING, "fp16 plain", "fp16 ends at 65504", "fp16 plain", "fp16 plain"),
-        (("stream",), {}, *EVERY, "what comes after it cannot take it", "bf16", EVERY[1]),
-        (("inside",), {}, *EVERY, "'blocks.2.inner' reaches", "bf16", EVERY[1]),
-        (("stream", "inside"), {}, *EVERY, "what comes after it cannot take it", "bf16", EVERY[1]),
-        (("inside",), NATIVE, *EVERY, "'blocks.2.inner' reaches", "bf16", EVERY[1]),
-        *((("infinite",), given, *HOPELESS, "", "fp32 is not enough", "fp32 is not enough") for given in ({}, NATIVE)),
+        ((), NOTHING, "fp16 plain", "fp16 ends at 65504", "fp16 plain", "fp16 plain"),
+        (("stream",), *EVERY, "what comes after it cannot take it", "bf16", EVERY[1]),
+        (("inside",), *EVERY, "'blocks.2.inner' reaches", "bf16", EVERY[1]),
+        (("stream", "inside"), *EVERY, "what comes after it cannot take it", "bf16", EVERY[1]),
+        (("infinite",), *HOPELESS, "", "fp32 is not enough", "fp32 is not enough"),
     ],
 )  # fmt: skip
-def test_what_a_dtype_needs_and_what_is_recommended(faults, given, learned, plan, says, native, other):
+def test_what_a_dtype_needs_and_what_is_recommended(faults, learned, plan, says, native, other):
     """native, other: recommended where fp16 is the plan's own, on a card with native bf16 and on one without."""
     module = broken_by(*faults)
-    probed = measured(module, **given)
+    probed = measured(module)
     verdict = judge(probed, "fp16")
     assert (verdict.learned, verdict.plan) == (learned, plan) and says in verdict.reason
     assert judge(probed, "bf16").plan == ("bf16" if verdict.fits else "bf16 is not enough")
@@ -136,18 +134,18 @@ def test_the_plans_own_dtype_comes_first_where_it_fits(native_bf16):
     ("peaks", "plan"),
     [
         ({"blocks.0.inner": Peak(1, 3e38), "blocks.0": Peak(1, 3e38)}, "bf16"),
-        ({"blocks.0.inner": Peak(1, 3.4e38), "blocks.0": Peak(1, 1)}, "bf16 with 'blocks.0' in fp32"),
+        ({"blocks.0.inner": Peak(1, 3.4e38), "blocks.0": Peak(1, 1)}, "bf16 is not enough"),
         ({"blocks.0.inner": Peak(1, 3.4e38), "blocks.0": Peak(1, 3.4e38)}, "bf16 is not enough"),
     ],
 )
 def test_bf16_lacks_the_last_of_fp32s_range(peaks: dict[str, Peak], plan: str) -> None:
-    assert judge(Probed(ModuleStructure(("blocks.0",)), (peaks,), {}), "bf16").plan == plan
+    assert judge(Probed(("blocks.0",), (peaks,)), "bf16").plan == plan
 
 
 def test_what_cannot_be_scaled_by_itself_has_every_layer_scaled():
     module = nn.Linear(1, 1)
     module.weight.data.fill_(2.0**-17)  # exact in every dtype
-    verdict = judge(probed_calls(module, ModuleStructure(), torch.full((1, 1), 1e5)), "fp16")
+    verdict = judge(probed_calls(module, (), torch.full((1, 1), 1e5)), "fp16")
     assert verdict.learned == PrecisionOverrides(all_layers_scaled=True) and "reaches 1e+05" in verdict.reason
 
 
@@ -165,7 +163,7 @@ def test_values_that_every_layer_scaled_does_not_resolve_are_named(monkeypatch, 
     x[:, 7] *= ratio
     layer.weight[:, 7] /= ratio
     module = nn.Sequential(layer.to(DTYPES[stored]), Gain(1e6), Gain(1e-6))
-    probed = probed_calls(module, replace(ModuleStructure.of(module, ["0"]), all_layers_scaled=True), x)
+    probed = probed_calls(module, block_names(module, ["0"]), x)
     verdict = judge(probed, "fp16")
     assert [*probed.too_far_apart] == ["0"] * apart and verdict.fits is not apart
     assert ("'0' is given values that differ too much in size" in verdict.reason) is apart
@@ -181,7 +179,7 @@ def test_the_worst_are_named_and_what_blocks_hand_on_once():
     overflow_inside(module, 3)
     probed = measured(module)
     worst = probed.worst()[:3]
-    assert len({entry.name for entry in worst if entry.name in probed.structure.blocks}) == 1
+    assert len({entry.name for entry in worst if entry.name in probed.blocks}) == 1
     assert "blocks.3.inner" in [entry.name for entry in worst]
     assert [entry.reach for entry in worst] == sorted((entry.reach for entry in worst), reverse=True)
 
@@ -197,7 +195,7 @@ def test_the_worst_are_named_and_what_blocks_hand_on_once():
     ],
 )  # fmt: skip
 def test_layers_whose_inputs_differ_too_much_in_size_are_told(apart: dict[str, float], said: str) -> None:
-    probed = Probed(ModuleStructure(all_layers_scaled=True), ({name: Peak(1.0, 1e6) for name in apart},), {}, apart)
+    probed = Probed((), ({name: Peak(1.0, 1e6) for name in apart},), apart)
     plan = choose(named("sm75"), VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision.FP16)
     result = ProbeResult("CogVideoX-2b", named("sm75"), plan, "", probed, 9.0, judge(probed, "fp32"), "")
     assert said in result.text().splitlines()

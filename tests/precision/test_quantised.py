@@ -12,14 +12,15 @@ import pytest
 import torch
 from comfyui_onediff_guard.precision import quantised
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, build_half_precision_forward
-from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
+from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.quantised import (
     QuantisedLinears,
     lacking,
     quantised_weight,
     worth_quantising,
 )
-from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward
+from comfyui_onediff_guard.precision.shallow_copy import replace_submodules
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from guards import error, guarded, outcomes, report_of
 from residual_blocks import Block
@@ -324,19 +325,16 @@ class Run:
         self, module: nn.Module, value: float | None, kind: str = "int8", *, sentinel: bool = True, layers=None
     ):
         self.layers = layers or filled(module, kind)
-        structure = ModuleStructure.of(module, ["blocks"])
         broken = {"blocks.0.norm": lambda norm: Broken(norm, value)} if value is not None else {}
 
         def build(known: PrecisionOverrides) -> Any:
             made = build_half_precision_forward(module, known, "bf16", quantised=self.layers)
             if layers:  # which are looked at on their first input
                 return made
-            faulty = replace_submodules(
-                made.run, {name: make for name, make in broken.items() if not known.fp32_fallback_blocks}
-            )
+            faulty = module if known.all_layers_scaled else replace_submodules(made.run, broken)
             return type(made)(faulty, faulty, quantised=made.quantised)
 
-        self.learner = FallbackAdapter(module, "bf16", build, structure, NOTHING)
+        self.learner = FallbackAdapter(module, "bf16", build, block_names(module, ["blocks"]))
         peak_inside = self.layers.take if sentinel else None
         report = report_of(kind, card="sm90")
         self.guard = guarded(self.learner, "bf16", report=report, rerun=module, peak_inside=peak_inside)
@@ -371,7 +369,7 @@ def test_a_failure_that_a_quantiser_hides_is_missed_without_the_sentinel_and_see
     seen = Run(module, value, kind)
     assert torch.equal(seen(tokens()), right)
     assert seen.outcomes == ["rerun"] and seen.guard.report.steps[0].note.startswith("NaN or infinite in bf16")
-    assert seen.learner.learned == PrecisionOverrides(fp32_fallback_blocks=("blocks.0",)), (
+    assert seen.learner.learned == PrecisionOverrides(all_layers_scaled=True), (
         "the norm broke it, not a quantised layer"
     )
     seen(tokens(1))
@@ -411,12 +409,12 @@ def test_a_layer_that_breaks_where_it_is_quantised_is_left_unquantised_from_then
     assert run.learner.learned.in_words() == ["'blocks.1.inner' unquantised"]
 
 
-def test_a_layer_that_breaks_unquantised_too_becomes_a_fallback_block_of_its_block() -> None:
+def test_a_layer_that_breaks_unquantised_too_has_every_layer_scaled() -> None:
     module = network()
     run = Run(module, None)
 
     def build(known: PrecisionOverrides) -> Any:
-        broken = {} if known.fp32_fallback_blocks else {"blocks.1.inner": lambda layer: Broken(layer, math.nan)}
+        broken = {} if known.all_layers_scaled else {"blocks.1.inner": lambda layer: Broken(layer, math.nan)}
         faulty = replace_submodules(module, broken)
         layers = None if known.unquantised else run.layers
         return build_half_precision_forward(faulty, known, "bf16", quantised=layers)
@@ -426,17 +424,4 @@ def test_a_layer_that_breaks_unquantised_too_becomes_a_fallback_block_of_its_blo
     for seed in range(3):
         run(tokens(seed))
     assert run.outcomes == ["rerun", "rerun", "finite"]
-    assert run.learner.learned == PrecisionOverrides(
-        unquantised=("blocks.1.inner",), fp32_fallback_blocks=("blocks.1",)
-    )
-
-
-def test_a_fallback_block_runs_from_the_half_weights() -> None:
-    module = network()
-    layers = filled(module)
-    known = PrecisionOverrides(fp32_fallback_blocks=("blocks.0",))
-    made = build_half_precision_forward(module, known, "bf16", quantised=layers)
-    fallback_block = with_forward(module.blocks[0], lambda x: run_in_fp32(module.blocks[0], x).to(torch.bfloat16))
-    right = replace_submodules(layers.shell(module), {"blocks.0": lambda _: fallback_block})
-    layers.start()
-    assert torch.equal(made.run(tokens()), right(tokens()))
+    assert run.learner.learned == PrecisionOverrides(unquantised=("blocks.1.inner",), all_layers_scaled=True)

@@ -9,7 +9,7 @@ import torch
 from comfyui_onediff_guard.precision.arch import named
 from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
-from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
+from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides
 from comfyui_onediff_guard.precision.stage import Stage
 from guards import report_of
 
@@ -48,7 +48,7 @@ def test_the_report_says_what_of_the_latest_attempt_is_float32() -> None:
         return HalfPrecisionForward(torch.relu, torch.relu, all_layers_scaled=known.all_layers_scaled)
 
     for known in (NOTHING, PrecisionOverrides(all_layers_scaled=True)):
-        made.guard(layer, made.learner(layer, build, ModuleStructure(), known))(torch.ones(1, 2))
+        made.guard(layer, made.learner(layer, build, known))(torch.ones(1, 2))
         assert bool(made.report.protection) == known.all_layers_scaled
 
 

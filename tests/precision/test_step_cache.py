@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 from comfyui_onediff_guard.precision.error_estimate import FIRST, ORDER, CacheDecision, CachePolicy, ErrorEstimate
-from comfyui_onediff_guard.precision.step_cache import DenoiserHistory, StepCacheController, block_names
+from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.step_cache import DenoiserHistory, StepCacheController
 from guards import error
 
 
@@ -54,7 +55,7 @@ class Run:
 
     def __init__(self, module: torch.nn.Module, error: float = 0.05):
         self.controller = StepCacheController(CachePolicy(error), 30)
-        self.cache = DenoiserHistory(block_names(module, "blocks"), self.controller, (-1.0, 2.0))
+        self.cache = DenoiserHistory(block_names(module, ["blocks"]), self.controller, (-1.0, 2.0))
         self.attempt = self.cache.guarded(self.cache.attempt(module))
         self.rerun = self.cache.guarded(self.cache.rerun(module), rerun=True)
         self.cached: list[int] = []

@@ -37,6 +37,11 @@ def _overflow_in_time_embedding(folder: Path) -> Path:
     return folder
 
 
+def fails_unscaled(_layer: Any, _given: Any, made: torch.Tensor) -> torch.Tensor | None:
+    """As a forward hook: what the layer puts out is right in float32 alone, as where every layer is scaled."""
+    return made * math.inf if made.dtype is not torch.float32 else None
+
+
 def fails_in_half(_layer: Any, _given: Any, made: torch.Tensor) -> torch.Tensor | None:
     """As a forward hook: what the layer puts out is right in fp32 alone, and not with every layer scaled."""
     scaled = any(isinstance(mode, ScaledHalfMatmulMode) for mode in _get_current_function_mode_stack())
