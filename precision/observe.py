@@ -12,7 +12,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .overrides import Peak
-from .shallow_copy import replace_submodules
 
 SAMPLED = 256  # rows of a layer's input that stand for all of them: half evenly spaced, half the largest
 
@@ -110,39 +109,6 @@ def block_names(module: torch.nn.Module, parts: Iterable[str]) -> tuple[str, ...
         is_list = isinstance(found, torch.nn.ModuleList)
         names += [f"{part}.{name}" for name, _ in found.named_children()] if is_list else [part]
     return tuple(names)
-
-
-class BlockOutputs:
-    """max |x| of what a denoiser's blocks put out, for families that clip their stream: a clipped value is finite."""
-
-    def __init__(self) -> None:
-        self._peaks: list[torch.Tensor] = []
-
-    def watched(self, module: torch.nn.Module, blocks: str) -> torch.nn.Module:
-        """Return a shell of `module` whose blocks are watched; compiled blocks stay compiled."""
-        names = block_names(module, [blocks])
-        return replace_submodules(module, dict.fromkeys(names, lambda block: _Watched(block, self._see)))
-
-    def _see(self, made: Any) -> None:
-        self._peaks.append(largest(made))
-
-    def take(self) -> torch.Tensor | None:
-        """Return max |x| of all blocks since the last `take`, as a float32 scalar on their device; None where none
-        ran."""
-        peaks, self._peaks[:] = self._peaks[:], []
-        return torch.stack(peaks).amax() if peaks else None
-
-
-class _Watched(torch.nn.Module):
-    def __init__(self, module: torch.nn.Module, see: Callable[[Any], None]):
-        super().__init__()
-        self.module = module
-        self._see = see
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        made = self.module(*args, **kwargs)
-        self._see(made)
-        return made
 
 
 def _watched(modules: Mapping[str, torch.nn.Module], call: Callable[[], Any], agree: Agree) -> list[tuple[str, Peak]]:

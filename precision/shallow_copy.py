@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -101,22 +101,6 @@ class IdentityMemo:
 
     def forget(self) -> None:
         self._made = []
-
-    def in_place_of(self, layer: torch.nn.Module) -> torch.nn.Module:
-        """Return a shell of a layer, which computes once for each tensor that it is given."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
-                return layer(*args, **kwargs)
-            return self.of(args[0], layer)
-
-        return with_forward(layer, forward)
-
-
-def with_identity_memo(module: torch.nn.Module, names: Sequence[str]) -> tuple[torch.nn.Module, list[IdentityMemo]]:
-    """Return a shell of `module` in which the named layers compute once for each tensor, and what each has kept."""
-    kept = [IdentityMemo() for _ in names]
-    return replace_submodules(module, {name: once.in_place_of for name, once in zip(names, kept, strict=True)}), kept
 
 
 @cache

@@ -152,7 +152,6 @@ COGVIDEOX = FamilySpec(
         "vae": diffusers_model("AutoencoderKLCogVideoX"),
         "scheduler": scheduler("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
     },
-    of_prompt=("patch_embed.text_proj",),
     cached_blocks="transformer_blocks",
     context=ContextPlan(
         _tokens,

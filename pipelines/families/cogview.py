@@ -79,7 +79,6 @@ COGVIEW3PLUS = FamilySpec(
         "vae": diffusers_model("AutoencoderKL"),
         "scheduler": scheduler("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
     },
-    of_prompt=("patch_embed.text_proj",),
     variants=(_published("CogView3-Plus-3B", 30, 64),),
     variant=lambda _config: "CogView3-Plus-3B",
     layout=IMAGES,
@@ -90,7 +89,6 @@ COGVIEW3PLUS = FamilySpec(
     prompt=PromptRule(tokens=lambda _config: _TOKENS, channels=_channels),
     cached_blocks="transformer_blocks",
     context=_context(),
-    clips=True,
 )
 
 COGVIEW4 = replace(
@@ -117,7 +115,6 @@ COGVIEW4 = replace(
     prompt=PromptRule(tokens=lambda _config: _MOST_TOKENS, channels=_channels, fixed=False),
     guidance=Guidance(calls=2),
     context=_context(image_rotary_emb=0),
-    clips=False,
 )
 
 FAMILIES = (COGVIEW3PLUS, COGVIEW4)

@@ -178,9 +178,7 @@ class FamilySpec:
     also_denoise: tuple[str, ...] = ()  # components that the pipeline calls for later timesteps
     extended: Mapping[str, FamilySpec] = field(default_factory=dict)  # further component → family of folders with it
     options: type[Foreign] = Foreign  # fields of model_index.json that the pipeline takes
-    of_prompt: tuple[str, ...] = ()  # layers that are given the prompt alone: once a run is enough
     cached_blocks: str = ""  # ModuleList of which the step cache skips all but the first block; "": no step cache
-    clips: bool = False  # its blocks clip fp16 at ±65504: finite, and wrong
     schedulers: Mapping[str, str] = field(default_factory=dict)  # what users choose → diffusers class; none: its own
     prompt: PromptRule | None = None  # None: no text encoder
     latent_format: Callable[[Config], str] = lambda _config: ""  # VAE config → ComfyUI's name of such latents, if any

@@ -122,7 +122,6 @@ _ONE = FamilySpec(
     },
     options=_Options,
     blocks=("blocks",),
-    of_prompt=("condition_embedder.text_embedder",),
     variants=(
         _published("Wan2.1-T2V-1.3B", 30, 12),
         _published("Wan2.1-T2V-14B", 40, 40),

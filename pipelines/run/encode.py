@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ...precision.fallback import HalfPrecisionForward
-from ...precision.overflow import Clips
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shallow_copy import reporting, with_forward
@@ -19,7 +16,7 @@ from ...trust.message import BadInput, Message
 from ...trust.text import is_whole, listed
 from .calls import Calls, CallTold
 from .denoiser import GuardedCalls
-from .feature import CallFeature, DenoiserSetup, Feature
+from .features import ClippedValues
 from .handle import PipelineHandle, in_turn
 from .stage import ComponentStage
 
@@ -74,7 +71,7 @@ def _encode_all(stage: ComponentStage, prompts: list[str], calls: Calls) -> list
     handle, device = stage.handle, stage.handle.store.placement.device
     pipe = getattr(diffusers, handle.family.pipeline)(
         tokenizer=_Tokenizer(handle.store.unweighted("tokenizer")),
-        text_encoder=reporting(with_forward(stage.module, GuardedCalls(stage, [ClippingEncoder()])), device=device),
+        text_encoder=reporting(with_forward(stage.module, GuardedCalls(stage, [ClippedValues()])), device=device),
         vae=None,
         transformer=None,
         scheduler=None,
@@ -86,24 +83,6 @@ def _encode_all(stage: ComponentStage, prompts: list[str], calls: Calls) -> list
         logger.info("encoding prompt of %d characters in %s", len(prompt), stage.plan.dtype)
         embeddings.append(encode(prompt)[0].cpu())
     return embeddings
-
-
-class ClippingEncoder(Feature):
-    """Looks at what a text encoder clips: T5 clamps at ±64504."""
-
-    def of_calls(self, setup: DenoiserSetup) -> CallFeature:
-        return _Clipping(setup.stage.plan.dtype)
-
-
-class _Clipping(CallFeature):
-    def __init__(self, dtype: str):
-        self._clips = Clips(dtype)
-
-    def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
-        return made if made.all_layers_scaled else replace(made, run=self._clips.watched(made.run))
-
-    def peak_inside(self) -> torch.Tensor | None:
-        return self._clips.take()
 
 
 def _limit(handle: PipelineHandle) -> int:

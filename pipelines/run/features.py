@@ -13,10 +13,10 @@ import torch
 
 from ...precision.attention import offered
 from ...precision.fallback import HalfPrecisionForward
-from ...precision.observe import BlockOutputs
+from ...precision.overflow import Clips
 from ...precision.overrides import MAX_FP16_ERROR, fp16_accumulation_in_words
-from ...precision.report import RunReport, StepRecord
-from ...precision.shallow_copy import IdentityMemo, with_forward, with_identity_memo
+from ...precision.report import RunReport
+from ...precision.shallow_copy import with_forward
 from ..compile.backends import EAGER, MEASURED, for_dtype
 from ..weights.cfg_batch import joined, split_cfg_batch
 from .feature import CallFeature, DenoiserSetup, Feature, RunContext
@@ -42,10 +42,8 @@ def features_of(run: RunContext) -> list[Feature]:
         found.append(CompiledRun(run))
     if plan.fp16_sums:
         found.append(Fp16Accumulation())
-    if family.clips and plan.dtype == "fp16" and not plan.quantised:
-        found.append(ClippedBlocks())
-    if family.of_prompt:
-        found.append(PromptMemo())
+    if plan.dtype == "fp16" and not plan.quantised:
+        found.append(ClippedValues())
     parallel = None
     if not handle.ranks.alone:
         from ..parallel.feature import ParallelRun
@@ -99,50 +97,23 @@ class _Fp16Accumulation(CallFeature):
         return replace(made, fp16_accumulation=right)
 
 
-class ClippedBlocks(Feature):
-    """Looks at what blocks put out, of families that clip it."""
+class ClippedValues(Feature):
+    """Looks at what a network clips in fp16: it comes out finite, and wrong. T5 clamps at ±64504, CogView3-Plus its
+    stream at ±65504."""
 
     def of_calls(self, setup: DenoiserSetup) -> CallFeature:
-        return _ClippedBlocks(setup.stage.handle.family.blocks[0])
+        return _ClippedValues(setup.stage.plan.dtype)
 
 
-class _ClippedBlocks(CallFeature):
-    def __init__(self, blocks: str):
-        self._blocks, self._outputs = blocks, BlockOutputs()
+class _ClippedValues(CallFeature):
+    def __init__(self, dtype: str):
+        self._clips = Clips(dtype)
 
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
-        if made.in_words:  # the stream is float32
-            return made
-        return replace(made, run=self._outputs.watched(made.run, self._blocks))
+        return made if made.all_layers_scaled else replace(made, run=self._clips.watched(made.run))
 
     def peak_inside(self) -> torch.Tensor | None:
-        return self._outputs.take()
-
-
-class PromptMemo(Feature):
-    """Layers that see the prompt alone compute once a run. In fp32 they compute whenever they are called."""
-
-    def of_calls(self, setup: DenoiserSetup) -> CallFeature:
-        return _PromptMemo(setup.stage.handle.family.of_prompt)
-
-    on_meta = of_calls
-
-
-class _PromptMemo(CallFeature):
-    def __init__(self, layers: Sequence[str]):
-        self._layers = layers
-        self._memos: list[IdentityMemo] = []
-
-    def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
-        if not isinstance(made.run, torch.nn.Module):
-            return made
-        run, self._memos = with_identity_memo(made.run, self._layers)
-        return replace(made, run=run)
-
-    def end_call(self, record: StepRecord) -> None:
-        if record.outcome != "finite":  # what is kept may be why
-            for memo in self._memos:
-                memo.forget()
+        return self._clips.take()
 
 
 class SplitBatch(Feature):

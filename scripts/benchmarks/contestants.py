@@ -96,10 +96,6 @@ def in_bf16(make: Contestant) -> Contestant:
     return lambda subject: make(subject.in_bf16)
 
 
-def projecting(make: Contestant) -> Contestant:
-    return lambda subject: make(subject.projecting)
-
-
 def summing_in_fp16(make: Contestant) -> Contestant:
     """Matrix products accumulate in fp16: twice as fast on some cards."""
 

@@ -16,7 +16,6 @@ from contestants import (
     in_bf16,
     offloaded,
     ours,
-    projecting,
     summing_in_fp16,
     whole,
 )
@@ -30,7 +29,6 @@ PLAIN = "ours, inductor, fp16 (plain)"
 IN_BF16 = "diffusers, bf16"
 SUMS, LAST, GROUP, LAYERS = ", fp16 accumulation", ", channels-last", ", group offload", ", sequential offload"
 CHECKED_SUMS = ", fp16 accumulation where its first step allows it"
-PROJECTING = ", prompt projected at every step"
 AUTOTUNED = f", {TUNED}"
 
 # In each, the more there is to learn from one, the earlier it is: time may be over before the last
@@ -42,8 +40,6 @@ GROUPS: dict[str, dict[str, Contestant]] = {
         WHOLE: whole(),
         AGAIN: eager,
         OURS_EAGER: ours("eager"),
-        OURS + PROJECTING: projecting(ours("inductor")),
-        OURS_EAGER + PROJECTING: projecting(ours("eager")),
         "ours, inductor, without the guard": blocks,
     },
     "fp16": {

@@ -63,12 +63,6 @@ class Subject:
         return self.of(faulty(self.module, self.model.fails))
 
     @cached_property
-    def projecting(self) -> Subject:
-        """Of the same denoiser, whose prompt is projected at every step, as diffusers does it."""
-        family = replace(self.model.family, of_prompt=())
-        return replace(self, model=replace(self.model, family=family)).of(self.module)
-
-    @cached_property
     def in_bf16(self) -> Subject:
         """Of a copy."""
         with torch.inference_mode(False):

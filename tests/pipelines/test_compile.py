@@ -24,7 +24,6 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import NEXFORT_OPTION
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.observe import BlockOutputs
 from onediff.infer_compiler import OneflowCompileOptions
 from overflows import fails_in_half
 from torch._dynamo.exc import BackendCompilerFailed
@@ -169,25 +168,6 @@ def test_auto_goes_on_without_a_compiler_that_fails_and_an_explicit_choice_does_
     reason = "BackendCompilerFailed: backend='broken' raised: RuntimeError: cl is not found"
     said = [message for message in caplog.messages if "failed" in message]
     assert said == [f"broken failed ({reason}): going on without it"]
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_blocks_that_auto_compiled_can_be_watched(monkeypatch, works):
-    """What a clipping family saturates at is read at them."""
-    from onediff.infer_compiler.backends import registry
-
-    def backend(graph, _inputs):
-        if not works:
-            raise RuntimeError("no compiler")
-        return graph.forward
-
-    compile_block = lambda module, *, options=None: torch.compile(module, backend=backend)  # noqa: E731
-    monkeypatch.setitem(registry._BACKENDS, "stand-in", compile_block)
-    model, outputs = Transformer().requires_grad_(False), BlockOutputs()
-    shell = compiled(model, ("transformer_blocks",), BackendChoice("stand-in", "", automatic=True))
-    x = torch.full((1, 4), 100.0)
-    assert torch.equal(outputs.watched(shell, "transformer_blocks")(x), model(x))
-    assert outputs.take() is not None
 
 
 def test_inductor_end_to_end_a_rerun_and_another_seed_add_no_graph(model_folder, open_pipeline, caplog):

@@ -14,7 +14,7 @@ from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.guard import GuardStopped, OnFailure, Scope, StageGuard
 from comfyui_onediff_guard.precision.overflow import Clips
 from comfyui_onediff_guard.precision.policy import Component
-from comfyui_onediff_guard.precision.shallow_copy import with_forward
+from comfyui_onediff_guard.precision.shallow_copy import IdentityMemo, with_forward
 from guards import guarded, outcomes, report_of
 from torch import nn
 
@@ -403,3 +403,25 @@ def test_a_broken_weight_is_no_mask(value, dtype):
     module.layer.weight[1] = value
     with pytest.raises(GuardStopped, match=r"weight 'layer\.weight' holds"):
         run(masked(1, dtype=dtype))
+
+
+def test_the_same_tensor_is_known_and_an_equal_one_is_not() -> None:
+    once, made = IdentityMemo(kept=2), []
+
+    def make(given: torch.Tensor) -> torch.Tensor:
+        made.append(given)
+        return given + 1
+
+    first, second, third = (torch.ones(2) for _ in range(3))
+    assert once.of(first, make) is once.of(first, make) and len(made) == 1
+    once.of(second, make)
+    once.of(first, make)
+    assert len(made) == 2, "two are kept"
+    once.of(third, make)
+    once.of(second, make)
+    assert len(made) == 3
+    once.of(first, make)
+    assert len(made) == 4, "the oldest went"
+    once.forget()
+    once.of(first, make)
+    assert len(made) == 5

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from blocky import Gain, hooks
-from comfyui_onediff_guard.precision.observe import BlockOutputs, first_broken, largest, leaf_peaks, leaves, non_finite
+from comfyui_onediff_guard.precision.observe import first_broken, largest, leaf_peaks, leaves, non_finite
 from torch import nn
 
 
@@ -102,16 +102,6 @@ def test_another_threads_calls_are_not_seen():
         other.join()
 
     assert leaf_peaks(module, call)["blocks.0"].output == 2.0
-
-
-def test_block_outputs_are_seen_and_the_module_is_not_touched():
-    module, outputs = Denoiser(-10.0, 0.5), BlockOutputs()
-    watched = outputs.watched(module, "blocks")
-    assert outputs.take() is None
-    assert watched(torch.ones(3)).tolist() == [-5.0] * 3
-    assert outputs.take() == 10.0, "the largest of all blocks, not the last"
-    assert outputs.take() is None, "taken"
-    assert type(module.blocks[0]) is Gain
 
 
 def test_the_largest_of_a_nest_of_tensors():
