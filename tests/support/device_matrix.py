@@ -222,7 +222,9 @@ def rows(
         found["seconds"] = round(time.perf_counter() - since, 2)
         if same:
             import second_device
+            from comfyui_onediff_guard.precision.scaled_products import number
 
+            number.cache_clear()  # a few numbers of 4 bytes, kept as long as the process
             gc.collect()
             found |= {"hazards": second_device.hazards(), "left": second_device.card.used()}
             second_device.card.reset()
