@@ -26,7 +26,9 @@ from torch.utils import _pytree as pytree
 
 from ..precision import shared
 from ..precision.guard import GuardStopped
+from ..precision.kernels import has_fused_attention
 from ..precision.observe import floating, non_finite
+from ..precision.scaled_products import multiplies_in_half
 from ..precision.snapshot import Snapshot
 from . import host
 from .compat import NotInComfyUI, unless_changed
@@ -197,11 +199,17 @@ def load_anew(*, executor: Any, timestep: Any, control: Any, memory: CallMemory,
     return True
 
 
-def _attention_in_fp32(chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Kernels for half precision alone (sage, flash, another pack's) give way to PyTorch's own."""
-    if getattr(chosen, "__name__", "") not in TAKE_FP32:
+def _attention_in_fp32(chosen: Callable[..., Any], query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Kernels for half precision alone (sage, flash, another pack's) give way to PyTorch's own. Where products are in
+    half precision so do the others, which would multiply in float32, if the device has a fused kernel."""
+    fused = multiplies_in_half() and has_fused_attention(query.device, _heads_width(query, *args, **kwargs))
+    if fused or getattr(chosen, "__name__", "") not in TAKE_FP32:
         chosen = sys.modules["comfy.ldm.modules.attention"].attention_pytorch
-    return chosen(*args, **kwargs)
+    return chosen(query, *args, **kwargs)
+
+
+def _heads_width(query: torch.Tensor, _key: Any = None, _value: Any = None, heads: int = 1, *_: Any, **how: Any) -> int:
+    return query.shape[-1] // (1 if how.get("skip_reshape") else heads)
 
 
 _EASYCACHE = "easycache"  # in transformer_options

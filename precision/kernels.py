@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -74,6 +74,13 @@ def no_fused_attention(device: torch.device, query: torch.Tensor, *args: Any, **
         f"PyTorch has no fused attention in {dtype_name(query.dtype)} with heads of {query.shape[-1]} on "
         f"{architecture}, so that all scores are in memory. {remedy}"
     )
+
+
+@cache
+def has_fused_attention(device: torch.device, width: int, dtype: torch.dtype = torch.float16) -> bool:
+    """Return whether a device has a fused kernel for heads of so many channels."""
+    like = torch.empty(1, 1, 64, width, dtype=dtype, device="meta")
+    return not kernels_of(device).attention(like, like, like)
 
 
 def no_cudnn_conv3d(dtype: torch.dtype = torch.float16) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from . import shared
@@ -134,7 +135,7 @@ def go_on_from(place: tuple[int, int] | None) -> None:
 
 
 def _running() -> LocatedMode | None:
-    stack = torch.overrides._get_current_function_mode_stack()
+    stack = _get_current_function_mode_stack()
     return next((mode for mode in reversed(stack) if isinstance(mode, LocatedMode)), None)
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
 
 from . import shared
 from .fp32_settings import autocast_off_where_on
@@ -173,6 +174,11 @@ class ScaledHalfMatmulMode(Fp32Mode):
             return part.double() if isinstance(part, torch.Tensor) and part.is_floating_point() else part
 
         return F.scaled_dot_product_attention(*map(double, given), **more).float()
+
+
+def multiplies_in_half() -> bool:
+    """Return whether such a mode computes in this thread now."""
+    return any(isinstance(mode, ScaledHalfMatmulMode) for mode in _get_current_function_mode_stack())
 
 
 def scaled_attention(

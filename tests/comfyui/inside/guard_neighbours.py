@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from native_models import LAYOUTS, in_fp32, make_model, sample
 SD15, FLUX = LAYOUTS["sd15"], LAYOUTS["flux"]
 KINDS = import_module("comfy.patcher_extension").WrappersMP
 HALF, SINGLE = torch.float16, torch.float32
+ATTENTIONS = {"sd15": 14, "flux": 4}  # of a step
 
 
 def test_other_packs_wrappers_are_called_in_the_rerun_too() -> None:
@@ -96,6 +99,27 @@ def test_every_attention_is_right_in_the_rerun(name: str, dtypes: set[torch.dtyp
         made = sample(guarded(hot), SD15)
     assert difference(made, sample(in_fp32(hot, SD15), SD15)) <= 1e-5
     assert set(seen) == dtypes
+
+
+@pytest.mark.parametrize("name", ["basic", "sub_quad", "split", "xformers", "sage", "flash"])
+@pytest.mark.parametrize("family", ["sd15", "flux"])
+def test_every_attention_is_pytorchs_with_every_layer_scaled(family: str, name: str, monkeypatch: Any) -> None:
+    """Which multiplies in half precision, where these would in float32, or refuse what has several dtypes."""
+    layout = LAYOUTS[family]
+    hot, attention = make_model(layout, hot=True), import_module("comfy.ldm.modules.attention")
+    of_pytorch, calls = attention.attention_pytorch, Counter[str]()
+
+    @wraps(of_pytorch)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        return of_pytorch(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "attention_pytorch", counted)
+    with _chosen(attention, name) as seen:
+        made = sample(guarded(hot, precision="fp16"), layout)
+    monkeypatch.undo()
+    assert seen == [] and calls[name] == 3 * ATTENTIONS[family]
+    assert difference(made, sample(in_fp32(hot, layout), layout)) <= 5e-3
 
 
 @contextmanager
