@@ -325,6 +325,8 @@ class PlannedMode(LocatedMode):
             return func(*args) if safe else torch.addcmul(number(0.0, args[0].device), *args)
         if safe and not kwargs and any(halves) and _is_modulated(*args):
             return _product_in_fp16(*args)
+        if not kwargs and not (any(halves) and 0 in (args[0].ndim, args[1].ndim)):  # else a number's dtype would count
+            return func(*args)
         return Fp32Mode.computed(self, func, args, kwargs)
 
     def _plus_number(self, func: Any, *args: Any) -> torch.Tensor:
