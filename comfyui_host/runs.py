@@ -274,7 +274,7 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
             raise _CannotProtect(message_of(error)) from error
 
     def build(learned: PrecisionOverrides) -> HalfPrecisionForward:
-        scaled = in_fp16 and (plan.overflow_protection or learned.all_layers_scaled)
+        scaled = plan.half and (plan.overflow_protection or learned.all_layers_scaled)
         if not scaled and plan.dtype == dtype_name(of.dtype):
             attempt = clips.watched(of.attempt)
         else:

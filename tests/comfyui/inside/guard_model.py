@@ -38,6 +38,20 @@ def test_each_rerun_is_told_as_it_happens_and_the_report_names_the_layer(family:
     assert len(said) == STEPS + 1 and said[0].startswith("call 1: NaN or infinite in fp16")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_failure_costs_one_step_where_the_guard_learns(dtype: torch.dtype) -> None:
+    """A layer that is broken in half precision: every layer is scaled from then on, in bf16 too."""
+    patcher = make_model(SD15, dtype)
+    layer = patcher.model.diffusion_model.get_submodule(HOT)
+    hook = layer.register_forward_hook(lambda _, __, made: made * torch.inf if made.dtype is dtype else None)
+    try:
+        made = sample(guarded(patcher, scope="learned"), SD15)
+    finally:
+        hook.remove()
+    assert f"{STEPS} steps, 1 recomputed in fp32" in said[-1] and "overflow protection from here on" in said[-1]
+    assert difference(made, sample(in_fp32(patcher, SD15), SD15)) <= (2e-2 if dtype is torch.bfloat16 else 5e-3)
+
+
 def test_the_model_that_went_in_is_not_changed() -> None:
     patcher = make_model(SD15, hot=True)
     sample(patcher, SD15)  # ComfyUI notes on the layers that they are loaded
