@@ -279,7 +279,8 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
             attempt = clips.watched(of.attempt)
         else:
             attempt = in_half if plan.half else stage.in_fp32(of.in_full)
-        return HalfPrecisionForward(attempt, attempt, all_layers_scaled=scaled, renew=products.renew)
+        how: dict[str, Any] = {"renew": products.renew, "slower": lambda: products.slower}
+        return HalfPrecisionForward(attempt, attempt, all_layers_scaled=scaled, **how)
 
     learned, profile = NOTHING, None
     if stage.learns:

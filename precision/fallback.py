@@ -51,6 +51,7 @@ class HalfPrecisionForward:
     fp16_accumulation: bool | None = None  # PyTorch's switch while it is called; None: as it is
     overrides: PrecisionOverrides = NOTHING  # that it was built with
     renew: Callable[[], bool] = lambda: False  # after a call that failed: forget learned scales, if it used any
+    slower: Callable[[], str] = lambda: ""  # why scaling takes longer than it might, in words
 
     @property
     def in_words(self) -> str:
@@ -101,7 +102,9 @@ def build_half_precision_forward(
         products, whole = LearnedProducts(DTYPES[dtype], agree, layered, **how), onloaded(module, module)
         run = partial(products.run, onloaded(layered.shell, module) if layered else whole, tf32=tf32)
         eager = partial(products.run_by_rows, whole, tf32=tf32)
-        return HalfPrecisionForward(run, eager, all_layers_scaled=True, overrides=learned, renew=products.renew)
+        return HalfPrecisionForward(
+            run, eager, all_layers_scaled=True, overrides=learned, renew=products.renew, slower=lambda: products.slower
+        )
     left = tuple(dict.fromkeys((*learned.unquantised, *quantised.left))) if quantised else ()
     names = tuple(name for name in quantised.names if name not in left) if quantised else ()
     fewer = quantised.shell(module, left) if quantised and names else module

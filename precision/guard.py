@@ -336,6 +336,8 @@ class StageGuard:
     ) -> Any:
         if self._learner:
             self.report.protection = self._learner.attempt.in_words
+            if slower := self._learner.attempt.slower():
+                self.report.note(slower)
         seconds = time.perf_counter() - started
         record = StepRecord(self.stage, self._step, timestep, dtype, outcome, seconds, made.largest, **more)
         self.report.add(record)

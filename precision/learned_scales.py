@@ -17,11 +17,21 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from ..trust.message import Message
 from . import shared
 from .fp16_safe import COPIES, FP16, KEEPS_RANGE, MOVES, NORMS, PRODUCTS, ROOM, both_floating, writes
 from .fp32_settings import TF32, autocast_off_where_on, device_types
 from .observe import Agree, alone
-from .planned_products import Key, LeftPlan, LocatedMode, PlannedMode, Scale, Way, has_float32_products
+from .planned_products import (
+    Key,
+    LeftPlan,
+    LocatedMode,
+    PlannedMode,
+    Scale,
+    Way,
+    has_float32_products,
+    why_no_float32_products,
+)
 from .scaled_layers import largest_of
 from .scaled_products import LAYER_CALLS, LOST, KernelOf, Limit, ScaledHalfMatmulMode, no_kernel
 from .upcast import is_quantised, run_in, storage_of
@@ -205,6 +215,7 @@ class LearnedProducts:
         self._agree = agree
         self._renewals, self._calls = 0, 0
         self._used = False  # the latest call was computed by a plan
+        self.slower = ""  # why layers are scaled by rows that might have a constant scale, in words
 
     def run(self, function: Callable[..., Result], *args: Any, tf32: bool = False, **kwargs: Any) -> Result:
         """Call `function` (a module or any callable that runs modules). Otherwise it does what `run_in_fp32` does, with
@@ -269,10 +280,18 @@ class LearnedProducts:
             return None
         float32_products = self._float32_products and has_float32_products(notes.values[0].device)
         plan: dict[Key, Scale] = {}
+        by_rows = 0
         for key, (seen, convolves) in self._seen.items():
-            how = {"convolves": convolves, "float32_products": float32_products, "summed": key in way.summed}
-            if (key[0] in way.anchors or key[0] == 0) and (scale := scale_for(seen, **how)):
+            how = {"convolves": convolves, "summed": key in way.summed}
+            if not (key[0] in way.anchors or key[0] == 0):
+                continue
+            if scale := scale_for(seen, float32_products=float32_products, **how):
                 plan[key] = scale
+            elif not float32_products and key[1:] == (0, "") and scale_for(seen, float32_products=True, **how):
+                by_rows += 1
+        if by_rows:
+            why = why_no_float32_products(notes.values[0].device)
+            self.slower = Message("{} layers are scaled row by row in each step, which takes longer: {}", by_rows, why)
         return PlannedMode(plan, way, self._kernel_of) if plan else None
 
 

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
+from ..trust.message import Message
 from . import shared
 from .accumulation import fp16_accumulation
 from .fp16_safe import (
@@ -351,6 +353,15 @@ def has_float32_products(device: torch.device) -> bool:
     """Return whether a device multiplies fp16 matrices into float32 as PyTorch is set now: not with fp16
     accumulation."""
     return _has_float32_products(device) and not getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
+
+
+def why_no_float32_products(device: torch.device) -> str:
+    """Say why a device does not, in words."""
+    if _has_float32_products(device):
+        return Message("fp16 accumulation is on")
+    if TorchVersion(torch.__version__) < "2.8":
+        return Message("PyTorch {} has no product of fp16 into float32, as 2.8 has", torch.__version__)
+    return Message("PyTorch has no product of fp16 into float32 for this device")
 
 
 @cache

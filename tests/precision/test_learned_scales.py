@@ -11,7 +11,7 @@ import diffusers
 import pytest
 import torch
 from blocky import build, guarded, latents, overflow_stream
-from comfyui_onediff_guard.precision import learned_scales
+from comfyui_onediff_guard.precision import planned_products
 from comfyui_onediff_guard.precision.learned_scales import RENEWALS, LearnedProducts, Seen, scale_for
 from comfyui_onediff_guard.precision.planned_products import LeftPlan, PlannedMode, Scale
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
@@ -499,7 +499,7 @@ def test_a_scale_follows_from_what_was_seen(seen: Seen, more: dict[str, bool], e
 
 
 def test_without_float32_products_only_what_has_room_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learned_scales, "has_float32_products", lambda _: False)
+    monkeypatch.setattr(planned_products, "_has_float32_products", lambda _: False)
     module = build()
     overflow_stream(module, 2)
     products = LearnedProducts()
@@ -507,6 +507,10 @@ def test_without_float32_products_only_what_has_room_is_planned(monkeypatch: pyt
         x = latents(seed)
         assert error(products.run(module, x)[0], run_in_fp32(module, x)[0]) < 2e-3
     assert all(scale.half for scale in planned(products).values()) and planned(products)
+    run = guarded(module, all_layers_scaled=True)
+    run(latents())
+    (said,) = run.report.notes
+    assert "layers are scaled row by row in each step, which takes longer: PyTorch has no product of fp16" in said
 
 
 def test_weights_that_are_gone_leave_no_plan_behind() -> None:
