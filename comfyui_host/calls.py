@@ -28,7 +28,7 @@ from ..precision import shared
 from ..precision.guard import GuardStopped
 from ..precision.kernels import has_fused_attention
 from ..precision.observe import floating, non_finite
-from ..precision.scaled_products import multiplies_in_half
+from ..precision.scaled_products import dtype_of_products
 from ..precision.snapshot import Snapshot
 from . import host
 from .compat import NotInComfyUI, unless_changed
@@ -199,17 +199,23 @@ def load_anew(*, executor: Any, timestep: Any, control: Any, memory: CallMemory,
     return True
 
 
-def _attention_in_fp32(chosen: Callable[..., Any], query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _attention_in_fp32(chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Kernels for half precision alone (sage, flash, another pack's) give way to PyTorch's own. Where products are in
     half precision so do the others, which would multiply in float32, if the device has a fused kernel."""
-    fused = multiplies_in_half() and has_fused_attention(query.device, _heads_width(query, *args, **kwargs))
-    if fused or getattr(chosen, "__name__", "") not in TAKE_FP32:
+    if getattr(chosen, "__name__", "") not in TAKE_FP32 or _is_fused(*args, **kwargs):
         chosen = sys.modules["comfy.ldm.modules.attention"].attention_pytorch
-    return chosen(query, *args, **kwargs)
+    return chosen(*args, **kwargs)
 
 
-def _heads_width(query: torch.Tensor, _key: Any = None, _value: Any = None, heads: int = 1, *_: Any, **how: Any) -> int:
-    return query.shape[-1] // (1 if how.get("skip_reshape") else heads)
+def _is_fused(*args: Any, heads: int = 0, skip_reshape: bool = False, **_: Any) -> bool:
+    """Return whether products are in half precision now, and PyTorch has a fused kernel for this call."""
+    query, *rest = args or (None,)
+    heads = rest[2] if len(rest) > 2 else heads
+    dtype = dtype_of_products()
+    if dtype is None or query is None or not heads:
+        return False
+    width = query.shape[-1] // (1 if skip_reshape or rest[5:6] == [True] else heads)
+    return has_fused_attention(query.device, width, dtype)
 
 
 _EASYCACHE = "easycache"  # in transformer_options

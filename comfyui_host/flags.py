@@ -46,7 +46,9 @@ _STAYS = (
     "loader's offload is 'model', 'group' or 'sequential'"
 )
 _ATTENTION = "diffusers' models use PyTorch's attention: choose its kernel by attention at OneDiff Compile"
-_ATTENTION_OF_RERUNS = "a rerun in fp32 uses PyTorch's, where the kernel takes half precision alone"
+_ATTENTION_OF_RERUNS = (
+    "overflow protection uses PyTorch's, and so does a rerun in fp32 where the kernel takes half precision alone"
+)
 _DYNAMIC = "dynamic VRAM is for ComfyUI's own models: choose the loader's offload instead"
 _CACHED = (
     "a pipeline's weights go with the results that hold it; those of the one used last stay until it unloads models"

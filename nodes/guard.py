@@ -49,7 +49,7 @@ class NaNGuard(Node):
             "optional": {
                 "scope": inputs.choice(
                     inputs.SCOPES,
-                    "learned (recommended): recompute the step, and remember which block to protect, also in later "
+                    "learned (recommended): recompute the step, and protect the model from then on, also in later "
                     "runs. step: recompute the failing step alone. run: the rest of the run is in fp32.",
                     default="learned",
                 ),

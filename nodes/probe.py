@@ -52,7 +52,7 @@ class NumericsProbe(Node):
     ]
     DESCRIPTION = (
         "Runs a few sampling steps in fp32, measures what every layer reaches, draws it against the ranges of fp16 and "
-        "bf16, and recommends how to run this model on this card: precision, and blocks that need fp32. "
+        "bf16, and recommends how to run this model on this card: precision, and overflow protection. "
         "Nothing else is changed or slowed down by it."
     )
     RETURN_TYPES = ("IMAGE", "STRING", "STRING")

@@ -77,10 +77,13 @@ def no_fused_attention(device: torch.device, query: torch.Tensor, *args: Any, **
 
 
 @cache
-def has_fused_attention(device: torch.device, width: int, dtype: torch.dtype = torch.float16) -> bool:
-    """Return whether a device has a fused kernel for heads of so many channels."""
-    like = torch.empty(1, 1, 64, width, dtype=dtype, device="meta")
-    return not kernels_of(device).attention(like, like, like)
+def has_fused_attention(device: torch.device, width: int, dtype: torch.dtype) -> bool:
+    """Return whether a device is known to have a fused kernel for heads of so many channels, whatever mode is on."""
+    if device.type not in ("cpu", "cuda"):
+        return False
+    with torch._C.DisableTorchFunction():
+        like = torch.empty(1, 1, 64, width, dtype=dtype, device="meta")
+        return not kernels_of(device).attention(like, like, like)
 
 
 def no_cudnn_conv3d(dtype: torch.dtype = torch.float16) -> str:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 from .dtypes import DTYPES, FP16_MAX
@@ -234,28 +235,28 @@ class Clips(TraceableMode):
 
     def __init__(self, dtype: str) -> None:
         super().__init__()
-        self._peak = torch.zeros(())  # one tensor, since compiled code would be made anew for each length of a list
+        # the largest |x| that was clipped: one tensor, since compiled code would be made anew for each length of a list
+        self.peak = torch.zeros(())
         self._needed = False
         self._idle = dtype != "fp16"
 
     def watched(self, stage: Callable[..., Any]) -> Callable[..., Any]:
         """Return the stage such that each call of it is watched."""
+        return partial(self._attempt, stage)
 
-        def attempt(*args: Any, **kwargs: Any) -> Any:
-            if self._idle:
-                return stage(*args, **kwargs)
-            self._peak = torch.zeros((), device=_device_of((args, kwargs)))
-            with self:
-                made = stage(*args, **kwargs)
-            self._idle = not self._needed and not _compiled_something()
-            return made
-
-        return attempt
+    def _attempt(self, stage: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._idle:
+            return stage(*args, **kwargs)
+        self.peak = torch.zeros((), device=_device_of((args, kwargs)))
+        with self:
+            made = stage(*args, **kwargs)
+        self._idle = not self._needed and not _compiled_something()
+        return made
 
     def take(self) -> torch.Tensor | None:
         """Return the largest |x| of the latest call, as a float32 scalar. From 65504 on, and where it is inf or NaN,
         a value was clipped. None where the stage has nothing that clips."""
-        return self._peak if self._needed else None
+        return self.peak if self._needed else None
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -341,7 +342,7 @@ class Clips(TraceableMode):
 
     def _keep(self, peak: torch.Tensor) -> None:
         self._needed = True
-        self._peak.copy_(torch.maximum(self._peak, peak.to(self._peak.device)))  # nothing new may outlive the call
+        self.peak.copy_(torch.maximum(self.peak, peak.to(self.peak.device)))  # nothing new may outlive the call
 
 
 def _is_fp16(value: Any) -> bool:
@@ -433,9 +434,15 @@ class ShownInside(torch.nn.Module):
     @staticmethod
     def run(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call what was compiled of one."""
-        if not isinstance(_get_current_function_mode(), _NonfiniteAttentionMode):
+        modes = _get_current_function_mode_stack()
+        at = next((at for at, mode in enumerate(modes) if isinstance(mode, _NonfiniteAttentionMode)), None)
+        if at is None:
             return compiled(False, *args, **kwargs)
-        with _pop_mode_temporarily():
+        with ExitStack() as put_back:
+            for _ in modes[at:]:
+                put_back.enter_context(_pop_mode_temporarily())
+            for mode in modes[at + 1 :]:
+                put_back.enter_context(mode)
             return compiled(True, *args, **kwargs)
 
 

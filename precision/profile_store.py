@@ -76,7 +76,7 @@ class Profile:
         parts += known.in_words()
         if known.fp16_error is not None:
             parts.append(Message("fp16 accumulation: {}", fp16_accumulation_in_words(known.fp16_error)))
-        return joined("; ", parts) if len(parts) > 1 else Message("{}; no block needs extra protection", parts[0])
+        return joined("; ", parts) if len(parts) > 1 else Message("{}; nothing needs protection", parts[0])
 
     def misfit(self, here: Profile) -> str:
         """Why it cannot be used `here`, "" where it can."""

@@ -176,9 +176,10 @@ class ScaledHalfMatmulMode(Fp32Mode):
         return F.scaled_dot_product_attention(*map(double, given), **more).float()
 
 
-def multiplies_in_half() -> bool:
-    """Return whether such a mode computes in this thread now."""
-    return any(isinstance(mode, ScaledHalfMatmulMode) for mode in _get_current_function_mode_stack())
+def dtype_of_products() -> torch.dtype | None:
+    """Return what such a mode multiplies in that computes in this thread now; None where there is none."""
+    modes = (mode for mode in _get_current_function_mode_stack() if isinstance(mode, ScaledHalfMatmulMode))
+    return next((mode._dtype for mode in modes), None)
 
 
 def scaled_attention(

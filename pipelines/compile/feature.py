@@ -67,6 +67,8 @@ class _CompiledBlocks(CallFeature):
 
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
         self._scaled = made.all_layers_scaled
+        if self._scaled and self._stage.plan.dtype != "fp16":  # of an earlier attempt
+            self._compiled = None
         self._tell()
         return made
 

@@ -42,8 +42,6 @@ def features_of(run: RunContext) -> list[Feature]:
         found.append(CompiledRun(run))
     if plan.fp16_sums:
         found.append(Fp16Accumulation())
-    if plan.dtype == "fp16" and not plan.quantised:
-        found.append(ClippedValues())
     parallel = None
     if not handle.ranks.alone:
         from ..parallel.feature import ParallelRun
@@ -54,6 +52,8 @@ def features_of(run: RunContext) -> list[Feature]:
 
         found.append(CachedRun(run, run.settings, handle.step_cache, parallel))
     found.append(SplitBatch())
+    if plan.dtype == "fp16" and not plan.quantised:
+        found.append(ClippedValues())
     if parallel:
         found.append(parallel)
     if run.previews and run.settings:
@@ -102,18 +102,20 @@ class ClippedValues(Feature):
     stream at ±65504."""
 
     def of_calls(self, setup: DenoiserSetup) -> CallFeature:
-        return _ClippedValues(setup.stage.plan.dtype)
+        return _ClippedValues(setup.stage.plan.dtype, together=not setup.stage.handle.ranks.alone)
 
 
 class _ClippedValues(CallFeature):
-    def __init__(self, dtype: str):
-        self._clips = Clips(dtype)
+    """together: several processes compute the network, and each has to say something."""
+
+    def __init__(self, dtype: str, *, together: bool = False):
+        self._clips, self._together = Clips(dtype), together
 
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
         return made if made.all_layers_scaled else replace(made, run=self._clips.watched(made.run))
 
     def peak_inside(self) -> torch.Tensor | None:
-        return self._clips.take()
+        return self._clips.peak if self._together else self._clips.take()
 
 
 class SplitBatch(Feature):

@@ -36,18 +36,24 @@ class QuantisedRun(Feature):
 class _QuantisedLayers(CallFeature):
     def __init__(self, layers: QuantisedLinears, report: RunReport):
         self._layers, self._report = layers, report
+        self._used = True
 
     def build_options(self) -> dict[str, Any]:
         return {"quantised": self._layers}
 
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
-        if said := self._layers.in_words():
+        self._used = not made.all_layers_scaled
+        if not self._used:
+            self._layers.empty()
+            self._report.note("nothing is quantised with overflow protection")
+        elif said := self._layers.in_words():
             self._report.note(said)
         return made
 
     def begin_call(self) -> None:
-        self._layers.fill()
-        self._layers.start()
+        if self._used:
+            self._layers.fill()
+            self._layers.start()
 
     def peak_inside(self) -> torch.Tensor | None:
         return self._layers.take()

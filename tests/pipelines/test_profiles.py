@@ -244,7 +244,7 @@ def test_a_files_name_is_one_whatever_the_model_is_called():
 def test_in_words():
     words = "CogVideoX 5b/fine:tune, sm75, fp16; 'transformer_blocks.3', 'transformer_blocks.17' unquantised"
     assert PROFILE.in_words() == words
-    assert replace(PROFILE, learned=NOTHING).in_words().endswith("; no block needs extra protection")
+    assert replace(PROFILE, learned=NOTHING).in_words().endswith("; nothing needs protection")
     assert (
         replace(PROFILE, learned=PrecisionOverrides(all_layers_scaled=True))
         .in_words()

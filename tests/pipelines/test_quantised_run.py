@@ -26,6 +26,7 @@ from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, choose
 from comfyui_onediff_guard.precision.quantised import QuantisedLinears
 from dequantised import dequantise, product
+from overflows import fails_unscaled
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 
@@ -195,6 +196,27 @@ def test_what_was_learned_is_kept_for_the_next_process_and_is_of_int8_alone(open
     plain = opened("bf16")
     plain.store.learned.clear()
     assert not any("profile" in note for note in sampled(plain)[1].notes)
+
+
+def test_with_every_layer_scaled_nothing_is_quantised_and_the_report_says_so(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a layer that is broken in bf16 too. A later run quantises nothing either."""
+    handle = opened("int8")
+    filled: list[bool] = []
+    fill = QuantisedLinears.fill
+    monkeypatch.setattr(QuantisedLinears, "fill", lambda layers: filled.append(True) or fill(layers))
+    norm = handle.store.module("transformer", "bf16").norm_final
+    hook = norm.register_forward_hook(fails_unscaled)
+    _, report = sampled(handle)
+    assert [step.outcome for step in report.steps] == ["rerun", *["finite"] * (SETTINGS.steps - 1)]
+    (layers,) = handle.store.quantised.values()
+    assert layers.take() is None and len(filled) == 1
+    _, again = sampled(handle)
+    hook.remove()
+    assert len(filled) == 1 and not again.reruns
+    for each in (report, again):
+        assert "nothing is quantised with overflow protection" in each.notes
 
 
 def test_a_lora_acts_around_quantised_layers(opened: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import find_c_compiler
 from comfyui_onediff_guard.precision.attention import sdpa
-from comfyui_onediff_guard.precision.overflow import ShownInside, propagate_nonfinite_attention
+from comfyui_onediff_guard.precision.overflow import Clips, ShownInside, propagate_nonfinite_attention
 from diffusers import UNetSpatioTemporalConditionModel
 from guards import guarded, report_of
 from torch import nn
@@ -189,4 +189,6 @@ def test_compiled_code_runs_without_the_mode_and_shows_what_the_callers_does(sho
         outer = _get_current_function_mode_stack()
         assert ShownInside.run(made, x).isnan().all() == shown
         assert _get_current_function_mode_stack() == outer
-    assert modes == [[]]
+        with Clips("fp16") as above:
+            assert ShownInside.run(made, x).isnan().all() == shown
+    assert modes == [[], [above]]

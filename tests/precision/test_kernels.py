@@ -9,7 +9,14 @@ import torch
 from comfyui_onediff_guard.precision import kernels
 from comfyui_onediff_guard.precision.activations import META
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, EXPERIMENTAL
-from comfyui_onediff_guard.precision.kernels import LEAN, kernels_of, no_cudnn_conv3d, no_fused_attention
+from comfyui_onediff_guard.precision.kernels import (
+    LEAN,
+    has_fused_attention,
+    kernels_of,
+    no_cudnn_conv3d,
+    no_fused_attention,
+)
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
 
 CPU = torch.device("cpu")  # which tells, as a card does, whether a fused kernel takes a call
 FUSED = (torch.empty(2, 30, 17_776, 64, dtype=torch.bfloat16, device=META),) * 3
@@ -27,6 +34,26 @@ def test_of_a_card_both_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "no_fused_attention", lambda *given: asked.append(given) or "why")
     card = torch.device("cuda", 1)
     assert kernels_of(card).attention(*FUSED) == "why" and asked == [(card, *FUSED)]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu", "mps", "xpu", "privateuseone"])
+def test_a_device_that_is_not_known_to_attend_in_one_kernel_does_not(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """It is asked in the dtype of products, in a mode that makes float32 of half precision."""
+    asked: list[torch.dtype] = []
+
+    def why_not(_device: torch.device, query: torch.Tensor, *_: Any) -> str:
+        asked.append(query.dtype)
+        return "why" * (query.shape[-1] > 256)
+
+    monkeypatch.setattr(kernels, "no_fused_attention", why_not)
+    has_fused_attention.cache_clear()
+    with ScaledHalfMatmulMode(torch.float16):
+        found = [has_fused_attention(torch.device(device), width, torch.float16) for width in (64, 512)]
+    has_fused_attention.cache_clear()
+    assert found == {"cuda": [True, False], "cpu": [True, True]}.get(device, [False, False])
+    assert asked == [torch.float16] * 2 * (device == "cuda")
 
 
 def test_a_device_is_asked_by_shapes_and_dtype_alone() -> None:
