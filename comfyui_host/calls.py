@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 
 from ..precision import shared
 from ..precision.guard import GuardStopped
-from ..precision.kernels import has_fused_attention
 from ..precision.observe import floating, non_finite
 from ..precision.scaled_products import dtype_of_products
 from ..precision.snapshot import Snapshot
@@ -214,6 +213,8 @@ def _is_fused(*args: Any, heads: int = 0, skip_reshape: bool = False, **_: Any) 
     dtype = dtype_of_products()
     if dtype is None or query is None or not heads:
         return False
+    from ..precision.kernels import has_fused_attention
+
     width = query.shape[-1] // (1 if skip_reshape or rest[5:6] == [True] else heads)
     return has_fused_attention(query.device, width, dtype)
 
