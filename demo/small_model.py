@@ -88,25 +88,22 @@ def build_cogvideox(
     The same arguments give the same bytes of weights. Nothing is left behind if it fails: the folder appears whole,
     by a rename of a temporary one beside it.
 
-    Args:
-        folder: must not exist yet.
-        overflow: "stream" makes the feed-forward of one block write |x| of about 5e5 into the residual stream: more
-            than fp16 holds, so plain fp16 is NaN at each step; fp32 and bf16 are fine, and so is everything inside
-            that block (attention, hidden activations, weights) in fp16. "inside", of look="flow": its hidden
-            activations leave fp16's range too.
-        layers, heads, head_dim: of the denoiser; its width is heads * head_dim. head_dim: a multiple of 16.
-            look="flow" brings its own.
-        variant: the two that end in "i2v" are image-to-video pipelines.
-        width, height, frames: pixels and frames of the sample size noted in the config: the pipeline's default. As with
-            the published ones, "5b-i2v" can make no other width and height, and the 1.5 ones no larger.
-        dtype: of the stored weights.
-        look: "noise" has random weights and decodes to grey noise; "flow" has the weights of flow_denoiser.py and
-            flow_decoder.py and decodes to slowly flowing colours (variant "2b" only).
+    folder: must not exist yet.
+    overflow: "stream" makes the feed-forward of one block write |x| of about 5e5 into the residual stream: more than
+        fp16 holds, so plain fp16 is NaN at each step; fp32 and bf16 are fine, and so is everything inside that block
+        (attention, hidden activations, weights) in fp16. "inside", of look="flow": its hidden activations leave fp16's
+        range too.
+    layers, heads, head_dim: of the denoiser; its width is heads * head_dim. head_dim: a multiple of 16. look="flow"
+        brings its own.
+    variant: the two that end in "i2v" are image-to-video pipelines.
+    width, height, frames: pixels and frames of the sample size noted in the config: the pipeline's default. As with the
+        published ones, "5b-i2v" can make no other width and height, and the 1.5 ones no larger.
+    dtype: of the stored weights.
+    look: "noise" has random weights and decodes to grey noise; "flow" has the weights of flow_denoiser.py and
+        flow_decoder.py and decodes to slowly flowing colours (variant "2b" only).
 
-    Raises:
-        FileExistsError: `folder` is there already.
-        ValueError: an unknown variant, a head_dim that rotary positions cannot split, a flow that isn't a "2b", or
-            noise that overflows "inside".
+    Raises FileExistsError where `folder` is there already, ValueError for an unknown variant, a head_dim that rotary
+    positions cannot split, a flow that isn't a "2b", or noise that overflows "inside".
     """
     if look == "flow":
         if variant != "2b":
@@ -183,8 +180,7 @@ def save(pipeline: DiffusionPipeline, folder: Path, dtype: torch.dtype, named: M
     """Save as safetensors in `dtype`. A component whose folder is there already keeps the files in it: they are as
     published, whatever the installed version of transformers would write.
 
-    Args:
-        named: component → its class in model_index.json, where the installed transformers calls it something else.
+    named: component → its class in model_index.json, where the installed transformers calls it something else.
     """
     for module in pipeline.components.values():
         if isinstance(module, nn.Module):
@@ -282,10 +278,9 @@ def make_stream_overflow(
     The feed-forward's hidden activations are made larger too (tens, not thousands), so that the output weights
     themselves stay far below fp16's largest number.
 
-    Args:
-        gates: which linear layer of the block computes the feed-forward's gates, and which chunks of its output they
-            are, the picture's and the text's.
-        run: one step of the transformer.
+    gates: which linear layer of the block computes the feed-forward's gates, and which chunks of its output they are,
+        the picture's and the text's.
+    run: one step of the transformer.
     """
     blocks: Any = transformer.get_submodule("transformer_blocks")
     block = blocks[(len(blocks) - 1) // 2]

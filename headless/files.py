@@ -38,11 +38,8 @@ class FileEntry:
         return "/".join(part for part in (folder, self.subfolder, self.filename) if part)
 
     def folder_in(self, output: Path) -> Path:
-        """Its folder in a headless run's output folder.
-
-        Raises:
-            OutputError: it points outside, by its own words or through a link.
-        """
+        """Its folder in a headless run's output folder. Raises OutputError where it points outside, by its own words or
+        through a link."""
         try:
             if not self.filename or paths.relative(self.filename).name != self.filename:
                 raise paths.Outside(f"'{shown(self.filename)}' is no file's name")
@@ -88,11 +85,7 @@ def check_prefix(prefix: str) -> Path:
 
 def resolve_prefix(output: Path, prefix: str, *, width: int = 0, height: int = 0) -> Prefix:
     """Where files of this prefix go, with ComfyUI's placeholders (%width%, %year% ... %second%) filled in. Sizes in
-    pixels.
-
-    Raises:
-        WorkflowError: the prefix leads out of `output`, by itself or through a symbolic link.
-    """
+    pixels. Raises WorkflowError where the prefix leads out of `output`, by itself or through a symbolic link."""
     names, now = ("year", "month", "day", "hour", "minute", "second"), time.strftime("%Y %m %d %H %M %S").split()
     for name, value in {"width": width, "height": height, **dict(zip(names, now, strict=True))}.items():
         prefix = prefix.replace(f"%{name}%", str(value))
@@ -106,30 +99,21 @@ def resolve_prefix(output: Path, prefix: str, *, width: int = 0, height: int = 0
 
 
 def ensure_writable(folder: Path) -> None:
-    """Find out before hours of sampling that a folder takes no files.
-
-    Raises:
-        OutputError: it can't be made, or nothing can be written there.
-    """
+    """Find out before hours of sampling that a folder takes no files. Raises OutputError where it can't be made, or
+    nothing can be written there."""
     with _arriving(folder):
         ...
 
 
 def write_counted(folder: Path, stem: str, suffix: str, data: bytes) -> Path:
-    """Write `<stem>_00001_<suffix>`, or the next number that is free, as ComfyUI does.
-
-    Raises:
-        OutputError: disk full, no permission and the like; nothing is left behind.
-    """
+    """Write `<stem>_00001_<suffix>`, or the next number that is free, as ComfyUI does. Raises OutputError: disk full,
+    no permission and the like; nothing is left behind."""
     return _write(folder, data, _counted(folder, stem, suffix))
 
 
 def write_together(folder: Path, stem: str, contents: Mapping[str, bytes]) -> list[Path]:
     """Write `<stem><suffix>` for each suffix, all or none; where one is taken, all under the next number that is free.
-
-    Raises:
-        OutputError: disk full, no permission and the like; nothing is left behind.
-    """
+    Raises OutputError: disk full, no permission and the like; nothing is left behind."""
     if any((folder / f"{stem}{suffix}").exists() for suffix in contents):
         stem = next(_counted(folder, stem, ""))
     written: list[Path] = []
@@ -170,11 +154,7 @@ class Arriving:
 @contextmanager
 def arriving(folder: Path, name: str) -> Generator[Arriving]:
     """A file that is written bit by bit, under its own name or where that is taken under the next number that is free.
-    Nothing is left of it where the block raises.
-
-    Raises:
-        OutputError: disk full, no permission and the like.
-    """
+    Nothing is left of it where the block raises. Raises OutputError: disk full, no permission and the like."""
     stem, suffix = Path(name).stem, Path(name).suffix
     counted = _COUNTED.fullmatch(stem)
     with _arriving(folder, chain([name], _counted(folder, counted["stem"] if counted else stem, suffix))) as file:

@@ -171,12 +171,7 @@ class BatchRun:
     _claims: dict[str, BinaryIO] = field(default_factory=dict)  # by content
 
     def run(self) -> None:
-        """Until no job is left.
-
-        Raises:
-            OutputError: nothing can be written.
-            HostError: no worker is left.
-        """
+        """Until no job is left. Raises OutputError where nothing can be written, HostError where no worker is left."""
         self._heard = time.monotonic()  # when a call ended, or its silence was told
         try:
             while self.queue.fill() or self._running() or self._elsewhere:

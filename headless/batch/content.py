@@ -60,8 +60,7 @@ def content_of(graph: Graph, schemas: Mapping[str, Schema], input_dir: Path | No
     20 and 20.0 are the same number. An image counts by its bytes where it lies in `input_dir`, else by its name alone;
     a model by its name.
 
-    Raises:
-        WorkflowError: an image's name leads out of `input_dir`, or its file is no image.
+    Raises WorkflowError where an image's name leads out of `input_dir`, or its file is no image.
     """
     nodes = graph.without_dates().to_api()
     facts = {

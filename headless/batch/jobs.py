@@ -93,11 +93,10 @@ class Unmade:
 class JobsFile:
     """A file of jobs. It is read as often as it is asked, and held nowhere.
 
-    Args:
-        file: one JSON object a line.
-        workflows: the folder of the workflows that lines name.
-        input_dir: where the images lie that workflows name; None: nowhere here.
-        read: makes a graph of a workflow's JSON, with the schemas of the host that will run it.
+    file: one JSON object a line.
+    workflows: the folder of the workflows that lines name.
+    input_dir: where the images lie that workflows name; None: nowhere here.
+    read: makes a graph of a workflow's JSON, with the schemas of the host that will run it.
     """
 
     def __init__(self, file: Path, *, workflows: Path, input_dir: Path | None, read: Read) -> None:
@@ -107,8 +106,7 @@ class JobsFile:
     def count(self) -> int:
         """How many jobs it holds. Every line is checked for it, the first job of each in full.
 
-        Raises:
-            WorkflowError: the file cannot be read, or which line is wrong and why; nothing ran.
+        Raises WorkflowError where the file cannot be read, or a line is wrong: which, and why. Nothing ran.
         """
         total = 0
         for number, line in self._lines():
@@ -202,8 +200,8 @@ def combinations(axes: Sequence[Axis]) -> Iterator[tuple[Setting, ...]]:
 def axes_of(matrix: Matrix, graph: Graph, schemas: Mapping[str, Schema]) -> list[Axis]:
     """What a matrix varies of a workflow. What is compiled for (precision, size) comes first, to change least often.
 
-    Raises:
-        WorkflowError: the workflow has no input, or several, that an axis could mean; or there are too many jobs.
+    Raises WorkflowError where the workflow has no input, or several, that an axis could mean, or there are too many
+    jobs.
     """
 
     def having(name: str) -> list[GraphNode]:

@@ -67,11 +67,8 @@ def connected(address: str | None, workers: int | None = None, *, verbose: bool 
     """A Ray, left or ended at the end. What it prints goes to standard error, or nowhere: standard output is the
     command's.
 
-    address: of a cluster; None: a Ray is started here.
-
-    Raises:
-        WorkflowError: the address is none.
-        HostError: it does not answer there, or does not start.
+    address: of a cluster; None: a Ray is started here. Raises WorkflowError where it is no address, HostError where Ray
+    does not answer there, or does not start.
     """
     if address and not re.fullmatch(r"auto|[^/]+:[0-9]{1,5}", address):
         raise WorkflowError(

@@ -101,11 +101,8 @@ def started(checkout: Path, *, models: Sequence[Path] = (), input_dir: Path | No
     `COMFYUI_PYTHON` names its interpreter, `COMFYUI_ARGS` further arguments for its main.py. `--cpu` is added where
     torch finds no accelerator.
 
-    models: more folders to search for models, besides the checkout's own.
-
-    Raises:
-        WorkflowError: no ComfyUI in this folder, or `COMFYUI_PYTHON` names no file.
-        HostError: it ended or did not answer in time.
+    models: more folders to search for models, besides the checkout's own. Raises WorkflowError where no ComfyUI is in
+    this folder, or `COMFYUI_PYTHON` names no file, HostError where it ended or did not answer in time.
     """
     checkout = checkout.resolve()
     for needed in ("main.py", "comfy/cli_args.py"):
@@ -126,11 +123,8 @@ def started(checkout: Path, *, models: Sequence[Path] = (), input_dir: Path | No
 
 
 def find_interpreter(checkout: Path) -> str:
-    """`COMFYUI_PYTHON`, else the checkout's own virtual environment, else the Python that runs this.
-
-    Raises:
-        WorkflowError: `COMFYUI_PYTHON` names no file.
-    """
+    """`COMFYUI_PYTHON`, else the checkout's own virtual environment, else the Python that runs this. Raises
+    WorkflowError where `COMFYUI_PYTHON` names no file."""
     named = os.environ.get("COMFYUI_PYTHON")
     if named:
         if not Path(named).is_file():
@@ -184,11 +178,8 @@ def _write_stub(custom_nodes: Path) -> Path:
 
 
 def _has_accelerator(python: str) -> bool:
-    """Ask the interpreter itself: another environment may have another torch.
-
-    Raises:
-        HostError: it has none that can be imported.
-    """
+    """Ask the interpreter itself: another environment may have another torch. Raises HostError where it has none that
+    can be imported."""
     try:
         asked = subprocess.run([python, "-c", ACCELERATOR_PROBE], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:

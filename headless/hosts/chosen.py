@@ -85,9 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, output: Path, results: str
 def opened(args: argparse.Namespace) -> Generator[Host]:
     """The host that these arguments name; a checkout is stopped at the end.
 
-    Raises:
-        WorkflowError: options that do not go together, or no ComfyUI in the checkout's folder.
-        HostError: the checkout does not start.
+    Raises WorkflowError where options do not go together, or no ComfyUI is in the checkout's folder, HostError where
+    the checkout does not start.
     """
     if args.gpus != "1" and (args.server or args.comfyui):
         raise WorkflowError(

@@ -45,9 +45,7 @@ def images_of(
     """The node, input and value of each image that a workflow names, and its file, where it is in the input folder.
 
     They are those of nodes that take uploaded images. Videos and sounds are none: a server's own stay with the server.
-
-    Raises:
-        WorkflowError: a name leads out of the folders that images are read from.
+    Raises WorkflowError where a name leads out of the folders that images are read from.
     """
     for node in graph.nodes.values():
         specs = schemas[node.class_type].inputs_with(node.inputs)
@@ -75,11 +73,8 @@ def find(folder: Path, name: str) -> Path | None:
 
 
 def read(path: Path) -> bytes:
-    """An image file's bytes, whose beginning a decoder has recognised.
-
-    Raises:
-        WorkflowError: it is no image, too large, or cannot be read.
-    """
+    """An image file's bytes, whose beginning a decoder has recognised. Raises WorkflowError where it is no image, too
+    large, or cannot be read."""
     try:
         with open(path, "rb", opener=_open) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

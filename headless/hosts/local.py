@@ -50,23 +50,19 @@ def run_local(
 ) -> RunResult:
     """Run a workflow in this process.
 
-    Args:
-        workflow: a graph, or a workflow's JSON in API or UI format.
-        models: folders that are searched for models: laid out as ComfyUI's, or simply side by side.
-        input_dir: where LoadImage looks.
-        output_dir: where results go; made if it isn't there.
-        changes: inputs to set first.
-        classes: node classes by type; default this pack's and a few core ones.
-        timeout: seconds after which the run is stopped.
-        on_progress: told each node that starts.
-        first: False in those of several processes that only help with what all compute together: that is run, and what
-            it needs.
+    workflow: a graph, or a workflow's JSON in API or UI format.
+    models: folders that are searched for models: laid out as ComfyUI's, or simply side by side.
+    input_dir: where LoadImage looks.
+    output_dir: where results go; made if it isn't there.
+    changes: inputs to set first.
+    classes: node classes by type; default this pack's and a few core ones.
+    timeout: seconds after which the run is stopped.
+    on_progress: told each node that starts.
+    first: False in those of several processes that only help with what all compute together: that is run, and what it
+        needs.
 
-    Raises:
-        WorkflowError: the workflow can't run; nothing ran.
-        RunFailedError: a node raised, or the time was up.
-        OutputError: a result could not be written.
-        InterruptedRunError: Ctrl-C.
+    Raises WorkflowError where the workflow can't run (nothing ran), RunFailedError where a node raised or the time was
+    up, OutputError where a result could not be written, InterruptedRunError at Ctrl-C.
     """
     from ...comfyui_host import host
 
@@ -100,11 +96,8 @@ def _together(checked: WorkflowPlan, classes: Mapping[str, type]) -> Sequence[st
 
 
 def read_local(workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
-    """A workflow, and the schemas of its node types.
-
-    Raises:
-        WorkflowError: it is none, or has node types that need a ComfyUI.
-    """
+    """A workflow, and the schemas of its node types. Raises WorkflowError where it is none, or has node types that need
+    a ComfyUI."""
     classes = default_classes()
     graph = _read(workflow, classes)
     return graph, known_schemas(graph.class_types(), classes)

@@ -46,8 +46,7 @@ def gpus_here() -> int:
 def chosen_number(asked: str) -> int:
     """How many processes `--gpus` asks for: a number, or 'auto' for one a GPU.
 
-    Raises:
-        WorkflowError: there are not as many GPUs, or this system's PyTorch has no `torch.distributed`.
+    Raises WorkflowError where there are not as many GPUs, or this system's PyTorch has no `torch.distributed`.
     """
     from torch import distributed
 

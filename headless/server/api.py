@@ -89,11 +89,8 @@ class Server:
         await asyncio.wait({closing}, timeout=CLOSE_SECONDS)  # it waits for what was not sent, of whoever takes nothing
 
     async def schemas(self, types: Iterable[str], also: Iterable[str] = ()) -> dict[str, Schema]:
-        """The schemas of these node types; those of `also` where the server has them.
-
-        Raises:
-            UnknownNodesError: the server lacks some of them.
-        """
+        """The schemas of these node types; those of `also` where the server has them. Raises UnknownNodesError where it
+        lacks some of `types`."""
         needed, found, values, together = sorted(set(types)), dict[str, Schema](), 0, list[bytearray]()
         asked = [name for name in sorted({*needed, *also}) if name.strip(".")]  # dots are no part of an address
         answers = await asyncio.gather(*(self._get("object_info", name, together=together) for name in asked))
@@ -116,10 +113,7 @@ class Server:
 
     async def submit(self, graph: Graph) -> Submitted:
         """Queue a workflow. What comes back has a prompt_id; where it has node_errors too, some outputs are left out.
-
-        Raises:
-            WorkflowError: the server found faults in all of it.
-        """
+        Raises WorkflowError where the server found faults in all of it."""
         extra: dict[str, Any] = {"onediff_guard": True} if graph.guarded else {}
         if graph.workflow is not None:
             extra["extra_pnginfo"] = {"workflow": graph.workflow}
@@ -170,11 +164,8 @@ class Server:
                 await self._ask("POST", "interrupt", json={"prompt_id": found})
 
     async def upload(self, name: str, image: bytes) -> str:
-        """Put an image into the server's input folder; the name that it has there.
-
-        Raises:
-            WorkflowError: the server does not take it.
-        """
+        """Put an image into the server's input folder; the name that it has there. Raises WorkflowError where the
+        server does not take it."""
         form = aiohttp.FormData(quote_fields=False)  # names in UTF-8, as the page sends them
         form.add_field("image", image, filename=for_terminal(name))
         answer = await self._ask("POST", "upload", "image", seconds=UPLOAD_SECONDS, data=form)
@@ -186,14 +177,8 @@ class Server:
             raise HostError(f"{answer.place} has no such name for the image {name}: {fault}.") from None
 
     async def download(self, entry: FileEntry, into: Arriving, folder: Path) -> None:
-        """Fetch a result file, again where the connection breaks.
-
-        folder: that it lands in.
-
-        Raises:
-            RunFailedError: the server does not hand it out, or not whole.
-            OutputError: it is too large for the disk.
-        """
+        """Fetch a result file, again where the connection breaks. folder: that it lands in. Raises RunFailedError where
+        the server does not hand it out, or not whole, OutputError where it is too large for the disk."""
         for attempt in range(1, DOWNLOADS + 1):
             try:
                 return await self._fetch(entry, into, folder)

@@ -71,26 +71,22 @@ def run_on_server(
 ) -> RunResult:
     """Run a workflow on a running ComfyUI and download what it saved.
 
-    Args:
-        workflow: a graph, or a workflow's JSON in API or UI format.
-        url: the server's address; no other is followed.
-        output_dir: where results go; made if it isn't there.
-        input_dir: images that the workflow names and that are in here are uploaded first.
-        reads_from: the input folder of a server on this machine: a workflow that names images outside is refused.
-        changes: inputs to set first.
-        timeout: seconds for all of it, the download too. A run that is not done by then is interrupted.
-        guard: the server guards the MODELs and VAEs of the workflow.
-        patience: seconds that the server may be out of reach.
-        stop: interrupts the run once it is set, from any thread.
-        on_progress: told each node and step.
+    workflow: a graph, or a workflow's JSON in API or UI format.
+    url: the server's address; no other is followed.
+    output_dir: where results go; made if it isn't there.
+    input_dir: images that the workflow names and that are in here are uploaded first.
+    reads_from: the input folder of a server on this machine: a workflow that names images outside is refused.
+    changes: inputs to set first.
+    timeout: seconds for all of it, the download too. A run that is not done by then is interrupted.
+    guard: the server guards the MODELs and VAEs of the workflow.
+    patience: seconds that the server may be out of reach.
+    stop: interrupts the run once it is set, from any thread.
+    on_progress: told each node and step.
 
-    Raises:
-        HostError: no ComfyUI answers there.
-        WorkflowError: the server refuses the workflow, or it names images that may not be read; nothing ran.
-        RunFailedError: a node raised, the time was up, or the server was lost.
-        InterruptedRunError: somebody interrupted the run there. Ctrl-C here interrupts it and is raised as
-            KeyboardInterrupt.
-        OutputError: a result could not be written.
+    Raises HostError where no ComfyUI answers there, WorkflowError where the server refuses the workflow, or it names
+    images that may not be read (nothing ran), RunFailedError where a node raised, the time was up, or the server was
+    lost, InterruptedRunError where somebody interrupted the run there, OutputError where a result could not be written.
+    Ctrl-C here interrupts the run and is raised as KeyboardInterrupt.
     """
     return _through(
         _ServerRun(Server(url), guard, patience, on_progress),
@@ -106,10 +102,8 @@ def read_for_server(
     """A workflow, and the schemas of its node types on a running ComfyUI. timeout: in seconds. guard: as of
     `run_on_server`.
 
-    Raises:
-        HostError: no ComfyUI answers there.
-        WorkflowError: it is no workflow, or the server lacks some of its node types.
-        RunFailedError: the time was up.
+    Raises HostError where no ComfyUI answers there, WorkflowError where it is no workflow, or the server lacks some of
+    its node types, RunFailedError where the time was up.
     """
     return _through(_ServerRun(Server(url), guard), timeout, lambda job: job.read(workflow))
 

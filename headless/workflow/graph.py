@@ -59,12 +59,8 @@ class Graph:
         return {node.id: _node_to_api(node) for node in self.nodes.values()}
 
     def find(self, name: str) -> GraphNode:
-        """The node that `name` means: an id, or a title or class id that only one node has.
-
-        Raises:
-            NodeNotFoundError: no node goes by that name.
-            WorkflowError: more than one does.
-        """
+        """The node that `name` means: an id, or a title or class id that only one node has. Raises NodeNotFoundError
+        where no node goes by that name, WorkflowError where more than one does."""
         if name in self.nodes:
             return self.nodes[name]
         for key in (lambda n: n.title, lambda n: n.class_type):
@@ -94,11 +90,8 @@ class Graph:
         return replace(self, nodes=nodes)
 
     def order_for(self, targets: Iterable[str]) -> list[str]:
-        """Ids of `targets` and all that they hang on, each after what it takes its inputs from.
-
-        Raises:
-            WorkflowError: a link goes to a node that doesn't exist, or links run in a circle.
-        """
+        """Ids of `targets` and all that they hang on, each after what it takes its inputs from. Raises WorkflowError
+        where a link goes to a node that doesn't exist, or links run in a circle."""
         wanted: dict[str, set[str]] = {}
         queue = list(targets)
         while queue:
@@ -128,11 +121,7 @@ class ApiNode(Foreign):
 
 def read_json(path: Path) -> Mapping[str, Any]:
     """The JSON object in a workflow file. NaN and Infinity, which ComfyUI writes into pictures, are read: where they
-    stand decides whether they matter.
-
-    Raises:
-        WorkflowError: no such file, not JSON, or not an object.
-    """
+    stand decides whether they matter. Raises WorkflowError: no such file, not JSON, or not an object."""
     try:
         return object_in(read(path, nan=True))
     except OSError as error:
@@ -147,11 +136,8 @@ def is_ui_format(data: Mapping[str, Any]) -> bool:
 
 
 def from_api(data: Mapping[str, Any]) -> Graph:
-    """A graph from API-format JSON, or from a whole body for `POST /prompt` that has it under `prompt`.
-
-    Raises:
-        WorkflowError: this isn't API format.
-    """
+    """A graph from API-format JSON, or from a whole body for `POST /prompt` that has it under `prompt`. Raises
+    WorkflowError where this isn't API format."""
     prompt = data.get("prompt")
     if isinstance(prompt, dict) and "class_type" not in prompt:
         data = prompt

@@ -30,11 +30,8 @@ class Setting:
 
     @classmethod
     def parse(cls, argument: str) -> Setting:
-        """Read `NODE.INPUT=VALUE`, as UTF-8 in every locale. Both names may hold dots.
-
-        Raises:
-            WorkflowError: it has another form, or bytes that are no text.
-        """
+        """Read `NODE.INPUT=VALUE`, as UTF-8 in every locale. Both names may hold dots. Raises WorkflowError where it
+        has another form, or bytes that are no text."""
         try:
             if not is_whole(argument):  # in an ASCII locale, Python keeps all other bytes for later
                 argument = os.fsencode(argument).decode()
@@ -47,11 +44,8 @@ class Setting:
         return cls(node.strip(), name.strip(), text)
 
     def found_in(self, graph: Graph, schemas: Mapping[str, Schema]) -> tuple[GraphNode, InputSpec]:
-        """The node and the input that are meant.
-
-        Raises:
-            WorkflowError: no such node, or it has no such input.
-        """
+        """The node and the input that are meant. Raises WorkflowError where there is no such node, or it has no such
+        input."""
         parts = f"{self.node}.{self.input}".split(".")
         missing: list[NodeNotFoundError] = []
         for end in range(len(parts) - 1, max(len(parts) - 1 - MAX_PARTS, 0), -1):
@@ -81,8 +75,7 @@ def apply(graph: Graph, settings: Iterable[Setting], schemas: Mapping[str, Schem
     """The graph with these inputs changed, and its prompts' choices made by the seeds that it has then. Later settings
     win, but what brings an input along comes before that.
 
-    Raises:
-        WorkflowError: no such node, it has no such input, or the value holds half a character.
+    Raises WorkflowError where there is no such node, it has no such input, or the value holds half a character.
     """
     prompts, dated = dict(graph.prompts), dict(graph.dated)
     for setting in sorted(settings, key=lambda each: each.depth_in(graph, schemas)):

@@ -214,8 +214,7 @@ def unfold(file: UiFile) -> Unfolded:
     """Every canvas of the workflow, as often as it stands there; a subgraph node of the workflow itself that is muted
     or bypassed stays folded.
 
-    Raises:
-        WorkflowError: two nodes of a canvas have one id, a subgraph holds itself, or it is too much.
+    Raises WorkflowError where two nodes of a canvas have one id, a subgraph holds itself, or it is too much.
     """
     workflow, subgraphs = _canvases(file)
     levels = {"": Level(workflow)}

@@ -45,11 +45,8 @@ EXPORT_HINT = "In ComfyUI, use Workflow > Export (API) and run that file instead
 
 
 def class_types(data: Mapping[str, Any]) -> set[str]:
-    """The node types whose schemas `convert` needs.
-
-    Raises:
-        WorkflowError: it can't be read, has group nodes, or subgraphs that can't be unfolded.
-    """
+    """The node types whose schemas `convert` needs. Raises WorkflowError where the workflow can't be read, has group
+    nodes, or subgraphs that can't be unfolded."""
     return _class_types(_read(data))
 
 
@@ -62,12 +59,8 @@ def named_types(data: Mapping[str, Any]) -> set[str]:
 def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
     """The graph that ComfyUI's page would send for this UI-format workflow. Nodes in subgraphs have ids like "1:2:3".
 
-    Args:
-        data: the workflow.
-        schemas: by node type; at least those of `class_types(data)`.
-
-    Raises:
-        WorkflowError: it can't be read or unfolded, a broken link table, or an unknown node type.
+    data: the workflow. schemas: by node type; at least those of `class_types(data)`. Raises WorkflowError where it
+    can't be read or unfolded, or has a broken link table or an unknown node type.
     """
     unfolded = _read(data)
     missing = sorted(_class_types(unfolded) - set(schemas))

@@ -57,11 +57,8 @@ class Sources:
         self.found: dict[tuple[str, str, str], InputValue | None] = {}  # by the steps that led there
 
     def of(self, level: Level, node: UiNode, slot: UiInput) -> InputValue | None:
-        """What the input of a node gets, or None where nothing feeds it.
-
-        Raises:
-            WorkflowError: it leads nowhere, or in a circle.
-        """
+        """What the input of a node gets, or None where nothing feeds it. Raises WorkflowError where it leads nowhere,
+        or in a circle."""
         at = self._into(level, node, slot)
         way: set[tuple[str, str, str]] = set()
         while isinstance(at, _Step):

@@ -38,11 +38,8 @@ _NO_FILE_NAME = re.compile(r'[/?<>\\:*|"\x00-\x1f\x7f]')
 
 
 def chosen(graph: Graph) -> Graph:
-    """A copy in which the choices of its prompts are made anew: the same seeds make the same choices.
-
-    Raises:
-        WorkflowError: choices are nested too deep.
-    """
+    """A copy in which the choices of its prompts are made anew: the same seeds make the same choices. Raises
+    WorkflowError where choices are nested too deep."""
     values = [node.inputs.get(name) for node in graph.nodes.values() for name in SEED_NAMES]
     seeds = sorted(number for value in values for number in _numbers(graph, value))
     made: dict[str, dict[str, str]] = {}
@@ -61,10 +58,7 @@ def choose(text: str, random: Callable[[], float]) -> str:
     """A prompt without its comments, of each `{a|b}` one option, and `\\{` as `{`: `processDynamicPrompt` of the page.
     An option loses one backslash before a brace for each choice that it stands in.
 
-    random: asked for a number from 0 to below 1 at each choice.
-
-    Raises:
-        WorkflowError: choices are nested too deep.
+    random: asked for a number from 0 to below 1 at each choice. Raises WorkflowError where choices are nested too deep.
     """
     opened: list[list[list[str]]] = [[[]]]  # the text, then each open choice: its options so far, in parts
 
@@ -111,10 +105,8 @@ def fill_in(text: str, value: Callable[[str, str], Any], now: datetime) -> str:
     """A file name with `%Node.widget%` and `%date:yyyy-MM-dd%` filled in: `applyTextReplacements` of the page. What it
     does not know stays.
 
-    value: of a node's widget, by their names; raises KeyError where there is none.
-
-    Raises:
-        WorkflowError: it gets too long.
+    value: of a node's widget, by their names; raises KeyError where there is none. Raises WorkflowError where the name
+    gets too long.
     """
     room = MAX_REPLACED
 

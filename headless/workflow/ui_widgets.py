@@ -87,11 +87,7 @@ def _by_position(stored: list[Any], schema: Schema) -> Callable[[InputSpec], Any
 
 
 class Widgets:
-    """The widgets of all nodes of a file.
-
-    Args:
-        schemas: by node type; of nodes without one no widget is known.
-    """
+    """The widgets of all nodes of a file. schemas: by node type; of nodes without one no widget is known."""
 
     def __init__(self, subgraphs: Mapping[str, Canvas], schemas: Mapping[str, Schema]) -> None:
         self.subgraphs, self.schemas = subgraphs, schemas

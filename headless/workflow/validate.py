@@ -35,11 +35,7 @@ class WorkflowPlan:
 
 
 def known_schemas(types: set[str], classes: Mapping[str, type]) -> dict[str, Schema]:
-    """The schemas of those types that have a class.
-
-    Raises:
-        UnknownNodesError: the others, by name.
-    """
+    """The schemas of those types that have a class. Raises UnknownNodesError with the others, by name."""
     unknown = sorted(types - set(classes))
     if unknown:
         raise UnknownNodesError(
@@ -51,11 +47,7 @@ def known_schemas(types: set[str], classes: Mapping[str, type]) -> dict[str, Sch
 
 
 def plan(graph: Graph, classes: Mapping[str, type]) -> WorkflowPlan:
-    """Check the whole workflow and decide what runs in which order.
-
-    Raises:
-        WorkflowError: with one line for each fault.
-    """
+    """Check the whole workflow and decide what runs in which order. Raises WorkflowError, a line for each fault."""
     schemas = known_schemas(graph.class_types(), classes)
     outputs = [node.id for node in graph.nodes.values() if schemas[node.class_type].is_output]
     if not outputs:
