@@ -103,8 +103,12 @@ class _ModelGuard:
         if found is None:
             return executor(*args, **by_name)
         options, steps = found
-        with guarded_run(self._settings, steps) as options[KEY]:
-            return executor(*args, **by_name)
+        with guarded_run(self._settings, steps) as run:
+            options[KEY] = run
+            try:
+                return executor(*args, **by_name)
+            finally:
+                run.leave_nothing()
 
     def prepare(self, executor: Any, *args: Any, **by_name: Any) -> Any:
         """Hands on the loaded model, then what it needs."""
@@ -113,6 +117,7 @@ class _ModelGuard:
         run: Run | None = (options.get("transformer_options") or {}).get(KEY) if isinstance(options, dict) else None
         if run is None or type(made) is not tuple:
             return made
+        run.begin_anew(made)
         return run.refining(made[0]), *made[1:]
 
     def apply(self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -217,7 +217,21 @@ def _as_operations() -> Callable[[], None]:
     with ExitStack() as undo:
         for module, name, for_products, since in _MOVES:
             _replace(undo, module, name, partial(OneOperation, for_products=for_products), since)
+        _replace(undo, "comfy.ops", "cast_bias_weight", partial(_in_full, _patched_table_in_fp32))
         return undo.pop_all().close
+
+
+def _patched_table_in_fp32(original: Callable[..., Any], layer: Any, *args: Any, **more: Any) -> Any:
+    """Call `cast_bias_weight`. For a table that is looked up ComfyUI names no dtype, where it is in half precision, and
+    so rounds what it adds to it."""
+    if isinstance(layer, torch.nn.Embedding) and not args and more.get("dtype") is None and _patched(layer):
+        more["dtype"] = torch.float32
+    return original(layer, *args, **more)
+
+
+def _patched(layer: Any) -> bool:
+    """Whether its weight is patched as it runs."""
+    return bool(getattr(layer, "weight_function", None) or getattr(layer, "weight_lowvram_function", None))
 
 
 def _cast_for_products(
@@ -248,7 +262,7 @@ def _cast_to(products: torch.dtype, layer: Any) -> torch.dtype:
     is patched on the way is not rounded to bf16. A quantised one comes dequantised where it is patched so, and where
     its checkpoint or this card has its layer multiply in full."""
     stored: torch.dtype = layer.weight.dtype
-    patched = getattr(layer, "weight_function", None) or getattr(layer, "weight_lowvram_function", None)
+    patched = _patched(layer)
     if is_quantised(layer.weight) and layer.weight.ndim == 2:
         return torch.float32 if patched or vars(layer).get(_IN_FULL) else stored
     if products is not torch.float16 or stored not in (torch.bfloat16, torch.float32):

@@ -18,7 +18,7 @@ from ..precision.probe import Probe, ProbeResult, recommend
 from .calls import ModelCall, apply_model_in_fp32, around_apply_model, wrapped
 from .guards import denoiser_of
 from .networks import profile_of
-from .refining import refining_guarded
+from .refining import forget_earlier_runs, refining_guarded
 
 
 class KSampling(NamedTuple):
@@ -117,6 +117,7 @@ class _Run:
 def _prepare(executor: Any, *args: Any, **by_name: Any) -> Any:
     """Hands on the loaded model, then what it needs; text that half precision does not hold is refined in fp32."""
     model, *more = executor(*args, **by_name)
+    forget_earlier_runs(model, *more)
     return refining_guarded(model, GuardPolicy(), lambda _: None), *more
 
 

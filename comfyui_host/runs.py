@@ -32,7 +32,7 @@ from .compat import what_changed
 from .language import speaking, translated
 from .layers import OwnProducts, rerun_from
 from .networks import ComfyNetwork, profile_of
-from .refining import refining_guarded
+from .refining import forget_earlier_runs, refining_guarded
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +83,25 @@ class Run:
         self._executors: dict[tuple[torch.nn.Module, int], _Executor] = {}  # by network and thread
         self._calls: list[StepRecord] = []  # of all executors, in the order in which they ended
         self._lock = threading.Lock()
+        self._prepared: tuple[Any, ...] = ()
         self._before: list[str] = []  # what had to be made again before the first call
         self._given_up: str = ""  # why an inserted guard lets the rest of the run through
         self._stopped: StepRecord | None = None  # the call that a guard has ended
         self._ended_by: str = ""  # what ended the run before its end
         self.retried = False  # ComfyUI makes a call that runs out of memory again, tiled
+
+    def begin_anew(self, prepared: tuple[Any, ...]) -> None:
+        """Have the models forget earlier runs. prepared: as ComfyUI hands on what it has loaded for a run."""
+        self._prepared = prepared
+        self._forget()
+
+    def leave_nothing(self) -> None:
+        """Of what calls in another precision than ComfyUI's have computed: later runs without a guard would read it."""
+        if self._settings.request and self._prepared:
+            self._forget()
+
+    def _forget(self) -> None:
+        self.or_plain(lambda: forget_earlier_runs(*self._prepared), lambda: None)
 
     def refining(self, model: Any) -> Any:
         """A loaded BaseModel, whose text refiner is guarded too."""

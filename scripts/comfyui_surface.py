@@ -143,6 +143,9 @@ USES: dict[str, Use] = {
     f"{_QUANTISED}.from_float": Use(
         CALL, "rows of a quantised product", "with every layer scaled, weights are dequantised in each step"
     ),
+    "comfy.ldm.hidream_o1.model.HiDreamO1Transformer.clear_kv_cache": Use(
+        CALL, "what a network keeps of earlier runs", "forgetting that, unless it is NaN or infinite"
+    ),
     "comfy.model_prefetch.pause_malloc_graph": Use(
         CALL, "keeps what a guard holds out of a plan for memory", _MODEL_OFF
     ),
@@ -216,7 +219,7 @@ OWNERS: dict[str, dict[str, str]] = {  # what an expression stands for, by file;
         "executor.class_obj": _MODEL,
         "kind": _QUANTISED,
     },
-    "refining.py": {"model": _MODEL},
+    "refining.py": {"model": _MODEL, "network": "comfy.ldm.hidream_o1.model.HiDreamO1Transformer"},
     "placement.py": {"loaded[index]": _LOADED, "loaded.pop(index)": _LOADED},
     "previews.py": {"known": _FORMAT, "decoder": "latent_preview.LatentPreviewer", "queue": _QUEUE},
     "probe.py": {"comfy": "comfy.sample"},
@@ -232,7 +235,7 @@ OWNERS: dict[str, dict[str, str]] = {  # what an expression stands for, by file;
         "utils": "comfy.utils",
     },
 }
-OTHERS = {"pop", "modules", "nodes"}  # attributes of lists and of PyTorch; `nodes` is 0.0.1's
+OTHERS = {"pop", "modules", "buffers", "nodes"}  # attributes of lists and of PyTorch; `nodes` is 0.0.1's
 
 
 def module_of(name: str) -> str:

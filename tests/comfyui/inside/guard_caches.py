@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
-from in_comfyui import difference, error_of, guarded, said
-from native_layouts import WAN, Layout
+from guard_beside import lora_on
+from in_comfyui import difference, error_of, guarded, said, same
+from native_layouts import IMAGE_LAYOUTS, WAN, Layout
 from native_models import SUPPORTED, in_fp32, make_model
+from probe import facts, probed
 
 HOT = {"blocks.0.ffn.0.weight": 1e5}
 CAUSAL = Layout(
@@ -31,33 +34,7 @@ ANIMATE = Layout(
 TEXT_TO_VIDEO = Layout(
     "WAN21_T2V", WAN | {"image_model": "wan2.1", "model_type": "t2v"}, (1, 16, 3, 8, 8), (1, 7, 32), hot=HOT
 )
-HIDREAM = Layout(
-    "HiDreamO1",
-    {
-        "image_model": "hidream_o1",
-        "text_config_overrides": {
-            "vocab_size": 151700,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "rope_dims": [4, 6, 6],
-        },
-        "vision_config_overrides": {
-            "hidden_size": 32,
-            "num_heads": 2,
-            "intermediate_size": 48,
-            "depth": 1,
-            "deepstack_visual_indexes": (),
-        },
-    },
-    latents=(1, 3, 64, 64),
-    context=(1, 7, 64),
-    hot={"language_model.layers.0.mlp.up_proj.weight": 8e4},
-    cfg=1.0,
-)
+HIDREAM = replace(IMAGE_LAYOUTS["hidream_o1"], cfg=1.0)
 TOKENS = {"text_input_ids": torch.tensor([[5, 6, 7, 8, 9, 10, 11]])}
 EULER = ("euler", {})
 
@@ -121,6 +98,27 @@ def test_a_prompt_that_the_network_remembers_is_not_that_of_a_failed_call(hot: b
 
 
 @needs(HIDREAM)
+@pytest.mark.parametrize("way", ["fp16", "bf16", "another LoRA", "probe"])
+def test_a_run_neither_takes_over_nor_leaves_what_another_one_would_compute_otherwise(way: str) -> None:
+    """Of the prompt: in plain fp16, in another precision, with another LoRA."""
+    how = HIDREAM, EULER, [1.0, 0.7, 0.4, 0.0]
+    model, fresh = (make_model(HIDREAM, hot=way == "probe") for _ in range(2))
+    tokens = {name: torch.ones(shape, dtype=torch.long) for name, shape in HIDREAM.ones.items()}  # the probe's
+
+    def run(patcher: Any) -> torch.Tensor:
+        if way == "probe":
+            return torch.tensor(facts(probed(patcher, HIDREAM))["worst"][0]["reach"])
+        with_it = lora_on(patcher) if way == "another LoRA" else patcher
+        return sampled(guarded(with_it, precision=way if "16" in way else "inherit"), *how, **tokens)
+
+    expected = run(fresh)
+    plain = sampled(model, *how, **tokens)
+    assert torch.equal(run(model), expected)
+    if way != "another LoRA":
+        assert same(sampled(fresh, *how, **tokens), plain)
+
+
+@needs(HIDREAM)
 def test_nothing_of_a_stopped_run_is_remembered() -> None:
     model = make_model(HIDREAM, hot=True)
     stopped = guarded(model, on_failure="stop")
@@ -156,13 +154,15 @@ class Prefix:
 
 
 def test_what_a_network_keeps_in_an_object_is_not_that_of_a_failed_call() -> None:
-    """And what it writes to its arguments is not either."""
+    """Nor is it that of a run without a guard. And what it writes to its arguments is not that of a failed call."""
     hot = make_model(TEXT_TO_VIDEO, hot=True)
     exact = in_fp32(hot, TEXT_TO_VIDEO)
     for network in (hot.model.diffusion_model, exact.model.diffusion_model):
         network.prefix = Prefix(network)
         network.blocks[0].ffn.register_forward_hook(network.prefix.through)
         network.blocks[1].register_forward_pre_hook(lambda _block, given: (given[0].mul_(2), None)[1])
-    made, expected = (sampled(model, TEXT_TO_VIDEO, EULER, [1.0, 0.6, 0.0]) for model in (guarded(hot), exact))
+    how = TEXT_TO_VIDEO, EULER, [1.0, 0.6, 0.0]
+    assert sampled(hot, *how).isnan().any() and hot.model.diffusion_model.prefix.layers[0][0].isnan().any()
+    made, expected = (sampled(model, *how) for model in (guarded(hot), exact))
     assert "2 steps, 2 recomputed in fp32" in said[-1]
     assert difference(made, expected) <= 1e-5

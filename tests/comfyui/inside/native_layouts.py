@@ -43,7 +43,8 @@ class Layout:
         """Of the network, that overflows."""
         (weight,) = self.hot
         parts = weight.split(".")
-        return ".".join(parts[: 3 if parts[0] == "input_blocks" else 2])
+        numbered = next(place for place, part in enumerate(parts) if part.isdigit())
+        return ".".join(parts[: numbered + (2 if parts[0] == "input_blocks" else 1)])
 
     def split(self, made: torch.Tensor) -> list[torch.Tensor]:
         """Streams of latents that stand behind one another."""
@@ -192,6 +193,25 @@ IDEOGRAM4 = {
     "llm_features_dim": 32,
     "mrope_section": [6, 5, 5],
 }
+HIDREAM_O1 = {
+    "text_config_overrides": {
+        "vocab_size": 151700,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rope_dims": [4, 6, 6],
+    },
+    "vision_config_overrides": {
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 48,
+        "depth": 1,
+        "deepstack_visual_indexes": (),
+    },
+}
 
 IMAGE_LAYOUTS = {
     "sd15": Layout(
@@ -310,6 +330,15 @@ IMAGE_LAYOUTS = {
         hot={"layers.0.feed_forward.w3.weight": 6e4},
         marks={"embed_image_indicator.weight": (2, 64)},
     ),
+    "hidream_o1": Layout(
+        "HiDreamO1",
+        HIDREAM_O1,
+        latents=(1, 3, 64, 64),
+        context=(1, 7, 64),
+        hot={"language_model.layers.0.mlp.up_proj.weight": 8e4},
+        marks={"t_embedder1.mlp.0.weight": (64, 256), "x_embedder.proj1.weight": (16, 3072)},
+        ones={"text_input_ids": (1, 7)},
+    ),
 }
 
 
@@ -408,6 +437,15 @@ KANDINSKY5 = {
     "num_text_blocks": 1,
     "num_visual_blocks": 2,
     "axes_dims": (8, 8, 8),
+}
+SEEDVR2 = {
+    "vid_dim": 48,
+    "txt_in_dim": 32,
+    "heads": 2,
+    "head_dim": 24,
+    "num_layers": 2,
+    "mm_layers": 1,
+    "rope_dim": 24,
 }
 ACE = {
     "num_layers": 2,
@@ -525,6 +563,15 @@ VIDEO_LAYOUTS = {
         hot={"visual_transformer_blocks.0.feed_forward.in_layer.weight": 1e5},
         marks={"visual_transformer_blocks.0.cross_attention.key_norm.weight": (24,)},
         extra={"pooled_output": (1, 24)},
+    ),
+    "seedvr2": Layout(
+        "SeedVR2",
+        SEEDVR2,
+        latents=(1, 16, 2, 8, 8),
+        context=(1, 7, 32),
+        hot={"blocks.0.mlp.vid.proj_in.weight": 1e5},
+        marks={"blocks.31.mlp.all.proj_in_gate.weight": (256, 48)},
+        extra={"condition": (1, 17, 2, 8, 8)},
     ),
     "ace": Layout(
         "ACEStep",
