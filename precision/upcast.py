@@ -257,7 +257,11 @@ def _upcast(tensor: torch.Tensor, memo: dict[int, tuple[torch.Tensor, torch.Tens
         return tensor
     if id(tensor) not in memo:
         with torch.inference_mode(False), torch.no_grad():
-            memo[id(tensor)] = (tensor, tensor.float())
+            single = tensor.float()
+        memo[id(tensor)] = (
+            tensor,
+            single.data if single._version else single,
+        )  # of an inference tensor, it begins at 1
     return memo[id(tensor)][1]
 
 

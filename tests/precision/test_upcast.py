@@ -399,6 +399,22 @@ def test_in_place_writes_reach_half_tensors_their_views_and_aliases(write, infer
     assert torch.equal(returned.float(), expected)
 
 
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_what_is_only_read_of_an_inference_tensor_is_not_written_back(inference_mode):
+    """ComfyUI loads weights in inference mode; its threads for several GPUs compute outside of it, and cannot write."""
+    with torch.inference_mode():
+        weight = torch.arange(4, dtype=HALF)
+        views, buffer = [weight.view(2, 2)[1]], torch.zeros(2, dtype=HALF)
+    read = run_in_fp32(lambda: views[0] * 30000)
+    assert read.tolist() == [60000.0, 90000.0]
+    with torch.inference_mode(inference_mode):
+        returned = run_in_fp32(lambda: weight.view(2, 2)[0])
+    assert returned.data_ptr() == weight.data_ptr() and returned.dtype == HALF
+    with torch.inference_mode():
+        run_in_fp32(lambda: buffer.add_(1)[1:].mul_(2))
+    assert buffer.tolist() == [1.0, 2.0]
+
+
 def test_in_place_on_an_argument_reaches_the_caller_and_is_computed_in_float32():
     x = torch.full((2,), 1000.0, dtype=HALF)
     assert run_in_fp32(lambda t: t.mul_(t).sqrt_(), x).tolist() == [1000.0, 1000.0]
