@@ -19,7 +19,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from in_comfyui import difference, error_of, guarded, module, said
-from native_models import CPU, LAYOUTS, Layout, make_model, sample
+from native_models import CPU, LAYOUTS, RECENT, Layout, make_model, sample
 
 OPS = import_module("comfy.ops")
 QUANT: Any = import_module("comfy.quant_ops") if hasattr(OPS, "mixed_precision_ops") else None
@@ -87,6 +87,21 @@ def test_a_rerun_multiplies_in_fp32_what_the_checkpoint_holds_and_a_healthy_run_
     stored = f"rerun from the {FORMATS[kind].name} weights as they are stored, with products in fp32"
     assert stored in said[-1]
     assert before == switches(hot)
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("family", RECENT)
+def test_each_family_is_rerun_from_what_its_checkpoint_holds(family: str, kind: str) -> None:
+    layout = LAYOUTS[family]
+    blocks = f"{layout.block.rpartition('.')[0]}."
+    healthy, _ = quantised(layout, FORMATS[kind], only=blocks)
+    plain, made = (sample(each, layout, steps=STEPS) for each in (healthy, guarded(healthy)))
+    assert plain.isfinite().all() and torch.equal(made, plain)
+    hot, exact = quantised(layout, FORMATS[kind], hot=True, only=blocks)
+    plain, made, expected = (sample(each, layout, steps=STEPS) for each in (hot, guarded(hot), exact))
+    assert not difference(plain, expected) <= 2e-2
+    assert difference(made, expected) <= 1e-5
+    assert "2 steps, 2 recomputed in fp32" in said[-1]
 
 
 def newer_linear_input_act(

@@ -16,7 +16,7 @@ from guard_quantised import FORMATS, HERE, quantised
 from guard_scaled import FEW, PROTECTED, STEPS, WEIGHTS, check_said, few
 from guard_streamed import WAYS, streamed
 from in_comfyui import guarded, said, same
-from native_models import LAYOUTS, Layout, distance, in_fp32, make_model, sample, with_its_twin
+from native_models import LAYOUTS, RECENT, Layout, distance, make_model, sample, with_its_twin
 
 CACHED_STEPS = 6
 OUTSIDE_FP16 = 2.0**24  # what one layer's weights are divided by and the next one's multiplied
@@ -181,6 +181,10 @@ def packed(layout: Layout) -> Made:
 
 
 STATES = {(family, state): made for family in FEW for state, made in states(family).items()}
+OF_RECENT = ("LoRA", "quantised to float8_e4m3fn", "quantised to int8", "streams", "dynamic, with LoRA")
+STATES |= {
+    (family, state): states(family)[state] for family in RECENT for state in OF_RECENT if state in states(family)
+}
 
 
 # by what a format rounds a layer's input to; guard_own_products.py holds that to ComfyUI's own products
@@ -230,7 +234,7 @@ def test_each_half_is_protected(family: str, order: str) -> None:
     layout = work_units.GUIDED[family]
     make = partial(make_model, layout, hot=True)
     both = work_units.split(make(), make)
-    reference = sample(in_fp32(both, layout), layout, steps=STEPS)
+    reference = sample(work_units.exact_on_two(both, layout), layout, steps=STEPS)
     if order == "before":
         patcher = work_units.split(protected(make()), make)
     else:

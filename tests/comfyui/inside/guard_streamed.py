@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from in_comfyui import difference, guarded, node, said
-from native_models import HOT_DECODER, LAYOUTS, in_fp32, make_model, make_vae, sample, vae_in_fp32
+from native_models import HOT_DECODER, LAYOUTS, RECENT, in_fp32, make_model, make_vae, sample, vae_in_fp32
 from simulated_card import DYNAMIC, MANAGEMENT, OnHost, card, on_host
 
 KINDS = import_module("comfy.patcher_extension").WrappersMP
@@ -27,7 +27,7 @@ if DYNAMIC:
     WAYS["dynamic, no room"] = partial(card, dynamic=True, room=0, pinned=False)
 RESIDENT = ("dynamic", "dynamic, little room")  # weights stay on the card, with LoRAs in them, rounded to fp16
 RUNS: dict[str, tuple[Any, ...]] = {  # layout, dtype of the weights, and what they are cast to
-    **{f"{name}, fp16": (name, torch.float16, None) for name in ("sd15", "flux", "wan")},
+    **{f"{name}, fp16": (name, torch.float16, None) for name in ("sd15", "flux", "wan", *RECENT)},
     "sd15, fp32 computed in fp16": ("sd15", torch.float32, torch.float16),
 }
 

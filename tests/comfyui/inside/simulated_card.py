@@ -93,7 +93,7 @@ class HostBuffer:
     """Stands in for comfy_aimdo's: main memory that grows at one address, which the card may read."""
 
     def __init__(self, *_: Any):
-        self._memory = torch.zeros(1 << 24, dtype=torch.uint8)
+        self._memory = torch.zeros(1 << 26, dtype=torch.uint8)
         self.size = 0
 
     def get_raw_address(self) -> int:
@@ -115,7 +115,7 @@ class CastBuffer:
     """Stands in for comfy_aimdo's VRAMBuffer: memory of the card that a stream's weights pass through."""
 
     def __init__(self, *_: Any):
-        self._memory = torch.zeros(1 << 24, dtype=torch.uint8)
+        self._memory = torch.zeros(1 << 26, dtype=torch.uint8)
 
     def size(self) -> int:
         return len(self._memory)
