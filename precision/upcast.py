@@ -258,10 +258,8 @@ def _upcast(tensor: torch.Tensor, memo: dict[int, tuple[torch.Tensor, torch.Tens
     if id(tensor) not in memo:
         with torch.inference_mode(False), torch.no_grad():
             single = tensor.float()
-        memo[id(tensor)] = (
-            tensor,
-            single.data if single._version else single,
-        )  # of an inference tensor, it begins at 1
+            single = single.data if single._version else single  # that of an inference tensor begins at 1
+        memo[id(tensor)] = (tensor, single)
     return memo[id(tensor)][1]
 
 

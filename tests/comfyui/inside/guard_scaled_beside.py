@@ -182,9 +182,7 @@ def packed(layout: Layout) -> Made:
 
 STATES = {(family, state): made for family in FEW for state, made in states(family).items()}
 OF_RECENT = ("LoRA", "quantised to float8_e4m3fn", "quantised to int8", "streams", "dynamic, with LoRA")
-STATES |= {
-    (family, state): states(family)[state] for family in RECENT for state in OF_RECENT if state in states(family)
-}
+STATES |= {(name, state): made for name in RECENT for state, made in states(name).items() if state in OF_RECENT}
 
 
 # by what a format rounds a layer's input to; guard_own_products.py holds that to ComfyUI's own products

@@ -25,9 +25,7 @@ pytestmark = pytest.mark.skipif(not HERE, reason="this ComfyUI computes guidance
 OTHER = torch.device("cpu", 1)
 STEPS = 4
 RUNS = 3
-GUIDED = {
-    name: replace(LAYOUTS[name], cfg=4.0) for name in ("sd15", "flux", *RECENT)
-}  # Flux hides what overflows: it clips
+GUIDED = {name: replace(LAYOUTS[name], cfg=4.0) for name in ("sd15", "flux", *RECENT)}  # Flux clips what overflows
 SD15, FLUX = GUIDED["sd15"], GUIDED["flux"]
 WORK_UNITS = "multigpu"
 KINDS = import_module("comfy.patcher_extension").WrappersMP

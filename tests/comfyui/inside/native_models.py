@@ -36,18 +36,9 @@ SUPPORTED = import_module("comfy.supported_models")
 LAYOUTS = {
     name: layout for name, layout in (IMAGE_LAYOUTS | VIDEO_LAYOUTS).items() if hasattr(SUPPORTED, layout.config)
 }
-RECENT = (
-    "chroma",
-    "krea2",
-    "anima",
-    "cosmos_predict2",
-    "ernie_image",
-    "ideogram4",
-    "hidream_o1",
-    "kandinsky5",
-    "seedvr2",
-)
-RECENT = tuple(name for name in RECENT if name in LAYOUTS)  # of 2026, beside those that more is tried on
+OF_2026 = ("chroma", "krea2", "anima", "cosmos_predict2", "ernie_image", "ideogram4")
+OF_2026 += ("hidream_o1", "kandinsky5", "seedvr2")
+RECENT = [name for name in OF_2026 if name in LAYOUTS]
 for module, part, sizes in PARTS:
     if find_spec(module):
         setattr(import_module(module), part, partial(getattr(import_module(module), part), **sizes))
