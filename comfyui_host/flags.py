@@ -134,7 +134,8 @@ ROWS = (
     _none(
         "it is for ComfyUI's own models",
         "--disable-comfy-compiler",
-        native="what a guard keeps from call to call is allocated outside of its plan for memory",
+        native="its plan for memory leaves out what a guard keeps from call to call, and steps that it recomputes or "
+        "protects",
     ),
     Row(("--disable-ipex-optimize",), HONOURED, "ComfyUI no longer has ipex optimise components, on Intel GPUs"),
 )

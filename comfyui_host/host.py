@@ -108,6 +108,13 @@ def memory_wish() -> str:
     return wish(arguments())
 
 
+@unless_changed("whether ComfyUI plans the memory of its models", False)
+def plans_memory() -> bool:
+    """Whether Comfy Compiler is on for the device that computes: in ComfyUI 0.35 and newer, on NVIDIA's cards."""
+    enabled = getattr(sys.modules.get("comfy.model_prefetch"), "malloc_graph_enabled", None)
+    return bool(enabled and enabled(sys.modules["comfy.model_management"].get_torch_device()))
+
+
 @unless_changed("ComfyUI's flags in what this pack does", None)
 def arguments() -> Any:
     """What this ComfyUI was started with, by the names of its parser; None where this process is not a ComfyUI."""

@@ -35,7 +35,7 @@ from ..precision.upcast import OneOperation, RerunUnsupported, dequantised, is_q
 from ..trust.message import Message
 from ..trust.text import shown
 from . import host
-from .compat import unless_changed
+from .compat import NotInComfyUI, unless_changed
 
 _IN_FULL = "_full_precision_mm"  # ComfyUI's own switch, on each layer that may hold quantised weights
 
@@ -126,7 +126,16 @@ def _make_whole_products() -> Callable[[], None]:
             base: Any = ops.CastWeightBiasOp  # of all its layers
             setattr(base, _IN_FULL, _InFull())
             undo.callback(delattr, base, _IN_FULL)
+        _plan_no_memory(undo)
         return undo.pop_all().close
+
+
+@unless_changed("recomputing apart from ComfyUI's plan for memory", None, kinds=(NotInComfyUI,))
+def _plan_no_memory(undo: ExitStack) -> None:
+    """Comfy Compiler (since 0.35) records what a network allocates, and has later calls allocate the same; and it
+    replays blocks that it has captured in CUDA graphs. Neither may meet what we compute otherwise."""
+    off = partial(_in_full, lambda _original, *_, **__: False)
+    _replace(undo, "comfy.model_prefetch", "malloc_graph_enabled", off, since=(0, 35))
 
 
 def _in_full(made_in_full: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

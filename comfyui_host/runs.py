@@ -216,6 +216,10 @@ class Run:
         notes = dict.fromkeys(_what_happened(step) for step in steps if step.note)
         if report.reruns and (reference := executors[0].reference):
             report.note(reference)
+        if (report.reruns or any(executor.own_way for executor in executors)) and host.plans_memory():
+            report.note(
+                Message("Comfy Compiler plans no memory for recomputed or protected steps: theirs is beside it")
+            )
         for layout, why in (pair for executor in executors for pair in executor.quantised.without.items()):
             report.note(Message("{} weights are dequantised in each step: {}", layout, why))
         if any(switch.set_by == "onediff-guard" for switch in report.switches):
@@ -260,6 +264,7 @@ class _Executor:
     switched: Callable[[], Any]  # holds the accumulation switches; bf16 and fp32 need none
     reference: str  # what a rerun computes from, where that needs a word
     quantised: OwnProducts
+    own_way: list[bool]  # not empty once calls compute otherwise than ComfyUI's
     began: PrecisionOverrides  # with that
     profile: ProfileFile | None  # None where nothing is learned
 
@@ -287,12 +292,15 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
         except RerunUnsupported as error:
             raise _CannotProtect(message_of(error)) from error
 
+    own_way: list[bool] = []
+
     def build(learned: PrecisionOverrides) -> HalfPrecisionForward:
         scaled = plan.half and (plan.overflow_protection or learned.all_layers_scaled)
         if not scaled and plan.dtype == dtype_name(of.dtype):
             attempt = clips.watched(of.attempt)
         else:
             attempt = in_half if plan.half else stage.in_fp32(of.in_full)
+            own_way.append(True)
         how: dict[str, Any] = {"renew": products.renew, "slower": lambda: products.slower}
         return HalfPrecisionForward(attempt, attempt, all_layers_scaled=scaled, **how)
 
@@ -312,4 +320,4 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
 
     how = {"rerun": of.rerun, "renew": of.renew, "peak_inside": peak_inside, "snapshot": of.snapshot}
     guard = stage.guard(of.network, learner, **how)
-    return _Executor(guard, switched, rerun_from(of.network), quantised, learned, profile)
+    return _Executor(guard, switched, rerun_from(of.network), quantised, own_way, learned, profile)

@@ -23,7 +23,7 @@ def with_surroundings(diagnosis: Diagnosis) -> Diagnosis:
     return replace(
         diagnosis,
         compile_cache=room_in_words(host.compiled_directory()),
-        comfyui=ComfyUI(host.version(), host.TESTED, host.flags()),
+        comfyui=ComfyUI(host.version(), host.TESTED, host.flags(), host.plans_memory()),
     )
 
 

@@ -42,6 +42,7 @@ _SERVER, _QUEUE = "server.PromptServer", "execution.PromptQueue"
 _PROVIDER = "comfy_execution.cache_provider"
 
 _MODEL_OFF = "the guard of a MODEL"
+_PLAN_OFF = "reruns apart from a plan for memory"
 _VAE_OFF = "the guard of a VAE"
 _RERUN_OFF = "reruns: the model goes on unguarded"
 _FRESH_OFF = "loading anew what may be stale"
@@ -149,6 +150,7 @@ USES: dict[str, Use] = {
     "comfy.model_prefetch.pause_malloc_graph": Use(
         CALL, "keeps what a guard holds out of a plan for memory", _MODEL_OFF
     ),
+    "comfy.model_prefetch.malloc_graph_enabled": Use(REPLACE, "a plan for memory", _PLAN_OFF),
     f"{_MANAGEMENT}.current_loaded_models": Use(READ, "what is on the card", _FRESH_OFF),
     f"{_LOADED}.model": Use(READ, "what is on the card", _FRESH_OFF),
     f"{_PATCHER}.model": Use(READ, "what is on the card", _FRESH_OFF),

@@ -74,6 +74,7 @@ class ComfyUI:
     version: str  # of the one that this runs in, "" where it runs in none
     tested: tuple[str, ...]  # versions that this release was tested in
     flags: tuple[Flag, ...] = ()  # about memory and precision
+    plans_memory: bool = False  # of its own models, by Comfy Compiler
 
 
 @dataclass(frozen=True)
@@ -328,6 +329,11 @@ def _machine_text(found: Diagnosis) -> list[str]:
     if comfyui:
         told.append(
             f"ComfyUI: {comfyui.version or 'none here'}; this release was tested in {', '.join(comfyui.tested)}"
+        )
+    if comfyui and comfyui.plans_memory:
+        told.append(
+            "Comfy Compiler: on; its plan for memory leaves out steps of ComfyUI's own models that the NaN Guard "
+            "recomputes or protects, which take theirs beside it"
         )
     return _listed("This machine", told)
 

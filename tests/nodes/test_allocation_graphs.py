@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.comfyui_host import calls
+from comfyui_onediff_guard.comfyui_host.layers import products_in_fp32
 from comfyui_onediff_guard.precision import scaled_products, shared
 from comfyui_onediff_guard.precision.learned_scales import LearnedProducts, LearningMode
 from comfyui_onediff_guard.precision.overflow import Clips
@@ -54,6 +56,18 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Allocations:
     module.pause_malloc_graph = pause  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return plan
+
+
+def test_what_one_thread_recomputes_is_not_planned_and_what_others_compute_is(plan: Allocations) -> None:
+    module = sys.modules["comfy.model_prefetch"]
+    module.malloc_graph_enabled = enabled = lambda _device: True  # type: ignore[attr-defined]
+
+    def asked() -> bool:
+        return module.malloc_graph_enabled("cuda")
+
+    with products_in_fp32(torch.nn.Linear(1, 1)), ThreadPoolExecutor(1) as others:
+        assert not asked() and others.submit(asked).result()
+    assert module.malloc_graph_enabled is enabled
 
 
 def test_limits_of_weights_outlive_the_block(plan: Allocations) -> None:

@@ -140,6 +140,27 @@ def test_without_flags_the_report_is_as_ever(
     assert "flags" not in with_surroundings(diagnose_pipeline(pipeline)).text()
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_the_report_says_what_comfy_compiler_leaves_out(
+    start: Callable[..., None],
+    comfyui: Any,
+    model_folder: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    on: bool,
+) -> None:
+    """In ComfyUI 0.35 and newer."""
+    start()
+    (pipeline,) = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(
+        model_folder("2b").name, "auto", "eager", "none"
+    )["result"]
+    assert "Comfy Compiler" not in with_surroundings(diagnose_pipeline(pipeline)).text()
+    prefetch = SimpleNamespace(malloc_graph_enabled=lambda _device: on)
+    monkeypatch.setitem(sys.modules, "comfy.model_prefetch", prefetch)
+    shown = with_surroundings(diagnose_pipeline(pipeline))
+    assert ("Comfy Compiler: on; its plan for memory leaves out" in shown.text()) == on
+    assert shown.as_dict()["comfyui"]["plans_memory"] == on and max(map(len, shown.text().splitlines())) <= WIDTH
+
+
 def test_no_flag_is_told_twice() -> None:
     names = [name for row in ROWS for name in row.names]
     assert len(names) == len(set(names))
