@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +168,13 @@ def test_what_a_network_keeps_in_an_object_is_not_that_of_a_failed_call() -> Non
     assert difference(made, expected) <= 1e-5
 
 
+class Keys:
+    """Of each layer. ComfyUI compares two of them."""
+
+    def __init__(self, keys: torch.Tensor):
+        self.layers = [{"keys": keys}]
+
+
 def with_a_prefix_of_its_own(patcher: Any, weight: torch.Tensor) -> Any:
     """As SenseNova's: before it samples, the network makes keys of the prompt, which all of its calls read.
 
@@ -180,7 +186,7 @@ def with_a_prefix_of_its_own(patcher: Any, weight: torch.Tensor) -> Any:
     keys_of.weight.copy_(weight)
 
     def extra_conds(model: Any, **given: Any) -> dict[str, Any]:
-        prefix = SimpleNamespace(layers=[{"keys": network.preprocess_prefix(given["cross_attn"])}])
+        prefix = Keys(network.preprocess_prefix(given["cross_attn"]))
         made = super(type(model), model).extra_conds(**given)
         return made | {"prefix": import_module("comfy.conds").CONDConstant(prefix)}
 

@@ -289,6 +289,7 @@ IMAGE_LAYOUTS = {
             "double_blocks.0.img_attn.norm.key_norm.scale": (24,),
             "distilled_guidance_layer.0.norms.0.scale": (64,),
         },
+        ones={"pooled_output": (1, 24)},  # an older ComfyUI asks for it, and does nothing with it
     ),
     "krea2": Layout(
         "Krea2",

@@ -6,9 +6,9 @@ Imported by ComfyUI's interpreter alone, after its options have been read.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ OF_2026 = ("chroma", "krea2", "anima", "cosmos_predict2", "ernie_image", "ideogr
 OF_2026 += ("hidream_o1", "kandinsky5", "seedvr2")
 RECENT = [name for name in OF_2026 if name in LAYOUTS]
 for module, part, sizes in PARTS:
-    if find_spec(module):
+    with suppress(ModuleNotFoundError):  # in an older ComfyUI
         setattr(import_module(module), part, partial(getattr(import_module(module), part), **sizes))
 
 
