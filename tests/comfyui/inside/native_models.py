@@ -61,6 +61,7 @@ def make_model(
     set_by_comfyui = config.unet_extra_config.keys() & layout.sizes.keys()  # whatever it finds
     config.unet_config |= {name: layout.sizes[name] for name in set_by_comfyui}
     config.set_inference_dtype(dtype, compute)
+    config.manual_cast_dtype = compute  # SeedVR2 computes fp16 weights in bf16 on a card that has it
     config.custom_operations = operations
     model = config.get_model({}, "", device=CPU).eval().requires_grad_(False)
     weights = random_weights(model.diffusion_model, layout.hot if hot else {})
