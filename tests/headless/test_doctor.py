@@ -244,7 +244,8 @@ def test_a_card_of_so_much_memory(doctor: Doctor, model_folder: Callable[..., Pa
 
 
 def test_in_which_comfyui_it_is(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert strictly(doctor("--json")[1])["comfyui"] == {"version": "", "tested": list(host.TESTED), "flags": []}
+    nowhere = {"version": "", "tested": list(host.TESTED), "flags": [], "plans_memory": False}
+    assert strictly(doctor("--json")[1])["comfyui"] == nowhere
     assert f"ComfyUI: none here; this release was tested in {', '.join(host.TESTED)}" in doctor("--verbose")[1]
     monkeypatch.setattr(host, "__file__", str(tmp_path / "custom_nodes" / "pack" / "nodes" / "host.py"))
     (tmp_path / "comfyui_version.py").write_text('__version__ = "0.45.0"\n')
