@@ -108,7 +108,7 @@ class _ModelGuard:
             try:
                 return executor(*args, **by_name)
             finally:
-                run.leave_nothing()
+                run.forget()
 
     def prepare(self, executor: Any, *args: Any, **by_name: Any) -> Any:
         """Hands on the loaded model, then what it needs."""
@@ -117,7 +117,6 @@ class _ModelGuard:
         run: Run | None = (options.get("transformer_options") or {}).get(KEY) if isinstance(options, dict) else None
         if run is None or type(made) is not tuple:
             return made
-        run.begin_anew(made)
         return run.refining(made[0]), *made[1:]
 
     def apply(self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -125,6 +124,7 @@ class _ModelGuard:
         options: Any = kwargs.get("transformer_options") or (args[4] if len(args) > 4 else None) or {}
         run: Run | None = options.get(KEY)
         if run is not None:
+            run.meet(executor.class_obj)
             return _apply(run, executor, x, *args, **kwargs)
         if self._settings.inserted:
             return executor(x, *args, **kwargs)

@@ -117,7 +117,7 @@ class _Run:
 def _prepare(executor: Any, *args: Any, **by_name: Any) -> Any:
     """Hands on the loaded model, then what it needs; text that half precision does not hold is refined in fp32."""
     model, *more = executor(*args, **by_name)
-    forget_earlier_runs(model, *more)
+    forget_earlier_runs(model)
     return refining_guarded(model, GuardPolicy(), lambda _: None), *more
 
 

@@ -3,16 +3,13 @@
 MiniMax H3, LTX-2 and Anima refine text with layers of their own, and SenseNova makes keys and values of a prefix. They
 do so in `extra_conds`, where ComfyUI prepares what `apply_model` is given, so a guard of that comes too late.
 
-HiDream-O1 keeps keys and values of prompts on itself, from run to run, and Qwen-Image 2.1 those of a prefix in an
-object. A run without a guard that overflowed has left NaN there, which no precision cures. One with another precision
-or another LoRA has left what this one would not compute.
+HiDream-O1 keeps keys and values of prompts on itself, from run to run. A run without a guard that overflowed has left
+NaN there, which no precision cures. One with another precision or LoRA has left what this one would not compute.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,14 +19,12 @@ from ..precision.dtypes import FP16_MAX, dtype_name
 from ..precision.guard import GuardPolicy, GuardStopped, OnFailure
 from ..precision.observe import floating, non_finite
 from ..precision.overflow import Clips, Extremes, only_minus_inf, places
-from ..precision.snapshot import Path, Snapshot, reachable
+from ..precision.snapshot import Snapshot
 from ..precision.upcast import run_in_fp32
 from ..trust.message import Message
 from .calls import OPAQUE, ModelCall
 from .compat import unless_changed
 from .layers import products_in_fp32
-
-logger = logging.getLogger(__name__)
 
 _TEXT = "c_crossattn"  # of the conditions that a model prepares
 _PREPARES = "preprocess_"  # how the methods of a network begin that are called then
@@ -134,57 +129,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 # --- earlier runs -----------------------------------------------------------------------------------------------------
 
 
-@unless_changed("forgetting what a model keeps of earlier runs", None)
-def forget_earlier_runs(model: Any, _conditions: Any = None, patchers: Sequence[Any] = (), *_: Any) -> None:
-    """Have a BaseModel's network forget by its own method, where it has one; and empty whatever else it keeps that
-    holds NaN or +inf, which is no constant and no mask.
-
-    patchers: of what is loaded with it: the same model on other GPUs, and what is no BaseModel, which stays as it is.
-    """
-    for each in (model, *(patcher.model for patcher in patchers if hasattr(patcher, "model"))):
-        if hasattr(each, "diffusion_model"):
-            _forget(ModelCall(each, {}).network)
-
-
-def _forget(network: Any) -> None:
-    if hasattr(network, "clear_kv_cache"):
-        network.clear_kv_cache()
-    emptied: set[Path] = set()
-    while broken := _not_finite(network) - emptied:  # one tensor may be kept in several places
-        for path in broken:
-            logger.info("NaN Guard: forgot '%s', NaN or infinite since an earlier run", ".".join(map(str, path)))
-            _empty(network, path)
-        emptied |= broken
-
-
-def _not_finite(network: torch.nn.Module) -> set[Path]:
-    buffers = {id(buffer) for buffer in network.buffers()}
-    tensors = [(path, each) for path, each in reachable(network, opaque=OPAQUE) if id(each) not in buffers]
-    return {path for path, each in tensors if not only_minus_inf(each)}
-
-
-def _empty(network: torch.nn.Module, path: Path) -> None:
-    """Empty the outermost container that the last module on the path to a tensor keeps; where there is none, clear the
-    attribute."""
-    value: Any = network
-    kept: list[tuple[Any, str, Any]] = []  # from the last module on: what holds it, as what, and itself
-    for key in path:
-        holder, value = value, _inside(value, key)
-        kept = [] if isinstance(value, torch.nn.Module) else [*kept, (holder, str(key), value)]
-    for holder, name, each in kept:
-        if isinstance(each, (dict, list, set, deque)):
-            each.clear()
-            return
-        if each is None or isinstance(each, (tuple, torch.Tensor)):
-            object.__setattr__(holder, name, None)
-            return
-
-
-def _inside(value: Any, key: Any) -> Any:
-    """What a path's next key gives; None where that has been emptied."""
-    if not isinstance(value, (dict, list, tuple, deque)):
-        return getattr(value, str(key), None)
-    try:
-        return value[key]
-    except LookupError:
-        return None
+@unless_changed("forgetting what a model keeps of earlier runs", None, kinds=(Exception,))
+def forget_earlier_runs(model: Any) -> None:
+    """Have a BaseModel's network forget by its own method, where it has one."""
+    clear = getattr(ModelCall(model, {}).network, "clear_kv_cache", None)
+    if clear is not None:
+        clear()

@@ -83,25 +83,27 @@ class Run:
         self._executors: dict[tuple[torch.nn.Module, int], _Executor] = {}  # by network and thread
         self._calls: list[StepRecord] = []  # of all executors, in the order in which they ended
         self._lock = threading.Lock()
-        self._prepared: tuple[Any, ...] = ()
+        self._models: list[Any] = []  # that have forgotten earlier runs
+        self._replaced = False  # an executor by one that computes as ComfyUI does
         self._before: list[str] = []  # what had to be made again before the first call
         self._given_up: str = ""  # why an inserted guard lets the rest of the run through
         self._stopped: StepRecord | None = None  # the call that a guard has ended
         self._ended_by: str = ""  # what ended the run before its end
         self.retried = False  # ComfyUI makes a call that runs out of memory again, tiled
 
-    def begin_anew(self, prepared: tuple[Any, ...]) -> None:
-        """Have the models forget earlier runs. prepared: as ComfyUI hands on what it has loaded for a run."""
-        self._prepared = prepared
-        self._forget()
+    def meet(self, model: Any) -> None:
+        """Have a BaseModel forget earlier runs, before the first call of it."""
+        with self._lock:
+            known = any(each is model for each in self._models)
+            self._models += [] if known else [model]
+        if not known:
+            forget_earlier_runs(model)
 
-    def leave_nothing(self) -> None:
-        """Of what calls in another precision than ComfyUI's have computed: later runs without a guard would read it."""
-        if self._settings.request and self._prepared:
-            self._forget()
-
-    def _forget(self) -> None:
-        self.or_plain(lambda: forget_earlier_runs(*self._prepared), lambda: None)
+    def forget(self) -> None:
+        """Have the models forget what calls have computed in another precision than ComfyUI's: others would read it."""
+        if self._replaced or any(executor.own_way for executor in self._executors.values()):
+            for model in self._models:
+                forget_earlier_runs(model)
 
     def refining(self, model: Any) -> Any:
         """A loaded BaseModel, whose text refiner is guarded too."""
@@ -137,6 +139,7 @@ class Run:
                 raise
             why, details = changed or _why(error), "".join(traceback.format_exception(error))  # which holds no tensors
             plain = broken if broken and getattr(error, "lost", "") else plain
+        self.forget()
         made = plain()
         with self._lock:
             self._given_up = Message("Not guarded from call {} on: {}", len(self._calls) + 1, why)
@@ -177,6 +180,7 @@ class Run:
         """This thread's one for a network. settings: for another one in its place."""
         key = of.network, threading.get_ident()
         with self._lock:
+            self._replaced |= settings is not None
             if settings or key not in self._executors:
                 self._executors[key] = _executor(of, settings or self._settings)
             return self._executors[key]

@@ -69,6 +69,7 @@ logger = logging.getLogger(__name__)
 
 STAYS = Message("half precision is not tried any more")
 RENEWED = Message("values left the range that earlier steps had shown: recomputed in fp16 with new scales")
+OTHERWISE = Message("the model computed otherwise than in earlier steps: computed again in fp16 with new scales")
 _OF_A_PLAN = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError, ArithmeticError)
 _NOT_OF_A_PLAN = (torch.OutOfMemoryError, GuardStopped)
 _Call = tuple[tuple[Any, ...], dict[str, Any]]  # its arguments, by position and by name
@@ -208,7 +209,7 @@ class StageGuard:
                 failed = f"{type(error).__name__}: {error}"  # and not the error, whose frames hold the step's tensors
         if failed:
             logger.info("%s: %s, computed again with scales anew", self._where(), failed)
-            return self._call(args, kwargs, before, RENEWED)
+            return self._call(args, kwargs, before, OTHERWISE)
         given, made, inside, timestep = self._measured(changed, output, self._peak_inside(), kwargs.get("timestep"))
         dtype = self.dtype if self._narrow else "fp32"
         outcome, ends = made.outcome(dtype, inside), None

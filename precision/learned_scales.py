@@ -289,6 +289,7 @@ class LearnedProducts:
                 plan[key] = scale
             elif not float32_products and key[1:] == (0, "") and scale_for(seen, float32_products=True, **how):
                 by_rows += 1
+        self.slower = ""
         if by_rows:
             why = why_no_float32_products(notes.values[0].device)
             self.slower = Message("{} layers are scaled row by row in each step, which takes longer: {}", by_rows, why)

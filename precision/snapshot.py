@@ -296,14 +296,6 @@ def copies(*roots: Any) -> list[torch.Tensor]:
         return [copy.values for copy in _copied(found.tensors.values()) if copy.values is not None]
 
 
-def reachable(root: Any, *, opaque: tuple[str, ...] = ()) -> list[tuple[Path, torch.Tensor]]:
-    """Return each tensor in reach of a root that is no parameter, by where it is. opaque: as Snapshot has it."""
-    found = _Reachable(opaque)
-    with _AS_IT_IS():
-        found.walk((root,))
-    return [(path[1:], tensor) for tensor, path in found.tensors.values()]
-
-
 def _distinct(tensor: torch.Tensor) -> torch.Tensor:
     """Return each value of an expanded tensor once."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):

@@ -145,7 +145,7 @@ USES: dict[str, Use] = {
         CALL, "rows of a quantised product", "with every layer scaled, weights are dequantised in each step"
     ),
     "comfy.ldm.hidream_o1.model.HiDreamO1Transformer.clear_kv_cache": Use(
-        CALL, "what a network keeps of earlier runs", "forgetting that, unless it is NaN or infinite"
+        CALL, "what a network keeps of earlier runs", "forgetting that"
     ),
     "comfy.model_prefetch.pause_malloc_graph": Use(
         CALL, "keeps what a guard holds out of a plan for memory", _MODEL_OFF

@@ -109,12 +109,15 @@ class _ClippedValues(CallFeature):
     """together: several processes compute the network, and each has to say something."""
 
     def __init__(self, dtype: str, *, together: bool = False):
-        self._clips, self._together = Clips(dtype), together
+        self._clips, self._together, self._watches = Clips(dtype), together, True
 
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
-        return made if made.all_layers_scaled else replace(made, run=self._clips.watched(made.run))
+        self._watches = not made.all_layers_scaled
+        return replace(made, run=self._clips.watched(made.run)) if self._watches else made
 
     def peak_inside(self) -> torch.Tensor | None:
+        if not self._watches:  # the latest attempt, while all processes agree on that
+            return None
         return self._clips.peak if self._together else self._clips.take()
 
 

@@ -18,12 +18,14 @@ from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run import denoiser as denoising
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.features import _ClippedValues
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
 from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.run.step_cache import CachedRun
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.error_estimate import FIRST, LAST, CachePolicy
+from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
 from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision
@@ -216,6 +218,18 @@ def test_what_either_half_clips_is_seen(model_folder: Callable[..., Path], half:
     hook.remove()
     assert next(calls) == 2 * STEPS
     assert {step.outcome for step in report.steps} == {"non-finite"}, "it was clipped from there"
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_an_earlier_attempt_clipped_is_none_of_a_scaled_one(together: bool) -> None:
+    def clips(x: torch.Tensor) -> torch.Tensor:
+        return (x + math.inf).clip(-65504, 65504)
+
+    feature = _ClippedValues("fp16", together=together)
+    feature.wrap_attempt(HalfPrecisionForward(clips, clips)).run(torch.ones(2).half())
+    assert feature.peak_inside() == math.inf
+    feature.wrap_attempt(HalfPrecisionForward(clips, clips, all_layers_scaled=True))
+    assert feature.peak_inside() is None
 
 
 @pytest.mark.parametrize("model", ["2b", "5b"])
