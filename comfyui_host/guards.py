@@ -124,7 +124,7 @@ class _ModelGuard:
         options: Any = kwargs.get("transformer_options") or (args[4] if len(args) > 4 else None) or {}
         run: Run | None = options.get(KEY)
         if run is not None:
-            run.meet(executor.class_obj)
+            run.meet(getattr(executor, "class_obj", None))  # another ComfyUI may have none
             return _apply(run, executor, x, *args, **kwargs)
         if self._settings.inserted:
             return executor(x, *args, **kwargs)

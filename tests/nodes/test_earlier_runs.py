@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.comfyui_host import compat
+from comfyui_onediff_guard.comfyui_host import compat, guards
 from comfyui_onediff_guard.comfyui_host.refining import forget_earlier_runs
+from comfyui_onediff_guard.comfyui_host.runs import Settings, guarded_run
+from comfyui_onediff_guard.precision.guard import GuardPolicy
 
 
 class Network(torch.nn.Module):
@@ -39,3 +41,11 @@ def test_a_method_that_has_changed_or_raises_ends_no_run(caplog: pytest.LogCaptu
     network.clear_kv_cache = method
     forget_earlier_runs(SimpleNamespace(diffusion_model=network))
     assert "Off: forgetting what a model keeps of earlier runs" in caplog.text
+
+
+def test_a_comfyui_that_does_not_hand_on_its_model_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    compat.tell_once.cache_clear()
+    guard = guards._ModelGuard(Settings(GuardPolicy()))
+    with guarded_run(Settings(GuardPolicy())) as run:
+        made = guard.apply(lambda x, *_, **__: x + 1, torch.ones(1), transformer_options={guards.KEY: run})
+    assert made == 2 and "Off: forgetting what a model keeps of earlier runs" in caplog.text
