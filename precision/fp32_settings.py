@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def autocast_off_where_on(device_types: Iterable[str]) -> AbstractContextManager
     on = [
         device_type
         for device_type in device_types
-        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)  # "meta" has none
+        if _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
     ]
     if not on:
         return _AS_IT_IS
@@ -36,6 +37,7 @@ def autocast_off_where_on(device_types: Iterable[str]) -> AbstractContextManager
 
 
 _AS_IT_IS = nullcontext()
+_has_autocast = cache(torch.amp.is_autocast_available)  # "meta" has none
 
 
 def _force_eager() -> Callable[[], None]:

@@ -117,8 +117,8 @@ class LearningMode(LocatedMode):
         self._anchor: Any = None  # what stands for the layer that is computed
         self._makers: dict[int, Key | None] = {}  # storage → what made it
 
-    def begin(self) -> None:
-        super().begin()
+    def begin(self, inputs: Any) -> None:
+        super().begin(inputs)
         self.notes = _Notes()
         self._makers.clear()
 
@@ -227,7 +227,6 @@ class LearnedProducts:
             self._used = True  # what it raises is a compiler's or the network's
             return made
         if self._planned:
-            self._planned.begin((args, kwargs))
             try:
                 made = run_in(self._planned, function, args, kwargs, tf32=tf32)
                 self._planned.end()
@@ -245,11 +244,9 @@ class LearnedProducts:
 
     def run_by_rows(self, function: Callable[..., Result], *args: Any, tf32: bool = False, **kwargs: Any) -> Result:
         """Do the same as in a first call, whatever is known."""
-        if not isinstance(self._by_rows, LearningMode):
-            return run_in(self._by_rows, function, args, kwargs, tf32=tf32)
-        self._by_rows.begin()
         made = run_in(self._by_rows, function, args, kwargs, tf32=tf32)
-        self._by_rows.end()
+        if isinstance(self._by_rows, LearningMode):
+            self._by_rows.end()
         return made
 
     def renew(self) -> bool:

@@ -235,12 +235,15 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arg
 
 
 def _loud_rows(x: torch.Tensor, spatial: int = 0) -> torch.Tensor:
-    """Return a layer's input in fp16, with NaN for rows that have fewer digits in fp16 than in bf16. What is fp16
-    already has lost them before."""
-    if x.dtype is FP16:
-        return x
+    """Return a layer's input in fp16, with NaN for rows that are too quiet for that. What is fp16 already has lost its
+    digits before."""
+    return x if x.dtype is FP16 else torch.where(_are_quiet(x, spatial), torch.nan, x).half()
+
+
+def _are_quiet(x: torch.Tensor, spatial: int = 0) -> torch.Tensor:
+    """Return which rows have fewer digits in fp16 than in bf16. bool, each row's channels as 1."""
     rows = largest_of(x, (-1 - spatial,))
-    return torch.where((rows < FAINT) & (rows > 0), torch.nan, x).half()
+    return (rows < FAINT) & (rows > 0)
 
 
 class _PlannedLayer(torch.nn.Module):
@@ -254,7 +257,10 @@ class _PlannedLayer(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         spatial = self.weight.ndim - 2
         if self.planned == "room":
-            return super().forward(_loud_rows(x, spatial))  # pyright: ignore[reportAttributeAccessIssue]
+            if spatial or x.dtype is FP16:
+                return super().forward(_loud_rows(x, spatial))  # pyright: ignore[reportAttributeAccessIssue]
+            made = super().forward(x.half())  # pyright: ignore[reportAttributeAccessIssue]
+            return torch.where(_are_quiet(x), torch.nan, made)  # which a compiler fuses with what comes after
         if self.planned == "rows":
             of_rows, least = self.planned_numbers.split(1)
 

@@ -52,10 +52,12 @@ from .fp16_safe import (
 from .fp32_settings import autocast_off_where_on
 from .overflow import made_finite
 from .scaled_layers import largest_of
-from .scaled_products import KernelOf, ScaledHalfMatmulMode, lost_digits, no_kernel, number
+from .scaled_products import KernelOf, ScaledHalfMatmulMode, lost_digits, no_kernel, number, version_of
 from .upcast import Fp32Mode, OneOperation, storage_of
 
 FAINT = 2.0**-14  # a row whose largest value is smaller has fewer digits in fp16 than in bf16, or soon will
+# what computes on no value, whatever its arguments
+_MOVES_ALONE = MOVES - {torch.Tensor.view, torch.Tensor.__setitem__, F.dropout}
 # the id of a weight, or of the layer that has it; how many other functions were called since; the name of the last one
 Key = tuple[int, int, str]
 
@@ -97,7 +99,8 @@ class LocatedMode(ScaledHalfMatmulMode):
             self._layer_at_hand = args[0] if args else next(iter(kwargs.values()), None)
         return super().computed(func, args, kwargs)
 
-    def begin(self) -> None:
+    def begin(self, inputs: Any) -> None:
+        super().begin(inputs)
         self._layer_at_hand, self._at, self._since = None, 0, 0
 
     def at_layer(self, weight: torch.Tensor) -> Any:
@@ -154,17 +157,21 @@ class PlannedMode(LocatedMode):
         self._rows: list[torch.Tensor] = []  # the largest values of rows that were cast to fp16
         self._asked: list[tuple[torch.Tensor, torch.Tensor]] = []  # extremes of what something finite may be made of
         self._on_card = False
+        self._inputs: set[int] = set()  # ids of the tensors that the call is given
+        # id, factor → the tensor, its version, it in fp16
+        self._halves: dict[tuple[int, float], tuple[torch.Tensor, int, torch.Tensor]] = {}
 
-    def begin(self, inputs: Any = None) -> None:
-        """inputs: what the call is given."""
-        super().begin()
+    def begin(self, inputs: Any) -> None:
+        super().begin(inputs)
         self.clear()
-        tensors = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+        tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
         self._on_card = any(tensor.device.type != "cpu" for tensor in tensors)
+        self._inputs = set(map(id, tensors))
 
     def clear(self) -> None:
         self._lost, self._rows, self._asked = [], [], []
         self._made.clear()
+        self._halves.clear()
 
     def _leave_layer(self, layer: int, since: int) -> None:
         if since not in self._way.counts.get(layer, (since,)):
@@ -186,18 +193,21 @@ class PlannedMode(LocatedMode):
             made = made.masked_fill(~(((most - least) < torch.inf) | masks).all(), torch.nan)
         return made
 
-    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._way.writes:
-            return self._computed(func, args, kwargs)
-        made = self._computed(func, args, kwargs)
-        if isinstance(made, torch.Tensor) and made.dtype is FP16:
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs) if func in _MOVES_ALONE else self.computed(func, args, kwargs)
+        if self._way.writes and isinstance(made, torch.Tensor) and made.dtype is FP16:
             of = storage_of(made)
             is_view = bool(args) and isinstance(args[0], torch.Tensor) and storage_of(args[0]) == of
             if not is_view:  # a view of a weight is of what was there before
                 self._made.add(of)
         return made
 
-    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(func, "__name__", "") == "__get__":  # a dtype, most often
+            return Fp32Mode.computed(self, func, args, kwargs)
         if func in MOVES or (func in KEEPS_RANGE and keeps_range(func, args, kwargs)):
             return self._moved(func, args, kwargs)
         if func in COPIES:
@@ -249,7 +259,7 @@ class PlannedMode(LocatedMode):
             return
         if given.device.type != "cpu" or not self._on_card:
             with shared.lasting():
-                self._asked.append(torch.aminmax(given.detach()))
+                self._asked.append(torch.aminmax(given))
 
     def _layer(self, func: Any, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         anchor = self.at_layer(weight)
@@ -260,13 +270,14 @@ class PlannedMode(LocatedMode):
             if scale.loudness != 1 or weight.dtype is not FP16:
                 weight = times(weight, 1 / scale.loudness)
             if scale.half:
-                half, bias = times(input, scale.loudness), bias if bias is None else bias.to(FP16)
-                if input.dtype is not FP16 or scale.loudness != 1:  # else its digits were lost before
+                half, is_new = self._halved(input, scale.loudness)
+                bias = bias if bias is None else bias.to(FP16)
+                if is_new:
                     with shared.lasting():
                         rows = largest_of(input, (1 - weight.ndim if weight.ndim > 2 else -1,))
                         self._rows.append(rows if scale.loudness == 1 else rows * scale.loudness)
                 return func(half, weight, bias, *args, **kwargs)
-            half, factor = times(input, 2.0**-scale.exponent), 2.0**scale.exponent * scale.loudness
+            half, factor = self._halved(input, 2.0**-scale.exponent)[0], 2.0**scale.exponent * scale.loudness
             if func is F.linear:
                 made = float32_product(half, weight)
             else:
@@ -278,7 +289,29 @@ class PlannedMode(LocatedMode):
                 return made.float().mul_(factor)
             return torch.add(bias.float().view(-1, *[1] * spatial), made, alpha=factor)
 
+    def _halved(self, x: torch.Tensor, factor: float) -> tuple[torch.Tensor, bool]:
+        """Return x · factor in fp16, and whether it was made for this layer. Layers after each other share it, as a
+        query's and a key's do, and all that are given what the network is, as a prompt."""
+        if x.dtype is FP16 and factor == 1:  # its digits were lost before
+            return x, False
+        found, version = self._halves.get((id(x), factor)), version_of(x)
+        if found and found[1] == version and found[2].shape == x.shape:
+            return found[2], False
+        if self._way.writes:
+            return times(x, factor), True
+        self._forget_halves()
+        with shared.lasting():
+            made = times(x, factor)
+        self._halves[id(x), factor] = x, version, made
+        return made, True
+
+    def _forget_halves(self) -> None:
+        """Hold none longer than a layer needs it, but for what the network is given."""
+        for key in [key for key in self._halves if key[0] not in self._inputs]:
+            del self._halves[key]
+
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._forget_halves()
         mask = args[0] if args else kwargs.get("attn_mask")
         safe = self._is_safe(F.scaled_dot_product_attention) and torch.float64 not in (
             query.dtype,

@@ -295,8 +295,7 @@ class _Limits:
 
     def of(self, weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool) -> tuple[torch.Tensor, Limit, bool]:
         """Return the weight in `dtype`, what its products may reach, and whether that was read just now."""
-        version = 0 if weight.is_inference() else weight._version  # ComfyUI loads in inference mode, which counts none
-        state = version, _address(weight)
+        state = version_of(weight), _address(weight)
         found = self._known.get((id(weight), transposed))
         is_new = not (found and found[0]() is weight and found[1] == state)
         if found and not is_new:
@@ -322,6 +321,11 @@ class _Limits:
                 with shared.lasting():
                     limit = torch.where(lost, torch.nan, found[2].limit)
                 self._known[id(weight), transposed] = *found[:2], found[2]._replace(limit=limit)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to: 0 of one made in inference mode, as ComfyUI loads them."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -92,6 +92,7 @@ def run_in(
     memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     copies: list[_Copied] = []
     fp32_args, fp32_kwargs = _with_copies(args, memo, copies), _with_copies(kwargs, memo, copies)
+    mode.begin((fp32_args, fp32_kwargs))
     try:
         with fp32_mode(mode, tf32=tf32):
             result = function(*fp32_args, **fp32_kwargs)
@@ -178,6 +179,9 @@ class Fp32Mode(TraceableMode):
     def __init__(self) -> None:
         super().__init__()
         self._device_types = device_types()
+
+    def begin(self, inputs: Any) -> None:
+        """Told what the call is given that is made next."""
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

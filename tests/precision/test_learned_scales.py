@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import Counter
 from itertools import product
 from typing import Any
 
@@ -23,6 +24,7 @@ from test_scaled_products import scaled as by_rows
 from tiers import drawn
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 FP16, BF16 = torch.float16, torch.bfloat16
 LAYERS = (nn.Linear, nn.Conv2d)
@@ -238,6 +240,13 @@ def written(value: Any) -> Any:
     return network
 
 
+def shared_and_squeezed(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
+    y = (x * 2).unsqueeze(1)
+    first = s.l[0](y)
+    y.squeeze_(1)
+    return s.l[1](y) + first.transpose(0, 1).sum(0)
+
+
 def activated_copy(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
     h = s.l[0](x)
     copied = h.half()
@@ -394,6 +403,47 @@ def test_a_later_step_is_right_or_made_again(make: Any, gains: tuple[float, ...]
             found = products.run(module, x.clone(), step)
         assert found.dtype is exact.dtype and error(found, exact) <= allowed
     assert all(torch.equal(now, before[name]) for name, now in module.state_dict().items())
+
+
+def queries_and_keys(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
+    y = x * 2
+    return s.l[0](y) * s.l[1](y)
+
+
+def prompted_twice(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
+    return s.l[0](x) + s.l[1](x * 2) + s.l[2](x)
+
+
+def test_an_input_of_two_layers_that_changes_its_shape_is_cast_again() -> None:
+    module, products = Fn(shared_and_squeezed).half().requires_grad_(False), LearnedProducts()
+    with torch.inference_mode():  # where no tensor tells of a change
+        first, later = (products.run(module, torch.ones(2, 8, 64).half(), 0) for _ in range(2))
+    assert planned(products) and later.shape == first.shape and error(later, first) < 1e-3
+
+
+@pytest.mark.parametrize("hot", [1.0, 2.0**14])
+@pytest.mark.parametrize(("network", "casts"), [(queries_and_keys, 1), (prompted_twice, 2)])
+def test_layers_that_share_an_input_cast_it_once(network: Any, casts: int, hot: float) -> None:
+    module, products = Fn(network, (1, 1, 1)).half().requires_grad_(False), LearnedProducts()
+    x = torch.randn(2, 8, 64).mul_(hot).half()
+    products.run(module, x, 0)
+    with Casts() as counted:
+        products.run(module, x, 0)
+    assert planned(products) and counted.of[x.shape] == casts
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts to fp16 by shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and made.dtype is FP16:
+            self.of[made.shape] += 1
+        return made
 
 
 @pytest.mark.parametrize("network", [lambda s, x, _: s.l[0](x).argmax(-1), lambda s, x, _: x.copy_(s.l[0](x)) and None])
