@@ -17,7 +17,6 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from ..trust.message import Message
 from . import shared
 from .fp16_safe import COPIES, FP16, KEEPS_RANGE, MOVES, NORMS, PRODUCTS, ROOM, both_floating, writes
 from .fp32_settings import TF32, autocast_off_where_on, device_types
@@ -30,7 +29,7 @@ from .planned_products import (
     Scale,
     Way,
     has_float32_products,
-    why_no_float32_products,
+    scaled_by_rows,
 )
 from .scaled_layers import largest_of
 from .scaled_products import LAYER_CALLS, LOST, KernelOf, Limit, ScaledHalfMatmulMode, no_kernel
@@ -215,7 +214,12 @@ class LearnedProducts:
         self._agree = agree
         self._renewals, self._calls = 0, 0
         self._used = False  # the latest call was computed by a plan
-        self.slower = ""  # why layers are scaled by rows that might have a constant scale, in words
+        self._slower = ""
+
+    @property
+    def slower(self) -> str:
+        """Why layers are scaled by rows that might have a constant scale, in words."""
+        return self._in_layers.slower if self._in_layers else self._slower
 
     def run(self, function: Callable[..., Result], *args: Any, tf32: bool = False, **kwargs: Any) -> Result:
         """Call `function` (a module or any callable that runs modules). Otherwise it does what `run_in_fp32` does, with
@@ -286,10 +290,7 @@ class LearnedProducts:
                 plan[key] = scale
             elif not float32_products and key[1:] == (0, "") and scale_for(seen, float32_products=True, **how):
                 by_rows += 1
-        self.slower = ""
-        if by_rows:
-            why = why_no_float32_products(notes.values[0].device)
-            self.slower = Message("{} layers are scaled row by row in each step, which takes longer: {}", by_rows, why)
+        self._slower = scaled_by_rows(by_rows, notes.values[0].device)
         return PlannedMode(plan, way, self._kernel_of) if plan else None
 
 

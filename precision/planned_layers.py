@@ -29,7 +29,7 @@ from .fp16_safe import FP16, PRODUCTS, SUMS, both_floating
 from .learned_scales import Seen, scale_for, widened
 from .overrides import covered, covers
 from .overrides import largest_of as outermost
-from .planned_products import FAINT, Key, Scale, Way, float32_product, has_float32_products
+from .planned_products import FAINT, Key, Scale, Way, float32_product, has_float32_products, scaled_by_rows
 from .scaled_layers import LAYERS, NORMS, largest_of, scaled_product, times
 from .scaled_products import limit, lost_digits, scaled_attention
 from .shallow_copy import KeptInFp32, Make, copy_with_base, replace_submodules, with_forward
@@ -117,6 +117,7 @@ class LayeredNetwork:
         self._outside = outermost(name for name in names if not covered(name, blocks))
         parts = (*blocks, *self._outside)
         self.shell = replace_submodules(network, {name: partial(self._switch, name) for name in parts})
+        self.slower = ""  # as LearnedProducts has it
         self.begin()
 
     @property
@@ -126,7 +127,9 @@ class LayeredNetwork:
     def begin(self) -> None:
         """Compute by what is known, if anything is."""
         if self._known.of:
-            plan = self._known.plan(float32_products=self._float32_products and has_float32_products(self._device))
+            can = self._float32_products and has_float32_products(self._device)
+            plan, best = (self._known.plan(float32_products=which) for which in (can, True))
+            self.slower = scaled_by_rows(len(best.keys() - plan.keys()), self._device)
             shell, inside = self._build(plan, safe := self._known.safe_attention), self._outside
             parts = {name: InPlannedBlock(shell.get_submodule(name), safe_attention=safe) for name in inside}
             self._by_plan = parts | {name: shell.get_submodule(name) for name in self._blocks}

@@ -388,13 +388,16 @@ def has_float32_products(device: torch.device) -> bool:
     return _has_float32_products(device) and not getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
 
 
-def why_no_float32_products(device: torch.device) -> str:
-    """Say why a device does not, in words."""
+def scaled_by_rows(layers: int, device: torch.device) -> str:
+    """Say why that many layers are scaled by rows where a device has no such products, in words; "" of none."""
+    if not layers:
+        return ""
+    why = Message("PyTorch has no product of fp16 into float32 for this device")
     if _has_float32_products(device):
-        return Message("fp16 accumulation is on")
-    if TorchVersion(torch.__version__) < "2.8":
-        return Message("PyTorch {} has no product of fp16 into float32, as 2.8 has", torch.__version__)
-    return Message("PyTorch has no product of fp16 into float32 for this device")
+        why = Message("fp16 accumulation is on")
+    elif TorchVersion(torch.__version__) < "2.8":
+        why = Message("PyTorch {} has no product of fp16 into float32, as 2.8 has", torch.__version__)
+    return Message("{} layers are scaled row by row in each step, which takes longer: {}", layers, why)
 
 
 @cache

@@ -161,13 +161,10 @@ def _every_layer_scaled(module: torch.nn.Module, call: dict[str, Any]) -> tuple[
 def planned(module: torch.nn.Module, call: dict[str, Any], scale: Scale, hot: Iterable[str] = ()) -> PlannedMode:
     """The mode of a step after the first. All that is planned has one scale, but for hot layers, which have no room."""
     first = LearningMode()
-    first.begin()
     run_in(first, module, (), call)
     plan = dict.fromkeys((key for key, _ in first.notes.of), scale)
     plan |= {(id(module.get_parameter(f"{name}.weight")), 0, ""): Scale(exponent=1) for name in hot}
-    later = PlannedMode(plan, first.way)
-    later.begin(call)
-    return later
+    return PlannedMode(plan, first.way)
 
 
 def _planned(module: torch.nn.Module, call: dict[str, Any], scale: Scale, hot: Iterable[str] = ()) -> Traffic:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import diffusers
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import EAGER, BackendChoice, compiled
+from comfyui_onediff_guard.precision import planned_products
 from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward, build_half_precision_forward
 from comfyui_onediff_guard.precision.observe import block_names
 from comfyui_onediff_guard.precision.overrides import NOTHING
@@ -159,6 +161,19 @@ def test_a_later_run_begins_with_what_an_earlier_one_showed() -> None:
     expected = first(**inputs())
     later = Layered(module, first.known)
     assert torch.equal(later(**inputs()), expected) and later.plans == first.plans
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_it_says_that_layers_are_scaled_by_rows_where_a_device_has_no_float32_products(
+    monkeypatch: pytest.MonkeyPatch, has: bool
+) -> None:
+    monkeypatch.setattr(planned_products, "_has_float32_products", lambda _: has)
+    module, inputs = heated("CogVideoX-5B", "middle")
+    layered = Layered(module.half())
+    assert not layered.attempt.slower()
+    exact = run_in_fp32(module, **inputs(), return_dict=False)[0]
+    assert all(error(layered(**inputs()), exact) < 2e-3 for _ in range(2))
+    assert bool(re.match(r"[1-9]\d* layers are scaled row by row", layered.attempt.slower())) is not has
 
 
 def test_shells_of_blocks_stay_in_the_way() -> None:
