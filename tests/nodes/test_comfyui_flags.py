@@ -68,7 +68,7 @@ def given() -> list[str]:
         ("--fp32-vae --reserve-vram 2.5 --lowvram", ["--reserve-vram 2.5", "--lowvram", "--fp32-vae"]),
         ("--async-offload", ["--async-offload 2"]),
         ("--cache-ram 4 8", ["--cache-ram 4 8"]),
-        ("--fast autotune", ["--fast autotune"]),
+        ("--fast fp16_accumulation autotune", ["--fast fp16_accumulation"]),
         ("--vram-headroom 0", []),
         ("--force-fp16", ["--force-fp16"]),  # which sets what --fp16-unet sets
         ("--fp16-unet", ["--fp16-unet"]),
