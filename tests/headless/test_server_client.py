@@ -202,24 +202,6 @@ def test_a_run_waits_in_a_queue_that_is_too_long_to_be_read(comfy: Any, there: R
     assert there(patience=0.0).outputs == {"2": {}}
 
 
-@pytest.mark.parametrize("runs", [True, False])
-def test_a_run_is_taken_from_a_queue_that_is_too_long_to_be_read(
-    comfy: Any, there: RunThere, others: list[Any], runs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def stay_in_a_long_line(server: Any) -> None:
-        server.pending = others if runs else [*others, *server.running]
-        server.running = server.running if runs else others[:1]
-
-    monkeypatch.setattr(follow, "CANCEL_SECONDS", 60)
-    comfy.script = stay_in_a_long_line
-    with pytest.raises(RunFailedError, match="not done in time and was interrupted"):
-        there(timeout=TIME)
-    assert comfy.requests[1:] == [
-        ("queue", {"delete": [comfy.prompt_id]}),
-        *([("interrupt", {"prompt_id": comfy.prompt_id})] if runs else []),
-    ]
-
-
 def test_a_refusal_names_nodes_and_reasons(comfy: Any, there: RunThere) -> None:
     comfy.refuse = True
     comfy.node_errors = {"1": {"errors": [{"message": "Value too small", "details": "width"}]}}
