@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -22,6 +23,11 @@ WINDOW = {"width": 1920, "height": 1000}
 LOUD = ("warning", "error")
 ENDS = ("execution_success", "execution_error", "execution_interrupted")
 
+SELECT = """type => {  // in the middle of the page, where no bar is above its buttons
+    const node = app.graph.nodes.find(node => node.type === type)
+    app.canvas.centerOnNode(node)
+    app.canvas.selectNode(node)
+}"""
 LOAD = "async graph => { await window.app.loadGraphData(graph, true, true, null) }"
 MISSING = "() => app.graph.nodes.filter(n => n.has_errors || !LiteGraph.registered_node_types[n.type]).map(n => n.type)"
 PROMPT = "async () => (await app.graphToPrompt()).output"
@@ -125,6 +131,15 @@ class Canvas:
         self._page.keyboard.press(key)
         self._page.wait_for_timeout(300)
 
+    def titles(self) -> list[str]:
+        """What the nodes on the canvas are called."""
+        return self._page.evaluate("() => app.graph.nodes.map(node => node.title)")
+
+    def open_help(self, node_type: str) -> None:
+        """Select the only node of a type, and press the i above it."""
+        self._page.evaluate(SELECT, node_type)
+        self._page.get_by_test_id("info-button").first.click(timeout=PATIENCE)
+
     def load(self, workflow: Mapping[str, Any]) -> None:
         """What opening a file does."""
         self._page.evaluate(LOAD, workflow)
@@ -208,6 +223,9 @@ class Canvas:
     def click(self, selector: str) -> None:
         self._page.locator(selector).first.click(timeout=PATIENCE)
 
+    def fill(self, selector: str, text: str) -> None:
+        self._page.locator(selector).first.fill(text, timeout=PATIENCE)
+
     def settle(self) -> None:
         """Let the page lay out what has changed."""
         self._page.wait_for_timeout(700)
@@ -219,6 +237,15 @@ class Canvas:
         """Press Run and wait: how the run ended, and what the server said about it. command: in place of Run."""
         self._page.evaluate(LISTEN, ENDS)
         self._page.evaluate(QUEUE, command)
+        return self._ended(seconds)
+
+    def click_run(self, seconds: float = 90.0) -> tuple[str, Any]:
+        """The same with the page's own button."""
+        self._page.evaluate(LISTEN, ENDS)
+        self._page.get_by_role("button", name="Run", exact=True).first.click(timeout=PATIENCE)
+        return self._ended(seconds)
+
+    def _ended(self, seconds: float) -> tuple[str, Any]:
         self._page.wait_for_function("() => window.ended", timeout=seconds * 1000)
         self._page.wait_for_timeout(500)
         return tuple(self._page.evaluate("() => window.ended"))
@@ -230,9 +257,15 @@ class Canvas:
     def wait_for_text(self, text: str) -> None:
         self._page.get_by_text(text).first.wait_for(timeout=PATIENCE)
 
-    def wait_for_error(self, text: str) -> None:
-        """Until it stands on the page, of a run that failed. Newer pages name the node, and the rest after a click."""
-        told, more = self._page.get_by_text(text).first, self._page.get_by_text("View details").first
+    def wait_for_node(self, node_type: str) -> None:
+        """Until the workflow that is opened has one of this type."""
+        there = "type => app.graph.nodes.some(node => node.type === type)"
+        self._page.wait_for_function(there, arg=node_type, timeout=PATIENCE)
+
+    def wait_for_error(self, text: str, details: str = "View details") -> None:
+        """Until it stands on the page, of a run that failed. Newer pages name the node, and the rest after a click
+        on `details`."""
+        told, more = self._page.get_by_text(text).first, self._page.get_by_text(details).first
         told.or_(more).first.wait_for(timeout=PATIENCE)
         if more.is_visible():
             more.click()
@@ -251,6 +284,19 @@ class Canvas:
             path,
         )
 
+    @contextmanager
+    def beside(self, url: str, user: str) -> Iterator[Canvas]:
+        """The page of a server with several users, in a profile of its own where one is logged in, by their id."""
+        headers = {"comfy-user": user}
+        page = self._page.context.browser.new_page(viewport=WINDOW, locale="en-US", extra_http_headers=headers)
+        page.add_init_script(f"localStorage['Comfy.userId'] = localStorage['Comfy.userName'] = '{user}'")
+        try:
+            opened = Canvas(page, self._pictures)
+            opened.open(url)
+            yield opened
+        finally:
+            page.close()
+
     def picture(self, name: str) -> Path:
         path = self._pictures / f"{name}.png"
         self._page.screenshot(path=str(path))
@@ -258,8 +304,10 @@ class Canvas:
 
 
 @contextmanager
-def canvas(url: str, pictures: Path) -> Iterator[Canvas]:
-    """A fresh browser profile with the server's page open in it; skips where there is none."""
+def canvas(
+    url: str, pictures: Path, language: str = "en-US", window: Mapping[str, int] = MappingProxyType(WINDOW)
+) -> Iterator[Canvas]:
+    """A fresh browser profile with the server's page open in it; skips where there is none. language: the browser's."""
     if reason := missing_browser():
         pytest.skip(reason)
     from playwright.sync_api import sync_playwright
@@ -267,7 +315,7 @@ def canvas(url: str, pictures: Path) -> Iterator[Canvas]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable(), args=list(FLAGS))
         try:
-            canvas = Canvas(browser.new_page(viewport=WINDOW, locale="en-US"), pictures)
+            canvas = Canvas(browser.new_page(viewport=dict(window), locale=language), pictures)
             canvas.open(url)
             yield canvas
         finally:
