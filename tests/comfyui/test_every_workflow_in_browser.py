@@ -406,3 +406,20 @@ def test_no_cache_provider_stays_after_a_run_that_did_not_end(
         server.ask("/interrupt", {})
     assert server.ended(prompt_id)["status"]["status_str"] == "error"
     assert providers(server) == []
+
+
+def test_each_user_has_their_own_switch(leg: legs.Leg, checkpoints: Path, page: browser.Canvas, tmp_path: Path) -> None:
+    with started(leg, tmp_path, checkpoints, "--multi-user") as server:
+        for name in ("anna", "bert"):
+            server.ask("/users", {"username": name})
+        users = {name: id_ for id_, name in server.ask("/users")["users"].items()}
+        for name in ("anna", "bert"):
+            with page.beside(server.url, users[name]) as canvas:
+                load(canvas, api())
+                if name == "anna":
+                    canvas.switch(SWITCH, "Guard every workflow")
+                    canvas.press("Escape")
+                run(canvas)
+                canvas.picture(f"every_of_{name}")
+                assert is_finite(server, entries(server)[-1]) is bool(guard_notices(canvas)) is (name == "anna")
+                assert canvas.count(OFFERED) == (name == "bert" and leg.name != "b")

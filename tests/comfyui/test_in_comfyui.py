@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import legs
+import numpy as np
 import pytest
 from comfyui_onediff_guard.headless.errors import InterruptedRunError
 from comfyui_onediff_guard.headless.hosts.result import RunProgress
 from comfyui_onediff_guard.headless.server.follow import run_on_server
 from comfyui_onediff_guard.headless.workflow.settings import Setting
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+from PIL import Image
 from runs import HEALTHY, INSIDE, OVERFLOWING, SMALL, Ran, frames_of
 
 pytestmark = pytest.mark.comfyui
@@ -150,3 +152,37 @@ def test_a_folder_that_is_not_there_is_named(run: Callable[..., Ran]) -> None:
     ran = run(LoadPipeline__model="no-such-model")
     assert ran.code == 4, ran.answer
     assert "no-such-model" in ran.answer["error"]
+
+
+def test_the_probe_and_its_profile_in_one_graph(run_graph: Callable[..., Ran], tmp_path: Path) -> None:
+    size = {"width": WIDTH, "height": HEIGHT, "frames": FRAMES, "steps": 2, "guidance_scale": 6.0, "seed": 31}
+    prompts = {"positive": ["encode", 0], "negative": ["encode", 1]}
+    loading = {"model": INSIDE, "precision": "fp16", "backend": "eager", "offload": "none"}
+    guarding = {"on_failure": "rerun", "exact_fp32": False, "scope": "learned", "profile": ["probe", 2]}
+    encoding = {"prompt": "a red kite", "negative_prompt": "", "precision": "inherit"}
+    decoding = {"latents": ["sample", 0], "tiling": False, "slicing": False, "precision": "inherit"}
+    nodes: dict[str, tuple[str, dict[str, Any]]] = {
+        "load": ("OneDiffGuardLoadPipeline", loading),
+        "encode": ("OneDiffGuardEncodePrompt", {"pipeline": ["load", 0], **encoding}),
+        "probe": ("OneDiffGuardNumericsProbe", {"pipeline": ["load", 0], **size, **prompts}),
+        "guard": ("OneDiffGuardNaNGuard", {"pipeline": ["load", 0], **guarding}),
+        "sample": (
+            "OneDiffGuardSampleCogVideoX",
+            {"pipeline": ["guard", 0], **size, **prompts, "scheduler": "DDIM", "precision": "inherit"},
+        ),
+        "decode": ("OneDiffGuardDecodeLatents", {"pipeline": ["guard", 0], **decoding}),
+        "frames": ("SaveImage", {"images": ["decode", 0], "filename_prefix": "frame"}),
+        "picture": ("SaveImage", {"images": ["probe", 0], "filename_prefix": "probe"}),
+    }
+    graph = {name: {"class_type": kind, "inputs": wired} for name, (kind, wired) in nodes.items()}
+    workflow = tmp_path / "probe.json"
+    workflow.write_text(json.dumps(graph), encoding="utf-8")
+    ran = run_graph(workflow)
+    assert ran.code == 0, ran.answer
+    (probed,) = ran.answer["outputs"]["probe"]["onediff_guard"]
+    assert probed["plan"] == "bf16", "which a CPU computes natively; fp16 is protected without a profile"
+    assert [report["reruns"] for report in ran.reports()] == [0, 0, 0], "encoder, sampler, decoder"
+    frames = [np.asarray(Image.open(file).convert("RGB")) for file in ran.files if file.name.startswith("frame")]
+    assert len(frames) == FRAMES and all(frame.std() > 2 for frame in frames)
+    (picture,) = (Image.open(file) for file in ran.files if file.name.startswith("probe"))
+    assert picture.width > 800 and np.asarray(picture.convert("RGB")).std() > 20

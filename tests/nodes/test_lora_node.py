@@ -143,6 +143,15 @@ def test_a_transformer_that_the_model_does_not_have_is_refused_before_anything_i
     assert not plain.store.loaded()
 
 
+def test_strength_is_honoured_when_compiled_and_one_shell_is_kept():
+    eager, compiled = load(), load(backend="inductor")
+    for strength in (1.0, 0.25):
+        expected, _ = sample(with_lora(eager, strength=strength), steps=1)
+        found, _ = sample(with_lora(compiled, strength=strength), steps=1)
+        assert (found - expected).abs().max() / expected.abs().max() < 1e-3
+    assert len({loras for _, loras, *_ in compiled.store.compiled if loras}) == 1
+
+
 def test_guarded_and_with_overflow_protection_a_lora_is_near_fp32(model_folder):
     model_folder("5b", "stream")
     expected, _ = sample(with_lora(load("5b-stream"), "5b.safetensors"), steps=3)

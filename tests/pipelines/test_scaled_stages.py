@@ -7,6 +7,7 @@ import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.families.svd import SVD
 from comfyui_onediff_guard.pipelines.run.calls import Calls
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.run.vae import guarded_encoder
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
@@ -51,3 +52,14 @@ def test_svds_vae_encoder_in_fp16_is_right_where_plain_fp16_is_nan(overflowing_s
     assert report.protection == "overflow protection" and "overflow protection; 1 part, fine" in report.summary()
     assert error(found, expected) < 2e-3
     assert encoded(overflowing_svd, "bf16")[1].protection == ""
+
+
+def test_a_text_encoder_in_fp16_clamps_nothing_and_is_not_rerun(clamping_text_encoder, open_pipeline):
+    expected, _ = encode_prompts(open_pipeline(clamping_text_encoder, "fp32"), ["a boat", ""])
+    plain, _ = encode_prompts(open_pipeline(clamping_text_encoder, "fp16 (plain)"), ["a boat", ""])
+    found, report = encode_prompts(open_pipeline(clamping_text_encoder, "fp16"), ["a boat", ""])
+    assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * 2
+    assert report.protection == "overflow protection"
+    for embeddings, wrong, right in zip(found, plain, expected, strict=True):
+        assert error(wrong, right) > 0.1, "clamped"
+        assert error(embeddings, right) < 5e-3

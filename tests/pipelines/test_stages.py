@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -14,7 +16,9 @@ from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights import components as store
-from comfyui_onediff_guard.precision.guard import GuardStopped
+from comfyui_onediff_guard.precision.accumulation import SWITCHES
+from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure, Scope
+from overflows import fails_in_half
 from transformers import T5EncoderModel
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")
@@ -94,6 +98,27 @@ def test_plain_fp16_embeddings_that_are_broken_are_blamed_on_their_maker(broken_
     (positive, negative), _ = encode_prompts(open_pipeline(folder, "fp16 (plain)"), ["a boat", ""])
     with pytest.raises(GuardStopped, match="input 'encoder_hidden_states' holds"):
         sample(open_pipeline(folder, "fp32"), positive, negative, SMALL)
+
+
+def test_two_threads_share_one_model(model_folder, open_pipeline):
+    import os
+
+    handle = open_pipeline(model_folder("2b"), "fp16")
+    handle.store.module("transformer", "fp16").proj_out.register_forward_hook(fails_in_half)
+    (positive, negative), _ = encode_prompts(handle, ["a boat", ""])
+    handle = replace(handle, policy=GuardPolicy(scope=Scope.STEP))
+    runs = [(handle, 1), (replace(handle, policy=GuardPolicy(OnFailure.OFF)), 2), (handle, 3)]
+
+    def go(run):
+        return sample(run[0], positive, negative, replace(SMALL, seed=run[1]))
+
+    alone = [go(run) for run in runs]
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(go, runs))
+    for (expected, _), (found, _) in zip(alone, together, strict=True):
+        assert torch.equal(found.nan_to_num(9e9), expected.nan_to_num(9e9))
+    assert [report.reruns for _, report in together] == [2, 0, 2]
+    assert not any(name in os.environ for name in SWITCHES)
 
 
 def test_a_folder_with_spaces_and_letters_of_other_alphabets(model_folder, open_pipeline, tmp_path):
