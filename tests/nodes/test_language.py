@@ -33,7 +33,7 @@ from comfyui_onediff_guard.trust.message import BadInput, Message, joined, messa
 
 Choose = Callable[[object], None]
 GUARD = NODE_CLASS_MAPPINGS["OneDiffGuardNaNGuardNative"]
-COGVIDEOX_2B, COGVIDEOX_5B, *_ = FAMILIES["CogVideoXPipeline"].variants
+_, COGVIDEOX_5B, *_ = FAMILIES["CogVideoXPipeline"].variants
 WIRE = " Wire a model, a VAE or both through it."
 NOTHING_WIRED = f"Nothing is wired to NaN Guard (native).{WIRE}"
 

@@ -48,8 +48,8 @@ CARDS, *ROWS = (line.rsplit(maxsplit=15)[-16:] for line in GOLDEN.strip().splitl
 UNLISTED = (by_capability(13, 0), by_capability(5, 2), by_gfx("gfx9999"))
 OLD_MAC = replace(ARCHITECTURES["mps"], label="Apple GPU before macOS 14", bf16="none")
 DEVICES = (*ARCHITECTURES.values(), *UNLISTED, OLD_MAC)
-SM61, SM70, SM75, SM80, CPU = (ARCHITECTURES[name] for name in ("sm61", "sm70", "sm75", "sm80", "cpu"))
-TWO_B, FIVE_B = VARIANTS["CogVideoX-2B"], VARIANTS["CogVideoX-5B"]
+SM75, SM80 = ARCHITECTURES["sm75"], ARCHITECTURES["sm80"]
+TWO_B = VARIANTS["CogVideoX-2B"]
 
 
 def every_plan(device: Architecture) -> Iterator[tuple[Variant, Precision, Accumulation, Plan]]:
