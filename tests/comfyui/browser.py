@@ -222,7 +222,6 @@ class Canvas:
         self._page.evaluate(QUEUE, command)
         return self._ended(seconds)
 
-
     def _ended(self, seconds: float) -> tuple[str, Any]:
         self._page.wait_for_function("() => window.ended", timeout=seconds * 1000)
         self._page.wait_for_timeout(500)
