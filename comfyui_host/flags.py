@@ -1,4 +1,4 @@
-"""ComfyUI's flags about memory and precision, and what each does in this pack's pipelines.
+"""ComfyUI's flags about memory and precision that its user may expect of this pack's pipelines, and what each does.
 
 ComfyUI applies all of them to its own models, under the NaN Guard too. A pipeline's components are diffusers' modules
 under ComfyUI's memory manager: what that decides holds for them, and what ComfyUI's own layers and loaders do does not.
@@ -61,23 +61,16 @@ ROWS = (
     Row(("--lowvram",), MAPPED, "the loader's offload 'auto' begins with 'group'; another is taken as it is"),
     Row(("--novram",), MAPPED, "the loader's offload 'auto' takes 'sequential'; another is taken as it is"),
     Row(("--highvram", "--gpu-only"), MAPPED, _STAYS),
-    _none("pipelines run so unless another is given", "--normalvram"),
-    Row(("--cpu",), HONOURED, "pipelines compute on the CPU"),
     _none("the VAE runs on the card: choose tiling or a smaller chunk at Decode Latents", "--cpu-vae"),
-    Row(("--directml",), HONOURED, "pipelines compute on the same device, which nobody has tried"),
     _none(
         "components come to the card whole; offload 'group' brings the next block on a stream of its own",
         "--async-offload",
         "--disable-async-offload",
     ),
     _none("offload 'group' page-locks weights: choose 'sequential', which does not", "--disable-pinned-memory"),
-    _none("components are copied to the card as PyTorch does it by default", "--force-non-blocking"),
     _none(_DYNAMIC, "--enable-dynamic-vram", "--disable-dynamic-vram", "--disable-nvml-pressure", "--fast-disk"),
     _none("dynamic VRAM is for ComfyUI's own models: choose --reserve-vram", "--vram-headroom"),
     Row(("--cache-classic", "--cache-lru", "--cache-none", "--cache-ram"), HONOURED, _CACHED),
-    Row(("--high-ram",), HONOURED, "as --cache-classic, which it sets"),
-    _none("weights are read from safetensors alone, by diffusers", "--disable-mmap", "--mmap-torch-files"),
-    Row(("--disable-cuda-malloc",), HONOURED, "PyTorch's allocator, for the whole process"),
     # --- what is computed in
     *(_precision(dtype, "the loader", f"--force-{dtype}", wider=True) for dtype in _DTYPES),
     *(_precision(dtype, "the sampler", f"--{dtype}-unet", wider=True) for dtype in _DTYPES),
@@ -96,16 +89,13 @@ ROWS = (
     ),
     *(_precision(dtype, "Decode Latents", f"--{dtype}-vae") for dtype in _DTYPES),
     *(_none(f"choose precision '{dtype}' at Encode Prompt", f"--{dtype}-text-enc") for dtype in _DTYPES),
-    _none("latents and frames leave this pack's nodes in float32", "--fp16-intermediates"),
     _none("choose precision 'fp8' at the sampler, on a card that has it", "--supports-fp8-compute"),
-    _none("nothing of a pipeline uses comfy-kitchen", "--enable-triton-backend", "--disable-triton-backend"),
     Row(
         ("--force-channels-last",),
         MAPPED,
         "2D convolutions of UNets and VAEs lie so, as with OneDiff Compile's layout 'channels-last'",
     ),
     # --- by which kernels
-    _none("diffusers' models use PyTorch's attention in any case", "--use-pytorch-cross-attention"),
     _none(
         _ATTENTION,
         *("--use-split-cross-attention", "--use-quad-cross-attention", "--use-sage-attention"),
@@ -116,8 +106,6 @@ ROWS = (
         "the guard computes in fp32 what overflows in attention too: choose precision 'fp32' for all of it",
         *("--force-upcast-attention", "--dont-upcast-attention"),
     ),
-    Row(("--deterministic",), HONOURED, "PyTorch's deterministic algorithms, for the whole process"),
-    Row(("--fast autotune",), HONOURED, "cuDNN's benchmark, for the whole process"),
     Row(
         ("--fast fp16_accumulation",),
         HONOURED,
@@ -130,14 +118,12 @@ ROWS = (
         *("--fast fp8_matrix_mult", "--fast cublas_ops"),
         native="a rerun multiplies in fp32",
     ),
-    _none("nothing here uses CUDA graphs", "--disable-cuda-graphs"),
     _none(
         "it is for ComfyUI's own models",
         "--disable-comfy-compiler",
         native="its plan for memory leaves out what a guard keeps from call to call, and steps that it recomputes or "
         "protects",
     ),
-    Row(("--disable-ipex-optimize",), HONOURED, "ComfyUI no longer has ipex optimise components, on Intel GPUs"),
 )
 
 

@@ -53,11 +53,7 @@ class NoAnswerError(HostError):
 
 
 class TooLongError(HostError):
-    """A server's answer is longer than any that is taken. beginning: of that answer."""
-
-    def __init__(self, message: str, beginning: bytes = b"") -> None:
-        super().__init__(message)
-        self.beginning = beginning
+    """A server's answer is longer than any that is taken."""
 
 
 class RunFailedError(HeadlessError):

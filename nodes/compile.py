@@ -57,10 +57,8 @@ class Compile(Node):
                 "attention": inputs.advanced(
                     inputs.choice(
                         inputs.ATTENTIONS,
-                        "measured: the fastest on this card that is within its error budget, timed once for each size "
-                        "and remembered; without this node too. auto: PyTorch's own choice. The others: that one, "
+                        "auto: PyTorch's own choice; measured, of earlier versions, is the same. The others: that one, "
                         "wherever it takes the call. sage has to be installed, and rounds more.",
-                        default=inputs.MEASURED,
                     )
                 ),
                 "layout": inputs.advanced(
@@ -80,18 +78,19 @@ class Compile(Node):
         backend: str,
         dynamic: str,
         mode: str,
-        attention: str = inputs.MEASURED,
+        attention: str = inputs.ATTENTIONS[0],
         layout: str = inputs.LAYOUTS[0],
     ) -> tuple[PipelineHandle]:
         from ..pipelines.compile.backends import CompileOptions, check_attention, choose_backend
 
         placement = pipeline.store.placement
-        check_attention(attention, placement.device)
+        kernel = "" if attention in inputs.ATTENTIONS[:2] else attention
+        check_attention(kernel, placement.device)
         chosen = pipeline.backend if backend == inputs.INHERIT else choose_backend(backend, placement.device)
         options = CompileOptions(
             DYNAMIC[dynamic],
             mode,
-            "" if attention == inputs.ATTENTIONS[0] else attention,
+            kernel,
             placement.channels_last or layout != inputs.LAYOUTS[0],
         )
         return (replace(pipeline, backend=chosen, compile_options=options),)

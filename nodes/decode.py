@@ -78,13 +78,12 @@ class DecodeLatents(Node):
         backend: str = inputs.BACKENDS[0],
         node_id: str | None = None,
     ) -> dict[str, Any]:
-        from ..comfyui_host.tagged_tensor import plain
         from ..pipelines.run.decode import decode
 
         with running(pipeline), host.Progress(0, node_id) as progress:
             images, report = decode(
                 pipeline,
-                plain(latents["samples"]),
+                latents["samples"],
                 tiling=tiling,
                 slicing=slicing,
                 chunk=chunk,

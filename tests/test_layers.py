@@ -207,29 +207,3 @@ def test_importing_the_pack_loads_its_nodes_and_does_nothing_else(fresh_python: 
     assert all(value.endswith((".py", ".pyc")) for name, value in events if name == "open")
     others = {name for name, _ in events} - BY_THE_IMPORT_SYSTEM
     assert not {name for name in others if name.startswith(("os.", "shutil.", "socket.", "subprocess.", "urllib."))}
-
-
-def test_what_this_check_sees() -> None:
-    source = """
-import torch.nn
-def f():
-    from .host import x
-    from .. import precision
-    from ..pipelines.run import handle
-    return importlib.import_module('..headless.run', __package__)
-import_module(f'comfy.{name}')
-__import__(name)
-sys.modules['comfy.sample'].sample()
-'server' in sys.modules
-for name in sys.modules.get('app'): sys.modules
-from sys import modules
-if TYPE_CHECKING:
-    import av
-"""
-    found = {each.module: each for each in imports_of("nodes/example.py", source)}
-    assert {*found} == {
-        *("torch.nn", ".nodes.host", ".precision", ".pipelines.run.handle", ".headless.run", "comfy.?", "?"),
-        *("comfy.sample", "server", "app", "av"),
-    }
-    assert {name for name, each in found.items() if each.for_types} == {"av"}
-    assert {"comfy.sample", "server", "app"} <= {name for name, each in found.items() if each.looked_up}

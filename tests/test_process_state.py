@@ -95,10 +95,6 @@ def test_what_is_left_behind_is_named(kind: str) -> None:
     assert process_state.changes(before) == []
 
 
-def test_every_kind_is_tried() -> None:
-    assert {kind for kind in process_state.KINDS for name in KINDS if name.startswith(kind)} == {*process_state.KINDS}
-
-
 def run_of(root: Path, folder: Path, test: str) -> tuple[int, str]:
     """Its exit code, and what it told."""
     (folder / "test_it.py").write_text(test)
@@ -119,14 +115,3 @@ def test_a_run_fails_whose_tests_change_a_model_that_they_share(root: Path, tmp_
     builds = "import shared_models\ndef test_it():\n    folder = shared_models.built(lambda path: path.mkdir())\n"
     code, told = run_of(root, tmp_path, f"{builds}    (folder / 'new').touch()\n")
     assert code == 1 and "1 passed" in told and "though all tests share it: " in told, told
-
-
-def test_what_libraries_do_when_they_are_first_imported_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, modules = process_state.read(), [*sys.modules]
-    with ExitStack() as stack:
-        KINDS["warnings"](monkeypatch, stack)
-        assert process_state.left_behind(before, modules)
-        monkeypatch.setitem(sys.modules, "a_library", sys)
-        assert not process_state.left_behind(before, modules)
-        KINDS["torch flag default dtype"](monkeypatch, stack)
-        assert "torch flag default dtype" in process_state.left_behind(before, modules)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -88,7 +87,6 @@ class QueueEntry(Foreign):
 
 
 Entries = list[Annotated[QueueEntry, BeforeValidator(_entry)]]
-FIRST_RUNNING = re.compile(rb'\s*{\s*"queue_running":\s*\[\s*\[\s*[-+.\w]+,\s*"([\w.:-]{1,200})"')  # its prompt's id
 
 
 class Queue(Foreign):

@@ -33,7 +33,7 @@ from ..errors import (
 from ..files import Arriving, FileEntry
 from ..workflow.graph import Graph
 from ..workflow.schema import Schema, from_object_info
-from .answers import FIRST_RUNNING, HistoryEntry, Queue, Submitted, Uploaded
+from .answers import HistoryEntry, Queue, Submitted, Uploaded
 
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 120.0  # without a byte; a ComfyUI that compiles a model answers nothing for a while
@@ -44,7 +44,6 @@ SLOWEST = 1000  # bytes a second of a file, after STALL_SECONDS
 CLOSE_SECONDS = 1.0
 ANSWER_BYTES = 20 * 2**20  # of JSON: an entry of the history has its workflow twice
 ANSWER_VALUES = 800_000  # in it
-BEGINNING_BYTES = 2**12  # of an answer that is too long
 EVENT_BYTES = 8 * 2**20  # previews are events too
 CHUNK_BYTES = 2**18
 MAX_FILE_BYTES = 16 * 2**30  # of one result
@@ -64,7 +63,7 @@ class HttpResponse:
 
     def fitting(self, kind: type[T]) -> T:
         """The answer as `kind`, a model. Raises HostError: it is no JSON, or none of ComfyUI's; TooLongError."""
-        check_size(self.place, values=foreign.values_in(self.data), beginning=self.data)
+        check_size(self.place, values=foreign.values_in(self.data))
         try:
             return foreign.fitting(kind, foreign.parse(self.data, nan=True))
         except foreign.Unreadable as error:
@@ -88,11 +87,10 @@ class Server:
         closing = asyncio.ensure_future(self._session.close())
         await asyncio.wait({closing}, timeout=CLOSE_SECONDS)  # it waits for what was not sent, of whoever takes nothing
 
-    async def schemas(self, types: Iterable[str], also: Iterable[str] = ()) -> dict[str, Schema]:
-        """The schemas of these node types; those of `also` where the server has them. Raises UnknownNodesError where it
-        lacks some of `types`."""
+    async def schemas(self, types: Iterable[str]) -> dict[str, Schema]:
+        """The schemas of these node types. Raises UnknownNodesError where the server lacks some."""
         needed, found, values, together = sorted(set(types)), dict[str, Schema](), 0, list[bytearray]()
-        asked = [name for name in sorted({*needed, *also}) if name.strip(".")]  # dots are no part of an address
+        asked = [name for name in needed if name.strip(".")]  # dots are no part of an address
         answers = await asyncio.gather(*(self._get("object_info", name, together=together) for name in asked))
         for name, answer in zip(asked, answers, strict=True):
             values += foreign.values_in(answer.data)
@@ -160,7 +158,7 @@ class Server:
         asked = await self._ask("POST", "api", "jobs", found, "cancel")  # since 0.26: whichever it is, in one
         if asked.status != 200:
             await self._ask("POST", "queue", json={"delete": [found]})  # which leaves one that runs
-            if await self._runs(found):
+            if (await self._queue()).runs(found):
                 await self._ask("POST", "interrupt", json={"prompt_id": found})
 
     async def upload(self, name: str, image: bytes) -> str:
@@ -242,13 +240,6 @@ class Server:
                 f"{FREE_BYTES:,} that are left alone). Free some space, or choose another folder with --out."
             )
 
-    async def _runs(self, prompt_id: str) -> bool:
-        try:
-            return (await self._queue()).runs(prompt_id)
-        except TooLongError as error:  # with the one that runs at its beginning
-            first = FIRST_RUNNING.match(error.beginning)
-            return first is not None and first[1] == prompt_id.encode()
-
     async def _queue(self) -> Queue:
         return (await self._get("queue")).fitting(Queue)
 
@@ -273,7 +264,7 @@ class Server:
         async with self._request(method, *parts, seconds=seconds, **body) as (place, response):
             async for chunk in response.content.iter_chunked(CHUNK_BYTES):
                 data += chunk
-                check_size(place, sum(map(len, together)), beginning=data)
+                check_size(place, sum(map(len, together)))
             return HttpResponse(place, response.status, bytes(data))
 
     @asynccontextmanager
@@ -318,12 +309,11 @@ class Server:
         )
 
 
-def check_size(place: str, size: int = 0, values: int = 0, beginning: bytes | bytearray = b"") -> None:
+def check_size(place: str, size: int = 0, values: int = 0) -> None:
     """Raise TooLongError where an answer has too many bytes or JSON values."""
     for number, most, what in ((size, ANSWER_BYTES, "bytes"), (values, ANSWER_VALUES, "values")):
         if number > most:
-            message = f"{place} answers with more than {most:,} {what}: is this a ComfyUI?"
-            raise TooLongError(message, bytes(beginning[:BEGINNING_BYTES]))
+            raise TooLongError(f"{place} answers with more than {most:,} {what}: is this a ComfyUI?")
 
 
 def _reason(error: BaseException) -> str:

@@ -21,7 +21,7 @@ import torch
 
 from ...precision.accumulation import NEXFORT_OPTION, NEXFORT_SWITCH, allowed
 from ...precision.arch import COMPILED, Architecture
-from ...precision.attention import KERNELS, Attended
+from ...precision.attention import KERNELS, Attended, missing
 from ...precision.machine import first_line
 from ...precision.overflow import ShownInside
 from ...precision.policy import failure
@@ -53,8 +53,7 @@ class BackendChoice:
 
 
 MODES = ("default", "max-autotune-no-cudagraphs")  # inductor's. CUDA graphs would reuse what a block put out
-MEASURED = "measured"
-ATTENTIONS = ("", MEASURED, *KERNELS)
+ATTENTIONS = ("", *KERNELS)
 
 
 def uses_torch_kernels(backend: str) -> bool:
@@ -68,14 +67,13 @@ class CompileOptions:
     dynamic: True: one graph for sizes of any kind. False: one for each size. None: the backend's own way; inductor's
         is a graph for the first size, and one for all others.
     mode: one of MODES; inductor alone.
-    attention: one of ATTENTIONS; "": PyTorch's own choice; 'measured': the fastest that is right, known when a run
-        makes its first call. For backends that use PyTorch's attention, and for 'eager'.
+    attention: one of ATTENTIONS; "": PyTorch's own choice. For backends that use PyTorch's attention, and for 'eager'.
     channels_last: whether 2D convolutions lie in memory so; for inductor and 'eager'.
     """
 
     dynamic: bool | None = None
     mode: str = MODES[0]
-    attention: str = MEASURED
+    attention: str = ""
     channels_last: bool = False
 
     def given_to(self, backend: str) -> Any:
@@ -95,7 +93,7 @@ class CompileOptions:
 
     def in_words(self, backend: str) -> str:
         """What differs from the default, and what the backend does not take; "" where neither does."""
-        attention = f"attention: {self.attention}" if self.attention in KERNELS else ""
+        attention = f"attention: {self.attention}" if self.attention else ""
         if attention and not uses_torch_kernels(backend):
             attention = f"{attention}: not used, {backend} has its own"
         if backend == "eager":
@@ -131,8 +129,8 @@ def choose_backend(request: str, device: torch.device) -> BackendChoice:
 
 def check_attention(kernel: str, device: torch.device) -> None:
     """Raise BackendUnavailable where a kernel of attention was asked for by name that is not to be had here."""
-    if kernel in KERNELS and (missing := KERNELS[kernel].lacking(device)):
-        raise BackendUnavailable("Attention '{}' does not work here: {}. Choose 'auto' or 'measured'.", kernel, missing)
+    if kernel and (lacks := missing(kernel, device)):
+        raise BackendUnavailable("Attention '{}' does not work here: {}. Choose 'auto'.", kernel, lacks)
 
 
 def backend_states(device: torch.device) -> dict[str, str | None]:
@@ -195,7 +193,7 @@ def _compilers(choice: BackendChoice, how: CompileOptions, device: torch.device)
     """The choice, and where 'auto' made it, all that follow. What works with an offload, those after it do too."""
 
     def of(name: str) -> Compiler:
-        kernel = how.attention if how.attention in KERNELS and uses_torch_kernels(name) else ""
+        kernel = how.attention if uses_torch_kernels(name) else ""
 
         def compile_block(block: torch.nn.Module) -> Run:
             run = Attended(block, kernel) if kernel else block

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...precision.attention import Attended, offered
+from ...precision.attention import Attended
 from ...precision.fallback import HalfPrecisionForward
 from ...precision.planned_layers import KnownScales
 from ...precision.report import RunReport, StepRecord
 from ..models.lora import keys
 from ..run.feature import CallFeature, DenoiserSetup, Feature, RunContext, Tell
 from . import auto_compile
-from .backends import EAGER, MEASURED, BackendChoice, came_to, compiled, for_dtype
+from .backends import EAGER, BackendChoice, came_to, compiled, for_dtype
 
 if TYPE_CHECKING:
     from ..run.handle import PipelineHandle
@@ -46,13 +45,7 @@ class _CompiledBlocks(CallFeature):
         self._stage = stage = setup.stage
         handle, dtype = stage.handle, stage.plan.dtype
         self._backend = for_dtype(handle.backend, handle.architecture, dtype)
-        self._options, self._attention = handle.compile_options, ""
-        if self._options.attention == MEASURED and len(offered(handle.store.placement.device)) < 2:
-            self._options = replace(self._options, attention="")
-        elif self._options.attention == MEASURED:
-            from .attention import with_attention
-
-            self._options, self._attention = with_attention(stage, self._backend.name, setup.inputs)
+        self._options = handle.compile_options
         self._compiled: torch.nn.Module | None = None  # a shell of the latest attempt's
         self._scaled = False  # the latest attempt is, in every layer
         self._tell()
@@ -105,7 +98,7 @@ class _CompiledBlocks(CallFeature):
             report.backend, report.backend_reason = EAGER, f"{first} with overflow protection is not compiled"
             return
         backend = came_to(self._compiled, self._backend) if self._compiled else self._backend
-        said = [backend.reason, self._stage.handle.compile_options.in_words(backend.name), self._attention]
+        said = [backend.reason, self._options.in_words(backend.name)]
         report.backend, report.backend_reason = backend.name, "; ".join(filter(None, said))
 
 

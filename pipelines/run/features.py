@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...precision.attention import offered
 from ...precision.fallback import HalfPrecisionForward
 from ...precision.overflow import Clips
 from ...precision.overrides import MAX_FP16_ERROR, fp16_accumulation_in_words
 from ...precision.report import RunReport
 from ...precision.shallow_copy import with_forward
-from ..compile.backends import EAGER, MEASURED, for_dtype
+from ..compile.backends import EAGER, for_dtype
 from ..weights.cfg_batch import joined, split_cfg_batch
 from .feature import CallFeature, DenoiserSetup, Feature, RunContext
-from .handle import PipelineHandle
 
 if TYPE_CHECKING:
     from .stage import ComponentStage
@@ -36,7 +34,7 @@ def features_of(run: RunContext) -> list[Feature]:
         from ..weights.quantising import QuantisedRun
 
         found.append(QuantisedRun())
-    if handle.backend.name != EAGER or run.compile_key or _chooses_attention(handle):
+    if handle.backend.name != EAGER or run.compile_key or handle.compile_options.attention:
         from ..compile.feature import CompiledRun
 
         found.append(CompiledRun(run))
@@ -61,11 +59,6 @@ def features_of(run: RunContext) -> list[Feature]:
 
         found.append(PreviewedRun(run.previews, handle, run.settings.frames))
     return found
-
-
-def _chooses_attention(handle: PipelineHandle) -> bool:
-    wanted = handle.compile_options.attention
-    return bool(wanted) and (wanted != MEASURED or len(offered(handle.store.placement.device)) > 1)
 
 
 class Fp16Accumulation(Feature):

@@ -60,7 +60,6 @@ class PipelineHandle:
     profiles: Path | None = None  # folder of what runs taught; None: nothing is kept
     profile: Profile | None = None  # from elsewhere, used in place of what is kept
     compiled: Path | None = None  # folder of compiled code for later processes; None: none is kept
-    measured: Path | None = None  # folder of what was measured on this machine; None: nothing is kept
     ranks: ProcessGroup = ALONE  # the processes that compute each run together
 
     def __post_init__(self) -> None:
@@ -231,7 +230,6 @@ def load(
         profiles=profiles,
         compile_options=CompileOptions(channels_last=placement.channels_last),
         compiled=compiled if ranks.alone else None,  # of ranks, each compiles another part of the work
-        measured=compiled,
         ranks=ranks,
     )
     family = model.family

@@ -16,7 +16,7 @@ from collections.abc import Generator, Hashable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -45,9 +45,6 @@ from .placement import (
     lay_out,
     move,
 )
-
-if TYPE_CHECKING:
-    from ..compile.attention import Chosen
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +88,6 @@ class ComponentStore:
         self.quantised: dict[tuple[str, tuple[LoraKey, ...], str], QuantisedLinears] = {}  # by denoiser, LoRAs and kind
         self.learned: dict[MemoryKey, PrecisionOverrides] = {}  # what runs taught about a denoiser
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
-        self.attention: dict[tuple[str, tuple[torch.Size, ...]], Chosen] = {}  # by dtype and sizes, measured
         self.room: dict[Any, int] = {}  # what a call of a component takes beside its weights, by what tells calls apart
         self.lacks: dict[Any, str] = {}  # of these, why they take more than with lean kernels
         self.network_calls: dict[Any, list[Any]] = {}  # signatures of a VAE's calls of its network, by the same

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from budget import Budget
-from comfyui_onediff_guard.precision.attention import attention_calls, offered
+from comfyui_onediff_guard.precision.attention import KERNELS, sdpa
 from comfyui_onediff_guard.precision.dtypes import DTYPES
+from comfyui_onediff_guard.precision.upcast import TraceableMode
 from denoisers import build, step
 from measure import attempt, interleave, seconds_of
 from subject import Subject
@@ -27,12 +28,18 @@ def shapes(subject: Subject) -> list[tuple[Shape, int]]:
     device = torch.device("meta")
     module: Any = build(subject.model, subject.size, device, torch.bfloat16)
     call = step(subject.model, module.config, subject.size, device, torch.bfloat16)
-    with torch.no_grad():
-        calls = attention_calls(lambda: module(**call))
     counted: Counter[Shape] = Counter()
-    for each, number in calls.items():
-        batch, heads, queries, channels = each.query
-        counted[batch, heads, queries, each.key[-2], channels] += number
+
+    class Counting(TraceableMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is sdpa:
+                query, key = [*args, *(kwargs or {}).values()][:2]
+                batch, heads, queries, channels = query.shape
+                counted[batch, heads, queries, key.shape[-2], channels] += 1
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Counting():
+        module(**call)
     return sorted(counted.items(), key=lambda each: -each[1] * _operations(each[0]))
 
 
@@ -68,8 +75,7 @@ def compare(
             return F.scaled_dot_product_attention(query, key, value)
 
     contestants = {CHOICE: lambda: F.scaled_dot_product_attention(query, key, value)}
-    there = {each.name: each.torch for each in offered(device) if each.torch} | {"math": SDPBackend.MATH}
-    contestants |= {name: lambda backend=backend: kernel(backend) for name, backend in there.items()}
+    contestants |= {name: lambda backend=backend: kernel(backend) for name, backend in KERNELS.items() if backend}
     expected = _exact(query[:1, :1], key[:1, :1], value[:1, :1])
     rows: dict[str, dict[str, Any]] = {}
     for name, run in list(contestants.items()):

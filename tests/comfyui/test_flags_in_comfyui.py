@@ -29,6 +29,11 @@ _ABOUT = re.compile(  # memory, precision, or the kernels that compute
 IRRELEVANT = {
     "--cuda-malloc",  # ComfyUI sets it by itself, so that nobody can tell
     "--database-url",  # may be in memory
+    # as without them, or as ComfyUI or PyTorch does it for the whole process
+    *("--normalvram", "--cpu", "--directml", "--force-non-blocking", "--high-ram", "--disable-mmap"),
+    *("--mmap-torch-files", "--disable-cuda-malloc", "--fp16-intermediates", "--enable-triton-backend"),
+    *("--disable-triton-backend", "--use-pytorch-cross-attention", "--deterministic", "--fast autotune"),
+    *("--disable-cuda-graphs", "--disable-ipex-optimize"),
 }
 
 

@@ -186,7 +186,7 @@ def test_markup_in_a_model_and_in_a_prompt_is_shown_and_never_run(
 
 def test_compile_stands_before_a_sampler_and_its_blocks_are_compiled_once(opened: browser.Canvas) -> None:
     opened.set_widgets(SMALL | {f"{LOADER}.precision": "fp32", f"{LOADER}.backend": "auto"})
-    how = {"backend": "inductor", "dynamic": "auto", "mode": "default", "attention": "measured"}
+    how = {"backend": "inductor", "dynamic": "auto", "mode": "default", "attention": "auto"}
     opened.insert("OneDiffGuardCompile", SAMPLER, **how)
     assert not opened.missing()
     for _ in range(2):

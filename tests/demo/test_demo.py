@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 from comfyui_onediff_guard.__main__ import main
-from comfyui_onediff_guard.demo.files import STILL_WIDTH, still, write
+from comfyui_onediff_guard.demo.files import STILL_WIDTH, write
 from comfyui_onediff_guard.demo.outcome import MODEL, PROTECTED, RUNS, Outcome
-from comfyui_onediff_guard.headless.comparison import pictures
 from comfyui_onediff_guard.headless.errors import ExitCode, OutputError
 from PIL import Image
 
@@ -140,31 +139,3 @@ def _outcome(value: float, outcomes: tuple[str, ...] = ()) -> Outcome:
 )
 def test_the_verdict_follows_the_frames(value: float, verdict: str) -> None:
     assert _outcome(value).verdict(_outcome(0.5)) == verdict
-
-
-def test_numbers_name_what_was_computed_again() -> None:
-    reference = _outcome(0.5)
-    assert reference.verdict(reference) == "reference"
-    assert "1 of 2 steps recomputed" in _outcome(0.51, ("finite", "rerun")).numbers(reference)
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "said"),
-    [
-        (("finite", "non-finite"), "every frame finite · 1 of 2 steps NaN or infinite · max"),
-        (("saturated", "saturated"), "every frame finite · 2 of 2 steps clipped · max"),
-        (("saturated", "non-finite"), "1 of 2 steps NaN or infinite · 1 of 2 steps clipped · max"),
-    ],
-)
-def test_numbers_tell_what_is_clipped_from_what_is_not_finite(outcomes: tuple[str, ...], said: str) -> None:
-    assert said in _outcome(0.51, outcomes).numbers(_outcome(0.5))
-
-
-def test_a_still_has_a_row_for_each_run() -> None:
-    run, black = (
-        pictures.PicturedRun("fp16", "right", pictures.GOOD, "numbers", np.full((7, 32, 48, 3), shade, dtype=np.uint8))
-        for shade in (200, 0)
-    )
-    one, two, dark = (still(runs, heading="", subheading="", footnote="") for runs in ([run], [run, run], [run, black]))
-    assert one.width == two.width == STILL_WIDTH and two.height - one.height > 100
-    assert np.asarray(dark).mean() < np.asarray(two).mean()

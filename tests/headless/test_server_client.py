@@ -202,24 +202,6 @@ def test_a_run_waits_in_a_queue_that_is_too_long_to_be_read(comfy: Any, there: R
     assert there(patience=0.0).outputs == {"2": {}}
 
 
-@pytest.mark.parametrize("runs", [True, False])
-def test_a_run_is_taken_from_a_queue_that_is_too_long_to_be_read(
-    comfy: Any, there: RunThere, others: list[Any], runs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def stay_in_a_long_line(server: Any) -> None:
-        server.pending = others if runs else [*others, *server.running]
-        server.running = server.running if runs else others[:1]
-
-    monkeypatch.setattr(follow, "CANCEL_SECONDS", 60)
-    comfy.script = stay_in_a_long_line
-    with pytest.raises(RunFailedError, match="not done in time and was interrupted"):
-        there(timeout=TIME)
-    assert comfy.requests[1:] == [
-        ("queue", {"delete": [comfy.prompt_id]}),
-        *([("interrupt", {"prompt_id": comfy.prompt_id})] if runs else []),
-    ]
-
-
 def test_a_refusal_names_nodes_and_reasons(comfy: Any, there: RunThere) -> None:
     comfy.refuse = True
     comfy.node_errors = {"1": {"errors": [{"message": "Value too small", "details": "width"}]}}
@@ -320,14 +302,6 @@ def test_ui_format_is_converted_with_the_servers_schemas(comfy: Any, there: RunT
     inputs = {"width": 32, "seed": 1, "kind": "nan", "text": "cat", "gain": 1.0}
     assert body["prompt"] == {"1": {"class_type": "Noise", "inputs": inputs}}
     assert body["extra_data"]["extra_pnginfo"]["workflow"] == ui
-
-
-def test_a_file_name_reads_a_muted_node_whose_type_no_other_has(comfy: Any, there: RunThere) -> None:
-    muted = [{"id": 1, "type": "Noise", "mode": 2, "widgets_values": [48]}, {"id": 3, "type": "OfAPack", "mode": 2}]
-    save = {"id": 2, "type": "SaveImage", "widgets_values": ["%Noise.width%_%OfAPack.width%"]}
-    there(workflow={"nodes": [*muted, save], "links": []})
-    inputs = {"filename_prefix": "48_%OfAPack.width%"}
-    assert comfy.requests[0][1]["prompt"] == {"2": {"class_type": "SaveImage", "inputs": inputs}}
 
 
 def test_a_run_whose_submission_was_not_answered_is_taken_from_the_server(comfy: Any, there: RunThere) -> None:

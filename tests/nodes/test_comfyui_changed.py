@@ -40,21 +40,6 @@ def test_the_page_is_what_the_script_writes() -> None:
     assert surface.PAGE.read_text(encoding="utf-8") == surface.render()
 
 
-@pytest.mark.parametrize(
-    ("written", "name"),
-    {
-        "sys.modules['comfy.ops'].new()": "comfy.ops.new",
-        "getattr(sys.modules.get('comfy.ops'), 'new', None)": "comfy.ops.new",
-        "_comfy('nodes').new": "nodes.new",
-        "patcher.new(1)": "comfy.model_patcher.ModelPatcher.new",
-        "ours.new(1)": "",
-    }.items(),
-)
-def test_the_reader_sees_a_new_name(written: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surface, "_trees", lambda: {"calls.py": surface.ast.parse(written)})
-    assert {*surface.used()} - {""} == ({name} if name else set())
-
-
 def test_what_has_no_row_in_a_release_and_what_has_other_arguments_is_told() -> None:
     versions = {"1": {surface.READ_WHOLE: "read"}, "2": {"files": "comfy.ops", "comfy.ops.f": "(a)"}}
     versions["3"] = {surface.READ_WHOLE: "read", "comfy.ops.f": "(a, b)"}

@@ -38,14 +38,11 @@ def test_what_is_left_as_it_is(pipeline: Any) -> None:
     assert compile_node(compile_node(pipeline, dynamic="off")).compile_options == CompileOptions(), "the last counts"
 
 
-def test_attention_is_measured_unless_something_else_is_said(pipeline: Any) -> None:
-    """A file of before the input says nothing, and so does one without the node: both are measured."""
-    assert pipeline.compile_options.attention == compile_node(pipeline).compile_options.attention == "measured"
-    kind = NODE_CLASS_MAPPINGS["OneDiffGuardCompile"]
-    values, more = kind.INPUT_TYPES()["optional"]["attention"]
-    assert more["default"] == "measured" and values[:2] == ["auto", "measured"]
-    assert compile_node(pipeline, attention="auto").compile_options.attention == ""
-    assert compile_node(pipeline, attention="flash").compile_options.attention == "flash"
+def test_attention_is_pytorchs_choice_unless_a_kernel_is_named(pipeline: Any) -> None:
+    """So it is too with `measured`, which files of earlier versions say."""
+    assert pipeline.compile_options.attention == compile_node(pipeline).compile_options.attention == ""
+    for attention, expected in (("auto", ""), ("measured", ""), ("flash", "flash")):
+        assert compile_node(pipeline, attention=attention).compile_options.attention == expected
 
 
 def test_the_layout_is_comfyuis_unless_something_else_is_said(pipeline: Any) -> None:
@@ -63,5 +60,3 @@ def test_a_backend_that_does_not_work_here_is_named(pipeline: Any) -> None:
 def test_a_kernel_of_attention_that_is_not_to_be_had_here_is_named(pipeline: Any) -> None:
     with pytest.raises(BackendUnavailable, match="Attention 'sage' does not work here: SageAttention runs on CUDA"):
         compile_node(pipeline, attention="sage")
-    for attention in ("auto", "measured", "flash"):
-        compile_node(pipeline, attention=attention)

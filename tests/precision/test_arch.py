@@ -78,21 +78,6 @@ def test_nvidia_by_capability_as_documented(name: str) -> None:
     assert row.fp16_sums == ("geforce" if name in ("sm75", "sm86", "sm89", "sm120") else "same")
 
 
-def test_every_nvidia_generation_since_pascal_is_listed() -> None:
-    labels: dict[str, list[str]] = {}
-    for name, row in NVIDIA.items():
-        labels.setdefault(row.label, []).append(name)
-    assert labels == {
-        "Pascal": ["sm60", "sm61"],
-        "Volta": ["sm70", "sm72"],
-        "Turing": ["sm75"],
-        "Ampere": ["sm80", "sm86", "sm87"],
-        "Ada": ["sm89"],
-        "Hopper": ["sm90"],
-        "Blackwell": ["sm100", "sm103", "sm110", "sm120", "sm121"],
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "label", "bf16", "matrix", "fp8", "fused"),
     [

@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import precision_page as page
-import pytest
-import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
-from comfyui_onediff_guard.precision.accumulation import SPECS, Accumulation, decide
-from comfyui_onediff_guard.precision.arch import ARCHITECTURES, Architecture, by_capability, by_gfx, detect
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES, Architecture, by_capability, by_gfx
 from comfyui_onediff_guard.precision.policy import Component, Plan, PlanImpossible, Precision, Variant, choose
 
 PAGE = page.render()
@@ -81,62 +78,6 @@ def test_the_committed_page_is_up_to_date_and_make_docs_writes_it(root: Path, tm
     assert makefile.split("\ndocs:", 1)[1].split("\n\n", 1)[0].endswith(f"python scripts/{page.__name__}.py")
 
 
-def test_it_is_written_without_torch_and_diffusers(root: Path, fresh_python: Callable[..., str]) -> None:
-    code = f"""
-import sys
-sys.path.append({str(root / "scripts")!r})
-sys.modules.update(torch=None, diffusers=None)
-from {page.__name__} import render
-sys.stdout.buffer.write(render().encode())
-"""
-    assert fresh_python(code, PYTHONIOENCODING="utf-8") == PAGE
-
-
-def test_every_table_has_as_many_cells_in_each_row_and_no_row_twice() -> None:
-    headings = re.findall(r"^##+ (.+)$", PAGE, flags=re.M)
-    found = [table for heading in headings for table in tables(heading)]
-    assert len(found) == 9
-    for titles, rows in found:
-        assert rows
-        assert {len(row) for row in rows} == {len(titles)}
-        assert len({tuple(row) for row in rows}) == len(rows)
-        assert all(cell for row in rows for cell in row)
-
-
-def test_every_link_leads_somewhere(root: Path) -> None:
-    defined = dict(re.findall(r"^\[([^]]+)\]: (https://\S+)$", PAGE, flags=re.M))
-    assert defined == {variant.name: variant.source for variant in VARIANTS.values()}
-    body = PAGE.split("\n[CogVideoX-2B]: ")[0]
-    assert set(re.findall(r"\[([^]]+)\](?!\()", body)) == set(defined)
-    anchors = {
-        re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in re.findall(r"^##+ (.+)$", PAGE, re.M)
-    }
-    targets = set(re.findall(r"\]\(([^)]+)\)", body))
-    inside = {target[1:] for target in targets if target.startswith("#")}
-    pages = {target for target in targets if target.startswith("https://")}
-    files = targets - pages - {f"#{anchor}" for anchor in inside}
-    assert inside <= anchors
-    assert pages and not [target for target in files if not (root / "docs" / target.partition("#")[0]).exists()]
-
-
-def test_every_architecture_has_its_row_with_its_source() -> None:
-    ((_, rows),) = tables("Cards")
-    for name, row in ARCHITECTURES.items():
-        cells = next(cells for cells in rows if name in codes(cells[1]))
-        flags = ["yes" if flag else "–" for flag in (row.fast_fp16, row.fp16_tensor_cores, row.tf32, row.fp8)]
-        assert cells[0] == row.label
-        assert cells[2:8] == [row.bf16, *flags, row.half_accumulation]
-        assert cells[8] == ("GeForce" if row.fp16_sums == "geforce" else "no")
-        assert f"({row.source})" in cells[9]
-
-
-def test_a_mac_before_macos_14_is_shown_as_it_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *_: False)
-    mac = detect(torch.device("mps"))
-    row = next(row for row in tables("Cards")[0].rows if row[0] == mac.label)
-    assert row[2] == mac.bf16 == "none"
-
-
 def test_the_matrix_is_what_auto_chooses() -> None:
     ((titles, rows),) = tables("What `auto` chooses")
     assert set().union(*map(links, titles)) == set(VARIANTS)
@@ -147,25 +88,6 @@ def test_the_matrix_is_what_auto_chooses() -> None:
         for variant in VARIANTS.values():
             column = next(i for i, title in enumerate(titles) if variant.name in links(title))
             assert row[column] == f"**{cell_of(choose(device, variant, Component.DENOISER, Precision.AUTO))}**"
-
-
-def test_the_other_components_are_told_as_they_run_in_fp16() -> None:
-    ((_, rows),) = tables("The other components")
-    told = {component: cells for names, *cells in rows for component in names.split(", ")}
-    assert len(told) == sum(len(row[0].split(", ")) for row in rows) == len(Component) - 1
-    for device in DEVICES:
-        for variant in VARIANTS.values():
-            for component in set(variant.components) - {Component.DENOISER}:
-                plans = [choose(device, variant, component, asked) for asked in (Precision.FP16, Precision.FP16_PLAIN)]
-                assert told[component.words] == [cell_of(plan) for plan in plans]
-                assert all(
-                    "on in every layer: " in plan.overflow_protection_reason
-                    for plan in plans
-                    if plan.overflow_protection
-                )
-                auto, denoiser = (choose(device, variant, c, Precision.AUTO) for c in (component, Component.DENOISER))
-                assert auto.dtype == denoiser.dtype, "as the text above says"
-                assert auto.dtype != "fp16" or cell_of(auto) == told[component.words][0]
 
 
 def test_reasons_stand_once_with_the_models_and_cards_that_they_are_true_of() -> None:
@@ -190,38 +112,3 @@ def test_reasons_stand_once_with_the_models_and_cards_that_they_are_true_of() ->
                     if all(is_in(words, device) for words in where.split(", "))
                 ]
                 assert told == [outcome]
-
-
-def test_guard_and_stream_are_told_for_every_model_in_every_dtype() -> None:
-    ((_, rows),) = tables("Guard and overflow protection")
-    for variant in VARIANTS.values():
-        for request in (Precision.BF16, Precision.FP16, Precision.FP16_PLAIN, Precision.FP32):
-            for device in (ARCHITECTURES["sm80"], ARCHITECTURES["sm61"]):
-                plan = choose(device, variant, Component.DENOISER, request)
-                reasons = [
-                    anonymous(reason, device, variant)
-                    for reason in (plan.guard_reason, plan.overflow_protection_reason)
-                ]
-                told = [row[1:3] for row in rows if row[0] == request.value and variant.name in models(row[3])]
-                assert told == [reasons]
-
-
-def test_accumulation_is_told_by_card_and_every_switch_by_value() -> None:
-    verdicts, switches = tables("Half-precision accumulation")
-    by_reason = {(row[0], row[2]): row for row in verdicts.rows}
-    for device in DEVICES:
-        for request in Accumulation:
-            decision = decide(device, request)
-            row = by_reason[f"`{request.value}`", decision.reason.replace(str(device), "this device")]
-            assert row[1] == decision.mode.value
-            assert f"({decision.source})" in row[4]
-            named = device.name in codes(row[3])
-            assert named != row[3].startswith("everywhere")
-            (column,) = (
-                index
-                for index, title in enumerate(switches.titles)
-                if request.value in codes(title) and title.endswith(f": {decision.mode.value}")
-            )
-            for spec in SPECS:
-                value = next(cells for cells in switches.rows if cells[0] == f"`{spec.name}`")[column]
-                assert value == spec.values.get(decision.mode, "left")

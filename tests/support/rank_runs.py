@@ -170,24 +170,6 @@ def run_cases(cases: Sequence[Case]) -> list[Made]:
     return [sampled(case) for case in cases]
 
 
-def choosing_kernels(case: Case) -> tuple[Made, list[Any]]:
-    """Run a case where each rank would choose another attention kernel. Returns the calls too that it was asked for."""
-    from comfyui_onediff_guard.pipelines.compile import attention
-    from comfyui_onediff_guard.pipelines.parallel.group import process_group
-    from comfyui_onediff_guard.precision.attention import KERNELS, KernelChoice, Timing
-
-    KERNELS["math"] = replace(KERNELS["math"], timed=True)  # a CPU has no other choice
-    timings = {"auto": Timing(2.0, 0.1), "math": Timing(1.0, 0.1)}
-    asked: list[Any] = []
-
-    def measure(calls: Any, _device: object) -> KernelChoice:
-        asked.extend(calls)
-        return KernelChoice("math" if process_group().first else "", timings)
-
-    attention.measure = measure
-    return sampled(case), asked
-
-
 def in_ranks(size: int, run: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Return what `run(*arguments)` gives in each of `size` processes that are ranks of one group. Raises the first
     error of any."""

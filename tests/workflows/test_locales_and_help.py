@@ -49,14 +49,6 @@ def test_english_is_what_the_nodes_say() -> None:
         assert {key: text["tooltip"] for key, text in said["inputs"].items()} == tips
 
 
-def test_make_docs_writes_english(tmp_path: Path) -> None:
-    english_locale.main(tmp_path / "nodeDefs.json")
-    assert (tmp_path / "nodeDefs.json").read_bytes() == english_locale.render().encode()
-    assert ROOT / "locales" / "en" / "nodeDefs.json" == english_locale.FILE
-    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndocs:", 1)[1].split("\n\n", 1)[0]
-    assert f"python scripts/{english_locale.__name__}.py" in recipe
-
-
 @pytest.mark.parametrize("folder", LOCALES, ids=lambda path: path.name)
 def test_a_language_covers_everything_and_nothing_else(folder: Path) -> None:
     assert folder.name in COMFYUI_LANGUAGES
@@ -106,19 +98,6 @@ def test_a_translation_calls_nodes_and_inputs_as_the_page_does(language: str) ->
 def test_translations_are_made_from_the_english_as_it_is() -> None:
     assert {*translations.LANGUAGES, "en"} == {folder.name for folder in LOCALES}
     assert not translations.faults(), "translate what has changed, then run the command at each line's end"
-
-
-def test_a_change_of_the_english_is_noticed_until_somebody_looked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = translations.recorded()
-    known["zh"] |= {"README.md": "another", "help/Gone": "0"}
-    monkeypatch.setattr(translations, "RECORD", tmp_path / "sources.json")
-    translations.RECORD.write_text(json.dumps(known), encoding="utf-8")
-    stale, gone = translations.faults()
-    assert stale.endswith("the English has changed. python scripts/translations.py zh README.md") and "Gone" in gone
-    translations.looked_at("zh", ["README.md"])
-    assert not translations.faults()
 
 
 def structure(page: str) -> tuple[list[str], list[str], set[str]]:

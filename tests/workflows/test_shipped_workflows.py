@@ -15,7 +15,7 @@ from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.errors import ExitCode
 from comfyui_onediff_guard.headless.hosts import core_nodes
 from comfyui_onediff_guard.headless.workflow import schema, ui_format, ui_widgets, validate
-from comfyui_onediff_guard.headless.workflow.graph import Graph, Link, from_api, is_ui_format
+from comfyui_onediff_guard.headless.workflow.graph import Graph, from_api, is_ui_format
 from comfyui_onediff_guard.headless.workflow.schema import Schema
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.trust.text import listed
@@ -28,7 +28,6 @@ HERE = {**core_nodes.NODE_CLASS_MAPPINGS, **NODE_CLASS_MAPPINGS}  # what runs wi
 SERVER_ONLY = comfyui_nodes.NODE_CLASS_MAPPINGS
 CLASSES = {**HERE, **SERVER_ONLY}
 SCHEMAS = {name: schema.from_class(name, node) for name, node in CLASSES.items()}
-SAMPLING = {"KSampler", "VAEDecode"}
 NATIVE = [name for name in TITLES if name.startswith("native_")]  # for ComfyUI's own models
 SPLIT = [name for name in NATIVE if name != "native_sd15_text_to_image"]  # whose models come in several files
 GUARD = "OneDiffGuardNaNGuardNative"
@@ -161,32 +160,6 @@ def test_the_note_names_the_model_its_size_and_what_to_do_without_it(name: str) 
     assert "ut its folder here" in about or re.search(r"put (it|them) here, and choose (it|each)", about)
 
 
-def test_which_workflows_need_a_server() -> None:
-    """And the run without one says so, by the names of the nodes and of the two ways on."""
-    graphs = {path.stem: api_graph(path) for path in API_FILES}
-    needing = {name: graph.class_types() & set(SERVER_ONLY) for name, graph in graphs.items()}
-    video = {"LoadVideo", "GetVideoComponents"}
-    prompted = {*PART_LOADERS, "CLIPTextEncode"}
-    shifted = {"ModelSamplingAuraFlow", "EmptySD3LatentImage"}
-    custom = {"SamplerCustomAdvanced", "RandomNoise", "KSamplerSelect"}
-    ltx = {"CheckpointLoaderSimple", "LTXAVTextEncoderLoader", "LTXVAudioVAELoader", "LoraLoaderModelOnly"}
-    ltx |= {"EmptyLTXVLatentVideo", "LTXVEmptyLatentAudio", "LTXVConcatAVLatent", "LTXVSeparateAVLatent"}
-    ltx |= {"CLIPTextEncode", "LTXVConditioning", "CFGGuider", "ManualSigmas", "VAEDecodeTiled", "LTXVAudioVAEDecode"}
-    minimax = {"MiniMaxH3ImageToVideo", "BasicGuider", "BasicScheduler", "VAEDecode", "VAEDecodeAudio"}
-    flux = {"EmptyFlux2LatentImage", "Flux2Scheduler", "FluxGuidance", "BasicGuider", "VAEDecode"}
-    wan = {"ModelSamplingSD3", "EmptyHunyuanLatentVideo", "KSamplerAdvanced", "VAEDecode"}
-    assert {name: nodes for name, nodes in needing.items() if nodes} == {
-        "cogvideox_video_to_video": video,
-        "native_sd15_text_to_image": SAMPLING | {"CheckpointLoaderSimple", "CLIPTextEncode", "EmptyLatentImage"},
-        "native_flux2_text_to_image": prompted | custom | flux,
-        "native_ltx2_text_to_video": custom | ltx,
-        "native_minimax_h3_text_to_video": PART_LOADERS | custom | minimax,
-        "native_wan22_text_to_video": prompted | wan,
-        "native_qwen_image_text_to_image": SAMPLING | prompted | shifted,
-        "native_z_image_text_to_image": SAMPLING | prompted | shifted | {"ConditioningZeroOut"},
-    }
-
-
 @pytest.mark.parametrize("file", [ui_file, api_file])
 @pytest.mark.parametrize("name", [*NATIVE, "cogvideox_video_to_video"])
 def test_a_run_without_a_server_names_what_is_missing(
@@ -231,55 +204,6 @@ def test_every_option_and_number_is_allowed(path: Path, model_folder: Path) -> N
         validate.plan(api_graph(path), CLASSES)
 
 
-FILES = {"model", "image", "lora", *comfyui_nodes.FILE_INPUTS}  # drop-downs without a default
-CHOSEN = {
-    # CogVideoX 2B and 5B were trained at 8 frames a second
-    "cogvideox_text_to_video": {"fps"},
-    "cogvideox_lora_text_to_video": {"fps", "scheduler"},  # DPM is advised for 5B
-    "cogvideox_image_to_video": {"fps", "scheduler"},
-    "cogvideox_video_to_video": {"scheduler"},
-    "cogview3_text_to_image": {"guidance_scale"},  # as its authors use it
-    "cogview4_text_to_image": {"guidance_scale"},
-    "wan_text_to_video": {"fps"},  # 2.1 makes 16 frames a second; one lesson is enough
-    "svd_image_to_video": {"chunk", "fps"},  # memory; SVD's 7 frames a second in CreateVideo
-    # as in ComfyUI's own examples of these models; scope: what fp16 does not hold costs one step
-    "native_sd15_text_to_image": {"scheduler"},
-    # as in ComfyUI's own templates of these
-    # precision: fp16 with overflow protection where there is no bf16
-    "native_flux2_text_to_image": {"type", "guidance", "precision"},
-    "native_ltx2_text_to_video": {
-        *("strength_model", "sigmas", "cfg", "tile_size", "temporal_size", "temporal_overlap", "precision"),
-        *("width", "height", "length", "frames_number", "fps"),
-    },
-    "native_minimax_h3_text_to_video": {"type", "width", "height", "sampler_name", "fps", "precision"},
-    "native_wan22_text_to_video": {
-        *("type", "shift", "width", "height", "length", "cfg", "precision", "fps"),
-        *("add_noise", "start_at_step", "end_at_step", "return_with_leftover_noise"),
-    },
-    "native_qwen_image_text_to_image": {"type", "shift", "width", "height", "cfg", "precision"},
-    "native_z_image_text_to_image": {"type", "shift", "steps", "cfg", "sampler_name", "precision"},
-}
-
-
-@pytest.mark.parametrize("name", TITLES)
-def test_the_workflow_shows_what_the_defaults_are(name: str) -> None:
-    """What the file sets differs from a fresh node in these alone; each has a reason."""
-    differing = set()
-    for node in api_graph(api_file(name)).nodes.values():
-        for key, spec in SCHEMAS[node.class_type].inputs.items():
-            given = node.inputs.get(key)
-            if spec.widget and key not in FILES and not isinstance(given, (Link, type(None))):
-                differing |= {key} if given != default(spec) else set()
-    prompt = {"native_minimax": {"prompt"}, "native": {"text"}, "svd": set()}
-    named = next((names for start, names in prompt.items() if name.startswith(start)), {"prompt"})
-    seed = {"seed", "noise_seed"}
-    assert differing & seed and differing - seed == {"filename_prefix"} | named | CHOSEN[name]
-
-
-def default(spec: schema.InputSpec) -> Any:
-    return spec.config.get("default", spec.options[0] if spec.options else None)
-
-
 def test_the_webp_twin_differs_in_the_saver_alone() -> None:
     twin = plain(api_graph(TEXT_TO_VIDEO.with_name("cogvideox_text_to_video_webp.json")))
     graph = plain(api_graph(TEXT_TO_VIDEO))
@@ -311,14 +235,6 @@ def test_no_node_lies_on_another(path: Path) -> None:
         for other, b in placed[i + 1 :]:
             apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
             assert apart, f"{name} overlaps {other}"
-
-
-@pytest.mark.parametrize("path", UI_FILES, ids=stem)
-def test_links_run_from_left_to_right(path: Path) -> None:
-    data = read(path)
-    left = {node["id"]: node["pos"][0] for node in data["nodes"]}
-    for _, origin, _, target, _, _ in data["links"]:
-        assert left[origin] <= left[target]
 
 
 @pytest.mark.parametrize("path", UI_FILES, ids=stem)

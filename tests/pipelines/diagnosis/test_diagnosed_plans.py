@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from comfyui_onediff_guard.pipelines.errors import BadFolder
-from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.insight.diagnosis import NOT_RUN, diagnose, diagnose_pipeline
 from comfyui_onediff_guard.pipelines.insight.diagnosis_summary import summary
@@ -36,25 +35,6 @@ def test_all_variants_where_no_model_is_named() -> None:
     assert re.search(r"SVD +– +fp16 +fp16 protected +fp16 +fp16\n", text)
     assert text.count("has no native bf16") == 1, "each reason once"
     assert "plans are for" in text and not found.here
-
-
-def test_one_model_with_reasons_and_sources(folder: Path) -> None:
-    found = diagnose(folder, SM75)
-    (model,) = found.models
-    assert (model.folder, model.variant) == ("model", "CogVideoX-5B")
-    assert [plan.dtype for plan in model.plans] == ["fp16"] * 4
-    text = one_line(found)
-    for plan in model.plans:
-        for said in (plan.reason, plan.guard_reason, plan.overflow_protection_reason, plan.accumulation_reason):
-            assert f"{said} -" in text
-        assert plan.source in text and plan.accumulation_source in text
-    rows = {
-        "text encoder": "yes",
-        "VAE encoder": "yes",
-        "denoiser": "yes",
-        "VAE decoder": "no",
-    }
-    assert all(f"{component} fp16 rerun {protects} off" in text for component, protects in rows.items())
 
 
 def test_a_checkpoint_in_two_dtypes(folder: Path) -> None:
@@ -106,19 +86,6 @@ def test_what_cannot_run_is_refused_in_words() -> None:
     assert "refused: mps (Apple GPU before macOS 14) has no bf16, not even emulated" in one_line(found)
 
 
-def test_rows_added_to_the_tables_show_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = replace(SM80, name="sm300", label="Made-up", half_accumulation="wrong")
-    model = replace(VARIANTS["CogVideoX-5B"], name="CogVideoX-99B", fact="It was made up")
-    monkeypatch.setitem(arch.ARCHITECTURES, card.name, card)
-    monkeypatch.setitem(table.VARIANTS, model.name, model)
-    found = diagnose(architecture=arch.named("sm300"))
-    assert found.models[-1].variant == "CogVideoX-99B"
-    text = one_line(found)
-    assert "CogVideoX-99B bf16 – bf16 bf16 bf16" in text
-    assert "bf16, since It was made up, which sm300 (Made-up) computes natively" in text
-    assert "comes out NaN or black on sm300 (Made-up)" in text
-
-
 # --- a pipeline on a wire ---------------------------------------------------------------------------------------------
 
 
@@ -153,11 +120,6 @@ def test_it_is_the_pipelines_device_and_its_neighbours(
     found = diagnose_pipeline(handle)
     assert (found.machine.device, found.machine.gpus[0].name) == ("cpu", "Card 0")
     assert "shared with another GPU" in switch(found, ATTENTION_SWITCH).reason
-
-
-def test_a_guard_that_is_off_is_named(folder: Path, open_pipeline: Callable[..., Any]) -> None:
-    handle = replace(open_pipeline(folder, "bf16"), policy=GuardPolicy(OnFailure.OFF))
-    assert "The NaN Guard is off: steps are only watched" in diagnose_pipeline(handle).notes
 
 
 # --- both forms -------------------------------------------------------------------------------------------------------

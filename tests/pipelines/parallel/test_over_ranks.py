@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.parallel.exchange import shares
 from comfyui_onediff_guard.pipelines.parallel.plan import parallel_layout
-from rank_runs import Case, Made, choosing_kernels, in_ranks, run_cases, sampled
+from rank_runs import Case, Made, in_ranks, run_cases, sampled
 from tiers import drawn
 
 TWO_CALLS = ("cogview4", "wan", "wan-ti2v", "wan-two")  # models that are called once for each half of guidance
@@ -112,16 +112,3 @@ def test_chunks_are_decoded_by_all_ranks(
     assert away <= CLOSE
     assert [len(each.decoding) for each in made] == [2 if size == 2 else 1] * size
     assert f"chunks are decoded by {size} GPUs at the same time" in made[0].notes
-
-
-@pytest.mark.parametrize(("guidance", "heads"), [(1.0, 2), (5.0, 4)], ids=["tokens shared", "each half by a rank"])
-def test_the_first_rank_chooses_the_attention_kernel_at_its_share_of_the_heads(
-    model_folder: Callable[..., Path], guidance: float, heads: int
-) -> None:
-    case = Case("2b", model_folder("2b"), guidance=guidance)
-    (first, asked), (second, unasked) = in_ranks(2, choosing_kernels, case)
-    assert "attention: math, measured 2.00 times as fast" in first.backend == second.backend
-    assert torch.equal(first.latents, second.latents)
-    assert not unasked and [call.query[1] for call in asked] == [heads], "of four heads"
-    (call,) = asked
-    assert call.query[-2] == call.key[-2] > first.tokens + second.tokens, "all tokens of the picture, and the text's"
