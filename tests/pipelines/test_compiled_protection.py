@@ -40,7 +40,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[torch.Tensor, in
     """run(handle, model) → latents of a run in which nothing fails; steps that scale each row; graphs compiled anew."""
     learning: list[int] = []
     begin = learned_scales.LearningMode.begin
-    monkeypatch.setattr(learned_scales.LearningMode, "begin", lambda mode: learning.append(1) or begin(mode))
+    monkeypatch.setattr(
+        learned_scales.LearningMode, "begin", lambda mode, inputs: learning.append(1) or begin(mode, inputs)
+    )
 
     def run(handle: PipelineHandle, model: str, **more: Any) -> tuple[torch.Tensor, int, int]:
         made, report = sampled(handle, model, before=learning.clear, **more)
