@@ -29,6 +29,7 @@ from ..precision.guard import GuardStopped
 from ..precision.observe import floating, non_finite
 from ..precision.scaled_products import dtype_of_products
 from ..precision.snapshot import Snapshot
+from ..trust.message import message_of
 from . import host
 from .compat import NotInComfyUI, unless_changed
 from .layers import loaded_anew, products_in_fp32, weights_as_stored
@@ -144,6 +145,13 @@ def around_apply_model(made_by: Callable[[ModelCall], Any]) -> Callable[..., Any
                         "The model was given {} NaN or infinite values, so another node made them: look at the nodes "
                         "before the sampler, and at those that change the model.",
                         broken,
+                    ) from stopped
+                if kept := memory.nan_before():
+                    raise GuardStopped(
+                        "{} But the model keeps NaN from before this call, in '{}': choose 'Unload Models and "
+                        "Execution Cache' and run again, or take off the node that keeps it there.",
+                        message_of(stopped),
+                        kept,
                     ) from stopped
                 raise
 
@@ -284,6 +292,10 @@ class CallMemory:
         self._kept = None
         self._rewind()
         self._called = False
+
+    def nan_before(self) -> str:
+        """Where a network or its caches held NaN before the first call; "" where they did not."""
+        return self._within.with_nan() or self._beside.with_nan()
 
     def renewed(self) -> None:
         """The network was loaded anew, with its buffers."""
