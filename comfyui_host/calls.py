@@ -228,7 +228,9 @@ def _is_fused(*args: Any, heads: int = 0, skip_reshape: bool = False, **_: Any) 
 
 
 _EASYCACHE = "easycache"  # in transformer_options
-_REWRITTEN = ("ar_state",)  # in transformer_options: keys and values of whole videos, to which a call adds its own
+_POSES, _PREFIXES = "animate2_cache", "prefix_cache"  # in transformer_options; on a network
+# in transformer_options: of whole videos, to which a call adds its own, or puts tensors in others' places
+_REWRITTEN = ("ar_state", _POSES)
 # ComfyUI's memory manager, and what holds whole models: what they note of a network is no state of a call
 OPAQUE = (
     *("comfy.ops.", "comfy.quant_ops.", "comfy.model_patcher.", "comfy.model_management.", "comfy.model_base."),
@@ -259,7 +261,21 @@ class CallMemory:
     def _look(self) -> None:
         self._beside = self._beside_now()
         self._dtypes = self._beside.dtypes  # and those of tensors that failed calls left there
-        self._within = Snapshot(self._network, opaque=OPAQUE)
+        self._within = Snapshot(self._network, opaque=OPAQUE, rewritten=[getattr(self._network, _PREFIXES, None)])
+        self._pinned = {id(tensor): tensor for pinned in self._pinned_now() for tensor in pinned}
+
+    def _pinned_now(self) -> list[list[torch.Tensor]]:
+        """What caches have had ComfyUI pin."""
+        caches = self.options.get(_POSES), getattr(self._network, _PREFIXES, None)
+        return [slot["pinned"] for cache in caches for slot in getattr(cache, "slots", ()) if "pinned" in slot]
+
+    @unless_changed("giving back memory that a cache had pinned for a call that does not count", None)
+    def _unpin(self) -> None:
+        """What the latest call had ComfyUI pin, before that is freed: a card would go on to copy from that memory."""
+        for pinned in self._pinned_now():
+            for tensor in [each for each in pinned if id(each) not in self._pinned]:
+                sys.modules["comfy.model_management"].unpin_memory(tensor)
+            pinned[:] = [each for each in pinned if id(each) in self._pinned]
 
     def _beside_now(self) -> Snapshot:
         rewritten = [self.options.get(name) for name in _REWRITTEN]
@@ -282,8 +298,9 @@ class CallMemory:
         return {**self.options, **self._easycache.of_a_call(), **more}
 
     def keep(self) -> None:
-        """The latest call, a rerun, is the one that counts."""
+        """The latest call, a rerun, is the one that counts. What it had pinned goes as well, for what is narrower."""
         self._easycache.keep()
+        self._unpin()
         self._kept = self._beside_now()
 
     def forget(self) -> None:
@@ -317,6 +334,7 @@ class CallMemory:
             self._kept.narrow(self._dtypes, self._dtype)
 
     def _rewind(self) -> str:
+        self._unpin()
         return self._beside.restore() or self._within.restore()
 
 

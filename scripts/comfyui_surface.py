@@ -154,6 +154,9 @@ USES: dict[str, Use] = {
         )
         for name, how in (("reset_prefix_cache", CALL), ("prefix_cache_enabled", READ))
     },
+    f"{_MANAGEMENT}.unpin_memory": Use(
+        CALL, "memory that a cache had pinned", "giving back what it had pinned for a call that failed"
+    ),
     "comfy.model_prefetch.pause_malloc_graph": Use(
         CALL, "keeps what a guard holds out of a plan for memory", _MODEL_OFF
     ),

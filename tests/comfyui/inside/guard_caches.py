@@ -271,6 +271,45 @@ def test_a_cache_beside_the_network_is_filled_by_the_rerun() -> None:
         assert "2 steps, 2 recomputed in fp32" in said[-1]
 
 
+@needs(ANIMATE)
+@pytest.mark.parametrize("hot", [False, True])
+def test_what_a_cache_had_pinned_for_a_call_that_does_not_count_is_given_back(hot: bool) -> None:
+    """As ComfyUI does at a run's end with what it finds in the cache. What was freed before would stay registered."""
+    conditions = {"pose_video_latent": torch.randn((1, 16, 2, 8, 8), generator=torch.Generator().manual_seed(7))}
+    management, pinned = import_module("comfy.model_management"), dict[int, torch.Tensor]()
+
+    def pin(tensor: torch.Tensor, **_: Any) -> bool:
+        return pinned.setdefault(id(tensor), tensor) is tensor
+
+    def unpin(tensor: torch.Tensor) -> bool:
+        return pinned.pop(id(tensor)) is tensor
+
+    model = (
+        import_module("comfy_extras.nodes_wan").WanAnimate2Cache.execute(make_model(ANIMATE, hot=hot), "cpu").args[0]
+    )
+    cache = model.model_options["transformer_options"]["animate2_cache"]
+    with patch.multiple(management, pin_memory=pin, unpin_memory=unpin):
+        begun = list[int]()
+        model.model.diffusion_model.register_forward_pre_hook(lambda *_: begun.append(len(pinned)))
+        sampled(guarded(model), ANIMATE, EULER, [1.0, 0.6, 0.0], **conditions)
+    assert not cache.slots and not pinned and bool(begun[-1]) != hot
+
+
+@pytest.mark.parametrize("where", ["beside", "on the network"])
+def test_what_a_cache_holds_is_not_copied_with_each_call(where: str) -> None:
+    """Gigabytes, on the host: of a prompt with a reference picture 2 GB, of 81 frames of poses 13."""
+    cache, network = Prefix(torch.nn.Module()), torch.nn.Module()
+    cache.layers[0] = [torch.zeros(4)]
+    options = {"animate2_cache": cache} if where == "beside" else {}
+    network.prefix_cache = cache if where == "on the network" else None
+    memory = module("comfyui_host.calls").CallMemory(network, options, torch.float16)
+    assert not any(part._tensors for part in (memory._beside, memory._within))
+    memory.of_a_call({})
+    cache.layers[1] = [cache.layers.pop(0)[0] * torch.nan]
+    memory.forget()
+    assert [*cache.layers] == [0] and cache.layers[0][0].isfinite().all()
+
+
 class Prefix:
     """Keys and values that a network computes at its first call, as Qwen-Image 2.1 keeps those of its prefix."""
 
