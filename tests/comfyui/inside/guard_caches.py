@@ -207,6 +207,28 @@ def test_a_prefix_that_half_precision_does_not_hold_is_prepared_in_fp32(weight: 
     assert "prepared again in fp32" in said[-1]
 
 
+@needs(SENSENOVA)
+@pytest.mark.parametrize("weight", ["text_layers.0.v_proj", "layers.0.up_proj"])
+def test_a_prefix_that_each_call_makes_is_the_reruns_in_a_rerun(weight: str) -> None:
+    """SenseNova's, where a hook may patch layers in the midst of a run."""
+    layout = replace(SENSENOVA, hot={f"{weight}.weight": 1e5})
+    generator = torch.Generator().manual_seed(8)
+    shapes = {"down": (4, 192), "up": (64, 4)}
+    down, up = (torch.randn(shape, generator=generator) for shape in shapes.values())
+    file = {
+        f"diffusion_model.layers.1.down_proj.lora_{name}.weight": w for name, w in zip(shapes, (down, up), strict=True)
+    }
+    hooks = import_module("comfy.hooks").create_hook_lora(lora=file, strength_model=0.1, strength_clip=0.0)
+    tokens = {"text_input_ids": torch.tensor([[5, 6, 7, 8, 9, 10, 11]])}
+    how = layout, EULER, [1.0, 0.6, 0.0]
+    hot = make_model(layout, hot=True)
+    twin = in_fp32(hot, layout)
+    without, exact = (sampled(twin, *how, **tokens, **more) for more in ({}, {"hooks": hooks}))
+    assert not difference(sampled(hot, *how, **tokens, hooks=hooks), exact) <= 2e-2 <= difference(without, exact)
+    assert difference(sampled(guarded(hot), *how, **tokens, hooks=hooks), exact) <= 1e-3  # the LoRA is in fp16
+    assert "2 steps, 2 recomputed in fp32" in said[-1]
+
+
 @needs(QWEN)
 @pytest.mark.parametrize(
     ("layout", "owner", "name", "off"),
