@@ -29,6 +29,7 @@ from ..precision.guard import GuardStopped
 from ..precision.observe import floating, non_finite
 from ..precision.scaled_products import dtype_of_products
 from ..precision.snapshot import Snapshot
+from ..trust.message import message_of
 from . import host
 from .compat import NotInComfyUI, unless_changed
 from .layers import loaded_anew, products_in_fp32, weights_as_stored
@@ -145,6 +146,13 @@ def around_apply_model(made_by: Callable[[ModelCall], Any]) -> Callable[..., Any
                         "before the sampler, and at those that change the model.",
                         broken,
                     ) from stopped
+                if kept := memory.nan_before():
+                    raise GuardStopped(
+                        "{} But the model keeps NaN from before this call, in '{}': choose 'Unload Models and "
+                        "Execution Cache' and run again, or take off the node that keeps it there.",
+                        message_of(stopped),
+                        kept,
+                    ) from stopped
                 raise
 
     return wrapper
@@ -220,7 +228,9 @@ def _is_fused(*args: Any, heads: int = 0, skip_reshape: bool = False, **_: Any) 
 
 
 _EASYCACHE = "easycache"  # in transformer_options
-_REWRITTEN = ("ar_state",)  # in transformer_options: keys and values of whole videos, to which a call adds its own
+_POSES, _PREFIXES = "animate2_cache", "prefix_cache"  # in transformer_options; on a network
+# in transformer_options: of whole videos, to which a call adds its own, or puts tensors in others' places
+_REWRITTEN = ("ar_state", _POSES)
 # ComfyUI's memory manager, and what holds whole models: what they note of a network is no state of a call
 OPAQUE = (
     *("comfy.ops.", "comfy.quant_ops.", "comfy.model_patcher.", "comfy.model_management.", "comfy.model_base."),
@@ -251,7 +261,21 @@ class CallMemory:
     def _look(self) -> None:
         self._beside = self._beside_now()
         self._dtypes = self._beside.dtypes  # and those of tensors that failed calls left there
-        self._within = Snapshot(self._network, opaque=OPAQUE)
+        self._within = Snapshot(self._network, opaque=OPAQUE, rewritten=[getattr(self._network, _PREFIXES, None)])
+        self._pinned = {id(tensor): tensor for pinned in self._pinned_now() for tensor in pinned}
+
+    def _pinned_now(self) -> list[list[torch.Tensor]]:
+        """What caches have had ComfyUI pin."""
+        caches = self.options.get(_POSES), getattr(self._network, _PREFIXES, None)
+        return [slot["pinned"] for cache in caches for slot in getattr(cache, "slots", ()) if "pinned" in slot]
+
+    @unless_changed("giving back memory that a cache had pinned for a call that does not count", None)
+    def _unpin(self) -> None:
+        """What the latest call had ComfyUI pin, before that is freed: a card would go on to copy from that memory."""
+        for pinned in self._pinned_now():
+            for tensor in [each for each in pinned if id(each) not in self._pinned]:
+                sys.modules["comfy.model_management"].unpin_memory(tensor)
+            pinned[:] = [each for each in pinned if id(each) in self._pinned]
 
     def _beside_now(self) -> Snapshot:
         rewritten = [self.options.get(name) for name in _REWRITTEN]
@@ -274,8 +298,9 @@ class CallMemory:
         return {**self.options, **self._easycache.of_a_call(), **more}
 
     def keep(self) -> None:
-        """The latest call, a rerun, is the one that counts."""
+        """The latest call, a rerun, is the one that counts. What it had pinned goes as well, for what is narrower."""
         self._easycache.keep()
+        self._unpin()
         self._kept = self._beside_now()
 
     def forget(self) -> None:
@@ -284,6 +309,10 @@ class CallMemory:
         self._kept = None
         self._rewind()
         self._called = False
+
+    def nan_before(self) -> str:
+        """Where a network or its caches held NaN before the first call; "" where they did not."""
+        return self._within.with_nan() or self._beside.with_nan()
 
     def renewed(self) -> None:
         """The network was loaded anew, with its buffers."""
@@ -305,6 +334,7 @@ class CallMemory:
             self._kept.narrow(self._dtypes, self._dtype)
 
     def _rewind(self) -> str:
+        self._unpin()
         return self._beside.restore() or self._within.restore()
 
 

@@ -212,13 +212,17 @@ def loaded_anew(model: torch.nn.Module) -> bool:
     hooks = patcher.current_hooks
     in_part = getattr(model, "model_lowvram", False)
     room = max(patcher.loaded_size(), 1) if in_part else 0  # bytes; 0: all of it
-    unload, load = loaded.model_unload, loaded.model_load
+    unload, load, patch_hooks = loaded.model_unload, loaded.model_load, patcher.patch_hooks
     every.remove(loaded)
-    unload()
-    load(room)
-    every.insert(0, loaded)
-    if hooks is not None:
-        patcher.patch_hooks(hooks)
+    try:
+        unload()
+        load(room)
+        every.insert(0, loaded)
+        if hooks is not None:
+            patch_hooks(hooks)
+    except BaseException as error:
+        error.lost = "weights"  # pyright: ignore[reportAttributeAccessIssue] - LoRAs may be in none or in some
+        raise
     return True
 
 

@@ -15,8 +15,12 @@ import torch
 from ..precision.guard import GuardPolicy, StageGuard
 from ..precision.observe import block_names
 from ..precision.probe import Probe, ProbeResult, recommend
+from ..trust.message import Told
+from ..trust.text import shown
 from .calls import ModelCall, apply_model_in_fp32, around_apply_model, wrapped
+from .compat import what_changed
 from .guards import denoiser_of
+from .host import is_interrupt
 from .networks import profile_of
 from .refining import forget_earlier_runs, refining_guarded
 
@@ -42,9 +46,11 @@ def probe_model(
     """Sample with a schedule of a few steps, all of them in fp32, and measure.
 
     patcher: a MODEL (ComfyUI's ModelPatcher), not changed. latent: a LATENT. step_done: is told how many are done.
-    Raises BadInput where ComfyUI is too old, GuardStopped where fp32 is not finite either.
+    Raises BadInput where ComfyUI is too old, GuardStopped where fp32 is not finite either, ProbeEnded where the model
+    or its sampler raises.
     """
     runs: list[_Run] = []
+    done = 0
     starting = threading.Lock()  # with several GPUs, the first calls come from several threads
 
     def watched(call: ModelCall) -> Any:
@@ -54,27 +60,39 @@ def probe_model(
         return runs[0].call(call)
 
     def on_step(step: int, *_: Any) -> None:
+        nonlocal done
         runs[0].probe.end_step()
-        step_done(step + 1)
+        step_done(done := step + 1)
 
     wrappers = {"PREPARE_SAMPLING": _prepare, "APPLY_MODEL": around_apply_model(watched)}
     model = wrapped(patcher, wrappers)
     comfy = sys.modules["comfy.sample"]
     samples = _start(model, latent)
-    comfy.sample(
-        model,
-        comfy.prepare_noise(samples, sampling.seed, latent.get("batch_index")),
-        *sampling[:-1],
-        positive,
-        negative,
-        samples,
-        noise_mask=latent.get("noise_mask"),
-        callback=on_step,
-        disable_pbar=True,
-        seed=sampling.seed,
-    )
+    noise = comfy.prepare_noise(samples, sampling.seed, latent.get("batch_index"))
+    given = (positive, negative, samples)
+    how: dict[str, Any] = {"noise_mask": latent.get("noise_mask"), "callback": on_step, "disable_pbar": True}
+    try:
+        comfy.sample(model, noise, *sampling[:-1], *given, **how, seed=sampling.seed)
+    except Exception as error:
+        if isinstance(error, (Told, torch.OutOfMemoryError)) or is_interrupt(error) or what_changed(error):
+            raise
+        name = ModelCall(model.model, {}).name
+        why = ": ".join(filter(None, (type(error).__name__, shown(str(error), 300))))
+        raise ProbeEnded(
+            "{} failed in step {} of {} of its probe: {}. The probe samples as KSampler does, but in fp32. Run "
+            "KSampler with the same inputs: if it fails too, look at the prompts, at the latent, and at the nodes that "
+            "change the model. If it does not, take NaN Guard (native) and its report in place of the probe.",
+            name,
+            done + 1,
+            sampling.steps,
+            why,
+        ) from error
     shape = "×".join(map(str, samples.shape))
     return runs[0].result(f"latents {shape}, cfg {sampling.cfg:g}, seed {sampling.seed}")
+
+
+class ProbeEnded(Told, RuntimeError):
+    """The model or its sampler raised."""
 
 
 class _Run:

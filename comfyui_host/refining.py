@@ -5,6 +5,7 @@ do so in `extra_conds`, where ComfyUI prepares what `apply_model` is given, so a
 
 HiDream-O1 keeps keys and values of prompts on itself, from run to run. A run without a guard that overflowed has left
 NaN there, which no precision cures. One with another precision or LoRA has left what this one would not compute.
+Qwen-Image 2.1 keeps them for one run: of a run that goes on without its guard, some are the guard's.
 """
 
 from __future__ import annotations
@@ -132,6 +133,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 @unless_changed("forgetting what a model keeps of earlier runs", None, kinds=(Exception,))
 def forget_earlier_runs(model: Any) -> None:
     """Have a BaseModel's network forget by its own method, where it has one."""
-    clear = getattr(ModelCall(model, {}).network, "clear_kv_cache", None)
-    if clear is not None:
-        clear()
+    network: Any = ModelCall(model, {}).network
+    if hasattr(network, "clear_kv_cache"):
+        network.clear_kv_cache()
+    qwen = network
+    if hasattr(qwen, "reset_prefix_cache"):
+        qwen.reset_prefix_cache(qwen.prefix_cache_enabled)

@@ -90,7 +90,9 @@ class _Reachable:
             return lambda _found, value, _path: enumerate(value)
         if issubclass(kind, partial):
             return lambda _found, value, _path: enumerate((value.func, value.args, value.keywords))
-        if f"{kind.__module__}.".startswith((*_FOREIGN, *self.opaque)):
+        if f"{kind.__module__}.".startswith(_FOREIGN):
+            return None
+        if any(f"{each.__module__}.".startswith(self.opaque) for each in kind.__mro__):  # another pack's class, too
             return None
         return _Reachable._object
 
@@ -188,6 +190,15 @@ class Snapshot:
             lost = [".".join(map(str, copy.path[1:])) for copy in self._tensors if not _restored(copy, waits)]
         self._random.restore()
         return lost[0] if lost else ""
+
+    def with_nan(self) -> str:
+        """Return the name of a tensor that held NaN; "" where none did."""
+        with _AS_IT_IS():
+            for _, alias, values, _, path in self._tensors:
+                held = alias if values is None else values
+                if held.is_floating_point() and (held.float() if held.itemsize < 2 else held).isnan().any():
+                    return ".".join(map(str, path[1:]))
+        return ""
 
     @contextmanager
     def once_more(self, *made: Any) -> Generator[bool]:

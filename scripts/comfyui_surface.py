@@ -37,6 +37,7 @@ _PATCHER, _MODEL, _VAE = "comfy.model_patcher.ModelPatcher", "comfy.model_base.B
 _KINDS, _EXECUTOR = "comfy.patcher_extension.WrappersMP", "comfy.patcher_extension.WrapperExecutor"
 _GUIDER, _LAYER = "comfy.samplers.CFGGuider", "comfy.ops.CastWeightBiasOp"
 _QUANTISED = "comfy.quant_ops.QuantizedTensor"
+_QWEN = "comfy.ldm.qwen_image21.model.QwenImage21Transformer2DModel"
 _FORMAT = "comfy.latent_formats.LatentFormat"
 _SERVER, _QUEUE = "server.PromptServer", "execution.PromptQueue"
 _PROVIDER = "comfy_execution.cache_provider"
@@ -147,6 +148,15 @@ USES: dict[str, Use] = {
     "comfy.ldm.hidream_o1.model.HiDreamO1Transformer.clear_kv_cache": Use(
         CALL, "what a network keeps of earlier runs", "forgetting that"
     ),
+    **{
+        f"{_QWEN}.{name}": Use(
+            how, "what a network keeps of a run", "forgetting that, where the run goes on without its guard"
+        )
+        for name, how in (("reset_prefix_cache", CALL), ("prefix_cache_enabled", READ))
+    },
+    f"{_MANAGEMENT}.unpin_memory": Use(
+        CALL, "memory that a cache had pinned", "giving back what it had pinned for a call that failed"
+    ),
     "comfy.model_prefetch.pause_malloc_graph": Use(
         CALL, "keeps what a guard holds out of a plan for memory", _MODEL_OFF
     ),
@@ -221,7 +231,7 @@ OWNERS: dict[str, dict[str, str]] = {  # what an expression stands for, by file;
         "executor.class_obj": _MODEL,
         "kind": _QUANTISED,
     },
-    "refining.py": {"model": _MODEL, "network": "comfy.ldm.hidream_o1.model.HiDreamO1Transformer"},
+    "refining.py": {"model": _MODEL, "network": "comfy.ldm.hidream_o1.model.HiDreamO1Transformer", "qwen": _QWEN},
     "placement.py": {"loaded[index]": _LOADED, "loaded.pop(index)": _LOADED},
     "previews.py": {"known": _FORMAT, "decoder": "latent_preview.LatentPreviewer", "queue": _QUEUE},
     "probe.py": {"comfy": "comfy.sample"},

@@ -25,7 +25,8 @@ OPTIONS = {  # of ComfyUI, by file and what it is called; each other file runs o
     "layout": {"": CARD, ", channels last": ("--force-channels-last", *CARD)},
     "flags": {"": ("--reserve-vram", "2", "--fp32-vae", "--fast", "fp16_accumulation")},
 }
-SHARED = ("hidden", "in_comfyui", "model_nodes", "native_models", "native_layouts", "native_table", "simulated_card")
+SHARED = ("hidden", "in_comfyui", "model_nodes", "native_models", "native_layouts", "native_newer", "native_table")
+SHARED += ("simulated_card",)
 FILES = sorted(file.stem for file in HERE.glob("*.py") if file.stem not in SHARED)
 PARTS = {f"{name}{how}": (name, options) for name in FILES for how, options in OPTIONS.get(name, {"": ()}).items()}
 SAME_BITS = {"MKL_CBWR": "COMPATIBLE"}  # else MKL's products hang on where in memory a weight happens to lie

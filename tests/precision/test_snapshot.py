@@ -253,6 +253,25 @@ def test_what_did_not_change_is_not_touched_and_weights_are_not_copied() -> None
     assert found.restore() == "" and module.total._version == 0
 
 
+@pytest.mark.parametrize("opaque", [(), (f"{__name__}.",)])
+def test_what_derives_from_an_opaque_class_is_opaque_too(opaque: tuple[str, ...]) -> None:
+    """As another pack's ModelPatcher, which Qwen-Image 2.1's network holds: it has all weights of LoRAs."""
+    elsewhere = type("Elsewhere", (Cache,), {"__module__": "elsewhere"})()
+    elsewhere.layers[0] = [torch.zeros(4)]
+    assert len(Snapshot(elsewhere, opaque=opaque)._tensors) == (0 if opaque else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_nan_that_was_kept_is_named_though_the_call_has_overwritten_it(dtype: torch.dtype) -> None:
+    module = built(WRITES["buffer"])
+    module.cache.layers[0] = [torch.ones(2).to(dtype)]
+    assert Snapshot(module).with_nan() == ""
+    module.cache.layers[0] = [torch.full((2,), torch.nan).to(dtype)]
+    before = Snapshot(module)
+    module.cache.layers.clear()
+    assert before.with_nan() == "cache.layers.0.0"
+
+
 def test_nothing_of_a_call_waits_for_the_garbage_collector():
     """It would hold a device's memory."""
     given = torch.zeros(4)

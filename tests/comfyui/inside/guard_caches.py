@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
@@ -38,13 +38,18 @@ ANIMATE = Layout(
 TEXT_TO_VIDEO = Layout(
     "WAN21_T2V", WAN | {"image_model": "wan2.1", "model_type": "t2v"}, (1, 16, 3, 8, 8), (1, 7, 32), hot=HOT
 )
-HIDREAM = replace(IMAGE_LAYOUTS["hidream_o1"], cfg=1.0)
-TOKENS = {"text_input_ids": torch.tensor([[5, 6, 7, 8, 9, 10, 11]])}
-EULER = ("euler", {})
+HIDREAM, QWEN, SENSENOVA = (
+    replace(IMAGE_LAYOUTS[name], cfg=1.0) for name in ("hidream_o1", "qwen_image21", "sensenova")
+)
 
 
 def needs(layout: Layout) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not hasattr(SUPPORTED, layout.config), reason=f"this ComfyUI has no {layout.config}")
+
+
+REMEMBER = [pytest.param(layout, marks=needs(layout), id=layout.config) for layout in (HIDREAM, QWEN, SENSENOVA)]
+TOKENS = {"text_input_ids": torch.tensor([[5, 6, 7, 8, 9, 10, 11]])}
+EULER = ("euler", {})
 
 
 def sampled(
@@ -52,7 +57,8 @@ def sampled(
 ) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
     noise = torch.randn(layout.latents, generator=generator)
-    prompt = [[torch.randn(layout.context, generator=generator), conditions]]
+    text = torch.randn(layout.context, generator=generator).to(torch.bfloat16).float()  # the same in each precision
+    prompt = [[text, conditions]]
     sampling = import_module("comfy.samplers").ksampler(*sampler), torch.tensor(sigmas)
     given = (*sampling, prompt, prompt, torch.zeros(layout.latents))
     with torch.inference_mode():
@@ -101,17 +107,17 @@ def test_a_prompt_that_the_network_remembers_is_not_that_of_a_failed_call(hot: b
     assert len(model.model.diffusion_model._kv_cache_entries) == (0 if hot else 1)
 
 
-@needs(HIDREAM)
+@pytest.mark.parametrize("layout", REMEMBER)
 @pytest.mark.parametrize("way", ["fp16", "bf16", "learned", "given up", "another LoRA", "probe"])
-def test_a_run_neither_takes_over_nor_leaves_what_another_one_would_compute_otherwise(way: str) -> None:
+def test_a_run_neither_takes_over_nor_leaves_what_another_one_would_compute_otherwise(way: str, layout: Layout) -> None:
     """Of the prompt: in plain fp16, in another precision, with another LoRA."""
-    how = HIDREAM, EULER, [1.0, 0.7, 0.4, 0.0]
-    model, fresh = (make_model(HIDREAM, hot=way in ("probe", "learned")) for _ in range(2))
-    tokens = {name: torch.ones(shape, dtype=torch.long) for name, shape in HIDREAM.ones.items()}  # the probe's
+    how = layout, EULER, [1.0, 0.7, 0.4, 0.0]
+    model, fresh = (make_model(layout, hot=way in ("probe", "learned")) for _ in range(2))
+    tokens = {name: torch.ones(shape, dtype=torch.long) for name, shape in layout.ones.items()}  # the probe's
 
     def run(patcher: Any) -> torch.Tensor:
         if way == "probe":
-            return torch.tensor(facts(probed(patcher, HIDREAM))["worst"][0]["reach"])
+            return torch.tensor(facts(probed(patcher, layout))["worst"][0]["reach"])
         with_it = lora_on(patcher) if way == "another LoRA" else patcher
         chosen = way if "16" in way else "fp16" if way == "given up" else "inherit"
         with giving_up_at_call_2() if way == "given up" else nullcontext():
@@ -165,6 +171,107 @@ def test_each_of_two_models_that_sample_together_begins_anew() -> None:
     assert same(sampled(other, *how, **TOKENS), before)
 
 
+@needs(QWEN)
+def test_the_rest_of_a_run_without_its_guard_reads_nothing_that_the_guard_made() -> None:
+    """Of Qwen-Image 2.1's prompt: in bf16, of a model that computes in fp16."""
+    model, made_keys = make_model(QWEN), list[bool]()
+    block = model.model.diffusion_model.transformer_blocks[1]
+    prompt = QWEN.context[1]
+    block.register_forward_hook(lambda _block, given, _made: made_keys.append(given[0].shape[1] == prompt))
+    with giving_up_at_call_2():
+        sampled(guarded(model, precision="bf16"), QWEN, EULER, [1.0, 0.7, 0.4, 0.0])
+    assert made_keys == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize("layout", REMEMBER)
+def test_after_a_black_run_without_a_guard_a_guarded_one_is_right(layout: Layout) -> None:
+    """Of the same prompt, whose keys and values are NaN by then."""
+    how = layout, EULER, [1.0, 0.7, 0.4, 0.0]
+    tokens = {name: torch.ones(shape, dtype=torch.long) for name, shape in layout.ones.items()}
+    model = make_model(layout, hot=True)
+    assert sampled(model, *how, **tokens).isnan().any()
+    made = sampled(guarded(model), *how, **tokens)
+    assert difference(made, sampled(in_fp32(model, layout), *how, **tokens)) <= layout.rounds
+
+
+@needs(SENSENOVA)
+@pytest.mark.parametrize("weight", ["k_proj", "v_proj", "down_proj"])
+def test_a_prefix_that_half_precision_does_not_hold_is_prepared_in_fp32(weight: str) -> None:
+    layout = replace(SENSENOVA, hot={f"text_layers.0.{weight}.weight": 1e5})
+    how = layout, EULER, [1.0, 0.6, 0.0]
+    tokens = {"text_input_ids": torch.tensor([[5, 6, 7, 8, 9, 10, 11]])}
+    model = make_model(layout, hot=True)
+    plain, exact = (sampled(each, *how, **tokens) for each in (model, in_fp32(model, layout)))
+    assert not difference(plain, exact) <= 2e-2
+    assert difference(sampled(guarded(model), *how, **tokens), exact) <= layout.rounds
+    assert "prepared again in fp32" in said[-1]
+
+
+@needs(SENSENOVA)
+@pytest.mark.parametrize("weight", ["text_layers.0.v_proj", "layers.0.up_proj"])
+def test_a_prefix_that_each_call_makes_is_the_reruns_in_a_rerun(weight: str) -> None:
+    """SenseNova's, where a hook may patch layers in the midst of a run."""
+    layout = replace(SENSENOVA, hot={f"{weight}.weight": 1e5})
+    generator = torch.Generator().manual_seed(8)
+    shapes = {"down": (4, 192), "up": (64, 4)}
+    down, up = (torch.randn(shape, generator=generator) for shape in shapes.values())
+    file = {
+        f"diffusion_model.layers.1.down_proj.lora_{name}.weight": w for name, w in zip(shapes, (down, up), strict=True)
+    }
+    hooks = import_module("comfy.hooks").create_hook_lora(lora=file, strength_model=0.1, strength_clip=0.0)
+    tokens = {"text_input_ids": torch.tensor([[5, 6, 7, 8, 9, 10, 11]])}
+    how = layout, EULER, [1.0, 0.6, 0.0]
+    hot = make_model(layout, hot=True)
+    twin = in_fp32(hot, layout)
+    without, exact = (sampled(twin, *how, **tokens, **more) for more in ({}, {"hooks": hooks}))
+    assert not difference(sampled(hot, *how, **tokens, hooks=hooks), exact) <= 2e-2 <= difference(without, exact)
+    assert difference(sampled(guarded(hot), *how, **tokens, hooks=hooks), exact) <= 1e-3  # the LoRA is in fp16
+    assert "2 steps, 2 recomputed in fp32" in said[-1]
+
+
+@needs(QWEN)
+@pytest.mark.parametrize(
+    ("layout", "owner", "name", "off"),
+    [
+        (QWEN, "calls.CallMemory", "_rewind", lambda _: ""),
+        (
+            replace(SENSENOVA, hot={"text_layers.0.v_proj.weight": 1e5}),
+            "runs",
+            "refining_guarded",
+            lambda model, *_: model,
+        ),
+    ],
+    ids=["puts back", "prepares again"],
+)
+def test_a_guard_that_neither_puts_back_nor_prepares_again_fails(
+    layout: Layout, owner: str, name: str, off: Callable[..., Any]
+) -> None:
+    """So the rows of these families can fail."""
+    tokens = {key: torch.ones(shape, dtype=torch.long) for key, shape in layout.ones.items()}
+    source, _, kind = owner.partition(".")
+    host = module(f"comfyui_host.{source}")
+    with patch.object(getattr(host, kind) if kind else host, name, off):
+        error = error_of(lambda: sampled(guarded(make_model(layout, hot=True)), layout, EULER, [1.0, 0.0], **tokens))
+    assert error.startswith("GuardStopped")
+
+
+def test_nan_that_a_network_keeps_where_nobody_has_it_forgotten_is_named() -> None:
+    """A guard cannot tell what another node keeps there from a cache: it is left, and the run says where it is."""
+    model = make_model(TEXT_TO_VIDEO, hot=True)
+    network = model.model.diffusion_model
+    network.prefix = Prefix(network)
+    network.blocks[0].ffn.register_forward_hook(network.prefix.through)
+    how = TEXT_TO_VIDEO, EULER, [1.0, 0.6, 0.0]
+    assert sampled(model, *how).isnan().any()
+    kept = network.prefix.layers[0][0]
+    error = error_of(lambda: sampled(guarded(model), *how))
+    assert "is NaN or infinite in fp32 too" in error
+    assert "the model keeps NaN from before this call, in 'prefix.layers.0.0'" in error
+    assert network.prefix.layers[0][0] is kept and kept.isnan().any()
+    network.prefix.layers.clear()
+    assert sampled(guarded(model), *how).isfinite().all()
+
+
 @needs(HIDREAM)
 def test_nothing_of_a_stopped_run_is_remembered() -> None:
     model = make_model(HIDREAM, hot=True)
@@ -184,6 +291,45 @@ def test_a_cache_beside_the_network_is_filled_by_the_rerun() -> None:
     for patcher, bound in ((model, 1e-5), (cached, 2e-3)):  # it is kept in fp16
         assert difference(sampled(guarded(patcher), ANIMATE, *how, **conditions), exact) <= bound
         assert "2 steps, 2 recomputed in fp32" in said[-1]
+
+
+@needs(ANIMATE)
+@pytest.mark.parametrize("hot", [False, True])
+def test_what_a_cache_had_pinned_for_a_call_that_does_not_count_is_given_back(hot: bool) -> None:
+    """As ComfyUI does at a run's end with what it finds in the cache. What was freed before would stay registered."""
+    conditions = {"pose_video_latent": torch.randn((1, 16, 2, 8, 8), generator=torch.Generator().manual_seed(7))}
+    management, pinned = import_module("comfy.model_management"), dict[int, torch.Tensor]()
+
+    def pin(tensor: torch.Tensor, **_: Any) -> bool:
+        return pinned.setdefault(id(tensor), tensor) is tensor
+
+    def unpin(tensor: torch.Tensor) -> bool:
+        return pinned.pop(id(tensor)) is tensor
+
+    model = (
+        import_module("comfy_extras.nodes_wan").WanAnimate2Cache.execute(make_model(ANIMATE, hot=hot), "cpu").args[0]
+    )
+    cache = model.model_options["transformer_options"]["animate2_cache"]
+    with patch.multiple(management, pin_memory=pin, unpin_memory=unpin):
+        begun = list[int]()
+        model.model.diffusion_model.register_forward_pre_hook(lambda *_: begun.append(len(pinned)))
+        sampled(guarded(model), ANIMATE, EULER, [1.0, 0.6, 0.0], **conditions)
+    assert not cache.slots and not pinned and bool(begun[-1]) != hot
+
+
+@pytest.mark.parametrize("where", ["beside", "on the network"])
+def test_what_a_cache_holds_is_not_copied_with_each_call(where: str) -> None:
+    """Gigabytes, on the host: of a prompt with a reference picture 2 GB, of 81 frames of poses 13."""
+    cache, network = Prefix(torch.nn.Module()), torch.nn.Module()
+    cache.layers[0] = [torch.zeros(4)]
+    options = {"animate2_cache": cache} if where == "beside" else {}
+    network.prefix_cache = cache if where == "on the network" else None
+    memory = module("comfyui_host.calls").CallMemory(network, options, torch.float16)
+    assert not any(part._tensors for part in (memory._beside, memory._within))
+    memory.of_a_call({})
+    cache.layers[1] = [cache.layers.pop(0)[0] * torch.nan]
+    memory.forget()
+    assert [*cache.layers] == [0] and cache.layers[0][0].isfinite().all()
 
 
 class Prefix:

@@ -33,6 +33,7 @@ HOTTEST = 6e4  # |w| of a hot layer: of fp16's 65504
 MODULATES = re.compile("mod|norm|emb|ada")  # in the names of layers: they neither write to the stream nor enlarge it
 SQUARE = dict.fromkeys(("Lumina2", "ZImage"), "feed_forward.w2.weight")  # their writers, as wide as what they read
 AS_PLAIN = {"kandinsky5": 1.2}  # times plain fp16's: all that later steps run plain, where the first showed room
+AS_PREPARED = {("sensenova", "bf16 in fp32"): 1.2}  # times ComfyUI's own, which prepares a prompt's keys in bf16
 PROTECTED = "overflow protection; "
 HEAD = """\
 How far from fp32 the plain run is / the guard's with precision fp16, overflow protection / the guard's
@@ -84,7 +85,7 @@ def test_scaled_layers_are_right_without_a_rerun(cells: Cells, family: str, heat
     protected = off(run(patcher, layout))
     check_said("fp16, as you chose", PROTECTED)
     in_bf16 = off(run(patcher, layout, "bf16"))
-    assert 0 < protected <= in_bf16 / 4
+    assert 0 < protected <= max(in_bf16 / 4, AS_PREPARED.get((family, weights), 0.0) * off(plain))
     assert same(plain, sample(patcher, layout, steps=STEPS)) and all(map(same, stored, held(patcher)))
     if weights == "fp16" and heat == HEALTHY:
         assert protected <= AS_PLAIN.get(family, 1.0) * off(plain)

@@ -142,6 +142,28 @@ def test_what_no_loading_helps_is_named_as_ever_and_nothing_is_loaded_where_none
     assert "set to stop" in error and len(loads) == 1
 
 
+@pytest.mark.parametrize("inserted", [False, True])
+def test_a_model_whose_loading_fails_computes_nothing_more_in_that_run(inserted: bool) -> None:
+    """ComfyUI has taken its LoRA out by then: all steps from there on would be those of another model."""
+    model = with_lora(make_model(SD15))
+    expected, load = sample(model, SD15), MANAGEMENT.LoadedModel.model_load
+    loads: list[str] = []
+
+    def model_load(loaded: Any, *args: Any, **kwargs: Any) -> Any:
+        loads.append(type(loaded.model.model).__name__)
+        if len(loads) == 2:
+            raise torch.OutOfMemoryError("none left")
+        return load(loaded, *args, **kwargs)
+
+    made: list[torch.Tensor] = []
+    with patch.object(MANAGEMENT.LoadedModel, "model_load", model_load):
+        behind = guarded(spoiled(model, spoil_patched), inserted=inserted)
+        error = error_of(lambda: made.append(sample(behind, SD15)))
+    assert len(loads) == 2
+    assert made[0].isnan().all() if inserted else error == "OutOfMemoryError: none left"
+    assert torch.equal(sample(guarded(model), SD15), expected)
+
+
 def test_what_others_loaded_or_runs_compiled_is_left_alone() -> None:
     loaded_anew = module("comfyui_host.layers").loaded_anew
     patcher = make_model(SD15)

@@ -82,7 +82,7 @@ def test_each_half_is_computed_again_in_every_run(family: str, order: str) -> No
 
     patcher = wrapped(guarded(both) if order == "after" else split(guarded(make()), make), look, KINDS.APPLY_MODEL)
     for _ in range(RUNS):
-        assert difference(sample(patcher, layout, steps=STEPS), exact) <= 1e-5
+        assert difference(sample(patcher, layout, steps=STEPS), exact) <= layout.rounds
     check_reports(2 * STEPS, RUNS)
     calls = [text for text in said if text.startswith("call ")]
     named = [f"call {n + 1}" for n in range(2 * STEPS)] * RUNS

@@ -32,6 +32,10 @@ class Layout:
     scheduler: str = "simple"
     extra: Mapping[str, Shape] = field(default_factory=dict)  # further conditions, by shape
     ones: Mapping[str, Shape] = field(default_factory=dict)  # those that are whole numbers: masks, tokens
+    once: str = ""  # a part that each call calls once, where it calls the block more often
+    rounds: float = (
+        1e-5  # a rerun is off by no more: it reads what was prepared in half precision, before the first call
+    )
 
     @property
     def streams(self) -> tuple[Shape, ...]:
@@ -338,6 +342,24 @@ IMAGE_LAYOUTS = {
         context=(1, 7, 64),
         hot={"language_model.layers.0.mlp.up_proj.weight": 8e4},
         marks={"t_embedder1.mlp.0.weight": (64, 256), "x_embedder.proj1.weight": (16, 3072)},
+        ones={"text_input_ids": (1, 7)},
+    ),
+    "qwen_image21": Layout(
+        "SmallQwenImage21",
+        {"in_channels": 16, "dim": 48, "num_layers": 3, "heads": 2, "context_dim": 32},
+        latents=(1, 16, 4, 4),
+        context=(1, 7, 32),
+        hot={"transformer_blocks.0.gate_up.weight": 1e5},
+        once="proj_out",  # the block makes a prompt's keys and values, too
+    ),
+    "sensenova": Layout(
+        "SmallSenseNovaU15",
+        {"dim": 64, "num_layers": 2, "heads": 2, "tokens": 16},
+        latents=(1, 3, 8, 8),
+        context=(1, 7, 32),
+        hot={"layers.0.up_proj.weight": 1e5},
+        not_in_fp8=("embed_tokens.weight",),
+        rounds=1e-3,
         ones={"text_input_ids": (1, 7)},
     ),
 }

@@ -33,11 +33,14 @@ PARTS: tuple[tuple[str, str, dict[str, int]], ...] = (  # of networks, whose siz
 SCALES_FROM_1 = "comfy.ldm.krea2.model"  # whose norms scale by 1 more than their weight
 
 SUPPORTED = import_module("comfy.supported_models")
+if hasattr(SUPPORTED, "Krea2"):  # else ComfyUI is too old to be near to one that has them
+    for name in ("SmallQwenImage21", "SmallSenseNovaU15"):
+        setattr(SUPPORTED, name, getattr(import_module("native_newer"), name))
 LAYOUTS = {
     name: layout for name, layout in (IMAGE_LAYOUTS | VIDEO_LAYOUTS).items() if hasattr(SUPPORTED, layout.config)
 }
 OF_2026 = ("chroma", "krea2", "anima", "cosmos_predict2", "ernie_image", "ideogram4")
-OF_2026 += ("hidream_o1", "kandinsky5", "seedvr2")
+OF_2026 += ("hidream_o1", "kandinsky5", "seedvr2", "qwen_image21", "sensenova")
 RECENT = [name for name in OF_2026 if name in LAYOUTS]
 for module, part, sizes in PARTS:
     with suppress(ModuleNotFoundError):  # in an older ComfyUI

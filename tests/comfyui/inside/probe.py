@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -148,6 +150,62 @@ def test_nothing_is_left_and_a_guard_before_it_does_not_count() -> None:
     assert any(", all fine." in text for text in said)
     assert found["worst"] == facts(probed(patcher, SD15))["worst"]
     assert not any(layer._forward_hooks for layer in patcher.model.modules())
+
+
+INTERRUPT = import_module("comfy.model_management").InterruptProcessingException()
+
+
+@pytest.mark.parametrize(
+    ("where", "step", "error"),
+    [
+        ("extra_conds", 1, KeyError("pooled_output")),
+        ("layer", 2, RuntimeError("mat1 and mat2 shapes cannot be multiplied")),
+        ("network", 2, ValueError()),
+        ("sampler", 3, RuntimeError("of the test")),
+        ("network", 2, torch.OutOfMemoryError("none left")),  # ComfyUI has its own words for it
+        ("layer", 2, INTERRUPT),
+        ("extra_conds", 1, INTERRUPT),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, BaseException) else str(each),
+)
+def test_what_the_model_raises_is_told_with_the_step_and_the_next_run_works(
+    where: str, step: int, error: BaseException
+) -> None:
+    told = not isinstance(error, (torch.OutOfMemoryError, type(INTERRUPT)))
+    patcher, calls = make_model(SD15), list[int]()
+    before, expected = sample(patcher, SD15), facts(probed(patcher, SD15))["worst"]
+    module = patcher.model.diffusion_model.get_submodule({"layer": "middle_block.1"}.get(where, ""))
+
+    def fail(*_: Any, **__: Any) -> Any:
+        calls.append(1)
+        if where in ("extra_conds", "sampler") or len(calls) == 2:
+            raise error
+
+    def sampler(model: Any, x: torch.Tensor, sigmas: Any, extra_args: Any, callback: Any, **_: Any) -> Any:
+        for step in range(2):
+            made = model(x, sigmas[step] * x.new_ones(len(x)), **extra_args)
+            callback({"i": step, "denoised": made, "x": x})
+        fail()
+
+    owner = {
+        "extra_conds": (type(patcher.model), "extra_conds", fail),
+        "sampler": (import_module("comfy.k_diffusion.sampling"), "sample_euler", sampler),
+    }.get(where)
+    hooks = [] if owner else [module.register_forward_pre_hook(fail)]
+    with patch.object(*owner) if owner else nullcontext(), pytest.raises((RuntimeError, type(error))) as ended:
+        probed(patcher, SD15)
+    for hook in hooks:
+        hook.remove()
+    if told:
+        text, why = str(ended.value), f": {error}" if str(error) else ""
+        found = f"SD15 failed in step {step} of {STEPS} of its probe: {type(error).__name__}{why}. The probe samples as"
+        assert text.startswith(found)
+        assert "Run KSampler with the same inputs" in text and ended.value.__cause__ is error
+    else:
+        assert ended.value is error
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in patcher.model.modules())
+    assert not torch.overrides._get_current_function_mode_stack()
+    assert torch.equal(before, sample(patcher, SD15)) and facts(probed(patcher, SD15))["worst"] == expected
 
 
 def test_bad_input_is_named_and_the_next_run_works() -> None:
