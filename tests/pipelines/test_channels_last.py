@@ -23,6 +23,7 @@ from comfyui_onediff_guard.precision.shallow_copy import with_forward
 from small_runs import sampled
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.torch_version import TorchVersion
 
 LAST = CompileOptions(channels_last=True)
 Folder = Callable[..., Path]
@@ -138,7 +139,8 @@ def test_which_convolutions_it_matters_for() -> None:
 
 
 def test_copies_of_what_lies_otherwise_are_counted() -> None:
-    """A convolution copies what it is given as its weights lie; a group norm on a card what is not as it was read."""
+    """A convolution copies what it is given as its weights lie; a group norm on a card what is not as it was read, up
+    to PyTorch 2.13."""
     x = torch.empty(1, 32, 8, 8)
 
     def most(*layers: nn.Module) -> int:
@@ -151,4 +153,5 @@ def test_copies_of_what_lies_otherwise_are_counted() -> None:
     plain = most(one, nn.GroupNorm(4, 32))
     lay_out(one, channels_last=True)
     assert most(one) == 2 * x.nbytes
-    assert most(one, nn.GroupNorm(4, 32)) == plain + x.nbytes
+    copies = TorchVersion(torch.__version__) < "2.14"
+    assert most(one, nn.GroupNorm(4, 32)) == plain + copies * x.nbytes
