@@ -78,12 +78,13 @@ class DecodeLatents(Node):
         backend: str = inputs.BACKENDS[0],
         node_id: str | None = None,
     ) -> dict[str, Any]:
+        from ..comfyui_host.tagged_tensor import plain
         from ..pipelines.run.decode import decode
 
         with running(pipeline), host.Progress(0, node_id) as progress:
             images, report = decode(
                 pipeline,
-                latents["samples"],
+                plain(latents["samples"]),
                 tiling=tiling,
                 slicing=slicing,
                 chunk=chunk,

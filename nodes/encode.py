@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..comfyui_host import host
 from . import inputs
 from .node import Node
+from .sample import samplers_of
 from .stage_node import counted, requested, running, ui
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class EncodePrompt(Node):
     def encode(
         self, pipeline: PipelineHandle, prompt: str, negative_prompt: str, precision: str, node_id: str | None = None
     ) -> dict[str, Any]:
+        from ..comfyui_host.tagged_tensor import prompt_of
         from ..pipelines.run.encode import encode_prompts
 
         with running(pipeline):
@@ -60,5 +62,6 @@ class EncodePrompt(Node):
                     pipeline, [prompt, negative_prompt], requested(precision), counted(progress)
                 )
             shown = ui(report, node_id, *report.notes)
-        positive, negative = ([[tensor, {}]] for tensor in embeddings)
+        of = pipeline.store.model.variant.name, samplers_of(pipeline)
+        positive, negative = ([[prompt_of(tensor, *of), {}]] for tensor in embeddings)
         return {"ui": shown, "result": (positive, negative)}

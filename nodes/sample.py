@@ -67,6 +67,7 @@ class Sampler(Node):
     ) -> dict[str, Any]:
         """Denoise with progress shown on the node. settings: the values of `settings` that are not named here."""
         from ..comfyui_host.previews import previews
+        from ..comfyui_host.tagged_tensor import latents_of
         from ..pipelines.run.pictures import fitted
         from ..pipelines.run.sample import SampleSettings, check_start, sample
 
@@ -107,7 +108,8 @@ class Sampler(Node):
                 previews=previews(progress),
                 **start,
             )
-        latent = {"samples": latents, "made_by": pipeline.family.pipeline}
+        made = latents_of(latents, pipeline.store.model.variant.name)
+        latent = {"samples": made, "made_by": pipeline.family.pipeline}
         text = report.text() if pipeline.full_report else report.summary()
         return {"ui": ui(report, node_id), "result": (latent, text)}
 

@@ -47,6 +47,7 @@ def embeddings(conditioning: list[Any] | None, name: str) -> torch.Tensor | None
     name: of the input. Raises BadInput where the wire carries more than one prompt, or says where, when or how strongly
     it counts: these pipelines have no use for that.
     """
+    from ..comfyui_host.tagged_tensor import plain
     from ..trust.message import BadInput
 
     if not conditioning:
@@ -67,7 +68,7 @@ def embeddings(conditioning: list[Any] | None, name: str) -> torch.Tensor | None
             name,
             ", ".join(ignored),
         )
-    return tensor
+    return plain(tensor)
 
 
 def _changes_nothing(key: str, value: Any) -> bool:

@@ -1,0 +1,43 @@
+"""What an Encode Prompt or a sampler puts out says whose it is, where another model's layer cannot take it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from comfyui_onediff_guard.comfyui_host.tagged_tensor import TaggedTensor, latents_of, plain, prompt_of
+from comfyui_onediff_guard.trust.message import BadInput
+from safetensors.torch import load_file, save_file
+
+PROMPT = prompt_of(torch.randn(1, 5, 16), "CogVideoX-2B", "Sample CogVideoX")
+LATENTS = latents_of(torch.randn(1, 16, 3, 4, 4), "CogVideoX-2B")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_layer_that_cannot_take_a_prompt_says_where_it_belongs(mode) -> None:
+    context = torch.cat([PROMPT.to(torch.float32), torch.zeros(1, 5, 16)]).repeat(1, 2, 1)
+    with mode(), pytest.raises(BadInput, match=r"\[1, 5, 16\] was encoded for CogVideoX-2B.*Sample CogVideoX; for a K"):
+        torch.nn.Linear(8, 4)(context)
+    with mode(), pytest.raises(BadInput, match="mat1 and mat2"):
+        torch.nn.functional.linear(context, torch.zeros(4, 8))
+
+
+def test_a_layer_that_cannot_take_latents_says_where_they_belong() -> None:
+    with pytest.raises(BadInput, match=r"latents \[1, 16, 3, 4, 4\] are CogVideoX-2B's.*Decode Latents"):
+        torch.nn.Conv2d(4, 8, 3)((LATENTS / 2).to(torch.float32)[:, :, 0])
+
+
+def test_where_shapes_agree_they_are_tensors_as_any_other(tmp_path) -> None:
+    made = torch.nn.Conv3d(16, 2, 1)(LATENTS)
+    assert type(made) is torch.Tensor
+    layer = torch.nn.Linear(16, 4)
+    assert torch.equal(layer(PROMPT), layer(plain(PROMPT))) and type(layer(PROMPT)) is torch.Tensor
+    assert type(plain(PROMPT)) is torch.Tensor and plain(PROMPT).data_ptr() == PROMPT.data_ptr()
+    save_file({"samples": LATENTS.contiguous()}, tmp_path / "latents.safetensors")
+    assert torch.equal(load_file(tmp_path / "latents.safetensors")["samples"], plain(LATENTS))
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match="shape") as error:
+        PROMPT.view(7, 7)
+    assert not isinstance(error.value, BadInput)
+    assert isinstance(PROMPT + 1, TaggedTensor) and (PROMPT + 1).label == PROMPT.label
