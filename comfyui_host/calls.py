@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
@@ -261,19 +261,26 @@ class CallMemory:
     def _look(self) -> None:
         self._beside = self._beside_now()
         self._dtypes = self._beside.dtypes  # and those of tensors that failed calls left there
-        self._within = Snapshot(self._network, opaque=OPAQUE, rewritten=[getattr(self._network, _PREFIXES, None)])
+        prefixes = getattr(self._network, _PREFIXES, None)
+        rewritten = [prefixes] if hasattr(prefixes, "slots") else []
+        self._within = Snapshot(self._network, opaque=OPAQUE, rewritten=rewritten)
         self._pinned = {id(tensor): tensor for pinned in self._pinned_now() for tensor in pinned}
 
-    def _pinned_now(self) -> list[list[torch.Tensor]]:
+    @unless_changed("knowing what memory a cache has pinned", ())
+    def _pinned_now(self) -> Sequence[list[torch.Tensor]]:
         """What caches have had ComfyUI pin."""
         caches = self.options.get(_POSES), getattr(self._network, _PREFIXES, None)
-        return [slot["pinned"] for cache in caches for slot in getattr(cache, "slots", ()) if "pinned" in slot]
+        slots = [slot for cache in caches for slot in getattr(cache, "slots", ()) if isinstance(slot, dict)]
+        return [slot["pinned"] for slot in slots if "pinned" in slot]
 
     @unless_changed("giving back memory that a cache had pinned for a call that does not count", None)
     def _unpin(self) -> None:
         """What the latest call had ComfyUI pin, before that is freed: a card would go on to copy from that memory."""
         for pinned in self._pinned_now():
-            for tensor in [each for each in pinned if id(each) not in self._pinned]:
+            new = [each for each in pinned if id(each) not in self._pinned]
+            if new and torch.accelerator.is_available():
+                torch.accelerator.synchronize()  # a call that has failed may have left a copy under way
+            for tensor in new:
                 sys.modules["comfy.model_management"].unpin_memory(tensor)
             pinned[:] = [each for each in pinned if id(each) in self._pinned]
 

@@ -57,7 +57,7 @@ def unless_changed(off: str, default: Any, *, kinds: tuple[type[Exception], ...]
                 return function(*args, **kwargs)
             except Exception as error:
                 why = what_changed(error) or (isinstance(error, kinds) and f"{type(error).__name__}: {error}")
-                if not why:
+                if not why or getattr(error, "lost", ""):  # what was there before is gone
                     raise
                 tell_once(off, why)
             return default

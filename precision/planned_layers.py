@@ -140,7 +140,7 @@ class LayeredNetwork:
 
     def forget(self, *, for_good: bool) -> None:
         """Compute as it is. for_good: later runs too, until a step of theirs shows more."""
-        self._by_plan = None
+        self._by_plan, self.slower = None, ""
         if for_good:
             self._known.clear()
 

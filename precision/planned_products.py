@@ -52,12 +52,16 @@ from .fp16_safe import (
 from .fp32_settings import autocast_off_where_on
 from .overflow import made_finite
 from .scaled_layers import largest_of
-from .scaled_products import KernelOf, ScaledHalfMatmulMode, lost_digits, no_kernel, number, version_of
+from .scaled_products import LAYER_CALLS, KernelOf, ScaledHalfMatmulMode, lost_digits, no_kernel, number, state_of
 from .upcast import Fp32Mode, OneOperation, storage_of
 
 FAINT = 2.0**-14  # a row whose largest value is smaller has fewer digits in fp16 than in bf16, or soon will
-# what computes on no value, whatever its arguments
-_MOVES_ALONE = MOVES - {torch.Tensor.view, torch.Tensor.__setitem__, F.dropout}
+# what computes on no value and changes nothing, whatever its arguments
+_MOVES_ALONE = frozenset(func for func in MOVES if not func.__name__.endswith("_") or func.__name__.endswith("__"))
+_MOVES_ALONE -= {torch.Tensor.view, torch.Tensor.__setitem__, F.dropout}
+# what changes no tensor, unless it is told to
+_CHANGES_NONE = KEEPS_RANGE | COPIES | PRODUCTS | NORMS | SUMS | QUOTIENTS | CASTS | LAYER_CALLS
+_CHANGES_NONE |= {F.scaled_dot_product_attention, torch.Tensor.view, F.dropout}
 # the id of a weight, or of the layer that has it; how many other functions were called since; the name of the last one
 Key = tuple[int, int, str]
 
@@ -84,6 +88,16 @@ class Way:
     summed: set[Key] = field(default_factory=set)  # what it writes to in place, with numbers: that is float32
     writes: bool = False  # it changes tensors in place
     points: bool = False  # it asks where a tensor lies in memory, for a kernel that will not ask what is there
+
+
+@dataclass
+class _Half:
+    """What layers multiply in fp16."""
+
+    given: torch.Tensor
+    state: tuple[int, int]
+    half: torch.Tensor
+    looked: bool = False  # its rows were looked at, whether they are too quiet for fp16
 
 
 class LocatedMode(ScaledHalfMatmulMode):
@@ -158,8 +172,7 @@ class PlannedMode(LocatedMode):
         self._asked: list[tuple[torch.Tensor, torch.Tensor]] = []  # extremes of what something finite may be made of
         self._on_card = False
         self._inputs: set[int] = set()  # ids of the tensors that the call is given
-        # id, factor → the tensor, its version, it in fp16
-        self._halves: dict[tuple[int, float], tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._halves: dict[tuple[int, float], _Half] = {}  # by the id of what it is of, and the factor
 
     def begin(self, inputs: Any) -> None:
         super().begin(inputs)
@@ -208,6 +221,8 @@ class PlannedMode(LocatedMode):
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(func, "__name__", "") == "__get__":  # a dtype, most often
             return Fp32Mode.computed(self, func, args, kwargs)
+        if self._halves and (kwargs or func not in _CHANGES_NONE):
+            self._share_less(func, args, kwargs)
         if func in MOVES or (func in KEEPS_RANGE and keeps_range(func, args, kwargs)):
             return self._moved(func, args, kwargs)
         if func in COPIES:
@@ -270,14 +285,15 @@ class PlannedMode(LocatedMode):
             if scale.loudness != 1 or weight.dtype is not FP16:
                 weight = times(weight, 1 / scale.loudness)
             if scale.half:
-                half, is_new = self._halved(input, scale.loudness)
+                made = self._halved(func, input, scale.loudness)
                 bias = bias if bias is None else bias.to(FP16)
-                if is_new:
+                if not made.looked:
                     with shared.lasting():
                         rows = largest_of(input, (1 - weight.ndim if weight.ndim > 2 else -1,))
                         self._rows.append(rows if scale.loudness == 1 else rows * scale.loudness)
-                return func(half, weight, bias, *args, **kwargs)
-            half, factor = self._halved(input, 2.0**-scale.exponent)[0], 2.0**scale.exponent * scale.loudness
+                    made.looked = True
+                return func(made.half, weight, bias, *args, **kwargs)
+            half, factor = self._halved(func, input, 2.0**-scale.exponent).half, 2.0**scale.exponent * scale.loudness
             if func is F.linear:
                 made = float32_product(half, weight)
             else:
@@ -289,26 +305,32 @@ class PlannedMode(LocatedMode):
                 return made.float().mul_(factor)
             return torch.add(bias.float().view(-1, *[1] * spatial), made, alpha=factor)
 
-    def _halved(self, x: torch.Tensor, factor: float) -> tuple[torch.Tensor, bool]:
-        """Return x · factor in fp16, and whether it was made for this layer. Layers after each other share it, as a
-        query's and a key's do, and all that are given what the network is, as a prompt."""
-        if x.dtype is FP16 and factor == 1:  # its digits were lost before
-            return x, False
-        found, version = self._halves.get((id(x), factor)), version_of(x)
-        if found and found[1] == version and found[2].shape == x.shape:
-            return found[2], False
-        if self._way.writes:
-            return times(x, factor), True
+    def _halved(self, func: Any, x: torch.Tensor, factor: float) -> _Half:
+        """Return x · factor in fp16 for a layer. Linear layers that follow each other share it, as a query's and a
+        key's do, and all that are given what the network is, as a prompt."""
+        if x.dtype is FP16 and factor == 1:
+            return _Half(x, (0, 0), x, looked=True)  # its digits were lost before
+        found, state = self._halves.get((id(x), factor)), state_of(x)
+        if found and found.state == state:
+            return found
         self._forget_halves()
+        if self._way.writes or func is not F.linear or type(x) is not torch.Tensor:
+            return _Half(x, state, times(x, factor))
         with shared.lasting():
-            made = times(x, factor)
-        self._halves[id(x), factor] = x, version, made
-        return made, True
+            made = self._halves[id(x), factor] = _Half(x, state, times(x, factor))
+        return made
 
     def _forget_halves(self) -> None:
-        """Hold none longer than a layer needs it, but for what the network is given."""
+        """Hold none longer than layers need it, but for what the network is given."""
         for key in [key for key in self._halves if key[0] not in self._inputs]:
             del self._halves[key]
+
+    def _share_less(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forget what a function may have changed: no tensor of inference mode tells."""
+        if isinstance(func, OneOperation):  # of weights
+            return
+        if func not in _CHANGES_NONE or kwargs.get("out") is not None or changes_in_place(func, args, kwargs):
+            self._halves.clear()
 
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self._forget_halves()

@@ -295,7 +295,7 @@ class _Limits:
 
     def of(self, weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool) -> tuple[torch.Tensor, Limit, bool]:
         """Return the weight in `dtype`, what its products may reach, and whether that was read just now."""
-        state = version_of(weight), _address(weight)
+        state = state_of(weight)
         found = self._known.get((id(weight), transposed))
         is_new = not (found and found[0]() is weight and found[1] == state)
         if found and not is_new:
@@ -323,16 +323,13 @@ class _Limits:
                 self._known[id(weight), transposed] = *found[:2], found[2]._replace(limit=limit)
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to: 0 of one made in inference mode, as ComfyUI loads them."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _address(tensor: torch.Tensor) -> int:
+def state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what tells that a tensor was changed: how often it was written to, which is not known of one that was made
+    in inference mode, as ComfyUI's are; and where its memory is."""
     try:
-        return tensor.data_ptr()
-    except RuntimeError:  # it has none: of a class of its own
-        return 0
+        return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+    except RuntimeError:  # it has no memory: of a class of its own
+        return 0, 0
 
 
 class Limit(NamedTuple):

@@ -194,9 +194,12 @@ class Snapshot:
     def with_nan(self) -> str:
         """Return the name of a tensor that held NaN; "" where none did."""
         with _AS_IT_IS():
-            for _, alias, values, _, path in self._tensors:
-                held = alias if values is None else values
-                if held.is_floating_point() and (held.float() if held.itemsize < 2 else held).isnan().any():
+            for _, _, held, _, path in self._tensors:  # None: too large to be kept
+                if (
+                    held is not None
+                    and held.is_floating_point()
+                    and (held.float() if held.itemsize < 2 else held).isnan().any()
+                ):
                     return ".".join(map(str, path[1:]))
         return ""
 
