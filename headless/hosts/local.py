@@ -107,7 +107,8 @@ def _read(workflow: Graph | Mapping[str, Any], classes: Mapping[str, type]) -> G
     if isinstance(workflow, Graph):
         return workflow
     if is_ui_format(workflow):
-        return ui_format.convert(workflow, known_schemas(ui_format.class_types(workflow), classes))
+        named = ui_format.named_types(workflow) & classes.keys()
+        return ui_format.convert(workflow, known_schemas(ui_format.class_types(workflow) | named, classes))
     return from_api(workflow)
 
 

@@ -87,10 +87,11 @@ class Server:
         closing = asyncio.ensure_future(self._session.close())
         await asyncio.wait({closing}, timeout=CLOSE_SECONDS)  # it waits for what was not sent, of whoever takes nothing
 
-    async def schemas(self, types: Iterable[str]) -> dict[str, Schema]:
-        """The schemas of these node types. Raises UnknownNodesError where the server lacks some."""
+    async def schemas(self, types: Iterable[str], also: Iterable[str] = ()) -> dict[str, Schema]:
+        """The schemas of these node types; those of `also` where the server has them. Raises UnknownNodesError where it
+        lacks some of `types`."""
         needed, found, values, together = sorted(set(types)), dict[str, Schema](), 0, list[bytearray]()
-        asked = [name for name in needed if name.strip(".")]  # dots are no part of an address
+        asked = [name for name in sorted({*needed, *also}) if name.strip(".")]  # dots are no part of an address
         answers = await asyncio.gather(*(self._get("object_info", name, together=together) for name in asked))
         for name, answer in zip(asked, answers, strict=True):
             values += foreign.values_in(answer.data)

@@ -180,7 +180,8 @@ class _ServerRun:
     async def read(self, workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
         needed = (GUARD,) if self.guard else ()
         if not isinstance(workflow, Graph) and is_ui_format(workflow):
-            schemas = await self.server.schemas({*ui_format.class_types(workflow), *needed})
+            types, named = ui_format.class_types(workflow), ui_format.named_types(workflow)
+            schemas = await self.server.schemas({*types, *needed}, also=named)
             graph = ui_format.convert(workflow, schemas)
         else:
             graph = workflow if isinstance(workflow, Graph) else from_api(workflow)

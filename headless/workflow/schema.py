@@ -94,6 +94,7 @@ class Schema:
     hidden: Mapping[str, str]  # name -> UNIQUE_ID, PROMPT, EXTRA_PNGINFO ...
     outputs: tuple[str, ...]  # types
     is_output: bool  # whether ComfyUI runs it without being asked by another node
+    title: str = ""  # that a new node has, where that is not its type
 
     @property
     def widgets(self) -> list[InputSpec]:
@@ -121,6 +122,7 @@ def from_class(class_type: str, node_class: type) -> Schema:
         node_class.INPUT_TYPES(),
         getattr(node_class, "RETURN_TYPES", ()),
         bool(getattr(node_class, "OUTPUT_NODE", False)),
+        getattr(node_class, "TITLE", ""),
     )
 
 
@@ -159,19 +161,20 @@ class _NodeInfo(Foreign):
     input: Annotated[_DeclaredInputs, BeforeValidator(nothing_is_empty)] = _DeclaredInputs()
     output: list[str | list[Any]] | None = None
     output_node: bool | None = None
+    display_name: str | None = None
 
 
 def from_object_info(class_type: str, info: object) -> Schema:
     """The schema of a node type of a running ComfyUI, from its entry in `/object_info`. Raises Unreadable."""
     node = fitting(_NodeInfo, info)
-    return _schema(class_type, vars(node.input), node.output or (), bool(node.output_node))
+    return _schema(class_type, vars(node.input), node.output or (), bool(node.output_node), node.display_name or "")
 
 
-def _schema(class_type: str, declared: Mapping[str, Any], outputs: Any, is_output: bool) -> Schema:
+def _schema(class_type: str, declared: Mapping[str, Any], outputs: Any, is_output: bool, title: str) -> Schema:
     inputs = {spec.name: spec for spec in _inputs(declared, iter(range(MAX_INPUTS)))}
     hidden = {name: _type(declaration) for name, declaration in (declared.get("hidden") or {}).items()}
     names = tuple("COMBO" if isinstance(kind, (list, tuple)) else str(kind) for kind in outputs)
-    return Schema(class_type, inputs, hidden, names, is_output)
+    return Schema(class_type, inputs, hidden, names, is_output, title)
 
 
 def _type(declaration: Any) -> str:

@@ -73,6 +73,7 @@ class UiOutput(Foreign):
 class _Properties(Foreign):
     # of a subgraph node: [id of an inner node, its widget, ...] for each widget that is shown on it; up to early 2026
     promoted: Annotated[list[_Promotion] | None, WhereItFits] = Field(default=None, alias="proxyWidgets")
+    name: JsonValue = Field(default="", alias="Node name for S&R")  # by which patterns in file names mean it
     fills_in: JsonValue = Field(default=False, alias="Run widget replace on values")  # of a primitive, in its value
 
 

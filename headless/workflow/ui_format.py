@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any
 
 from ...trust.foreign import Unreadable, fitting
@@ -19,7 +18,7 @@ from .graph import Graph, GraphNode, Link, whole
 from .schema import Schema
 from .ui_file import BYPASSED, MUTED, Level, UiFile, UiNode, Unfolded, unfold
 from .ui_links import HANDS_ON, Sources
-from .ui_texts import PREFIX, SAVERS, chosen, fill_in
+from .ui_texts import PREFIX, SAVERS, FileNames, chosen, types_named
 from .ui_widgets import OF_THE_PAGE
 
 FRONTEND_ONLY = HANDS_ON | OF_THE_PAGE.keys()
@@ -51,12 +50,17 @@ def class_types(data: Mapping[str, Any]) -> set[str]:
     return _class_types(_read(data))
 
 
+def named_types(data: Mapping[str, Any]) -> set[str]:
+    """The node types whose schemas `convert` uses where the host has them: also of nodes that do not run, where a file
+    name may mean one. Raises WorkflowError as `class_types` does."""
+    return types_named(_read(data))
+
+
 def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
     """The graph that ComfyUI's page would send for this UI-format workflow. Nodes in subgraphs have ids like "1:2:3".
 
     data: the workflow. schemas: by node type; at least those of `class_types(data)`. Raises WorkflowError where it
-    can't be read or unfolded, or has a broken link table, an unknown node type, or a file name
-    that only the page fills in.
+    can't be read or unfolded, or has a broken link table or an unknown node type.
     """
     unfolded = _read(data)
     missing = sorted(_class_types(unfolded) - set(schemas))
@@ -66,7 +70,7 @@ def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
             f"the browser has it, as with labels: {EXPORT_HINT}"
         )
     sources = Sources(unfolded, schemas)
-    now = datetime.now()
+    names = FileNames(unfolded, schemas, sources.widgets)
     converted: dict[str, GraphNode] = {}
     prompts: dict[tuple[str, str], str] = {}
     dated: dict[tuple[str, str], str] = {}
@@ -76,7 +80,7 @@ def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
         node_id, schema = f"{level.path}{node.id}", schemas[node.type]
         inputs = dict(sources.widgets.of(node))
         in_widgets = set(inputs)  # those that the page sends as their widgets make them
-        patterns = {PREFIX} if node.type in SAVERS else set[str]()  # inputs in which the page fills in dates
+        patterns = [PREFIX] if node.type in SAVERS else []  # inputs, as often as the page fills in theirs
         for slot in node.inputs or ():
             found = sources.of(level, node, slot)
             if found is None:
@@ -84,20 +88,17 @@ def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
             inputs[slot.name] = found.value
             (in_widgets.add if found.in_widget else in_widgets.discard)(slot.name)
             if found.has_patterns:
-                patterns.add(slot.name)
+                patterns.append(slot.name)
         specs = schema.inputs_with(inputs)
         if any(spec.type in RECORDED and not isinstance(inputs.get(spec.name), Link) for spec in specs.values()):
             raise _only_in_browser(level, node, f"a '{shown(node.type)}', {RECORDING}")
         for name, text in inputs.items():
             if name not in in_widgets or not isinstance(text, str):
                 continue
-            if name in patterns:
-                try:
-                    inputs[name] = fill_in(text, now)
-                except WorkflowError as error:
-                    raise WorkflowError(f"Node {shown(node_id)}: {error} {EXPORT_HINT}") from None
-                if DATE in text:
-                    dated[node_id, name] = text
+            for _ in range(patterns.count(name)):
+                inputs[name] = names.fill_in(inputs[name])
+            if name in patterns and DATE in text:
+                dated[node_id, name] = text
             if name in specs and specs[name].config.get("dynamicPrompts") is True:
                 prompts[node_id, name] = inputs[name]
         converted[node_id] = whole(GraphNode(node_id, node.type, inputs, node.title or None, level.title))

@@ -1,17 +1,20 @@
-"""What the page makes of texts as it sends them: choices and comments in prompts, dates in file names."""
+"""What the page makes of texts as it sends them: choices and comments in prompts, patterns in file names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from decimal import Decimal
+from functools import cache
 from random import Random
 from typing import Any
 
-from ...trust.text import shown
 from ..errors import WorkflowError
 from .graph import Graph, Link
-from .schema import SEED_NAMES
+from .schema import SEED_NAMES, Schema
+from .ui_file import Canvas, UiNode, Unfolded
+from .ui_widgets import OF_THE_PAGE, PRIMITIVE, Widgets
 
 PREFIX = "filename_prefix"
 # the nodes whose file names the page fills in; of the last, its pack does
@@ -24,12 +27,14 @@ SAVERS = frozenset(
     }
 )
 MAX_NESTED = 100  # choices in choices
+MAX_REPLACED = 100_000  # letters of a text with its patterns filled in
 _TOKEN = re.compile(r"\\.|[^\\{|}]+|.", re.DOTALL)
 _LINE_COMMENT = re.compile(r"//[^\n\r\u2028\u2029]*")
 _COMMENT = re.compile(rf"{_LINE_COMMENT.pattern}|/\*")  # the whole of it, or where it begins
 _ESCAPED = re.compile(r"\\([{|}])")
 _PATTERN = re.compile(r"%([^%]+)%")
 _DATE_PART = re.compile(r"dd?|MM?|hh?|mm?|ss?|yyy?y?")
+_NO_FILE_NAME = re.compile(r'[/?<>\\:*|"\x00-\x1f\x7f]')
 
 
 def chosen(graph: Graph) -> Graph:
@@ -96,17 +101,31 @@ def _without_comments(text: str) -> str:
     return "".join([*kept, text[at:]])
 
 
-def fill_in(text: str, now: datetime) -> str:
-    """A file name with `%date:yyyy-MM-dd%` filled in: `applyTextReplacements` of the page. What it does not know stays.
-    Raises WorkflowError where the name has `%Node.widget%`, which the page looks up in all that it shows."""
+def fill_in(text: str, value: Callable[[str, str], Any], now: datetime) -> str:
+    """A file name with `%Node.widget%` and `%date:yyyy-MM-dd%` filled in: `applyTextReplacements` of the page. What it
+    does not know stays.
+
+    value: of a node's widget, by their names; raises KeyError where there is none. Raises WorkflowError where the name
+    gets too long.
+    """
+    room = MAX_REPLACED
 
     def filled(match: re.Match[str]) -> str:
+        nonlocal room
         names = match[1].split(".")
         if len(names) == 2:
-            raise WorkflowError(f"A file name has {shown(match[0])}, which the browser alone fills in.")
-        if not names[0].startswith("date:"):
+            try:
+                made = _NO_FILE_NAME.sub("_", as_page_text(value(*names)))
+            except KeyError:
+                return match[0]
+        elif names[0].startswith("date:"):
+            made = _DATE_PART.sub(lambda part: _date_part(part[0], now), names[0].removeprefix("date:"))
+        else:
             return match[0]
-        return _DATE_PART.sub(lambda part: _date_part(part[0], now), names[0].removeprefix("date:"))
+        room -= len(made)
+        if room < 0:
+            raise WorkflowError(f"A file name's %patterns% fill in more than {MAX_REPLACED:,} letters. Use fewer.")
+        return made
 
     return _PATTERN.sub(filled, text)
 
@@ -116,3 +135,89 @@ def _date_part(part: str, now: datetime) -> str:
         return {"yy": f"{now:%y}", "yyyy": f"{now:%Y}"}.get(part, part)
     numbers = {"d": now.day, "M": now.month, "h": now.hour, "m": now.minute, "s": now.second}
     return str(numbers[part[0]]).rjust(len(part), "0")
+
+
+def as_page_text(value: Any) -> str:
+    """A widget's value as JavaScript writes it."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return ",".join(map(as_page_text, value))
+    return _number(value) if isinstance(value, (int, float)) else "[object Object]"
+
+
+def _number(number: float) -> str:
+    try:
+        value = float(number)
+    except OverflowError:
+        return "Infinity"
+    text = repr(value)
+    if value == 0 or 1e-6 <= abs(value) < 1e21:
+        return f"{Decimal(text) + 0:f}".removesuffix(".0")
+    digits, _, power = text.partition("e")
+    return f"{digits.removesuffix('.0')}e{int(power):+}"
+
+
+class FileNames:
+    """Fills in file names as of one moment."""
+
+    def __init__(self, unfolded: Unfolded, schemas: Mapping[str, Schema], widgets: Widgets) -> None:
+        self.nodes = _by_name(unfolded, schemas)
+        self.widgets = widgets
+        self.value = cache(self._value)
+        self.now = datetime.now()
+
+    def fill_in(self, text: str) -> str:
+        """Raises WorkflowError: it gets too long."""
+        return fill_in(text, self.value, self.now)
+
+    def _value(self, name: str, widget: str) -> Any:
+        """What a widget holds, muted or not; raises KeyError."""
+        canvas, node = self.nodes[name]
+        value = self.widgets.of(node)[widget]
+        slot = next((slot for slot in node.inputs or () if slot.name == widget), None)
+        link = canvas.links.get(slot.link) if slot and slot.link else None
+        source = canvas.nodes.get(link.origin_id) if link else None
+        return source.first_value if source and source.type == PRIMITIVE else value
+
+
+def types_named(unfolded: Unfolded) -> set[str]:
+    """The types of all nodes, where file names may mean any of them."""
+    nodes = [node for _, node in _in_order(unfolded)]
+    stored = [node.widgets_values for node in nodes if node.type in SAVERS | {PRIMITIVE}]
+    texts = [text for each in stored for text in (each.values() if isinstance(each, dict) else each or ())]
+    is_named = any(isinstance(text, str) and "." in "".join(_PATTERN.findall(text)) for text in texts)
+    return {node.type for node in nodes} - OF_THE_PAGE.keys() - unfolded.subgraphs.keys() if is_named else set()
+
+
+def _by_name(unfolded: Unfolded, schemas: Mapping[str, Schema]) -> dict[str, tuple[Canvas, UiNode]]:
+    """The first node of each name, else of each title."""
+    names: dict[str, tuple[Canvas, UiNode]] = {}
+    titles: dict[str, tuple[Canvas, UiNode]] = {}
+    for canvas, node in _in_order(unfolded):
+        unnamed = "" if node.type in SAVERS | OF_THE_PAGE.keys() else node.type
+        name = unnamed if node.more.name == "" else node.more.name
+        if isinstance(name, str) and name:
+            names.setdefault(name, (canvas, node))
+        inside = unfolded.subgraphs.get(node.type)
+        new = inside.name if inside else schemas[node.type].title if node.type in schemas else ""
+        titles.setdefault(node.title or new or node.type, (canvas, node))
+    return titles | names
+
+
+def _in_order(unfolded: Unfolded) -> Iterator[tuple[Canvas, UiNode]]:
+    """Every node in the page's order: what is in a subgraph before its node, and only once where that is used twice."""
+    canvas, entered = unfolded.levels[""].canvas, set[Canvas]()
+    waiting = [(canvas, node) for node in canvas.nodes.values()][::-1]
+    while waiting:
+        canvas, node = waiting.pop()
+        inside = unfolded.subgraphs.get(node.type)
+        if inside is None or inside in entered:
+            yield canvas, node
+            continue
+        entered.add(inside)
+        waiting += [*((inside, each) for each in inside.nodes.values()), (canvas, node)][::-1]

@@ -304,6 +304,14 @@ def test_ui_format_is_converted_with_the_servers_schemas(comfy: Any, there: RunT
     assert body["extra_data"]["extra_pnginfo"]["workflow"] == ui
 
 
+def test_a_file_name_reads_a_muted_node_whose_type_no_other_has(comfy: Any, there: RunThere) -> None:
+    muted = [{"id": 1, "type": "Noise", "mode": 2, "widgets_values": [48]}, {"id": 3, "type": "OfAPack", "mode": 2}]
+    save = {"id": 2, "type": "SaveImage", "widgets_values": ["%Noise.width%_%OfAPack.width%"]}
+    there(workflow={"nodes": [*muted, save], "links": []})
+    inputs = {"filename_prefix": "48_%OfAPack.width%"}
+    assert comfy.requests[0][1]["prompt"] == {"2": {"class_type": "SaveImage", "inputs": inputs}}
+
+
 def test_a_run_whose_submission_was_not_answered_is_taken_from_the_server(comfy: Any, there: RunThere) -> None:
     """Found in the queue by the client's id: the prompt's own never came."""
 

@@ -39,7 +39,8 @@ INFO: Json = {
         mask=["MASK"],
     ),
     "Encode": info({"text": PROMPT, "clip": ["CLIP", {}]}, ["CONDITIONING"], note=["STRING", {}]),
-    "Empty": info({**SIZES, "batch": ["INT", {"default": 1}], "color": ["INT", {}]}, ["IMAGE"]),
+    "Empty": info({**SIZES, "batch": ["INT", {"default": 1}], "color": ["INT", {}]}, ["IMAGE"])
+    | {"display_name": "Empty Image"},
     "Sampler": info({"seed": CONTROLLED, "image": ["IMAGE", {}]}, ["IMAGE"]),
     "Words": info({"value": ["STRING", {}]}, ["STRING"]),
     "Picky": info({"images": ["IMAGE"], "number": ["INT", {}]}, ["IMAGE"]),
@@ -97,7 +98,8 @@ def link(number: int, origin: int, target: int, slot: int = 0) -> Json:
 
 def convert(nodes: list[Json], *links: Any, **more: Any) -> Graph:
     data = {"nodes": nodes, "links": list(links), **more}
-    return ui_format.convert(data, {name: SCHEMAS[name] for name in ui_format.class_types(data) & SCHEMAS.keys()})
+    types = ui_format.class_types(data) | ui_format.named_types(data)
+    return ui_format.convert(data, {name: SCHEMAS[name] for name in types & SCHEMAS.keys()})
 
 
 # Widgets
@@ -387,7 +389,7 @@ def noon(monkeypatch: pytest.MonkeyPatch) -> None:
         def now(cls, tz: Any = None) -> datetime:
             return NOON
 
-    monkeypatch.setattr(ui_format, "datetime", Clock)
+    monkeypatch.setattr(ui_texts, "datetime", Clock)
 
 
 @pytest.mark.parametrize(
@@ -396,41 +398,82 @@ def noon(monkeypatch: pytest.MonkeyPatch) -> None:
         ("%date:yyyy-MM-dd%/run", "2026-03-05/run"),
         ("%date:yyyy-MM-dd-hhmmss%", "2026-03-05-070809"),
         ("%date:yy_M_d h m s yyy y%", "26_3_5 7 8 9 yyy y"),
+        ("%date:hh.mm%", "%date:hh.mm%"),  # two parts: a node named "date:hh"
         ("%date:yyyy.MM.dd%", "2026"),
         ("%date%_%year%_%width%", "%date%_%year%_%width%"),
-        ("100% of %%", "100% of %%"),
+        ("%Folder.value%/%Empty.width%", "my set/64"),
+        ("%Empty Image.height%", "32"),  # by the title that a new node has
+        ("%Muted.value%_%Words.value%", "a_b_my set"),
+        ("%Titled.width%", "1"),  # the first of two
+        ("%Empty.nothing%_%Nobody.width%_%%_100%", "%Empty.nothing%_%Nobody.width%_%%_100%"),
+        ("%Odd.value%", "a_b_c__ d"),
+        ("%Note.text%-%Primitive.value%", "hello-%Empty.height%"),
+        ("%Inside.width%", "7"),
+        ("%Red.width%", "%Red.width%"),  # of a pack that the host does not have
+        ("%Picky.number%_%Off.width%_%My box.size%", "4_8_9"),  # all muted: no other is of their types
+        ("%Fed.value%", "fox"),  # by a primitive
     ],
 )
 @pytest.mark.usefixtures("noon")
-def test_dates_in_file_names(prefix: str, expected: str) -> None:
-    assert convert([save(None, prefix)]).nodes["2"].inputs["filename_prefix"] == expected
-
-
-def test_a_file_name_that_means_another_nodes_widget_is_refused() -> None:
-    with pytest.raises(WorkflowError, match=r"Node 2: A file name has %Empty.width%, .* Export \(API\)"):
-        convert([empty(), save(None, "run/%Empty.width%")])
+def test_patterns_in_file_names(prefix: str, expected: str) -> None:
+    inside = {"id": "s", "nodes": [empty(9, (7, 7, 1, 0), title="Inside", properties={"Node name for S&R": "In"})]}
+    nodes = [
+        empty(),
+        save(1, prefix),
+        node(3, "Words", ["my set"], title="Folder"),
+        node(4, "Words", ["a/b"], mode=2, title="Muted"),
+        empty(5, (1, 2, 1, 0), title="Titled", mode=4),
+        empty(6, (2, 2, 1, 0), title="Titled"),
+        node(7, "Words", ['a?b"c\n\t d'], title="Odd"),
+        node(8, "Note", ["hello"], title="Note"),
+        node(10, "PrimitiveNode", ["%Empty.height%", "fixed"], title="Primitive"),
+        node(11, "s"),
+        node(12, "OfAPack", [1], mode=2, title="Red"),
+        node(13, "Picky", [4], mode=2),
+        node(14, "box", [9], [("size", "INT", None)], mode=2),
+    ]
+    sized = node(21, "Noise", [8, 7, "fixed", "nan", "", 1], [("width", "INT", None), ("seed", "INT", 1)], title="Off")
+    fed = [node(22, "Words", ["x"], [("value", "STRING", 2)], title="Fed"), node(23, "PrimitiveNode", ["fox"])]
+    ports = [{"name": "size", "linkIds": [1]}]
+    box = {"id": "box", "name": "My box", "nodes": [sized, *fed], "links": [link(1, -10, 21), link(2, 23, 22)]}
+    graph = convert(nodes, link(1, 1, 2), definitions={"subgraphs": [inside, box | {"inputs": ports}]})
+    assert graph.nodes["2"].inputs["filename_prefix"] == expected
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "fills_in", "expected"),
     [
-        ("SaveImage", "filename_prefix", False, "2026_a"),
-        ("SaveText", "filename_prefix", False, "%date:yyyy%_a"),
-        ("SaveText", "filename_prefix", True, "2026_a"),
-        ("Encode", "text", False, "%date:yyyy%_a"),
+        ("SaveImage", "filename_prefix", False, "%Empty.height%_a"),
+        ("SaveImage", "filename_prefix", True, "32_a"),
+        ("SaveText", "filename_prefix", False, "%Words.value%_a"),
+        ("SaveText", "filename_prefix", True, "%Empty.height%_a"),
+        ("Encode", "text", False, "%Words.value%_a"),
     ],
 )
-@pytest.mark.usefixtures("noon")
-def test_dates_through_a_primitive(kind: str, name: str, fills_in: bool, expected: str) -> None:
+def test_patterns_through_a_primitive(kind: str, name: str, fills_in: bool, expected: str) -> None:
     properties = {"Run widget replace on values": fills_in}
-    primitive = node(3, "PrimitiveNode", ["%date:yyyy%_a", "fixed"], (), ["STRING"], properties=properties)
-    graph = convert([node(2, kind, ["x", "md"], [(name, "STRING", 2)]), primitive], link(2, 3, 2))
+    primitive = node(3, "PrimitiveNode", ["%Words.value%_a", "fixed"], (), ["STRING"], properties=properties)
+    nodes = [
+        empty(),
+        node(4, "Words", ["%Empty.height%"]),
+        node(2, kind, ["x", "md"], [(name, "STRING", 2)]),
+        primitive,
+    ]
+    graph = convert(nodes, link(2, 3, 2))
     assert graph.nodes["2"].inputs[name] == expected
 
 
-def test_prompts_from_a_primitive_are_prompts() -> None:
-    nodes = [node(4, "PrimitiveNode", ["a // b"]), node(5, "Encode", ["x"], [("text", "STRING", 2)])]
-    assert convert(nodes, link(2, 4, 5)).nodes["5"].inputs["text"] == "a "
+def test_a_pattern_reads_what_a_primitive_puts_into_a_widget_and_prompts_from_one_are_prompts() -> None:
+    nodes = [
+        node(1, "Empty", [64, 32, 1, 0], [("width", "INT", 1)]),
+        node(2, "PrimitiveNode", [48, "fixed"]),
+        save(None, "%Empty.width%", 3),
+        node(4, "PrimitiveNode", ["a // b"]),
+        node(5, "Encode", ["x"], [("text", "STRING", 2)]),
+    ]
+    graph = convert(nodes, link(1, 2, 1), link(2, 4, 5))
+    assert graph.nodes["3"].inputs["filename_prefix"] == "48"
+    assert graph.nodes["5"].inputs["text"] == "a "
 
 
 @pytest.mark.usefixtures("noon")
@@ -446,12 +489,37 @@ def test_a_date_in_a_file_name_does_not_make_another_job(monkeypatch: pytest.Mon
     assert content("2.filename_prefix=2026") != today
 
 
+def test_file_names_that_grow_without_end_are_refused() -> None:
+    words = node(1, "Words", ["w" * 10_000])
+    with pytest.raises(WorkflowError, match=r"more than 100,000 letters"):
+        convert([words, save(None, "%Words.value%" * 100)])
+
+
 @pytest.mark.parametrize(
-    "part", ["{", "}", "|", "\\", "/", "/*a", "{a|", "{\\|", "{{\\{", "{a|b}", "%", "%date:d%", "//"]
+    ("value", "expected"),
+    [
+        (7.0, "7"),
+        (0.1, "0.1"),
+        (1e-6, "0.000001"),
+        (1.5e-7, "1.5e-7"),
+        (1e21, "1e+21"),
+        (2**64 - 1, "18446744073709552000"),
+        (10**400, "Infinity"),
+        (-0.0, "0"),
+        (True, "true"),
+        (None, ""),
+        ([1, [2, "a"]], "1,2,a"),
+        ({}, "[object Object]"),
+    ],
 )
+def test_values_as_the_page_writes_them(value: Any, expected: str) -> None:
+    assert ui_texts.as_page_text(value) == expected
+
+
+@pytest.mark.parametrize("part", ["{", "}", "|", "\\", "/", "/*a", "{a|", "{\\|", "{{\\{", "{a|b}", "%", "%a.b%", "//"])
 def test_long_texts_take_time_in_proportion(part: str) -> None:
     text = (part * 300_000)[:300_000]
     with no_hang("a text of 300,000 characters"), suppress(WorkflowError):
         ui_texts.choose(text, lambda: 0.5)
     with no_hang("a file name of 300,000 characters"), suppress(WorkflowError):
-        ui_texts.fill_in(text, NOON)
+        ui_texts.fill_in(text, lambda name, widget: "c", NOON)
