@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from comfyui_onediff_guard.comfyui_host.host import COMPILED_VARIABLE
+from comfyui_onediff_guard.comfyui_host.host import COMPILED_VARIABLE, compiled_directory
 from comfyui_onediff_guard.pipelines.compile.cache import IMPORTED, INDUCTOR, SAVED, SUFFIX, Target, exportable, write
 from comfyui_onediff_guard.precision.machine import platform_of
 from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
@@ -137,6 +137,20 @@ def test_clear_deletes_all_or_those_of_a_name(folder, command):
     assert len(list(folder.iterdir())) == 3
     assert len(command("clear")[1].splitlines()) == 2
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_help_says_whom_to_trust(command, capsys):
+    for arguments in (["--help"], ["import", "--help"]):
+        with pytest.raises(SystemExit):
+            command(*arguments)
+        assert "Import it only from people whom you trust" in " ".join(capsys.readouterr().out.split())
+
+
+def test_where_compiled_code_is(folder, monkeypatch, tmp_path):
+    assert compiled_directory() == folder
+    monkeypatch.delenv(COMPILED_VARIABLE)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compiled_directory() == tmp_path / ".onediff-guard" / "compiled"
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,21 @@ def test_a_bad_file_is_not_imported(folder, command, tmp_path):
     assert code == 2 and "format is 7" in err and not folder.exists()
 
 
+def test_what_a_terminal_would_obey_is_not_printed(folder, command):
+    write(folder, PROFILE)
+    (folder / "a\x1b[2J.json").write_text("{")
+    code, out, _ = command("list")
+    assert code == 0 and "\x1b" not in out and "a�[2J" in out
+
+
+def test_of_many_names_some_are_named(folder, command):
+    folder.mkdir()
+    for number in range(300):
+        (folder / f"x{number:03}.json").touch()
+    _, _, err = command("show", "x")
+    assert "x000, x001" in err and "and 290 more" in err and len(err) < 500 + len(str(folder))
+
+
 def test_where_profiles_are(folder, monkeypatch, tmp_path):
     assert profiles_directory() == folder
     monkeypatch.delenv(PROFILES_VARIABLE)

@@ -60,6 +60,16 @@ def load(hub_id: str = ID, **more: Any) -> Any:
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 
+def test_its_inputs_stand_in_one_order(no_models: Path) -> None:
+    """Widget values stand in files in the order of the inputs, so new ones come last, and are optional."""
+    schema = loader().INPUT_TYPES()
+    further = ["hub_id", "backend", "offload", "accumulation", "revision", "download"]
+    assert [*schema["required"], *schema["optional"]][:8] == ["model", "precision", *further]
+    assert [schema["optional"][key][1]["default"] for key in ("hub_id", "revision", "download")] == ["", "", True]
+    assert schema["hidden"] == {"node_id": "UNIQUE_ID"}
+    assert schema["required"]["model"][0] == [NO_MODEL], "an empty list has no value that could be sent"
+
+
 def test_the_list_without_models_is_refused_until_a_hub_id_is_filled_in(no_models: Path) -> None:
     def refused(model: str) -> str:
         with pytest.raises(BadFolder) as error:
@@ -77,6 +87,15 @@ def test_the_list_without_models_is_refused_until_a_hub_id_is_filled_in(no_model
 def test_what_cannot_be_a_hub_id_is_refused_before_anyone_is_asked(server: HubServer, no_models: Path) -> None:
     assert loader().IS_CHANGED(hub_id="CogVideoX-2b") == loader().IS_CHANGED(hub_id=ID, revision="../main") == ""
     assert not server.requests
+
+
+def test_checking_imports_no_torch(fresh_python: Callable[..., str]) -> None:
+    code = (
+        "import sys\n"
+        "from comfyui_onediff_guard.nodes.load import LoadPipeline\n"
+        "print(bool(LoadPipeline.INPUT_TYPES()), 'torch' in sys.modules)"
+    )
+    assert fresh_python(code).split() == ["True", "False"]
 
 
 # --- download ---------------------------------------------------------------------------------------------------------

@@ -246,3 +246,19 @@ def test_the_oldest_is_dropped_and_never_what_is_in_use(pipeline, monkeypatch):
     assert [*pipeline.compiled.iterdir()] == [oldest], "in use"
     monkeypatch.setenv(LIMIT_VARIABLE, "much")
     assert f"{LIMIT_VARIABLE} is not used" in run(pipeline)[0].notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("graphs", "from_cache", "says"),
+    [
+        (2, 0, "2 graphs compiled anew"),
+        (3, 2, "3 graphs, 2 of them from the cache of earlier runs"),
+        (2, 2, "2 graphs, from the cache of earlier runs"),
+        (0, 0, "0 graphs compiled anew"),
+    ],
+)
+def test_the_report_tells_what_was_compiled_from_what_was_kept(pipeline, graphs, from_cache, says):
+    report = pipeline.report(pipeline.plan(Component.DENOISER))
+    report.graphs, report.graphs_kept = graphs, from_cache
+    assert f"backend: inductor (as you chose), {says}\n" in report.text()
+    assert (report.as_dict()["graphs"], report.as_dict()["graphs_kept"]) == (graphs, from_cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,22 @@ def test_a_write_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     assert read(file) == PROFILE and list(tmp_path.iterdir()) == [file]
 
 
+def test_readers_never_see_half_a_file(tmp_path):
+    file, found = write(tmp_path, PROFILE), []
+
+    def keep_writing():
+        for turn in range(200):
+            parts = (*LAYERS, *map(str, range(turn % 100)))
+            write(tmp_path, replace(PROFILE, learned=PrecisionOverrides(unquantised=parts)))
+
+    writer = threading.Thread(target=keep_writing)
+    writer.start()
+    while writer.is_alive():
+        found.append(read(file))
+    writer.join()
+    assert found
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -137,6 +154,20 @@ def test_what_is_of_a_profile_and_that_a_run_went_on_in_fp32_is_not(tmp_path, sc
         "unquantised": [*LAYERS],
         "all_layers_scaled": scaled,
     }
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"learned": NaN}', "\x00"])
+def test_nonsense_is_no_profile(text):
+    with pytest.raises(BadProfile, match="'it' is no profile"):
+        parse(text, "it")
+
+
+def test_a_large_or_binary_file_is_no_profile(tmp_path):
+    (tmp_path / "large.json").write_bytes(b" " * (2**20 + 1))
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    found = dict(read_all(tmp_path))
+    assert all(isinstance(error, BadProfile) for error in found.values()) and len(found) == 2
+    assert not list(read_all(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -208,3 +239,22 @@ def test_a_long_name_is_whole_in_that_of_the_file(model):
 def test_a_files_name_is_one_whatever_the_model_is_called():
     name = replace(PROFILE, model="../日本" * 100).name
     assert len(f"{name}.json".encode()) < 255 and "/" not in name
+
+
+def test_in_words():
+    words = "CogVideoX 5b/fine:tune, sm75, fp16; 'transformer_blocks.3', 'transformer_blocks.17' unquantised"
+    assert PROFILE.in_words() == words
+    assert replace(PROFILE, learned=NOTHING).in_words().endswith("; nothing needs protection")
+    assert (
+        replace(PROFILE, learned=PrecisionOverrides(all_layers_scaled=True))
+        .in_words()
+        .endswith("fp16; overflow protection")
+    )
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
+    left = tmp_path / f".onediff-guard-{'a' * 32}.tmp"
+    left.touch()
+    os.utime(left, (0, 0))
+    write_text(tmp_path / "shared.json", PROFILE.text())
+    assert [path.name for path in tmp_path.iterdir()] == ["shared.json"]

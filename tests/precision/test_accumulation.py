@@ -6,11 +6,13 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import permutations, product
 from typing import Any
 
 import pytest
 import torch
+from at_once import at_once
 from comfyui_onediff_guard.precision.accumulation import (
     SWITCHES,
     Accumulation,
@@ -118,6 +120,10 @@ def test_the_decision_has_a_reason_and_a_source(name: str, asked: Accumulation, 
     assert decide(named(name), asked) == Decision(mode, reason, f"{ONEDIFF}/{source}", named(name))
 
 
+def test_the_loaders_values_that_stand_in_workflow_files_are_as_they_were() -> None:
+    assert [request.value for request in Accumulation][:3] == ["auto", "fast", "fp16"]
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("before", list(product((True, False), repeat=3)), ids=str)
 def test_flags_go_back_to_what_they_were_after_an_error_too(before: Any, error: type[BaseException]) -> None:
@@ -155,6 +161,18 @@ def test_the_safest_holds_while_threads_overlap_in_any_order(modes: tuple[Mode, 
     finally:
         for pool in pools:
             pool.shutdown()
+
+
+def test_threads_that_come_and_go_never_see_what_is_unsafe_for_them() -> None:
+    def work(architecture: Architecture) -> list[tuple[object, ...]]:
+        seen = []
+        for _ in range(50):
+            with accumulation(architecture):
+                seen.append(state())
+        return seen
+
+    found = at_once(*(partial(work, row) for row in (SM70, SM80, SM70, SM80)))
+    assert {*found[1], *found[3]} == {STATE[Mode.OFF]} and state() == UNTOUCHED
 
 
 RESPECTED, SHARED = "set before this run, respected", "shared with another GPU in this process; "

@@ -47,6 +47,10 @@ def anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def test_readme_can_be_taken_in_at_a_glance() -> None:
+    assert len(README.splitlines()) <= 180
+
+
 def test_every_workflow_is_in_the_table() -> None:
     listed = [(row[0], row[2].strip("`")) for row in rows(section("Workflows"))[1:]]
     assert listed == sorted((title.split(" - ")[0], name) for name, title in TITLES.items())
@@ -98,6 +102,17 @@ def test_every_link_and_picture_is_there(page: str) -> None:
         assert file.exists(), link
         if anchor:
             assert anchor in anchors(file.resolve().relative_to(ROOT).as_posix()), link
+
+
+def test_every_page_can_be_found_from_readme() -> None:
+    found, waiting = set[str](), ["README.md"]
+    while waiting:
+        page = waiting.pop()
+        found.add(page)
+        targets = [((ROOT / page).parent / link.partition("#")[0]).resolve() for link in links(page) if link[0] != "#"]
+        names = {target.relative_to(ROOT).as_posix() for target in targets if target.is_relative_to(ROOT)}
+        waiting += names & PAGES.keys() - found
+    assert found >= PAGES.keys() - {"CHANGELOG.md"}
 
 
 def paths(page: str) -> set[str]:
