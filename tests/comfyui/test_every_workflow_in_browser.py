@@ -80,6 +80,25 @@ REPORTED = """([outputs, type, end, workflow]) => {
 }"""
 GRAPH = "() => (app.rootGraph ?? app.graph).serialize()"
 OPENED = "graph => app.loadGraphData(graph)"
+TWICE = """type => {
+    const root = app.graph
+    const {node} = app.canvas.graph.convertToSubgraph(new Set([root.nodes.find(node => node.type === type)]))
+    const again = LiteGraph.createNode(node.type)
+    root.add(again)
+    const inner = node.subgraph.nodes.find(node => node.type === type).id
+    return [node, again].map(({id}) => `${id}:${inner}`)
+}"""
+INSIDE = """() => {
+    const inner = app.graph.nodes.find(node => node.subgraph).subgraph.nodes.find(node => node.type === 'KSampler')
+    const strip = inner.widgets?.find(widget => widget.strip)?.element
+    if (!strip) return {size: [...inner.size], saved: [...inner.serialize().size]}
+    const cells = strip.querySelectorAll('.cells > .cell').length
+    return {text: strip.firstChild.innerText || strip.textContent, cells}
+}"""
+ENLARGED = """([type, width, height]) => {
+    const node = app.graph.nodes.find(node => node.type === type)
+    node.setSize([node.size[0] + width, node.size[1] + height])
+}"""
 OFFERED = "#onediff-guard-offer"
 
 
@@ -266,6 +285,21 @@ def test_what_was_rescued_is_told(canvas: browser.Canvas, server: legs.Server, w
         assert strip["text"].startswith("Result: OK.") and "rerun" in strip["cells"]
 
 
+def test_in_nodes_2_a_strip_comes_off_with_the_next_run(canvas: browser.Canvas, server: legs.Server) -> None:
+    if WAYS[in_nodes_2] and server.leg.name == "b":
+        pytest.skip("this page has no Nodes 2.0")
+    server.ask(f"/settings/{SWITCH}", True)
+    sizes, shown = [], []
+    for checkpoint in (HEALTHY, HOT + HEALTHY, HEALTHY):
+        canvas.set_widgets({"CheckpointLoaderSimple.ckpt_name": checkpoint})
+        in_nodes_2(canvas)
+        canvas.picture(f"every_in_nodes_2_{len(sizes)}")
+        sizes.append(canvas.evaluate(SIZES))
+        shown.append(canvas.count(".onediff-guard .verdict.rescued"))
+    assert shown == [0, 2, 0]
+    assert sizes[1] != sizes[0] and sizes[2] == sizes[0]
+
+
 def test_several_reports_on_a_node_are_shown_together(canvas: browser.Canvas) -> None:
     """Of a node with two models, or a MODEL and a VAE, or that samples several times."""
     outputs = [
@@ -294,6 +328,19 @@ def test_several_reports_on_a_node_are_shown_together(canvas: browser.Canvas) ->
     cut["onediff_guard"][0]["ended"] = True
     canvas.evaluate(REPORTED, [[cut], "KSampler", "execution_interrupted"])
     assert strips(canvas)["KSampler"]["text"].startswith("Result: not finished")
+
+
+def test_a_strip_comes_off_a_workflow_that_was_opened_anew(canvas: browser.Canvas) -> None:
+    """In the middle of a run: another tab, and back."""
+    outputs = [report("fp16", "said", ["rerun"])]
+    saved = canvas.evaluate(SAVED)
+    canvas.evaluate(REPORTED, [outputs, "KSampler", "nothing yet"])
+    load(canvas, api())
+    assert strips(canvas) == {}
+    canvas.evaluate(REPORTED, [outputs, "KSampler", "nothing yet"])
+    assert strips(canvas)["KSampler"]["cells"] == ["rerun", "rerun"]
+    canvas.evaluate(REPORTED, [[], "KSampler", "execution_start"])
+    assert strips(canvas) == {} and canvas.evaluate(SAVED) == saved
 
 
 def test_a_strip_is_in_the_workflow_that_ran(canvas: browser.Canvas, server: legs.Server) -> None:
@@ -328,6 +375,36 @@ def test_a_guard_of_ones_own_reports_to_a_workflow_that_is_open_later(canvas: br
     canvas.evaluate(OPENED, graph)
     canvas.settle()
     assert strips(canvas)["OneDiffGuardNaNGuardNative"]["cells"] == ["rerun", "rerun"]
+
+
+def test_a_subgraph_that_is_used_twice_shows_what_was_reported_of_both(canvas: browser.Canvas) -> None:
+    sizes, outer = canvas.evaluate(SIZES), canvas.evaluate(TWICE, "KSampler")
+    for id_, outcome in zip(outer, ("non-finite", "rerun"), strict=True):
+        output = report("fp16", f"of {id_}", ["failed" if outcome == "non-finite" else "rerun"])
+        output["onediff_guard"][0]["outcomes"] = {outcome: 1}
+        canvas.evaluate(
+            "detail => app.api.dispatchEvent(new CustomEvent('onediff_guard.report', {detail}))",
+            {"node": id_, "type": "KSampler", "prompt": "one", "output": output},
+        )
+    canvas.settle()
+    shown = canvas.evaluate(INSIDE)
+    assert shown["text"].startswith("Result: NOT OK.") and shown["cells"] == 2
+    canvas.evaluate("() => app.api.dispatchEvent(new CustomEvent('execution_start', {detail: {}}))")
+    assert canvas.evaluate(INSIDE) == {"size": sizes["KSampler"], "saved": sizes["KSampler"]}
+
+
+def test_a_node_that_was_enlarged_under_its_strip_stays_so(canvas: browser.Canvas) -> None:
+    before = canvas.evaluate(SIZES)["KSampler"]
+    canvas.evaluate(REPORTED, [[report("fp16", "said", ["rerun"])], "KSampler", "nothing yet"])
+    canvas.settle()
+    canvas.evaluate(ENLARGED, ["KSampler", 70, 50])
+    (saved,) = (node for node in canvas.evaluate(GRAPH)["nodes"] if node["type"] == "KSampler")
+    for more in ("more", "and more"):  # it is laid out anew
+        canvas.evaluate(REPORTED, [[report("bf16", more, ["rerun"] * 30)], "KSampler", "nothing yet"])
+        canvas.settle()
+    canvas.evaluate(REPORTED, [[], "KSampler", "execution_start"])
+    after = canvas.evaluate(SIZES)["KSampler"]
+    assert [after, list(saved["size"])] == [[before[0] + 70, before[1] + 50]] * 2
 
 
 def report(dtype: str, summary: str, cells: list[str]) -> dict[str, Any]:
@@ -368,6 +445,24 @@ def test_what_came_out_black_is_run_again_at_a_click(canvas: browser.Canvas, ser
     }
     assert cached == {"1", "2", "3", "4", "5"}
     assert "(KSampler, VAE Decode)" in str(guard_notices(canvas))
+
+
+def test_one_offer_is_for_all_that_came_out_black(canvas: browser.Canvas, server: legs.Server) -> None:
+    """A queue may have had many of them; in App mode the offer covers nothing."""
+    needs_providers(server)
+    seeds = [11, 12, 13]
+    for seed in seeds:
+        canvas.set_widgets({"KSampler.seed": seed})
+        run(canvas)
+    assert canvas.count(OFFERED) == 1
+    canvas.wait_for_text("3 runs came out black")
+    canvas.picture("every_offer_of_three")
+    canvas.evaluate(COMMAND, "Comfy.ToggleLinear")
+    canvas.settle()
+    canvas.picture("every_offer_in_app_mode")
+    again = rerun_at_a_click(canvas, server, 3)
+    assert all(is_finite(server, entry) for entry in again)
+    assert [entry["prompt"][2]["6"]["inputs"]["seed"] for entry in again] == seeds
 
 
 @pytest.mark.parametrize("why", ["turned down", "switched off", "of another run"])

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 WIDEST, WIDEST_OF_MANY = 1600, 2000
-MANY = 16  # nodes
+MANY = 16  # nodes, as in tests/workflows/test_layout.py
 # Edges of nodes are looked at every two units: a wire that runs behind a node crosses one. A wire's ends are drawn
 # within its own two nodes, so those are left out.
 FAULTS = """widest => {
@@ -98,3 +98,15 @@ def test_no_node_lies_on_another_and_no_wire_runs_behind_one(canvas: browser.Can
         name: found for name in TITLES if kinds(name) <= set(known) and (found := faults(canvas, read(ui_file(name))))
     }
     assert wrong == {}, json.dumps(wrong, indent=1)
+
+
+def test_what_is_wrong_is_found(canvas: browser.Canvas) -> None:
+    graph = read(ui_file("cogvideox_text_to_video"))
+    (sampler,) = (node for node in graph["nodes"] if node["type"] == "OneDiffGuardSampleCogVideoX")
+    sampler["pos"] = [sampler["pos"][0], 0]
+    assert any("runs behind 4 OneDiffGuardSampleCogVideoX" in fault for fault in faults(canvas, graph))
+    sampler["pos"] = next(node["pos"] for node in graph["nodes"] if node["type"] == "OneDiffGuardDecodeLatents")
+    assert any("lies on" in fault for fault in faults(canvas, graph))
+    (note,) = (node for node in graph["nodes"] if node["type"] == "MarkdownNote")
+    note["widgets_values"] = ["a word " * 1000]
+    assert "a note is longer than its box" in faults(canvas, graph)

@@ -13,12 +13,13 @@ from uuid import uuid4
 
 import browser
 import comfyui_nodes
+import families
 import legs
 import native_checkpoints
 import pytest
 from native_graphs import SMALL as NATIVE_SMALL
 from runs import INSIDE
-from templates import ui_file
+from templates import api_file, ui_file
 from test_in_browser import LOADER, MARKUP, SAMPLER, SMALL, read
 
 pytestmark = [
@@ -299,6 +300,20 @@ def test_markup_is_shown_and_never_run(canvas: browser.Canvas) -> None:
     assert canvas.count("img[src='x']") == 0 and canvas.evaluate("() => window.ran ?? []") == []
 
 
+@pytest.mark.parametrize(
+    ("cells", "most"), [(["half"] * 400 + ["rerun"] + ["fp32"] * 599, 3), (["half", "rerun"] * 500, 1000)]
+)
+def test_a_long_run_stays_compact(canvas: browser.Canvas, cells: list[str], most: int) -> None:
+    canvas.load(WORKFLOW)
+    canvas.evaluate(SHOW, [SAMPLER, {"text": ["said"], "onediff_guard": [report(cells)]}])
+    canvas.settle()
+    canvas.picture(f"strip_long_{most}")
+    strip = canvas.evaluate(STRIPS)[SAMPLER]
+    assert len(strip["cells"]) == most and strip["size"][1] < 750
+    reruns = cells.count("rerun")
+    assert f"recomputed in fp32: {'step 401' if reruns == 1 else reruns}" in strip["text"]
+
+
 def test_in_the_pages_language(canvas: browser.Canvas, server: legs.Server) -> None:
     for locale, says in {"zh": "用 fp32 重算: 第 1 步", "ru": "пересчитано в fp32: шаг 1"}.items():
         canvas.choose(server.url, Locale=locale)
@@ -308,6 +323,28 @@ def test_in_the_pages_language(canvas: browser.Canvas, server: legs.Server) -> N
         canvas.settle()
         canvas.picture(f"strip_{locale}")
         assert says in canvas.evaluate(STRIPS)[SAMPLER]["text"]
+
+
+def test_a_loader_says_what_runs_and_the_report_behind_it_is_in_columns(canvas: browser.Canvas) -> None:
+    name = "cogview4_text_to_image"
+    canvas.load(read(ui_file(name)))
+    small = families.small(api_file(name), canvas.ask("/object_info"))
+    canvas.set_widgets(
+        {
+            f"{node['class_type']}.{key}": value
+            for node in small.values()
+            for key, value in node["inputs"].items()
+            if not isinstance(value, list)  # a link
+        }
+    )
+    end, detail = canvas.queue()
+    assert end == "execution_success", detail
+    canvas.settle()
+    canvas.picture("loader")
+    strip = canvas.evaluate(STRIPS)["OneDiffGuardLoadPipeline"]
+    assert strip["report"].startswith("Plan for CogView4-6B") and "This machine" in strip["report"]
+    assert not strip["cells"]
+    assert complaints(canvas) == []
 
 
 @pytest.fixture

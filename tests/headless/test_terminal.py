@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 import pytest
 from comfyui_onediff_guard.headless.commands import cli
-from comfyui_onediff_guard.headless.terminal import cleaned_output
+from comfyui_onediff_guard.headless.terminal import Cleaned, cleaned_output
 from PIL import Image
 
 Console = Callable[..., tuple[int, str, str]]
@@ -77,6 +79,20 @@ def test_what_is_logged_goes_through_the_gate_too(capsys: pytest.CaptureFixture[
     assert not OBEYED.search(said)
 
 
+def test_a_line_of_progress_may_be_written_again() -> None:
+    stream = io.StringIO(newline="")
+    Cleaned(stream).write("\r  3 of 10\r\n\r\n")
+    Cleaned(stream).write("\r\nx")
+    assert stream.getvalue() == "\r  3 of 10\n\n\nx"
+
+
+def test_the_streams_are_put_back() -> None:
+    before = sys.stdout, sys.stderr
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert (sys.stdout, sys.stderr) == before
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes there break otherwise")
 @pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["profile", "list"]])
 def test_a_reader_that_goes_away_ends_a_command_silently(arguments: list[str], tmp_path: Path) -> None:
@@ -113,3 +129,24 @@ def test_streams_that_are_closed_take_nothing_away(closed: str, tmp_path: Path) 
     assert ended.returncode == 0, ended
     with Image.open(tmp_path / "out" / "x_00001_.png") as picture:
         assert picture.getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="arguments there are text")
+def test_set_is_utf_8_in_an_ascii_locale(tmp_path: Path) -> None:
+    code = (
+        "import sys; from comfyui_onediff_guard.headless.workflow.settings import Setting\n"
+        "print(ascii(Setting.parse(sys.argv[1]).text), ascii(Setting.parse('1.a=\\xe9').text))"
+    )
+    locale = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", code, "1.prompt=été 🎈".encode()]
+    ended = subprocess.run(command, env=locale, capture_output=True, text=True, check=True)
+    assert ended.stdout == r"'\xe9t\xe9 \U0001f388' '\xe9'" + "\n"
+
+
+def test_a_command_in_another_thread(tmp_path: Path, console: Console) -> None:
+    """Which may not set signals."""
+    ended: list[tuple[int, str, str]] = []
+    thread = threading.Thread(target=lambda: ended.append(console("profile", "--dir", tmp_path, "list")))
+    thread.start()
+    thread.join()
+    assert ended[0][0] == 0, ended

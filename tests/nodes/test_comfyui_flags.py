@@ -130,6 +130,16 @@ def test_the_report_says_what_each_does(
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
+def test_without_flags_the_report_is_as_ever(
+    start: Callable[..., None], comfyui: Any, model_folder: Callable[..., Path]
+) -> None:
+    start()
+    (pipeline,) = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(
+        model_folder("2b").name, "auto", "eager", "none"
+    )["result"]
+    assert "flags" not in with_surroundings(diagnose_pipeline(pipeline)).text()
+
+
 @pytest.mark.parametrize("on", [False, True])
 def test_the_report_says_what_comfy_compiler_leaves_out(
     start: Callable[..., None],
@@ -149,6 +159,11 @@ def test_the_report_says_what_comfy_compiler_leaves_out(
     shown = with_surroundings(diagnose_pipeline(pipeline))
     assert ("Comfy Compiler: on; its plan for memory leaves out" in shown.text()) == on
     assert shown.as_dict()["comfyui"]["plans_memory"] == on and max(map(len, shown.text().splitlines())) <= WIDTH
+
+
+def test_no_flag_is_told_twice() -> None:
+    names = [name for row in ROWS for name in row.names]
+    assert len(names) == len(set(names))
 
 
 def test_the_page_has_the_table(root: Path) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import shared_models
-from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
+from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands.doctor import examine
+from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
 
 
 def node(name: str) -> Any:
@@ -57,3 +58,17 @@ def test_it_is_the_loaders_own_settings(folder: Path) -> None:
     assert (shown["precision"], shown["accumulation"]) == ("fp16", "fast")
     assert {plan["dtype"] for plan in shown["models"][0]["plans"]} == {"fp16"}
     assert loaded["result"][0].store.loaded() == {}, "no weight was read for it"
+
+
+def test_switches_are_as_they_stand(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ATTENTION_SWITCH, "maybe")
+    assert f"{ATTENTION_SWITCH} = maybe" in load(folder)["ui"]["onediff_guard"][0]["text"]
+
+
+def test_one_node_loads_all_families() -> None:
+    loading = {
+        NODE_DISPLAY_NAME_MAPPINGS[name]
+        for name, cls in NODE_CLASS_MAPPINGS.items()
+        if "ONEDIFF_PIPELINE" in cls.RETURN_TYPES and "pipeline" not in cls.INPUT_TYPES()["required"]
+    }
+    assert loading == {"Load Pipeline"}

@@ -1,0 +1,68 @@
+"""What people type into ComfyUI's node search finds the nodes that help; they are few, with few inputs in sight."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+
+FOUND = {
+    "black": {"NaN Guard", "NaN Guard (native)", "Numerics Probe", "Self-Test"},
+    "black video": {"NaN Guard", "Decode Latents", "Sample CogVideoX", "Sample Stable Video Diffusion (SVD)"},
+    "black image": {"NaN Guard", "NaN Guard (native)", "Decode Latents", "Sample CogView"},
+    "NaN": {"NaN Guard", "NaN Guard (native)", "Numerics Probe", "Numerics Probe (MODEL)"},
+    "overflow": {"NaN Guard", "NaN Guard (native)", "Numerics Probe", "Numerics Probe (MODEL)"},
+    "fp16": {"Self-Test", "NaN Guard", "Load Pipeline"},
+    "bf16": {"Self-Test", "NaN Guard", "Load Pipeline"},
+    "fp32": {"Self-Test", "NaN Guard", "Load Pipeline"},
+    "precision": {"Self-Test", "NaN Guard (native)", "Load Pipeline"},
+    "SVD": {"Load Pipeline", "Sample Stable Video Diffusion (SVD)"},
+    "torch.compile": {"OneDiff Compile"},
+    "T5": {"Encode Prompt"},
+    "LoRA": {"Load LoRA"},
+}
+
+
+@pytest.mark.parametrize("typed", FOUND)
+def test_a_search_finds_what_helps(typed: str) -> None:
+    found = {
+        NODE_DISPLAY_NAME_MAPPINGS[name]
+        for name, cls in NODE_CLASS_MAPPINGS.items()
+        if any(typed.lower() in text.lower() for text in (NODE_DISPLAY_NAME_MAPPINGS[name], *cls.SEARCH_ALIASES))
+    }
+    assert found >= FOUND[typed]
+
+
+def test_every_node_has_its_own(root) -> None:
+    """As ComfyUI reads them: a list of strings, of the class itself."""
+    for cls in NODE_CLASS_MAPPINGS.values():
+        own = cls.__dict__["SEARCH_ALIASES"]
+        assert isinstance(own, list) and len(own) == len({alias.lower() for alias in own}) >= 3
+        assert all(isinstance(alias, str) and alias.strip() == alias != "" for alias in own)
+
+
+def test_nodes_are_few_and_so_are_their_inputs_in_sight() -> None:
+    """Of what is typed or chosen, beside what is wired. The others are advanced, which pages with Nodes 2.0 fold."""
+    assert len(NODE_CLASS_MAPPINGS) <= 15
+    for name, cls in NODE_CLASS_MAPPINGS.items():
+        inputs = {**cls.INPUT_TYPES()["required"], **cls.INPUT_TYPES().get("optional", {})}
+        widgets = [
+            key
+            for key, (kind, *options) in inputs.items()
+            if isinstance(kind, list) or kind in ("INT", "FLOAT", "STRING", "BOOLEAN")
+            if not (options and (options[0].get("advanced") or options[0].get("forceInput")))
+        ]
+        assert len(widgets) <= 7, (name, widgets)
+
+
+def test_an_input_that_is_left_out_has_the_value_that_its_widget_begins_with() -> None:
+    """Of prompts through the API, in which nobody fills in what an optional input would hold."""
+    for name, cls in NODE_CLASS_MAPPINGS.items():
+        takes = inspect.signature(getattr(cls, cls.FUNCTION)).parameters
+        if cls.FUNCTION == "load":
+            takes = inspect.signature(cls.open).parameters
+        for key, (kind, *options) in cls.INPUT_TYPES().get("optional", {}).items():
+            if key not in takes or not options or "default" not in options[0]:
+                continue
+            assert takes[key].default == options[0]["default"], (name, key, kind)
