@@ -254,6 +254,18 @@ def test_a_server_is_killed_and_another_comes_up_late(
     assert run.nothing_is_left()
 
 
+def test_the_only_server_restarts(any_leg: legs.Leg, batch: Callable[..., Batch], tmp_path: Path) -> None:
+    port = legs.free_port()
+    with legs.started(any_leg, tmp_path / "base", port=port) as server:
+        run = batch([slow(6)], server).start()
+        run.until(lambda: len(run.records()) >= 2 and bool(server.ask("/queue")["queue_running"]), "it works")
+        lose(server)
+    with legs.started(any_leg, tmp_path / "base", port=port):
+        answer = run.finish()
+    assert answer["code"] == 0 and answer["done"] == 6 and answer["workers_lost"] == 1, answer["told"]
+    assert len(run.records()) == 6 and run.nothing_is_left()
+
+
 def test_a_run_that_is_interrupted_there_is_tried_again(both: Pair, batch: Callable[..., Batch]) -> None:
     """Whoever sits at that page may press the button; a run that always is, is parked."""
     one = both[0]
@@ -270,3 +282,10 @@ def test_a_run_that_is_interrupted_there_is_tried_again(both: Pair, batch: Calla
     assert "interrupted on the server" in answer["faults"][0]["error"]
     answer = run.start("--retry").finish()
     assert answer["code"] == 0 and answer["done"] == 1
+
+
+@pytest.mark.parametrize("server", ["http://127.0.0.1:9"])
+def test_no_server_is_there(batch: Callable[..., Batch], server: str) -> None:
+    answer = (run := batch([{"workflow": plain()}], server, "http://127.0.0.1:10")).start().finish()
+    assert answer["code"] == 3 and f"No ComfyUI answers at {server}" in answer["error"]
+    assert not run.out.exists()

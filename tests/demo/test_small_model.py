@@ -10,6 +10,7 @@ import shared_models
 import torch
 from comfyui_onediff_guard.demo import small_model
 from comfyui_onediff_guard.demo.small_model import Look, Overflow, Variant, build_cogvideox
+from comfyui_onediff_guard.demo.small_tokenizer import TEXT_LENGTH
 from comfyui_onediff_guard.pipelines.models.folder import family_of, inspect
 from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 
@@ -87,9 +88,57 @@ def test_a_flow_overflows_in_fp16_at_each_step_and_in_nothing_else() -> None:
     assert all(prediction.isnan().all() for prediction in predictions)
 
 
+def test_the_tokenizer_is_a_real_one() -> None:
+    tokenizer = load(build("2b", "noise")).tokenizer
+    ids = tokenizer("A red balloon", padding="max_length", max_length=TEXT_LENGTH).input_ids
+    assert len(ids) == TEXT_LENGTH
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+    words = ids[: ids.index(0)]
+    assert words[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(words, skip_special_tokens=True) == "A red balloon"
+    assert len(tokenizer) <= 384  # the text encoder's embeddings
+
+
+@pytest.mark.parametrize("options", [{"look": "flow", "overflow": "stream"}, {"variant": "1.5-i2v"}])
+def test_two_builds_have_the_same_bytes(tmp_path: Path, options: dict[str, Any]) -> None:
+    state = torch.get_rng_state()
+    first, second, other = (build_cogvideox(tmp_path / str(n), **options, seed=n // 2) for n in range(3))
+    assert torch.equal(torch.get_rng_state(), state), "the random state is left alone"
+    files = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(second) for path in second.rglob("*") if path.is_file())
+    assert all((first / file).read_bytes() == (second / file).read_bytes() for file in files)
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    drawn = "look" not in options  # a flow is set by formulas
+    assert not drawn or all((first / file).read_bytes() != (other / file).read_bytes() for file in weights)
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_args: Any, **_options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CogVideoXPipeline, "save_pretrained", full)
+    with pytest.raises(OSError, match="No space left"):
+        build_cogvideox(tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_existing_folder_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(FileExistsError, match="Choose another place"):
         build_cogvideox(tmp_path / "model")
     assert (tmp_path / "model" / "mine.txt").read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"variant": "3b"}, "Choose one of 2b, 5b, 1.5"),
+        ({"head_dim": 20}, "multiple of 16"),
+        ({"look": "flow", "variant": "5b"}, "needs variant '2b'"),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_cogvideox(tmp_path / "model", **options)
+    assert list(tmp_path.iterdir()) == []

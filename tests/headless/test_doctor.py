@@ -18,13 +18,15 @@ import shared_models
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands.doctor import examine
 from comfyui_onediff_guard.pipelines.families import table
+from comfyui_onediff_guard.pipelines.insight import diagnosis
 from comfyui_onediff_guard.pipelines.insight.diagnosis import Backends, BackendState, ComfyUI, Diagnosis, Flag
 from comfyui_onediff_guard.pipelines.insight.diagnosis_summary import summary
 from comfyui_onediff_guard.pipelines.insight.vram_estimate import RunEstimate, StageEstimate
 from comfyui_onediff_guard.precision import arch, quantised
-from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
+from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Switch
 from comfyui_onediff_guard.precision.arch import COMPILED
 from comfyui_onediff_guard.precision.machine import Gpu, Obstacle
+from comfyui_onediff_guard.precision.policy import Plan
 
 Doctor = Callable[..., tuple[int, str, str]]
 
@@ -66,9 +68,18 @@ def with_advice(found: Diagnosis, advice: str) -> Diagnosis:
     return replace(found, machine=replace(found.machine, advice=(advice,)), notes=(advice,))
 
 
+def without_compiler(found: Diagnosis) -> Diagnosis:
+    lacking, eager = BackendState("inductor", False, "inductor needs a C++ compiler"), BackendState("eager", True, "")
+    return replace(found, backends=Backends((lacking, eager), "eager", ""))
+
+
 def run_in(gib: int, **fits: bool) -> RunEstimate:
     stages = (StageEstimate(name, "bf16", "whole", 1, 1, fits.get(name, True)) for name in ("denoiser", "decode"))
     return RunEstimate("CogVideoX-5B", (64, 48, 9), gib * 2**30, 1, tuple(stages))
+
+
+def int8_plan(found: Diagnosis) -> Plan:
+    return next(replace(plan, quantised="int8") for plan in found.models[0].plans if plan.component == "denoiser")
 
 
 PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
@@ -83,8 +94,18 @@ PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
         "No. First do what 'To fix' says.",
         "To fix PyTorch is not installed. Get it from there Next Run `onediff-guard doctor` again",
     ),
+    "a card that is not used": (
+        lambda found: with_advice(found, "The driver is too old"),
+        "with PyTorch 2.9. But see 'To fix'.",
+        "To fix The driver is too old Next Run `onediff-guard doctor` again",
+    ),
     "all refused": (
         lambda found: replace(found, models=(replace(found.models[0], plans=(), refused={"denoiser": "no bf16"}),)),
+        "No, not on cuda:0: Card 0, sm90 (Hopper) with precision 'auto': see 'Refused'.",
+        "Refused no bf16",
+    ),
+    "one refused": (
+        lambda found: replace(found, models=(replace(found.models[0], refused={"denoiser": "no bf16"}),)),
         "No, not on cuda:0: Card 0, sm90 (Hopper) with precision 'auto': see 'Refused'.",
         "Refused no bf16",
     ),
@@ -100,6 +121,7 @@ PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
         "of today Self-test "
         "fp16, compiled code came out WRONG, so 'auto' does not choose it (today) Next Update the driver",
     ),
+    "no compiler": (without_compiler, "Yes, ", "Backend eager, so nothing is compiled: inductor needs a C++ compiler"),
     "no quantiser": (
         lambda found: replace(found, missing="It needs torchao", notes=("It needs torchao",)),
         "No, precision 'auto' lacks a package: see 'To fix'.",
@@ -110,7 +132,34 @@ PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
         "with PyTorch 2.9, but not on a card of 4 GiB: no room for decode.",
         "no room",
     ),
+    "no room for a model": (
+        lambda found: replace(found, runs=(run_in(4), run_in(4, decode=False))),
+        "with PyTorch 2.9, but not 1 of 2 models on a card of 4 GiB: see 'no room' below.",
+        "no room",
+    ),
+    "room for all": (lambda found: replace(found, runs=(run_in(4),)), "with PyTorch 2.9.", "a card of 4 GiB"),
+    "no backend could be asked": (
+        lambda found: replace(found, backends=Backends((BackendState("eager", True, ""),), "eager", "")),
+        "Yes, ",
+        "Backend unknown: no compile backend could be asked what it needs",
+    ),
+    "bf16 that is emulated": (
+        lambda found: with_card(found, bf16="emulated"),
+        "Yes, ",
+        "Backend eager, so nothing is compiled: inductor cannot compile bf16 for sm90 (Hopper)",
+    ),
+    "quantised": (
+        lambda found: replace(found, models=(replace(found.models[0], plans=(int8_plan(found),)),)),
+        "Yes, ",
+        "Backend inductor compiles the denoiser in its first run, since it is quantised",
+    ),
     "another card": (lambda found: replace(found, here=False), "Yes, on sm90 (Hopper).", "bf16, guarded"),
+    "a note": (lambda found: replace(found, notes=("sm130: little is known of it",)), "Yes, ", "Note sm130: little is"),
+    "a switch against advice": (
+        lambda found: replace(found, switches=(Switch("A", "1", "user", "respected, although it is NaN"),)),
+        "Yes, ",
+        "Note A = 1: respected, although it is NaN",
+    ),
     "a flag without effect": (
         lambda found: replace(found, comfyui=ComfyUI("0.33.0", (), (Flag("--fast", "no effect", "choose X", ""),))),
         "Yes, ",
@@ -134,6 +183,14 @@ def test_what_is_wrong_stands_on_the_one_screen(problem: str) -> None:
     assert found.here or not [said for said in ("Backend", "Self-test", "PyTorch") if said in text], "this machine's"
     if problem == "none":
         assert not [label for label in ("To fix", "Refused", "Note") if label in "\n".join(lines)]
+
+
+@pytest.mark.parametrize(("value", "told"), [("1", True), ("0", False)])
+def test_a_switch_that_is_set_to_what_is_unsafe(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, value: str, told: bool
+) -> None:
+    monkeypatch.setenv(ATTENTION_SWITCH, value)
+    assert (f"{ATTENTION_SWITCH} = {value}: set before this run" in one_line(doctor("--arch", "sm80")[1])) == told
 
 
 def test_a_model_on_another_card(doctor: Doctor, model_folder: Callable[..., Path]) -> None:
@@ -242,6 +299,17 @@ def test_bad_input(
     told = strictly(out)
     assert (code, told["status"], told["exit_code"]) == (2, "error", 2)
     assert message in told["error"]
+
+
+def test_a_model_that_may_not_be_read(
+    doctor: Doctor, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(diagnosis, "open_model", refuse)
+    code, _, err = doctor("--model", str(model_folder("2b")))
+    assert code == 2 and "cannot be read: [Errno 13] Permission denied" in err
 
 
 def test_a_fresh_process_away_from_the_repository(tmp_path: Path) -> None:

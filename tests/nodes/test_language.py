@@ -21,11 +21,15 @@ from comfyui_onediff_guard.comfyui_host.runs import Settings, guarded_run
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.pipelines.errors import BadSize, HubError
 from comfyui_onediff_guard.pipelines.families.table import FAMILIES
+from comfyui_onediff_guard.pipelines.models.folder import _unlike
 from comfyui_onediff_guard.pipelines.pace import in_words
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, named
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped
 from comfyui_onediff_guard.precision.overrides import (
     ALL_LAYERS_SCALED,
+    OverflowDiagnosis,
+    PrecisionOverrides,
+    escalate_overrides,
 )
 from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, Variant, choose
 from comfyui_onediff_guard.precision.report import Rerun, RunReport, StepRecord
@@ -33,7 +37,7 @@ from comfyui_onediff_guard.trust.message import BadInput, Message, joined, messa
 
 Choose = Callable[[object], None]
 GUARD = NODE_CLASS_MAPPINGS["OneDiffGuardNaNGuardNative"]
-_, COGVIDEOX_5B, *_ = FAMILIES["CogVideoXPipeline"].variants
+COGVIDEOX_2B, COGVIDEOX_5B, *_ = FAMILIES["CogVideoXPipeline"].variants
 WIRE = " Wire a model, a VAE or both through it."
 NOTHING_WIRED = f"Nothing is wired to NaN Guard (native).{WIRE}"
 
@@ -60,6 +64,15 @@ def test_everything_that_is_said_has_a_translation(language_: str) -> None:
     assert set(catalogue) == messages.templates() and not messages.made_at_run_time()
     for template, translation in catalogue.items():
         assert translation and sorted(re.findall(r"\{\d\}", translation)) == sorted(re.findall(r"\{\d\}", template))
+
+
+def test_the_reader_finds_what_is_raised_and_told() -> None:
+    found = messages.templates()
+    assert "The image is {0}×{1}, but {2}×{3} is to be made." in found  # raised at once
+    assert "'{0}' cannot be downloaded now ({1})." in found  # put together first, raised elsewhere
+    assert "Model '{0}' was not found" in found  # returned by a function
+    assert "{0}: the output is NaN or infinite in fp32 too" in found  # the beginning of several
+    assert {"decoding part {0} of {1}", "1 step", "{0} steps", "text encoder", "No LoRA{0}."} <= found
 
 
 @pytest.mark.parametrize(
@@ -151,6 +164,38 @@ def _refused(**sizes: int) -> str:
             ).finding(),
             "第 4 步：blocks.7.ff 中有值达到 90,000（fp16 止于 65,504）。 已用 fp32 重算；此后溢出保护。",
         ),
+        (
+            lambda: joined("\n", (Message("encoding prompt {} of {}", 1, 2), Message("decoding part {} of {}", 5, 32))),
+            "编码提示词 1/2\n解码第 5/32 部分",
+        ),
+        (
+            lambda: Message("the prompt is longer than {} tokens; this was cut off: {}", 226, "step 1; 1 rerun"),
+            "提示词超过 226 个 token；截掉的是：step 1; 1 rerun",
+        ),
+        (
+            lambda: next(iter(_unlike(COGVIDEOX_2B, {"num_layers": 2, "num_attention_heads": 4}))),
+            "未知的变体（num_layers 为 2 而不是 30，num_attention_heads 为 4 而不是 30）：按 CogVideoX-2B 处理",
+        ),
+        (
+            lambda: _report(
+                COGVIDEOX_5B,
+                "sm75",
+                Component.DENOISER,
+                replace(STEP, outcome="rerun", rerun=replace(RERUN, peak=None)),
+            ).finding(),
+            "第 1 步：blocks.7.ff 中出现 NaN、无穷大或被截断的值。 已用 fp32 重算；此后溢出保护。",
+        ),
+        (
+            lambda: escalate_overrides(
+                PrecisionOverrides(),
+                OverflowDiagnosis("", quantised="a"),
+            )[1],
+            "此后“a”不再量化",
+        ),
+        (
+            lambda: replace(_report(COGVIDEOX_5B, "sm75", Component.DENOISER), graphs=2).compiled(),
+            "，2 个图是新编译的",
+        ),
         (lambda: _refused(width=100), "width 是 100，但必须是 16 的倍数，从 16 到 4096。 Nearest: 96."),
         (lambda: _refused(frames=10), "frames 是 10，但必须是 4·k + 1，从 1 到 1025。 Nearest: 9."),
         (lambda: pickle.loads(pickle.dumps(Message("decoding part {} of {}", 1, 2))), "解码第 1/2 部分"),
@@ -228,3 +273,9 @@ def test_what_a_node_shows_is_in_the_language_of_the_page(page: Choose, monkeypa
     host.say("5", joined(" ", (Message("decoding part {} of {}", 1, 2), "<b>")))
     host.say("5", "decoding 1 of 2", as_it_is=True)
     assert shown[1] == "decoding 1 of 2" and shown[0].startswith("解码第 1/2 部分")
+
+
+def test_what_is_typed_wrong_is_refused_in_the_language_of_the_page(page: Choose) -> None:
+    page("zh")
+    answer = NODE_CLASS_MAPPINGS["OneDiffGuardNaNGuard"].VALIDATE_INPUTS("{")
+    assert "不是可用的配置档" in answer

@@ -111,6 +111,18 @@ def test_only_what_the_family_needs_is_fetched(
     assert not marker.exists() and not list(tmp_path.rglob("*evil*"))
 
 
+def test_bytes_are_told_and_end_at_their_sum(server: HubServer, files: dict[str, bytes]) -> None:
+    server.push(ID, files)
+    server.faults.seconds_per_block = 0.03
+    told: list[tuple[int, int, str]] = []
+    fetch(ID, None, progress=lambda *news: told.append(news))
+    total = sum(map(len, files.values()))
+    known = [news[:2] for news in told if news[1]]
+    assert told[0] == (0, 0, f"looking for {ID}")
+    assert known == sorted(known) and known[-1] == (total, total)
+    assert len({done for done, _ in known}) > 2 and {of for _, of in known} == {total}
+
+
 def test_a_commit_stays_what_it_was(server: HubServer, files: dict[str, bytes]) -> None:
     first = server.push(ID, files)
     old = fetch(ID, "main")
@@ -123,6 +135,13 @@ def test_a_commit_stays_what_it_was(server: HubServer, files: dict[str, bytes]) 
     assert fetch(ID, None, download=False) == new
     server.requests.clear()
     assert fetch(ID, None) == new and len(server.requests) == 1, "whole: one question and no more"
+
+
+def test_a_branch_with_a_slash(server: HubServer, files: dict[str, bytes]) -> None:
+    server.push(ID, files, "refs/pr/1")
+    folder = fetch(ID, "refs/pr/1")
+    assert fetch(ID, "refs/pr/1", download=False) == folder
+    assert not in_cache("main")
 
 
 # --- what cannot be had -----------------------------------------------------------------------------------------------
@@ -267,6 +286,16 @@ def test_a_repository_without_the_files_costs_no_weights(
     with pytest.raises(BadFolder, match=said):
         fetch(ID, None)
     assert not server.gets(".safetensors")
+
+
+def test_an_index_that_is_too_large_is_not_downloaded(
+    server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "MOST_VOCABULARY_BYTES", len(files["model_index.json"]) - 1)
+    server.push(ID, files)
+    with pytest.raises(BadFolder, match=f"'{ID}' has no model_index.json"):
+        fetch(ID, None)
+    assert {request.path for request in server.gets()} == {"api"}
 
 
 # --- interrupted, cut off, damaged ------------------------------------------------------------------------------------
