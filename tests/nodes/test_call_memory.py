@@ -65,6 +65,12 @@ def within_an_object(network: Any, _options: dict[str, Any]) -> Any:
     return before
 
 
+def within_a_tensor_by_the_name_of_a_cache(network: Any, _options: dict[str, Any]) -> Any:
+    before = network.prefix_cache.tolist()
+    network.prefix_cache.mul_(5)
+    return before
+
+
 def in_what_it_is_given(_network: Any, options: dict[str, Any]) -> Any:
     before = options["keys"].tolist(), torch.rand(1).item()
     options["keys"].mul_(2)
@@ -73,14 +79,14 @@ def in_what_it_is_given(_network: Any, options: dict[str, Any]) -> Any:
 
 WRITTEN = (
     *(beside_in_a_dict, beside_in_a_nested_list, beside_in_an_object, in_the_easycache),
-    *(within_the_network, within_an_object, in_what_it_is_given),
+    *(within_the_network, within_an_object, within_a_tensor_by_the_name_of_a_cache, in_what_it_is_given),
 )
-WITHIN = (within_the_network, within_an_object)
+WITHIN = (within_the_network, within_an_object, within_a_tensor_by_the_name_of_a_cache)
 
 
 def network() -> Any:
     made: Any = torch.nn.Linear(2, 2)
-    made.cache = {}
+    made.cache, made.prefix_cache = {}, torch.ones(2)
     made.inner = torch.nn.Module()
     made.inner.prefix, made.inner.seen = Prefix(made), set()
     made.inner.register_buffer("count", torch.zeros(()))
@@ -160,3 +166,13 @@ def test_where_no_call_counts_nothing_is_kept() -> None:
         memory.forget()
         memory.of_a_call({"more": 1})
     assert given["easycache"].skipped == 0 and "more" not in given
+
+
+@pytest.mark.parametrize("slots", [[None], [{}], [SimpleNamespace(pinned=[])], 3])
+def test_a_cache_whose_slots_are_others_ends_no_run(slots: Any) -> None:
+    module = network()
+    module.prefix_cache = SimpleNamespace(slots=slots)
+    memory = CallMemory(module, options(), FP16)
+    with memory.settled():
+        memory.of_a_call({})
+        memory.keep()

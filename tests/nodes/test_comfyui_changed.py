@@ -89,6 +89,19 @@ def test_an_error_in_comfyui_passes(
         host.say("7", "a text")
 
 
+def test_an_error_after_which_something_is_lost_passes() -> None:
+    """Nobody may go on as if nothing had been done."""
+
+    @compat.unless_changed("loading", False, kinds=(TypeError,))
+    def loads() -> None:
+        error = TypeError("an argument is missing")
+        error.lost = "weights"  # pyright: ignore[reportAttributeAccessIssue]
+        raise error
+
+    with pytest.raises(TypeError):
+        loads()
+
+
 def test_what_we_say_ourselves_is_no_change() -> None:
     assert not compat.what_changed(BadInput("not wired"))
     assert compat.what_changed(compat.NotInComfyUI("not there")) == "not there"

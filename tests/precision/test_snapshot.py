@@ -272,6 +272,15 @@ def test_nan_that_was_kept_is_named_though_the_call_has_overwritten_it(dtype: to
     assert before.with_nan() == "cache.layers.0.0"
 
 
+def test_nothing_is_said_of_what_was_too_large_to_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "COPIED", 4)
+    module = built(WRITES["buffer"])
+    module.cache.layers[0] = [torch.ones(64)]
+    before = Snapshot(module)
+    module.cache.layers[0][0].fill_(torch.nan)
+    assert before.with_nan() == ""
+
+
 def test_nothing_of_a_call_waits_for_the_garbage_collector():
     """It would hold a device's memory."""
     given = torch.zeros(4)
