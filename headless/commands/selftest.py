@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...comfyui_host.host import selftest_directory
+from ...precision.machine import look
+from ...precision.self_test import keep
 from ..errors import ExitCode, OutputError, WorkflowError
 from .answer import Answer
 
@@ -22,9 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> Answer:
     """Run it, and keep the result. 4 where a line is wrong."""
-    from ...comfyui_host.host import selftest_directory
     from ...pipelines.selftest.checks import selftest
-    from ...precision.self_test import keep
 
     result = selftest(_device(args.device), lambda name, *_: print(f"{name} …", file=sys.stderr, flush=True))
     file = args.out or selftest_directory() / f"{result.key}.json"
@@ -40,8 +41,6 @@ def main(args: argparse.Namespace) -> Answer:
 def _device(name: str | None) -> torch.device:
     """Raises WorkflowError where there is no such device."""
     import torch
-
-    from ...precision.machine import look
 
     here = look()
     if not here.torch_works:

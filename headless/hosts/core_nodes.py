@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from ...comfyui_host import host
 from ...trust.paths import Outside
@@ -30,7 +32,6 @@ from . import input_images
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +126,6 @@ class SaveImage(_Saver):
         }
 
     def save(self, images: torch.Tensor, filename_prefix: str = "ComfyUI", **hidden: Any) -> dict[str, Any]:
-        from PIL.PngImagePlugin import PngInfo
-
         info = PngInfo()
         for key, text in _metadata(**hidden).items():
             info.add_text(key, text)
@@ -277,9 +276,7 @@ def encode_mp4(frames: np.ndarray, fps: float, metadata: Mapping[str, str] | Non
     return data.getvalue()
 
 
-def _pictures(images: torch.Tensor) -> list[Image]:
-    from PIL import Image
-
+def _pictures(images: torch.Tensor) -> list[Image.Image]:
     frames = to_uint8(images)
     return [Image.fromarray(frame.squeeze(-1) if frame.shape[-1] == 1 else frame) for frame in frames]
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...comfyui_host import host
 from ..errors import HeadlessError, InterruptedRunError, RunFailedError
 from ..files import ensure_writable, file_entries
 from ..progress import libraries_without_bars
@@ -64,8 +65,6 @@ def run_local(
     Raises WorkflowError where the workflow can't run (nothing ran), RunFailedError where a node raised or the time was
     up, OutputError where a result could not be written, InterruptedRunError at Ctrl-C.
     """
-    from ...comfyui_host import host
-
     folders = host.plain_folders(
         models=[root.resolve() for root in models], input=input_dir.resolve(), output=output_dir.resolve()
     )
@@ -175,8 +174,6 @@ def _run(
 
 
 def _call(node: GraphNode, node_class: Any, arguments: Mapping[str, Any], stop: _Stop) -> Any:
-    from ...comfyui_host import host
-
     try:
         return getattr(node_class(), node_class.FUNCTION)(**arguments)
     except HeadlessError:
