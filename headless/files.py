@@ -50,15 +50,6 @@ class FileEntry:
             ) from None
 
 
-@dataclass(frozen=True)
-class Prefix:
-    """A `filename_prefix` resolved to a place below the output folder."""
-
-    folder: Path
-    stem: str
-    subfolder: str  # relative to the output folder, with forward slashes
-
-
 def file_entries(ui: Mapping[str, Any]) -> Iterator[FileEntry]:
     """The files that a node's `ui` dictionary lists, under whichever key."""
     for values in ui.values():
@@ -83,19 +74,17 @@ def check_prefix(prefix: str) -> Path:
     return path
 
 
-def resolve_prefix(output: Path, prefix: str, *, width: int = 0, height: int = 0) -> Prefix:
-    """Where files of this prefix go, with ComfyUI's placeholders (%width%, %year% ... %second%) filled in. Sizes in
-    pixels. Raises WorkflowError where the prefix leads out of `output`, by itself or through a symbolic link."""
+def resolve_prefix(output: Path, prefix: str, *, width: int = 0, height: int = 0) -> Path:
+    """The folder and stem of files of this prefix, with ComfyUI's placeholders (%width%, %year% ... %second%) filled in.
+    Sizes in pixels. Raises WorkflowError where the prefix leads out of `output`, by itself or through a symbolic link."""
     names, now = ("year", "month", "day", "hour", "minute", "second"), time.strftime("%Y %m %d %H %M %S").split()
     for name, value in {"width": width, "height": height, **dict(zip(names, now, strict=True))}.items():
         prefix = prefix.replace(f"%{name}%", str(value))
     path = check_prefix(prefix)
-    subfolder = path.parent.as_posix()
     try:
-        folder = paths.inside(output, subfolder)
+        return paths.inside(output, path.parent.as_posix()) / path.name
     except paths.Outside as fault:
         raise WorkflowError(f"filename_prefix {fault}, out of the output folder {output}: choose another.") from None
-    return Prefix(folder, path.name, "" if subfolder == "." else subfolder)
 
 
 def ensure_writable(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...comfyui_host.host import selftest_directory
 from ...nodes.inputs import ACCUMULATIONS, PRECISIONS
@@ -12,12 +13,14 @@ from ...nodes.report import architecture_of, with_surroundings
 from ...pipelines.errors import BadFolder, HubError
 from ...pipelines.insight.diagnosis import Diagnosis, diagnose
 from ...pipelines.insight.diagnosis_summary import summary
-from ...pipelines.insight.vram_estimate import Size
 from ...pipelines.models.hub import fetch
 from ...precision.accumulation import Accumulation
 from ...precision.policy import Precision
 from ...trust.message import BadInput
 from .answer import Answer
+
+if TYPE_CHECKING:
+    from ...pipelines.insight.vram_estimate import Size
 
 OTHER_CARD = "for another card, for example sm75, 8.6, sm75-gtx16, gfx1100, xpu, mps or cpu"
 

@@ -27,7 +27,7 @@ from ...trust.paths import Outside
 from ...trust.text import shown
 from ..comparison.frames import as_bytes
 from ..errors import WorkflowError
-from ..files import PREVIEW_FOLDER, FileEntry, check_prefix, resolve_prefix, write_counted
+from ..files import PREVIEW_FOLDER, check_prefix, resolve_prefix, write_counted
 from . import input_images
 
 if TYPE_CHECKING:
@@ -282,11 +282,11 @@ def _pictures(images: torch.Tensor) -> list[Image.Image]:
 
 
 def _write(kind: str, prefix: str, images: torch.Tensor, suffix: str, data: bytes) -> dict[str, str]:
-    root = host.output_directory()
-    root = root / PREVIEW_FOLDER if kind == "temp" else root
+    root = host.output_directory() / (PREVIEW_FOLDER if kind == "temp" else "")
     place = resolve_prefix(root, prefix, width=images.shape[2], height=images.shape[1])
-    path = write_counted(place.folder, place.stem, suffix, data)
-    return vars(FileEntry(path.name, place.subfolder, kind)).copy()
+    path = write_counted(place.parent, place.name, suffix, data)
+    subfolder = place.parent.relative_to(root).as_posix()
+    return {"filename": path.name, "subfolder": "" if subfolder == "." else subfolder, "type": kind}
 
 
 def _metadata(prompt: Any = None, extra_pnginfo: Mapping[str, Any] | None = None) -> dict[str, str]:
