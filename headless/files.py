@@ -1,24 +1,31 @@
-"""Result files: whole or not at all, never over another file, never outside the output folder."""
+"""Result files, and temporary folders of a run.
+
+Results are written whole or not at all, never over another file, never outside the output folder. A temporary folder
+that a killed run left behind goes when the next one makes its own.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..trust import paths
-from ..trust.atomic_files import temporary_in
+from ..trust.atomic_files import locked, temporary_in
 from ..trust.text import shown
 from .errors import OutputError, WorkflowError
 
 PREVIEW_FOLDER = "temp"  # below the output folder; where files of ComfyUI's type "temp" go
+OWNER = ".owner"  # in a temporary folder: locked for as long as the process that made it lives, however that ends
 _COUNTED = re.compile(r"(?P<stem>.*)_(?P<counter>[0-9]{5,9})_", re.DOTALL)
 _COUNTER = "_99999999_.webp"  # what a name still has to hold beside the prefix
 
@@ -75,8 +82,8 @@ def check_prefix(prefix: str) -> Path:
 
 
 def resolve_prefix(output: Path, prefix: str, *, width: int = 0, height: int = 0) -> Path:
-    """The folder and stem of files of this prefix, with ComfyUI's placeholders (%width%, %year% ... %second%) filled in.
-    Sizes in pixels. Raises WorkflowError where the prefix leads out of `output`, by itself or through a symbolic link."""
+    """Where files of this prefix go, as folder and stem, with ComfyUI's placeholders (%width%, %year% ... %second%)
+    filled in. Sizes in pixels. Raises WorkflowError where it leads out of `output`, by itself or through a link."""
     names, now = ("year", "month", "day", "hour", "minute", "second"), time.strftime("%Y %m %d %H %M %S").split()
     for name, value in {"width": width, "height": height, **dict(zip(names, now, strict=True))}.items():
         prefix = prefix.replace(f"%{name}%", str(value))
@@ -217,3 +224,29 @@ def _told(target: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             reason, advice = "the disk is full", "Free some space, or choose another folder with --out."
         raise OutputError(f"Cannot write {target}: {reason}. {advice} Nothing was left half-written.") from error
+
+
+@contextmanager
+def temporary_folder(prefix: str, where: Path | None = None) -> Iterator[Path]:
+    """A new folder in `where` (default: the system's own), gone at the end. Raises OSError where none can be made."""
+    where = where or Path(tempfile.gettempdir())
+    _remove_orphans(where, prefix)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=where, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        unnamed = folder / f"{OWNER}-new"  # takes its name when it is locked, so that none finds it unlocked before
+        with unnamed.open("wb") as file:
+            with suppress(OSError):  # no locks, or no renaming of open files: nobody takes the folder for an orphan
+                if locked(file):
+                    unnamed.rename(folder / OWNER)
+            yield folder
+
+
+def _remove_orphans(where: Path, prefix: str) -> None:
+    for folder in where.glob(f"{prefix}*"):
+        with suppress(OSError):
+            if folder.is_symlink() or (hasattr(os, "getuid") and folder.stat().st_uid != os.getuid()):
+                continue
+            with (folder / OWNER).open("r+b") as file:
+                orphaned = locked(file)
+            if orphaned:
+                shutil.rmtree(folder, ignore_errors=True)

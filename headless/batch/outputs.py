@@ -22,8 +22,7 @@ from ...trust.foreign import Foreign, Unreadable, fitting, read
 from ...trust.plain import for_json
 from ...trust.text import for_file_name
 from ..errors import OutputError
-from ..files import ensure_writable
-from ..scratch import temporary_folder
+from ..files import ensure_writable, temporary_folder
 
 FORMAT = 1
 RECORD = "job.json"

@@ -14,8 +14,7 @@ from ...pipelines.models.recognised import family_of
 from ..errors import WorkflowError
 from ..files import write_together
 from ..hosts.local import run_local
-from ..hosts.result import RunResult
-from ..progress import printed_progress
+from ..hosts.result import RunResult, printed_progress
 from .answer import Answer
 from .doctor import OTHER_CARD, on_disk
 

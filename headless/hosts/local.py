@@ -19,12 +19,11 @@ from typing import Any
 from ...comfyui_host import host
 from ..errors import HeadlessError, InterruptedRunError, RunFailedError
 from ..files import ensure_writable, file_entries
-from ..progress import libraries_without_bars
 from ..workflow import settings, ui_format
 from ..workflow.graph import Graph, GraphNode, Link, from_api, is_ui_format
 from ..workflow.schema import Schema
 from ..workflow.validate import WorkflowPlan, known_schemas, plan
-from .result import ProgressCallback, RunProgress, RunResult, no_progress
+from .result import ProgressCallback, RunProgress, RunResult, libraries_without_bars, no_progress
 
 logger = logging.getLogger(__name__)
 

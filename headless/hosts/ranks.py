@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HeadlessError, InterruptedRunError, OutputError, RunFailedError, WorkflowError
-from ..scratch import temporary_folder
+from ..files import temporary_folder
 from ..terminal import cleaned_output
 from ..workflow.graph import Graph
 from .result import ProgressCallback, RunProgress, RunResult, no_progress
