@@ -133,7 +133,7 @@ class Arriving:
 
     def write(self, data: bytes) -> None:
         """Raises OutputError."""
-        with _told(self._folder):
+        with writing(self._folder):
             self._file.write(data)
 
     def start_again(self) -> None:
@@ -168,13 +168,13 @@ def _arriving(folder: Path, names: Iterable[str] = ()) -> Generator[Arriving]:
     """A temporary file in the same folder, which takes the first of `names` that is free once it is whole; without any
     it is not kept."""
     with ExitStack() as opened:
-        with _told(folder):
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             temporary, file = opened.enter_context(temporary_in(folder))
         written = Arriving(folder, file)
         yield written
         if names:
-            with _told(folder):
+            with writing(folder):
                 file.flush()
                 os.fsync(file.fileno())
                 written.path = _publish(temporary, file, names)
@@ -215,15 +215,15 @@ def _counted(folder: Path, stem: str, suffix: str) -> Iterator[str]:
 
 
 @contextmanager
-def _told(target: Path) -> Iterator[None]:
-    """Raises OutputError where the block cannot write."""
+def writing(target: Path, left: str = "Nothing was left half-written.") -> Iterator[None]:
+    """Raises OutputError where the block cannot write. left: what is there then."""
     try:
         yield
     except OSError as error:
         reason, advice = error.strerror or str(error), "Check the folder's permissions, or choose another with --out."
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             reason, advice = "the disk is full", "Free some space, or choose another folder with --out."
-        raise OutputError(f"Cannot write {target}: {reason}. {advice} Nothing was left half-written.") from error
+        raise OutputError(f"Cannot write {target}: {reason}. {advice} {left}") from error
 
 
 @contextmanager

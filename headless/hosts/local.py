@@ -20,7 +20,7 @@ from ...comfyui_host import host
 from ..errors import HeadlessError, InterruptedRunError, RunFailedError
 from ..files import ensure_writable, file_entries
 from ..workflow import settings, ui_format
-from ..workflow.graph import Graph, GraphNode, Link, from_api, is_ui_format
+from ..workflow.graph import Graph, GraphNode, Link
 from ..workflow.schema import Schema
 from ..workflow.validate import WorkflowPlan, known_schemas, plan
 from .result import ProgressCallback, RunProgress, RunResult, libraries_without_bars, no_progress
@@ -69,9 +69,8 @@ def run_local(
     )
     with folders as interrupt:
         node_classes = default_classes() if classes is None else classes
-        graph = _read(workflow, node_classes)
-        graph = settings.apply(graph, changes, known_schemas(graph.class_types(), node_classes))
-        checked = plan(graph, node_classes)
+        graph, schemas = _read(workflow, node_classes)
+        checked = plan(settings.apply(graph, changes, schemas), node_classes)
         ensure_writable(output_dir)
         started = time.perf_counter()
         with _stoppable(interrupt, timeout) as stop, libraries_without_bars():
@@ -96,17 +95,12 @@ def _together(checked: WorkflowPlan, classes: Mapping[str, type]) -> Sequence[st
 def read_local(workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
     """A workflow, and the schemas of its node types. Raises WorkflowError where it is none, or has node types that need
     a ComfyUI."""
-    classes = default_classes()
-    graph = _read(workflow, classes)
-    return graph, known_schemas(graph.class_types(), classes)
+    return _read(workflow, default_classes())
 
 
-def _read(workflow: Graph | Mapping[str, Any], classes: Mapping[str, type]) -> Graph:
-    if isinstance(workflow, Graph):
-        return workflow
-    if is_ui_format(workflow):
-        return ui_format.convert(workflow, known_schemas(ui_format.class_types(workflow), classes))
-    return from_api(workflow)
+def _read(workflow: Graph | Mapping[str, Any], classes: Mapping[str, type]) -> tuple[Graph, dict[str, Schema]]:
+    schemas = known_schemas(ui_format.types_in(workflow), classes)
+    return ui_format.graph_of(workflow, schemas), schemas
 
 
 @dataclass

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from ..files import arriving, ensure_writable, file_entries
 from ..hosts import input_images
 from ..hosts.result import ProgressCallback, RunProgress, RunResult, no_progress
 from ..workflow import settings, ui_format
-from ..workflow.graph import Graph, from_api, is_ui_format
+from ..workflow.graph import Graph
 from ..workflow.schema import Schema
 from .answers import HistoryEntry, event, label
 from .api import Server
@@ -88,12 +88,8 @@ def run_on_server(
     lost, InterruptedRunError where somebody interrupted the run there, OutputError where a result could not be written.
     Ctrl-C here interrupts the run and is raised as KeyboardInterrupt.
     """
-    return _through(
-        _ServerRun(Server(url), guard, patience, on_progress),
-        timeout,
-        lambda job: job.run(workflow, output_dir, input_dir, reads_from, changes),
-        stop,
-    )
+    job = _ServerRun(Server(url), guard, patience, on_progress)
+    return _through(job, timeout, job.run(workflow, output_dir, input_dir, reads_from, changes), stop)
 
 
 def read_for_server(
@@ -105,14 +101,12 @@ def read_for_server(
     Raises HostError where no ComfyUI answers there, WorkflowError where it is no workflow, or the server lacks some of
     its node types, RunFailedError where the time was up.
     """
-    return _through(_ServerRun(Server(url), guard), timeout, lambda job: job.read(workflow))
+    job = _ServerRun(Server(url), guard)
+    return _through(job, timeout, job.read(workflow))
 
 
 def _through(
-    job: _ServerRun,
-    timeout: float | None,
-    work: Callable[[_ServerRun], Coroutine[Any, Any, T]],
-    stop: threading.Event | None = None,
+    job: _ServerRun, timeout: float | None, work: Coroutine[Any, Any, T], stop: threading.Event | None = None
 ) -> T:
     """What came of the work. Whether it fails, its time is up, or Ctrl-C or `stop` ends it, it is over when this
     returns."""
@@ -120,7 +114,7 @@ def _through(
 
     async def within_time() -> T:
         async with job.server:
-            task = asyncio.ensure_future(work(job))
+            task = asyncio.ensure_future(work)
             try:
                 while not (task.done() or (stop and stop.is_set()) or time.monotonic() >= until):
                     await asyncio.wait({task}, timeout=max(0, min(STOP_LOOK_SECONDS, until - time.monotonic())))
@@ -178,13 +172,9 @@ class _ServerRun:
         return RunResult(entry.outputs, {}, files, time.perf_counter() - started, entry.guards())
 
     async def read(self, workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
-        needed = (GUARD,) if self.guard else ()
-        if not isinstance(workflow, Graph) and is_ui_format(workflow):
-            schemas = await self.server.schemas({*ui_format.class_types(workflow), *needed})
-            graph = ui_format.convert(workflow, schemas)
-        else:
-            graph = workflow if isinstance(workflow, Graph) else from_api(workflow)
-            schemas = await self.server.schemas({*graph.class_types(), *needed})
+        types = ui_format.types_in(workflow)
+        schemas = await self.server.schemas({*types, GUARD} if self.guard else types)
+        graph = ui_format.graph_of(workflow, schemas)
         return replace(graph, guarded=True) if self.guard else graph, schemas
 
     async def _upload(self, graph: Graph, schemas: Mapping[str, Schema], folder: Path) -> Graph:

@@ -1,4 +1,4 @@
-"""UI-format workflows (what ComfyUI's Save writes) turned into the graph that a browser would send.
+"""Workflows in any format read; those in UI format (what ComfyUI's Save writes) as the graph that a browser would send.
 
 The browser's own nodes vanish on the way: notes, reroutes, primitives, subgraphs, and nodes that are muted or bypassed.
 Widget values are stored by position, so the schemas of the nodes are needed to name them.
@@ -15,7 +15,7 @@ from typing import Any
 from ...trust.foreign import Unreadable, fitting
 from ...trust.text import listed, shown
 from ..errors import UnknownNodesError, WorkflowError
-from .graph import Graph, GraphNode, Link, whole
+from .graph import Graph, GraphNode, Link, from_api, is_ui_format, whole
 from .schema import Schema
 from .ui_file import BYPASSED, MUTED, Level, UiFile, UiNode, Unfolded, unfold
 from .ui_links import HANDS_ON, Sources
@@ -43,6 +43,22 @@ GROUP = (
 )
 RECORDING = "whose pictures or sounds the browser makes as it sends the workflow"
 EXPORT_HINT = "In ComfyUI, use Workflow > Export (API) and run that file instead."
+
+
+def types_in(workflow: Graph | Mapping[str, Any]) -> set[str]:
+    """The node types whose schemas `graph_of` needs. workflow: a graph, or its JSON in API or UI format. Raises
+    WorkflowError, as `class_types` does."""
+    if not isinstance(workflow, Graph) and is_ui_format(workflow):
+        return class_types(workflow)
+    return graph_of(workflow, {}).class_types()
+
+
+def graph_of(workflow: Graph | Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
+    """A workflow as a graph. schemas: by node type; at least those of `types_in(workflow)`. Raises WorkflowError, as
+    `convert` does."""
+    if isinstance(workflow, Graph):
+        return workflow
+    return convert(workflow, schemas) if is_ui_format(workflow) else from_api(workflow)
 
 
 def class_types(data: Mapping[str, Any]) -> set[str]:
