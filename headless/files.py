@@ -36,7 +36,7 @@ class FileEntry:
 
     filename: str
     subfolder: str = ""
-    type: str = "output"  # or temp, input
+    type: str = "output"  # or temp
 
     @property
     def path(self) -> str:
@@ -58,14 +58,16 @@ class FileEntry:
 
 
 def file_entries(ui: Mapping[str, Any]) -> Iterator[FileEntry]:
-    """The files that a node's `ui` dictionary lists, under whichever key."""
+    """The files that a node wrote: those that its `ui` dictionary lists, under whichever key, outside the input folder.
+    Raises OutputError where one is listed in another way than ComfyUI's."""
     for values in ui.values():
         for item in values if isinstance(values, (list, tuple)) else ():
             if isinstance(item, Mapping) and isinstance(item.get("filename"), str):
                 subfolder, kind = item.get("subfolder") or "", item.get("type") or "output"
                 if not (isinstance(subfolder, str) and isinstance(kind, str)):
                     raise OutputError(f"A node lists a file in a way that is not ComfyUI's: {shown(dict(item), 200)}.")
-                yield FileEntry(item["filename"], subfolder, kind)
+                if kind != "input":
+                    yield FileEntry(item["filename"], subfolder, kind)
 
 
 def check_prefix(prefix: str) -> Path:

@@ -76,8 +76,7 @@ def run_local(
         with _stoppable(interrupt, timeout) as stop, libraries_without_bars():
             order = checked.order if first else _together(checked, node_classes)
             outputs, results = _run(checked, order, node_classes, stop, on_progress)
-        entries = [entry for ui in outputs.values() for entry in file_entries(ui) if entry.type != "input"]
-        files = [output_dir / entry.path for entry in entries]
+        files = [output_dir / entry.path for ui in outputs.values() for entry in file_entries(ui)]
     return RunResult(outputs, results, files, time.perf_counter() - started)
 
 

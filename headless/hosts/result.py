@@ -63,7 +63,7 @@ class RunResult:
 
     def files_of(self, node: str) -> list[Path]:
         """What one node wrote."""
-        writers = [writer for writer, ui in self.outputs.items() for entry in file_entries(ui) if entry.type != "input"]
+        writers = [writer for writer, ui in self.outputs.items() for entry in file_entries(ui)]
         return [file for writer, file in zip(writers, self.files, strict=True) if writer == node]
 
 

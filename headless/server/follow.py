@@ -294,7 +294,7 @@ class _ServerRun:
             self.out_of_time = f"The run was not done in time, and {self.server.name} took no interrupt: it may go on"
 
     async def _download(self, outputs: Mapping[str, Mapping[str, Any]], output_dir: Path) -> list[Path]:
-        entries = [entry for ui in outputs.values() for entry in file_entries(ui) if entry.type != "input"]
+        entries = [entry for ui in outputs.values() for entry in file_entries(ui)]
         if len(entries) > MAX_FILES:
             raise RunFailedError(
                 f"{self.server.name} lists {len(entries):,} files of this run, more than {MAX_FILES:,}."

@@ -134,9 +134,12 @@ class _DeclaredInputs(Foreign):
     hidden: _Declarations = {}
 
 
+_Inputs = Annotated[_DeclaredInputs, BeforeValidator(nothing_is_empty)]
+
+
 class _Option(Foreign):
     key: str
-    inputs: Annotated[_DeclaredInputs, BeforeValidator(nothing_is_empty)] = _DeclaredInputs()
+    inputs: _Inputs = _DeclaredInputs()
 
 
 class _DynamicCombo(Foreign):
@@ -156,7 +159,7 @@ class _Autogrow(Foreign):
 
 
 class _NodeInfo(Foreign):
-    input: Annotated[_DeclaredInputs, BeforeValidator(nothing_is_empty)] = _DeclaredInputs()
+    input: _Inputs = _DeclaredInputs()
     output: list[str | list[Any]] | None = None
     output_node: bool | None = None
 

@@ -18,9 +18,8 @@ from ..errors import UnknownNodesError, WorkflowError
 from .graph import Graph, GraphNode, Link, from_api, is_ui_format, whole
 from .schema import Schema
 from .ui_file import BYPASSED, MUTED, Level, UiFile, UiNode, Unfolded, unfold
-from .ui_links import HANDS_ON, Sources
 from .ui_texts import PREFIX, SAVERS, chosen, fill_in
-from .ui_widgets import OF_THE_PAGE
+from .ui_values import HANDS_ON, OF_THE_PAGE, Sources
 
 FRONTEND_ONLY = HANDS_ON | OF_THE_PAGE.keys()
 DATE = "%date:"
