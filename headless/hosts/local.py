@@ -57,7 +57,7 @@ def run_local(
     changes: inputs to set first.
     classes: node classes by type; default this pack's and a few core ones.
     timeout: seconds after which the run is stopped.
-    on_progress: told each node that starts.
+    on_progress: told each node that starts, and a server's steps.
     first: False in those of several processes that only help with what all compute together: that is run, and what it
         needs.
 

@@ -71,17 +71,14 @@ def run_on_server(
 ) -> RunResult:
     """Run a workflow on a running ComfyUI and download what it saved.
 
-    workflow: a graph, or a workflow's JSON in API or UI format.
+    workflow, output_dir, changes, on_progress: as of `run_local`.
     url: the server's address; no other is followed.
-    output_dir: where results go; made if it isn't there.
     input_dir: images that the workflow names and that are in here are uploaded first.
     reads_from: the input folder of a server on this machine: a workflow that names images outside is refused.
-    changes: inputs to set first.
     timeout: seconds for all of it, the download too. A run that is not done by then is interrupted.
     guard: the server guards the MODELs and VAEs of the workflow.
     patience: seconds that the server may be out of reach.
     stop: interrupts the run once it is set, from any thread.
-    on_progress: told each node and step.
 
     Raises HostError where no ComfyUI answers there, WorkflowError where the server refuses the workflow, or it names
     images that may not be read (nothing ran), RunFailedError where a node raised, the time was up, or the server was

@@ -116,7 +116,8 @@ def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
             if name in specs and specs[name].config.get("dynamicPrompts") is True:
                 prompts[node_id, name] = inputs[name]
         converted[node_id] = whole(GraphNode(node_id, node.type, inputs, node.title or None, level.title))
-    return chosen(Graph(converted, _as_saved(data), prompts, dated))
+    as_saved = json.loads(json.dumps(data), parse_constant=lambda _: None)  # null for NaN, which JSON has not
+    return chosen(Graph(converted, as_saved, prompts, dated))
 
 
 def _read(data: Mapping[str, Any]) -> Unfolded:
@@ -151,11 +152,3 @@ def _only_in_browser(level: Level, node: UiNode, what: str) -> WorkflowError:
 
 def _runs(node: UiNode) -> bool:
     return node.mode not in (MUTED, BYPASSED) and node.type not in FRONTEND_ONLY
-
-
-def _as_saved(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The workflow as the page would save it: null in place of NaN and infinity, which JSON has not."""
-    try:
-        return json.loads(json.dumps(data), parse_constant=lambda _: None)
-    except (RecursionError, TypeError, ValueError):
-        raise WorkflowError(f"The workflow holds what JSON cannot. {EXPORT_HINT}") from None
