@@ -82,10 +82,6 @@ class InputSpec:
         """Whether a `control_after_generate` widget may follow it."""
         return bool(self.config.get("control_after_generate")) or (self.type == "INT" and self.name in SEED_NAMES)
 
-    def brought(self, value: Any) -> tuple[InputSpec, ...]:
-        """The inputs that come with this value."""
-        return self.brings.get(value, ()) if isinstance(value, str) else ()
-
 
 @dataclass(frozen=True)
 class Schema:
@@ -111,7 +107,8 @@ def walk(specs: Iterable[InputSpec], value: Callable[[InputSpec], Any]) -> Itera
             yield from spec.grows
         else:
             yield spec
-            yield from walk(spec.brought(value(spec)), value)
+            option = value(spec)
+            yield from walk(spec.brings.get(option, ()) if isinstance(option, str) else (), value)
 
 
 def from_class(class_type: str, node_class: type) -> Schema:

@@ -46,9 +46,9 @@ EXPORT_HINT = "In ComfyUI, use Workflow > Export (API) and run that file instead
 
 def types_in(workflow: Graph | Mapping[str, Any]) -> set[str]:
     """The node types whose schemas `graph_of` needs. workflow: a graph, or its JSON in API or UI format. Raises
-    WorkflowError, as `class_types` does."""
+    WorkflowError where the workflow can't be read, has group nodes, or subgraphs that can't be unfolded."""
     if not isinstance(workflow, Graph) and is_ui_format(workflow):
-        return class_types(workflow)
+        return _class_types(_read(workflow))
     return graph_of(workflow, {}).class_types()
 
 
@@ -60,16 +60,10 @@ def graph_of(workflow: Graph | Mapping[str, Any], schemas: Mapping[str, Schema])
     return convert(workflow, schemas) if is_ui_format(workflow) else from_api(workflow)
 
 
-def class_types(data: Mapping[str, Any]) -> set[str]:
-    """The node types whose schemas `convert` needs. Raises WorkflowError where the workflow can't be read, has group
-    nodes, or subgraphs that can't be unfolded."""
-    return _class_types(_read(data))
-
-
 def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
     """The graph that ComfyUI's page would send for this UI-format workflow. Nodes in subgraphs have ids like "1:2:3".
 
-    data: the workflow. schemas: by node type; at least those of `class_types(data)`. Raises WorkflowError where it
+    data: the workflow. schemas: by node type; at least those of `types_in(data)`. Raises WorkflowError where it
     can't be read or unfolded, or has a broken link table, an unknown node type, or a file name
     that only the page fills in.
     """

@@ -97,7 +97,7 @@ def link(number: int, origin: int, target: int, slot: int = 0) -> Json:
 
 def convert(nodes: list[Json], *links: Any, **more: Any) -> Graph:
     data = {"nodes": nodes, "links": list(links), **more}
-    return ui_format.convert(data, {name: SCHEMAS[name] for name in ui_format.class_types(data) & SCHEMAS.keys()})
+    return ui_format.convert(data, {name: SCHEMAS[name] for name in ui_format.types_in(data) & SCHEMAS.keys()})
 
 
 # Widgets
