@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from ...comfyui_host.host import selftest_directory
 from ...precision.machine import look
 from ...precision.self_test import keep
-from ..errors import ExitCode, OutputError, WorkflowError
+from ..errors import ExitCode, WorkflowError
+from ..files import writing
 from .answer import Answer
 
 if TYPE_CHECKING:
@@ -29,10 +30,8 @@ def main(args: argparse.Namespace) -> Answer:
 
     result = selftest(_device(args.device), lambda name, *_: print(f"{name} …", file=sys.stderr, flush=True))
     file = args.out or selftest_directory() / f"{result.key}.json"
-    try:
+    with writing(file):
         file = keep(result, file)
-    except OSError as error:
-        raise OutputError(f"Cannot write {file}: {error.strerror or error}.") from error
     lines = [result.in_words(), f"Kept in {file}. Add that file to an issue about this card."]
     code = ExitCode.RUN_FAILED if result.wrong else ExitCode.DONE
     return Answer(lines, {"file": file, **result.as_dict()}, exit_code=code)

@@ -58,8 +58,13 @@ class RunResult:
     def stages(self) -> list[dict[str, Any]]:
         """The reports of all guarded stages, in the order of the nodes. Raises RunFailedError: a server tells of
         stages that no node of this pack can have had."""
-        reports = [report for ui in self.outputs.values() for report in _listed(ui, "onediff_guard")]
-        return [_checked(report) for report in reports if isinstance(report, dict) and "steps" in report]
+        listed = [report for ui in self.outputs.values() for report in _listed(ui, "onediff_guard")]
+        reports = [report for report in listed if isinstance(report, dict) and "steps" in report]
+        try:
+            fitting(list[StageReport], reports)
+        except Unreadable as error:
+            raise RunFailedError(f"The report of a stage is not what this pack's nodes write: {error}.") from None
+        return reports
 
     def files_of(self, node: str) -> list[Path]:
         """What one node wrote."""
@@ -70,14 +75,6 @@ class RunResult:
 def _listed(ui: Mapping[str, Any], key: str) -> Sequence[Any]:
     found = ui.get(key)
     return found if isinstance(found, (list, tuple)) else ()
-
-
-def _checked(report: dict[str, Any]) -> dict[str, Any]:
-    try:
-        fitting(StageReport, report)
-    except Unreadable as error:
-        raise RunFailedError(f"The report of a stage is not what this pack's nodes write: {error}.") from None
-    return report
 
 
 @dataclass(frozen=True)
