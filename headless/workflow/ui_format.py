@@ -1,4 +1,4 @@
-"""Workflows in any format read; those in UI format (what ComfyUI's Save writes) as the graph that a browser would send.
+"""A workflow of any format as a graph: one in UI format (what ComfyUI's Save writes) as the browser would send it.
 
 The browser's own nodes vanish on the way: notes, reroutes, primitives, subgraphs, and nodes that are muted or bypassed.
 Widget values are stored by position, so the schemas of the nodes are needed to name them.
