@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..headless.commands.answer import Answer
 from ..headless.errors import RunFailedError
 from ..headless.files import ensure_writable
-from ..headless.progress import libraries_without_bars
+from ..headless.hosts.result import libraries_without_bars
 from .files import write_pictures, write_report, writing
 from .outcome import INSIDE, INSIDE_TOO, MODEL, PROTECTED, RUNS
 from .run import PROMPT, SIZES, command, run

@@ -1,24 +1,31 @@
-"""Result files: whole or not at all, never over another file, never outside the output folder."""
+"""Result files, and temporary folders of a run.
+
+Results are written whole or not at all, never over another file, never outside the output folder. A temporary folder
+that a killed run left behind goes when the next one makes its own.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..trust import paths
-from ..trust.atomic_files import temporary_in
+from ..trust.atomic_files import locked, temporary_in
 from ..trust.text import shown
 from .errors import OutputError, WorkflowError
 
 PREVIEW_FOLDER = "temp"  # below the output folder; where files of ComfyUI's type "temp" go
+OWNER = ".owner"  # in a temporary folder: locked for as long as the process that made it lives, however that ends
 _COUNTED = re.compile(r"(?P<stem>.*)_(?P<counter>[0-9]{5,9})_", re.DOTALL)
 _COUNTER = "_99999999_.webp"  # what a name still has to hold beside the prefix
 
@@ -29,7 +36,7 @@ class FileEntry:
 
     filename: str
     subfolder: str = ""
-    type: str = "output"  # or temp, input
+    type: str = "output"  # or temp
 
     @property
     def path(self) -> str:
@@ -50,24 +57,17 @@ class FileEntry:
             ) from None
 
 
-@dataclass(frozen=True)
-class Prefix:
-    """A `filename_prefix` resolved to a place below the output folder."""
-
-    folder: Path
-    stem: str
-    subfolder: str  # relative to the output folder, with forward slashes
-
-
 def file_entries(ui: Mapping[str, Any]) -> Iterator[FileEntry]:
-    """The files that a node's `ui` dictionary lists, under whichever key."""
+    """The files that a node wrote: those that its `ui` dictionary lists, under whichever key, outside the input folder.
+    Raises OutputError where one is listed in another way than ComfyUI's."""
     for values in ui.values():
         for item in values if isinstance(values, (list, tuple)) else ():
             if isinstance(item, Mapping) and isinstance(item.get("filename"), str):
                 subfolder, kind = item.get("subfolder") or "", item.get("type") or "output"
                 if not (isinstance(subfolder, str) and isinstance(kind, str)):
                     raise OutputError(f"A node lists a file in a way that is not ComfyUI's: {shown(dict(item), 200)}.")
-                yield FileEntry(item["filename"], subfolder, kind)
+                if kind != "input":
+                    yield FileEntry(item["filename"], subfolder, kind)
 
 
 def check_prefix(prefix: str) -> Path:
@@ -83,19 +83,17 @@ def check_prefix(prefix: str) -> Path:
     return path
 
 
-def resolve_prefix(output: Path, prefix: str, *, width: int = 0, height: int = 0) -> Prefix:
-    """Where files of this prefix go, with ComfyUI's placeholders (%width%, %year% ... %second%) filled in. Sizes in
-    pixels. Raises WorkflowError where the prefix leads out of `output`, by itself or through a symbolic link."""
+def resolve_prefix(output: Path, prefix: str, *, width: int = 0, height: int = 0) -> Path:
+    """Where files of this prefix go, as folder and stem, with ComfyUI's placeholders (%width%, %year% ... %second%)
+    filled in. Sizes in pixels. Raises WorkflowError where it leads out of `output`, by itself or through a link."""
     names, now = ("year", "month", "day", "hour", "minute", "second"), time.strftime("%Y %m %d %H %M %S").split()
     for name, value in {"width": width, "height": height, **dict(zip(names, now, strict=True))}.items():
         prefix = prefix.replace(f"%{name}%", str(value))
     path = check_prefix(prefix)
-    subfolder = path.parent.as_posix()
     try:
-        folder = paths.inside(output, subfolder)
+        return paths.inside(output, path.parent.as_posix()) / path.name
     except paths.Outside as fault:
         raise WorkflowError(f"filename_prefix {fault}, out of the output folder {output}: choose another.") from None
-    return Prefix(folder, path.name, "" if subfolder == "." else subfolder)
 
 
 def ensure_writable(folder: Path) -> None:
@@ -137,7 +135,7 @@ class Arriving:
 
     def write(self, data: bytes) -> None:
         """Raises OutputError."""
-        with _told(self._folder):
+        with writing(self._folder):
             self._file.write(data)
 
     def start_again(self) -> None:
@@ -172,13 +170,13 @@ def _arriving(folder: Path, names: Iterable[str] = ()) -> Generator[Arriving]:
     """A temporary file in the same folder, which takes the first of `names` that is free once it is whole; without any
     it is not kept."""
     with ExitStack() as opened:
-        with _told(folder):
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             temporary, file = opened.enter_context(temporary_in(folder))
         written = Arriving(folder, file)
         yield written
         if names:
-            with _told(folder):
+            with writing(folder):
                 file.flush()
                 os.fsync(file.fileno())
                 written.path = _publish(temporary, file, names)
@@ -219,12 +217,38 @@ def _counted(folder: Path, stem: str, suffix: str) -> Iterator[str]:
 
 
 @contextmanager
-def _told(target: Path) -> Iterator[None]:
-    """Raises OutputError where the block cannot write."""
+def writing(target: Path, left: str = "Nothing was left half-written.") -> Iterator[None]:
+    """Raises OutputError where the block cannot write. left: what is there then."""
     try:
         yield
     except OSError as error:
         reason, advice = error.strerror or str(error), "Check the folder's permissions, or choose another with --out."
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             reason, advice = "the disk is full", "Free some space, or choose another folder with --out."
-        raise OutputError(f"Cannot write {target}: {reason}. {advice} Nothing was left half-written.") from error
+        raise OutputError(f"Cannot write {target}: {reason}. {advice} {left}") from error
+
+
+@contextmanager
+def temporary_folder(prefix: str, where: Path | None = None) -> Iterator[Path]:
+    """A new folder in `where` (default: the system's own), gone at the end. Raises OSError where none can be made."""
+    where = where or Path(tempfile.gettempdir())
+    _remove_orphans(where, prefix)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=where, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        unnamed = folder / f"{OWNER}-new"  # takes its name when it is locked, so that none finds it unlocked before
+        with unnamed.open("wb") as file:
+            with suppress(OSError):  # no locks, or no renaming of open files: nobody takes the folder for an orphan
+                if locked(file):
+                    unnamed.rename(folder / OWNER)
+            yield folder
+
+
+def _remove_orphans(where: Path, prefix: str) -> None:
+    for folder in where.glob(f"{prefix}*"):
+        with suppress(OSError):
+            if folder.is_symlink() or (hasattr(os, "getuid") and folder.stat().st_uid != os.getuid()):
+                continue
+            with (folder / OWNER).open("r+b") as file:
+                orphaned = locked(file)
+            if orphaned:
+                shutil.rmtree(folder, ignore_errors=True)

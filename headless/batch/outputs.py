@@ -11,7 +11,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,9 +21,7 @@ from ...trust.atomic_files import locked, replacing, temporary_in
 from ...trust.foreign import Foreign, Unreadable, fitting, read
 from ...trust.plain import for_json
 from ...trust.text import for_file_name
-from ..errors import OutputError
-from ..files import ensure_writable
-from ..scratch import temporary_folder
+from ..files import ensure_writable, temporary_folder, writing
 
 FORMAT = 1
 RECORD = "job.json"
@@ -46,10 +44,13 @@ class Outputs:
         """Find out whether anything can be written there."""
         ensure_writable(self.folder / RUNNING)
 
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self.folder, "What is there is whole; the same command goes on from it.")
+
     def claim(self, content: str) -> BinaryIO | None:
         """A locked file, for the command that computes a job; None where another one does. The system unlocks what a
         killed command held. Where a network folder has no locks, two may compute a job, and the first result stays."""
-        with self._errors_told():
+        with self._writing():
             stream = self._claim(content).open("ab")
             if locked(stream) or not self._has_locks:
                 return stream
@@ -84,10 +85,10 @@ class Outputs:
         where the block raises."""
         with self._temporary("job") as temporary:
             folder, record, target = temporary / "made", {"format": FORMAT}, self.folder / content
-            with self._errors_told():
+            with self._writing():
                 folder.mkdir()
             yield folder, record
-            with self._errors_told():
+            with self._writing():
                 with (folder / RECORD).open("x", encoding="utf-8") as stream:
                     json.dump(for_json(record), stream, indent=2, allow_nan=False)
                     stream.flush()
@@ -104,7 +105,7 @@ class Outputs:
         that a folder is somebody's."""
         prefix, running = f"{what}-{for_file_name(socket.gethostname())}~", self.folder / RUNNING
         with ExitStack() as held:
-            with self._errors_told():
+            with self._writing():
                 running.mkdir(parents=True, exist_ok=True)
                 made = held.enter_context(temporary_folder(prefix, running))
             yield made
@@ -112,7 +113,7 @@ class Outputs:
     def park(self, content: str, name: str, error: str, attempts: int) -> None:
         """Have a job not tried again."""
         facts = {"format": FORMAT, "content": content, "name": name, "error": error, "attempts": attempts}
-        with self._errors_told():
+        with self._writing():
             (self.folder / PARKED).mkdir(parents=True, exist_ok=True)
             with replacing(self._parked(content)) as stream:
                 stream.write(json.dumps(facts, indent=2).encode() + b"\n")
@@ -126,19 +127,8 @@ class Outputs:
 
     def unpark(self, content: str) -> None:
         """Have a job tried again."""
-        with self._errors_told():
+        with self._writing():
             self._parked(content).unlink(missing_ok=True)
 
     def _parked(self, content: str) -> Path:
         return self.folder / PARKED / f"{content}.json"
-
-    @contextmanager
-    def _errors_told(self) -> Iterator[None]:
-        """Raise what goes wrong with the folder as OutputError."""
-        try:
-            yield
-        except OSError as error:
-            raise OutputError(
-                f"Cannot write to {self.folder}: {error.strerror or error}. Check its permissions and the disk's room, "
-                "or choose another folder with --out. What is there is whole; the same command goes on from it."
-            ) from error

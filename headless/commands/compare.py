@@ -18,11 +18,9 @@ from ..comparison import pictures
 from ..comparison.frames import as_bytes, compare, difference, read_pngs
 from ..comparison.precisions import REFERENCE, SHOWN, Comparable, comparable
 from ..errors import HostError, RunFailedError, WorkflowError
-from ..files import ensure_writable, write_together
+from ..files import ensure_writable, temporary_folder, write_together
 from ..hosts import chosen as hosts
-from ..hosts.result import RunProgress, RunResult
-from ..progress import printed_progress
-from ..scratch import temporary_folder
+from ..hosts.result import RunProgress, RunResult, printed_progress
 from ..workflow.graph import read_json
 from ..workflow.settings import Setting
 from .answer import Answer

@@ -6,6 +6,12 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
+from ...comfyui_host.host import COMPILED_VARIABLE, compiled_directory
+from ...pipelines.compile import cache
+from ...pipelines.errors import BadCompiled
+from ...precision.arch import detect
+from ...precision.machine import default_device, platform_of
+from ...trust.atomic_files import delete, size_of
 from . import kept_files
 from .answer import Answer
 
@@ -13,8 +19,6 @@ TRUST = "Such a file holds code that will be run. Import it only from people who
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from ...comfyui_host.host import COMPILED_VARIABLE
-
     parser.epilog = TRUST
     whose = "machines like this one"
     actions = kept_files.add_arguments(parser, "compiled code", COMPILED_VARIABLE, "compiled", whose)
@@ -23,22 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> Answer:
-    from ...comfyui_host.host import compiled_directory
-
     actions = {"list": _list, "export": _export, "import": _import, "clear": _clear}
     return kept_files.act(args, args.dir or compiled_directory(), actions)
 
 
 def _list(compile_cache_dir: Path, _args: argparse.Namespace) -> Answer:
-    from ...pipelines.compile.cache import exportable
-    from ...pipelines.errors import BadCompiled
-    from ...trust.atomic_files import size_of
-
     found = []
     for name, folder in _by_name(compile_cache_dir).items():
         size = size_of(folder)
         try:
-            target = exportable(folder)[0]
+            target = cache.exportable(folder)[0]
             facts, words = {"for": asdict(target)}, target.in_words()
         except (BadCompiled, OSError) as error:
             facts, words = {"error": str(error)}, str(error)
@@ -48,22 +46,15 @@ def _list(compile_cache_dir: Path, _args: argparse.Namespace) -> Answer:
 
 
 def _export(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
-    from ...pipelines.compile.cache import exportable, write
-
     folder = kept_files.the_one(_by_name(compile_cache_dir), args.name, compile_cache_dir, "that is kept")
-    write(args.file, *exportable(folder))
+    cache.write(args.file, *cache.exportable(folder))
     return Answer([args.file])
 
 
 def _import(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
     """Check a file and keep it, without running anything of it."""
-    from ...pipelines.compile.cache import keep_imported, read
-    from ...pipelines.errors import BadCompiled
-    from ...precision.arch import detect
-    from ...precision.machine import default_device, platform_of
-
     try:
-        target, artifacts = read(args.file)
+        target, artifacts = cache.read(args.file)
     except OSError as error:
         raise BadCompiled(f"'{args.file}' cannot be read: {error}.") from error
     device = default_device()
@@ -72,13 +63,11 @@ def _import(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
             f"'{args.file.name}' cannot be used on this machine: {misfit}. Export it on a machine like this one, or "
             "let a run compile here."
         )
-    keep_imported(compile_cache_dir, target, artifacts)
+    cache.keep_imported(compile_cache_dir, target, artifacts)
     return kept_files.imported(target.name, f"{target.in_words()}\nIt holds code, which later runs of this model run.")
 
 
 def _clear(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
-    from ...trust.atomic_files import delete
-
     names = {name: folder for name, folder in _by_name(compile_cache_dir).items() if name.startswith(args.name)}
     for folder in names.values():
         delete(folder)
@@ -87,6 +76,4 @@ def _clear(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
 
 def _by_name(compile_cache_dir: Path) -> dict[str, Path]:
     """Those used last first."""
-    from ...pipelines.compile.cache import SUFFIX, kept_folders
-
-    return {folder.name.removesuffix(SUFFIX): folder for folder in kept_folders(compile_cache_dir)}
+    return {folder.name.removesuffix(cache.SUFFIX): folder for folder in cache.kept_folders(compile_cache_dir)}

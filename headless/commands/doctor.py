@@ -7,20 +7,25 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...pipelines.errors import BadFolder
+from ...comfyui_host.host import selftest_directory
+from ...nodes.inputs import ACCUMULATIONS, PRECISIONS
+from ...nodes.report import architecture_of, with_surroundings
+from ...pipelines.errors import BadFolder, HubError
+from ...pipelines.insight.diagnosis import Diagnosis, diagnose
+from ...pipelines.insight.diagnosis_summary import summary
+from ...pipelines.models.hub import fetch
+from ...precision.accumulation import Accumulation
+from ...precision.policy import Precision
 from ...trust.message import BadInput
 from .answer import Answer
 
 if TYPE_CHECKING:
-    from ...pipelines.insight.diagnosis import Diagnosis
     from ...pipelines.insight.vram_estimate import Size
 
 OTHER_CARD = "for another card, for example sm75, 8.6, sm75-gtx16, gfx1100, xpu, mps or cpu"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from ...nodes.inputs import ACCUMULATIONS, PRECISIONS
-
     models = "a folder, SVD's single file, or the hub id of a model in the cache (default: all known variants)"
     parser.add_argument("--model", type=Path, metavar="MODEL", help=models)
     parser.add_argument("--arch", metavar="NAME", help=f"plan {OTHER_CARD}")
@@ -45,8 +50,6 @@ def _size(text: str) -> Size:
 
 def main(args: argparse.Namespace) -> Answer:
     """The diagnosis, wherever one can be made, with or without a GPU: on one screen, or whole with --verbose."""
-    from ...pipelines.insight.diagnosis_summary import summary
-
     diagnosis = examine(args.model, args.arch, args.precision, args.accumulation, args.vram, args.size)
     return Answer([diagnosis.text() if args.verbose else summary(diagnosis)], diagnosis.as_dict())
 
@@ -66,12 +69,6 @@ def examine(
 
     Raises BadFolder, BadInput or BadSize.
     """
-    from ...comfyui_host.host import selftest_directory
-    from ...nodes.report import architecture_of, with_surroundings
-    from ...pipelines.insight.diagnosis import diagnose
-    from ...precision.accumulation import Accumulation
-    from ...precision.policy import Precision
-
     if vram is not None and not 1 <= vram <= 4096:
         raise BadInput("--vram {:g} is no card's memory: say how many GiB it has, for example 12.", vram)
     if size and vram is None:
@@ -93,9 +90,6 @@ def examine(
 
 def on_disk(model: Path) -> Path:
     """Return a model's own path, or the folder of a hub id in the cache. Raises BadInput where there is neither."""
-    from ...pipelines.errors import HubError
-    from ...pipelines.models.hub import fetch
-
     if model.exists():
         return model.resolve()
     try:

@@ -5,24 +5,23 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...nodes.inputs import PRECISIONS
+from ...nodes.report import architecture_of
+from ...pipelines.families.spec import FamilySpec
+from ...pipelines.models.recognised import family_of
 from ..errors import WorkflowError
 from ..files import write_together
-from ..hosts.result import RunResult
-from ..progress import printed_progress
+from ..hosts.local import run_local
+from ..hosts.result import RunResult, printed_progress
 from .answer import Answer
 from .doctor import OTHER_CARD, on_disk
-
-if TYPE_CHECKING:
-    from ...pipelines.families.spec import FamilySpec
 
 PROMPT = "a red kite above a quiet village, early in the morning"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from ...nodes.inputs import PRECISIONS
-
     models = "a folder, Stable Video Diffusion's single file, or the hub id of a model in the cache"
     parser.add_argument("--model", type=Path, required=True, metavar="MODEL", help=models)
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="of a whole schedule (default: 4)")
@@ -50,10 +49,6 @@ def main(args: argparse.Namespace) -> Answer:
 
 
 def _run(args: argparse.Namespace) -> RunResult:
-    from ...nodes.report import architecture_of
-    from ...pipelines.models.recognised import family_of
-    from ..hosts.local import run_local
-
     model = on_disk(args.model)
     family = family_of(model)
     card = architecture_of(args.arch)

@@ -5,18 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ...comfyui_host.host import PROFILES_VARIABLE, profiles_directory
+from ...precision.profile_store import BadProfile, Profile, read, read_all, write, write_text
 from . import kept_files
 from .answer import Answer
 
-if TYPE_CHECKING:
-    from ...precision.profile_store import Profile
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from ...comfyui_host.host import PROFILES_VARIABLE
-
     whose = "others with this model and card"
     actions = kept_files.add_arguments(parser, "profiles", PROFILES_VARIABLE, "profiles", whose)
     show = actions.add_parser("show", help="print one, as JSON")
@@ -24,15 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> Answer:
-    from ...comfyui_host.host import profiles_directory
-
     actions = {"list": _list, "show": _show, "export": _export, "import": _import}
     return kept_files.act(args, args.dir or profiles_directory(), actions)
 
 
 def _list(folder: Path, _args: argparse.Namespace) -> Answer:
-    from ...precision.profile_store import BadProfile, read_all
-
     found = [
         (file.stem, str(profile), {"error": str(profile)})
         if isinstance(profile, BadProfile)
@@ -48,15 +40,11 @@ def _show(folder: Path, args: argparse.Namespace) -> Answer:
 
 
 def _export(folder: Path, args: argparse.Namespace) -> Answer:
-    from ...precision.profile_store import write_text
-
     write_text(args.file, _the_one(folder, args.name).text())
     return Answer([args.file])
 
 
 def _import(folder: Path, args: argparse.Namespace) -> Answer:
-    from ...precision.profile_store import read, write
-
     profile = read(args.file)
     return kept_files.imported(write(folder, profile).stem, profile.in_words())
 
@@ -64,6 +52,4 @@ def _import(folder: Path, args: argparse.Namespace) -> Answer:
 def _the_one(folder: Path, name: str) -> Profile:
     """The profile whose name starts so. Raises WorkflowError where it is none or several, BadProfile where it cannot
     be used."""
-    from ...precision.profile_store import read
-
     return read(kept_files.the_one({file.stem: file for file in folder.glob("*.json")}, name, folder, "profile"))

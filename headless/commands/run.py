@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ..hosts import chosen as hosts
-from ..progress import printed_progress
+from ..hosts.result import printed_progress
 from ..workflow.graph import read_json
 from ..workflow.settings import Setting
 from .answer import Answer

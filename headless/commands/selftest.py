@@ -7,7 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ExitCode, OutputError, WorkflowError
+from ...comfyui_host.host import selftest_directory
+from ...precision.machine import look
+from ...precision.self_test import keep
+from ..errors import ExitCode, WorkflowError
+from ..files import writing
 from .answer import Answer
 
 if TYPE_CHECKING:
@@ -22,16 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> Answer:
     """Run it, and keep the result. 4 where a line is wrong."""
-    from ...comfyui_host.host import selftest_directory
     from ...pipelines.selftest.checks import selftest
-    from ...precision.self_test import keep
 
     result = selftest(_device(args.device), lambda name, *_: print(f"{name} …", file=sys.stderr, flush=True))
     file = args.out or selftest_directory() / f"{result.key}.json"
-    try:
+    with writing(file):
         file = keep(result, file)
-    except OSError as error:
-        raise OutputError(f"Cannot write {file}: {error.strerror or error}.") from error
     lines = [result.in_words(), f"Kept in {file}. Add that file to an issue about this card."]
     code = ExitCode.RUN_FAILED if result.wrong else ExitCode.DONE
     return Answer(lines, {"file": file, **result.as_dict()}, exit_code=code)
@@ -40,8 +40,6 @@ def main(args: argparse.Namespace) -> Answer:
 def _device(name: str | None) -> torch.device:
     """Raises WorkflowError where there is no such device."""
     import torch
-
-    from ...precision.machine import look
 
     here = look()
     if not here.torch_works:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from ...trust.text import shown
 from ..errors import RunFailedError
@@ -66,8 +67,6 @@ def as_bytes(frames: np.ndarray) -> np.ndarray:
 
 def read_pngs(files: Sequence[Path]) -> np.ndarray:
     """PNG files as frames. Raises RunFailedError where one cannot be read, or they have not the same size."""
-    from PIL import Image
-
     frames = []
     try:
         for file in files:

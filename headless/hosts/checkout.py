@@ -26,7 +26,7 @@ from typing import Any
 
 from ...comfyui_host import host
 from ..errors import HostError, RunFailedError, UnknownNodesError, WorkflowError
-from ..scratch import temporary_folder
+from ..files import temporary_folder
 from ..server.follow import read_for_server, run_on_server
 from ..workflow.graph import Graph
 from ..workflow.schema import Schema

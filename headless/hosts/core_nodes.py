@@ -19,18 +19,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from ...comfyui_host import host
 from ...trust.paths import Outside
 from ...trust.text import shown
 from ..comparison.frames import as_bytes
 from ..errors import WorkflowError
-from ..files import PREVIEW_FOLDER, FileEntry, check_prefix, resolve_prefix, write_counted
+from ..files import PREVIEW_FOLDER, check_prefix, resolve_prefix, write_counted
 from . import input_images
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +126,6 @@ class SaveImage(_Saver):
         }
 
     def save(self, images: torch.Tensor, filename_prefix: str = "ComfyUI", **hidden: Any) -> dict[str, Any]:
-        from PIL.PngImagePlugin import PngInfo
-
         info = PngInfo()
         for key, text in _metadata(**hidden).items():
             info.add_text(key, text)
@@ -277,19 +276,17 @@ def encode_mp4(frames: np.ndarray, fps: float, metadata: Mapping[str, str] | Non
     return data.getvalue()
 
 
-def _pictures(images: torch.Tensor) -> list[Image]:
-    from PIL import Image
-
+def _pictures(images: torch.Tensor) -> list[Image.Image]:
     frames = to_uint8(images)
     return [Image.fromarray(frame.squeeze(-1) if frame.shape[-1] == 1 else frame) for frame in frames]
 
 
 def _write(kind: str, prefix: str, images: torch.Tensor, suffix: str, data: bytes) -> dict[str, str]:
-    root = host.output_directory()
-    root = root / PREVIEW_FOLDER if kind == "temp" else root
+    root = host.output_directory() / (PREVIEW_FOLDER if kind == "temp" else "")
     place = resolve_prefix(root, prefix, width=images.shape[2], height=images.shape[1])
-    path = write_counted(place.folder, place.stem, suffix, data)
-    return vars(FileEntry(path.name, place.subfolder, kind)).copy()
+    path = write_counted(place.parent, place.name, suffix, data)
+    subfolder = place.parent.relative_to(root).as_posix()
+    return {"filename": path.name, "subfolder": "" if subfolder == "." else subfolder, "type": kind}
 
 
 def _metadata(prompt: Any = None, extra_pnginfo: Mapping[str, Any] | None = None) -> dict[str, str]:

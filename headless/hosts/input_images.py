@@ -12,17 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image, ImageOps, ImageSequence
 
 from ...trust import paths
 from ...trust.text import shown
 from ..errors import WorkflowError
 from ..workflow.graph import Graph, GraphNode
 from ..workflow.schema import InputSpec, Schema
-
-if TYPE_CHECKING:
-    import numpy as np
-    from PIL.Image import Image
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "JPEG2000")  # each starts with bytes of its own
 MAX_IMAGE_BYTES = 100 * 2**20  # what a ComfyUI takes by default
@@ -99,8 +97,6 @@ class Frame:
 
 def frames(data: bytes) -> list[Frame]:
     """All frames of an image file. Raises ValueError: damaged, or more pixels than memory should take."""
-    from PIL import Image
-
     try:
         with Image.open(BytesIO(data), formats=_decoders()) as file:
             return list(_frames(file))
@@ -112,8 +108,6 @@ def frames(data: bytes) -> list[Frame]:
 
 def _decoders() -> list[str]:
     """Those of the formats that this Pillow reads. It knows more, among them some that start programs."""
-    from PIL import Image
-
     Image.init()
     return [kind for kind in IMAGE_FORMATS if kind in Image.OPEN]
 
@@ -123,8 +117,6 @@ def _open(path: str, flags: int) -> int:
 
 
 def _is_image(data: bytes) -> bool:
-    from PIL import Image
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of many pixels: none is decoded here
@@ -139,10 +131,7 @@ def _takes_images(spec: InputSpec) -> bool:
     return bool(spec.config.get("image_upload")) and spec.config.get("image_folder") in (None, "input")
 
 
-def _frames(file: Image) -> Iterator[Frame]:
-    import numpy as np
-    from PIL import ImageOps, ImageSequence
-
+def _frames(file: Image.Image) -> Iterator[Frame]:
     pixels = 0
     for frame in ImageSequence.Iterator(file):
         pixels += frame.width * frame.height
@@ -158,13 +147,11 @@ def _frames(file: Image) -> Iterator[Frame]:
         yield Frame(rgba, upright.has_transparency_data)
 
 
-def _deep(image: Image) -> np.ndarray | None:
+def _deep(image: Image.Image) -> np.ndarray | None:
     """Grey of more than 8 bits as float32, 0 to 1, which Pillow would cut off at 255; None for all other pictures.
 
     16 bits are read as by ComfyUI 0.33. Floats up to 1 are taken as they are; ComfyUI makes black of them.
     """
-    import numpy as np
-
     whole = image.mode == "I" or image.mode.startswith("I;16")
     if not whole and image.mode != "F":
         return None

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...comfyui_host import host
 from ..errors import HeadlessError, InterruptedRunError, RunFailedError
 from ..files import ensure_writable, file_entries
-from ..progress import libraries_without_bars
 from ..workflow import settings, ui_format
-from ..workflow.graph import Graph, GraphNode, Link, from_api, is_ui_format
+from ..workflow.graph import Graph, GraphNode, Link
 from ..workflow.schema import Schema
 from ..workflow.validate import WorkflowPlan, known_schemas, plan
-from .result import ProgressCallback, RunProgress, RunResult, no_progress
+from .result import ProgressCallback, RunProgress, RunResult, libraries_without_bars, no_progress
 
 logger = logging.getLogger(__name__)
 
@@ -57,30 +57,26 @@ def run_local(
     changes: inputs to set first.
     classes: node classes by type; default this pack's and a few core ones.
     timeout: seconds after which the run is stopped.
-    on_progress: told each node that starts.
+    on_progress: told each node that starts, and a server's steps.
     first: False in those of several processes that only help with what all compute together: that is run, and what it
         needs.
 
     Raises WorkflowError where the workflow can't run (nothing ran), RunFailedError where a node raised or the time was
     up, OutputError where a result could not be written, InterruptedRunError at Ctrl-C.
     """
-    from ...comfyui_host import host
-
     folders = host.plain_folders(
         models=[root.resolve() for root in models], input=input_dir.resolve(), output=output_dir.resolve()
     )
     with folders as interrupt:
         node_classes = default_classes() if classes is None else classes
-        graph = _read(workflow, node_classes)
-        graph = settings.apply(graph, changes, known_schemas(graph.class_types(), node_classes))
-        checked = plan(graph, node_classes)
+        graph, schemas = _read(workflow, node_classes)
+        checked = plan(settings.apply(graph, changes, schemas), node_classes)
         ensure_writable(output_dir)
         started = time.perf_counter()
         with _stoppable(interrupt, timeout) as stop, libraries_without_bars():
             order = checked.order if first else _together(checked, node_classes)
             outputs, results = _run(checked, order, node_classes, stop, on_progress)
-        entries = [entry for ui in outputs.values() for entry in file_entries(ui) if entry.type != "input"]
-        files = [output_dir / entry.path for entry in entries]
+        files = [output_dir / entry.path for ui in outputs.values() for entry in file_entries(ui)]
     return RunResult(outputs, results, files, time.perf_counter() - started)
 
 
@@ -98,18 +94,13 @@ def _together(checked: WorkflowPlan, classes: Mapping[str, type]) -> Sequence[st
 def read_local(workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
     """A workflow, and the schemas of its node types. Raises WorkflowError where it is none, or has node types that need
     a ComfyUI."""
-    classes = default_classes()
-    graph = _read(workflow, classes)
-    return graph, known_schemas(graph.class_types(), classes)
+    return _read(workflow, default_classes())
 
 
-def _read(workflow: Graph | Mapping[str, Any], classes: Mapping[str, type]) -> Graph:
-    if isinstance(workflow, Graph):
-        return workflow
-    if is_ui_format(workflow):
-        named = ui_format.named_types(workflow) & classes.keys()
-        return ui_format.convert(workflow, known_schemas(ui_format.class_types(workflow) | named, classes))
-    return from_api(workflow)
+def _read(workflow: Graph | Mapping[str, Any], classes: Mapping[str, type]) -> tuple[Graph, dict[str, Schema]]:
+    types = ui_format.types_in(workflow) | (ui_format.named_types(workflow) & classes.keys())
+    schemas = known_schemas(types, classes)
+    return ui_format.graph_of(workflow, schemas), schemas
 
 
 @dataclass
@@ -176,8 +167,6 @@ def _run(
 
 
 def _call(node: GraphNode, node_class: Any, arguments: Mapping[str, Any], stop: _Stop) -> Any:
-    from ...comfyui_host import host
-
     try:
         return getattr(node_class(), node_class.FUNCTION)(**arguments)
     except HeadlessError:

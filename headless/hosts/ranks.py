@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HeadlessError, InterruptedRunError, OutputError, RunFailedError, WorkflowError
-from ..scratch import temporary_folder
+from ..files import temporary_folder
 from ..terminal import cleaned_output
 from ..workflow.graph import Graph
 from .result import ProgressCallback, RunProgress, RunResult, no_progress
@@ -114,7 +114,7 @@ class _Failed:
 def _run_rank(number: int, job: _RankRun, channel: Any) -> None:
     """Run one rank, until it is done and is told to end. It ends with whoever watches it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     lock = threading.Lock()
 
     def tell(message: Any) -> None:
@@ -147,10 +147,6 @@ def _compute(number: int, job: _RankRun, tell: Callable[[Any], None], channel: A
         tell(replace(result, results={}))
         with suppress(EOFError, OSError):
             channel.recv()  # until all are done: the others may still need what this one has
-
-
-def _stop(_number: int, _frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _beat(tell: Callable[[Any], None]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ...trust.foreign import Foreign, Unreadable, fitting
 from ..errors import RunFailedError
@@ -57,26 +58,23 @@ class RunResult:
     def stages(self) -> list[dict[str, Any]]:
         """The reports of all guarded stages, in the order of the nodes. Raises RunFailedError: a server tells of
         stages that no node of this pack can have had."""
-        reports = [report for ui in self.outputs.values() for report in _listed(ui, "onediff_guard")]
-        return [_checked(report) for report in reports if isinstance(report, dict) and "steps" in report]
+        listed = [report for ui in self.outputs.values() for report in _listed(ui, "onediff_guard")]
+        reports = [report for report in listed if isinstance(report, dict) and "steps" in report]
+        try:
+            fitting(list[StageReport], reports)
+        except Unreadable as error:
+            raise RunFailedError(f"The report of a stage is not what this pack's nodes write: {error}.") from None
+        return reports
 
     def files_of(self, node: str) -> list[Path]:
         """What one node wrote."""
-        writers = [writer for writer, ui in self.outputs.items() for entry in file_entries(ui) if entry.type != "input"]
+        writers = [writer for writer, ui in self.outputs.items() for entry in file_entries(ui)]
         return [file for writer, file in zip(writers, self.files, strict=True) if writer == node]
 
 
 def _listed(ui: Mapping[str, Any], key: str) -> Sequence[Any]:
     found = ui.get(key)
     return found if isinstance(found, (list, tuple)) else ()
-
-
-def _checked(report: dict[str, Any]) -> dict[str, Any]:
-    try:
-        fitting(StageReport, report)
-    except Unreadable as error:
-        raise RunFailedError(f"The report of a stage is not what this pack's nodes write: {error}.") from None
-    return report
 
 
 @dataclass(frozen=True)
@@ -91,3 +89,38 @@ ProgressCallback = Callable[[RunProgress], None]
 
 def no_progress(progress: RunProgress) -> None:
     """Tell nobody."""
+
+
+@contextmanager
+def printed_progress(stream: TextIO) -> Iterator[ProgressCallback]:
+    """Prints each node as it starts, and on a terminal its steps too."""
+    node, open_line = "", False
+
+    def tell(progress: RunProgress) -> None:
+        nonlocal node, open_line
+        if progress.node != node:
+            print(f"\n{progress.node}" if open_line else progress.node, file=stream, flush=True)
+            node, open_line = progress.node, False
+        if stream.isatty() and progress.maximum:
+            print(f"\r  {progress.value or 0:g} of {progress.maximum:g}", end="", file=stream, flush=True)
+            open_line = True
+
+    try:
+        yield tell
+    finally:
+        if open_line:
+            print(file=stream, flush=True)
+
+
+@contextmanager
+def libraries_without_bars() -> Iterator[None]:
+    """diffusers and transformers draw none while they read or write weights: nodes tell their own progress."""
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
+    with ExitStack() as restored:
+        for library in (of_diffusers, of_transformers):
+            if library.is_progress_bar_enabled():
+                library.disable_progress_bar()
+                restored.callback(library.enable_progress_bar)
+        yield

@@ -10,8 +10,8 @@ import asyncio
 import shutil
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,9 +64,15 @@ class HttpResponse:
     def fitting(self, kind: type[T]) -> T:
         """The answer as `kind`, a model. Raises HostError: it is no JSON, or none of ComfyUI's; TooLongError."""
         check_size(self.place, values=foreign.values_in(self.data))
-        try:
+        with self.of_comfyui():
             return foreign.fitting(kind, foreign.parse(self.data, nan=True))
-        except foreign.Unreadable as error:
+
+    @contextmanager
+    def of_comfyui(self) -> Iterator[None]:
+        """Raises HostError where the block finds that it is none of ComfyUI's."""
+        try:
+            yield
+        except (foreign.Unreadable, paths.Outside) as error:
             raise HostError(f"{self.place} does not answer as ComfyUI does: {error}.") from None
 
 
@@ -97,11 +103,9 @@ class Server:
             values += foreign.values_in(answer.data)
             check_size(answer.place, values=values)
             node_types = answer.fitting(dict[str, Any])
-            try:
-                if name in node_types:
+            if name in node_types:
+                with answer.of_comfyui():
                     found[name] = from_object_info(name, node_types[name])
-            except foreign.Unreadable as error:
-                raise HostError(f"{answer.place} does not describe the node type as ComfyUI does: {error}.") from None
         if unknown := [name for name in needed if name not in found]:
             raise UnknownNodesError(
                 f"The ComfyUI at {self.name} has no node type {', '.join(map(shown, unknown))}. Install the pack that "
@@ -135,10 +139,8 @@ class Server:
         """What came of a prompt; None while it is not done, and where the server does not know it."""
         answer = await self._get("history", prompt_id)
         found = answer.fitting(dict[str, Any]).get(prompt_id)
-        try:
+        with answer.of_comfyui():
             return None if found is None else foreign.fitting(HistoryEntry, found)
-        except foreign.Unreadable as error:
-            raise HostError(f"{answer.place} does not tell what came of the run as ComfyUI does: {error}.") from None
 
     async def has(self, prompt_id: str) -> bool:
         """Whether a prompt runs or waits. A shared server's queue may hold hundreds of large workflows, each in full:
@@ -170,10 +172,8 @@ class Server:
         answer = await self._ask("POST", "upload", "image", seconds=UPLOAD_SECONDS, data=form)
         if answer.status != 200:
             raise WorkflowError(f"{self.name} did not take the image {name}: HTTP {answer.status}.")
-        try:
+        with answer.of_comfyui():
             return answer.fitting(Uploaded).path
-        except paths.Outside as fault:
-            raise HostError(f"{answer.place} has no such name for the image {name}: {fault}.") from None
 
     async def download(self, entry: FileEntry, into: Arriving, folder: Path) -> None:
         """Fetch a result file, again where the connection breaks. folder: that it lands in. Raises RunFailedError where

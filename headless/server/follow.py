@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from ..files import arriving, ensure_writable, file_entries
 from ..hosts import input_images
 from ..hosts.result import ProgressCallback, RunProgress, RunResult, no_progress
 from ..workflow import settings, ui_format
-from ..workflow.graph import Graph, from_api, is_ui_format
+from ..workflow.graph import Graph
 from ..workflow.schema import Schema
 from .answers import HistoryEntry, event, label
 from .api import Server
@@ -71,29 +71,22 @@ def run_on_server(
 ) -> RunResult:
     """Run a workflow on a running ComfyUI and download what it saved.
 
-    workflow: a graph, or a workflow's JSON in API or UI format.
+    workflow, output_dir, changes, on_progress: as of `run_local`.
     url: the server's address; no other is followed.
-    output_dir: where results go; made if it isn't there.
     input_dir: images that the workflow names and that are in here are uploaded first.
     reads_from: the input folder of a server on this machine: a workflow that names images outside is refused.
-    changes: inputs to set first.
     timeout: seconds for all of it, the download too. A run that is not done by then is interrupted.
     guard: the server guards the MODELs and VAEs of the workflow.
     patience: seconds that the server may be out of reach.
     stop: interrupts the run once it is set, from any thread.
-    on_progress: told each node and step.
 
     Raises HostError where no ComfyUI answers there, WorkflowError where the server refuses the workflow, or it names
     images that may not be read (nothing ran), RunFailedError where a node raised, the time was up, or the server was
     lost, InterruptedRunError where somebody interrupted the run there, OutputError where a result could not be written.
     Ctrl-C here interrupts the run and is raised as KeyboardInterrupt.
     """
-    return _through(
-        _ServerRun(Server(url), guard, patience, on_progress),
-        timeout,
-        lambda job: job.run(workflow, output_dir, input_dir, reads_from, changes),
-        stop,
-    )
+    job = _ServerRun(Server(url), guard, patience, on_progress)
+    return _through(job, timeout, job.run(workflow, output_dir, input_dir, reads_from, changes), stop)
 
 
 def read_for_server(
@@ -105,14 +98,12 @@ def read_for_server(
     Raises HostError where no ComfyUI answers there, WorkflowError where it is no workflow, or the server lacks some of
     its node types, RunFailedError where the time was up.
     """
-    return _through(_ServerRun(Server(url), guard), timeout, lambda job: job.read(workflow))
+    job = _ServerRun(Server(url), guard)
+    return _through(job, timeout, job.read(workflow))
 
 
 def _through(
-    job: _ServerRun,
-    timeout: float | None,
-    work: Callable[[_ServerRun], Coroutine[Any, Any, T]],
-    stop: threading.Event | None = None,
+    job: _ServerRun, timeout: float | None, work: Coroutine[Any, Any, T], stop: threading.Event | None = None
 ) -> T:
     """What came of the work. Whether it fails, its time is up, or Ctrl-C or `stop` ends it, it is over when this
     returns."""
@@ -120,7 +111,7 @@ def _through(
 
     async def within_time() -> T:
         async with job.server:
-            task = asyncio.ensure_future(work(job))
+            task = asyncio.ensure_future(work)
             try:
                 while not (task.done() or (stop and stop.is_set()) or time.monotonic() >= until):
                     await asyncio.wait({task}, timeout=max(0, min(STOP_LOOK_SECONDS, until - time.monotonic())))
@@ -178,14 +169,9 @@ class _ServerRun:
         return RunResult(entry.outputs, {}, files, time.perf_counter() - started, entry.guards())
 
     async def read(self, workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
-        needed = (GUARD,) if self.guard else ()
-        if not isinstance(workflow, Graph) and is_ui_format(workflow):
-            types, named = ui_format.class_types(workflow), ui_format.named_types(workflow)
-            schemas = await self.server.schemas({*types, *needed}, also=named)
-            graph = ui_format.convert(workflow, schemas)
-        else:
-            graph = workflow if isinstance(workflow, Graph) else from_api(workflow)
-            schemas = await self.server.schemas({*graph.class_types(), *needed})
+        types, named = ui_format.types_in(workflow), ui_format.named_types(workflow)
+        schemas = await self.server.schemas({*types, GUARD} if self.guard else types, also=named)
+        graph = ui_format.graph_of(workflow, schemas)
         return replace(graph, guarded=True) if self.guard else graph, schemas
 
     async def _upload(self, graph: Graph, schemas: Mapping[str, Schema], folder: Path) -> Graph:
@@ -305,7 +291,7 @@ class _ServerRun:
             self.out_of_time = f"The run was not done in time, and {self.server.name} took no interrupt: it may go on"
 
     async def _download(self, outputs: Mapping[str, Mapping[str, Any]], output_dir: Path) -> list[Path]:
-        entries = [entry for ui in outputs.values() for entry in file_entries(ui) if entry.type != "input"]
+        entries = [entry for ui in outputs.values() for entry in file_entries(ui)]
         if len(entries) > MAX_FILES:
             raise RunFailedError(
                 f"{self.server.name} lists {len(entries):,} files of this run, more than {MAX_FILES:,}."

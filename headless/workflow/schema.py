@@ -82,10 +82,6 @@ class InputSpec:
         """Whether a `control_after_generate` widget may follow it."""
         return bool(self.config.get("control_after_generate")) or (self.type == "INT" and self.name in SEED_NAMES)
 
-    def brought(self, value: Any) -> tuple[InputSpec, ...]:
-        """The inputs that come with this value."""
-        return self.brings.get(value, ()) if isinstance(value, str) else ()
-
 
 @dataclass(frozen=True)
 class Schema:
@@ -112,7 +108,8 @@ def walk(specs: Iterable[InputSpec], value: Callable[[InputSpec], Any]) -> Itera
             yield from spec.grows
         else:
             yield spec
-            yield from walk(spec.brought(value(spec)), value)
+            option = value(spec)
+            yield from walk(spec.brings.get(option, ()) if isinstance(option, str) else (), value)
 
 
 def from_class(class_type: str, node_class: type) -> Schema:
@@ -136,9 +133,12 @@ class _DeclaredInputs(Foreign):
     hidden: _Declarations = {}
 
 
+_Inputs = Annotated[_DeclaredInputs, BeforeValidator(nothing_is_empty)]
+
+
 class _Option(Foreign):
     key: str
-    inputs: Annotated[_DeclaredInputs, BeforeValidator(nothing_is_empty)] = _DeclaredInputs()
+    inputs: _Inputs = _DeclaredInputs()
 
 
 class _DynamicCombo(Foreign):
@@ -158,7 +158,7 @@ class _Autogrow(Foreign):
 
 
 class _NodeInfo(Foreign):
-    input: Annotated[_DeclaredInputs, BeforeValidator(nothing_is_empty)] = _DeclaredInputs()
+    input: _Inputs = _DeclaredInputs()
     output: list[str | list[Any]] | None = None
     output_node: bool | None = None
     display_name: str | None = None

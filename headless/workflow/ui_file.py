@@ -14,6 +14,7 @@ from itertools import count
 from typing import Annotated, Any
 
 from pydantic import (
+    AliasPath,
     BeforeValidator,
     Field,
     JsonValue,
@@ -53,6 +54,11 @@ def _if_it_fits(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
         return None
 
 
+def _within(*path: str) -> Any:
+    """A field that lies deeper in the file."""
+    return Field(default=None, validation_alias=AliasPath(*path))
+
+
 Id = Annotated[str, BeforeValidator(_as_text)]
 Whole = Annotated[int, BeforeValidator(_whole)]
 Type = Annotated[str, BeforeValidator(str)]  # old files have a drop-down's options here
@@ -70,13 +76,6 @@ class UiOutput(Foreign):
     type: Type = "*"
 
 
-class _Properties(Foreign):
-    # of a subgraph node: [id of an inner node, its widget, ...] for each widget that is shown on it; up to early 2026
-    promoted: Annotated[list[_Promotion] | None, WhereItFits] = Field(default=None, alias="proxyWidgets")
-    name: JsonValue = Field(default="", alias="Node name for S&R")  # by which patterns in file names mean it
-    fills_in: JsonValue = Field(default=False, alias="Run widget replace on values")  # of a primitive, in its value
-
-
 class UiNode(Foreign):
     id: Id
     type: str
@@ -84,12 +83,13 @@ class UiNode(Foreign):
     title: str | None = None
     inputs: list[UiInput] | None = None
     outputs: list[UiOutput] | None = None
-    properties: Annotated[_Properties | None, WhereItFits] = None
+    # of a subgraph node: [id of an inner node, its widget, ...] for each widget that is shown on it; up to early 2026
+    promoted: Annotated[list[_Promotion] | None, WhereItFits] = _within("properties", "proxyWidgets")
+    # of a primitive, in its value
+    fills_in: Annotated[JsonValue, WhereItFits] = _within("properties", "Run widget replace on values")
+    # by which patterns in file names mean it
+    name: JsonValue = Field(default="", validation_alias=AliasPath("properties", "Node name for S&R"))
     widgets_values: list[JsonValue] | dict[str, JsonValue] | None = None
-
-    @property
-    def more(self) -> _Properties:
-        return self.properties or _Properties()
 
     @property
     def stored(self) -> list[Any]:
@@ -140,16 +140,12 @@ class _Definitions(Foreign):
     subgraphs: list[UiSubgraph] | None = None
 
 
-class _Extra(Foreign):
-    group_nodes: dict[str, JsonValue] | None = Field(default=None, alias="groupNodes")
-
-
 class UiFile(Foreign):
     last_node_id: Annotated[JsonValue, BeforeValidator(_whole)] = None
     nodes: list[UiNode]
     links: list[UiLink | None] | None = None
     definitions: _Definitions | None = None
-    extra: Annotated[_Extra | None, WhereItFits] = None
+    group_nodes: Annotated[dict[str, JsonValue] | None, WhereItFits] = _within("extra", "groupNodes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +227,7 @@ def unfold(file: UiFile) -> Unfolded:
                 raise WorkflowError(f"The workflow's subgraphs unfold to more than {MAX_NODES:,} nodes.")
             levels[below.path] = below
             waiting.append(below)
-    return Unfolded(levels, subgraphs, frozenset((file.extra and file.extra.group_nodes) or ()))
+    return Unfolded(levels, subgraphs, frozenset(file.group_nodes or ()))
 
 
 def _below(level: Level, node: UiNode, inside: Canvas) -> Level:

@@ -1,4 +1,4 @@
-"""UI-format workflows (what ComfyUI's Save writes) turned into the graph that a browser would send.
+"""A workflow of any format as a graph: one in UI format (what ComfyUI's Save writes) as the browser would send it.
 
 The browser's own nodes vanish on the way: notes, reroutes, primitives, subgraphs, and nodes that are muted or bypassed.
 Widget values are stored by position, so the schemas of the nodes are needed to name them.
@@ -14,12 +14,11 @@ from typing import Any
 from ...trust.foreign import Unreadable, fitting
 from ...trust.text import listed, shown
 from ..errors import UnknownNodesError, WorkflowError
-from .graph import Graph, GraphNode, Link, whole
+from .graph import Graph, GraphNode, Link, from_api, is_ui_format, whole
 from .schema import Schema
 from .ui_file import BYPASSED, MUTED, Level, UiFile, UiNode, Unfolded, unfold
-from .ui_links import HANDS_ON, Sources
 from .ui_texts import PREFIX, SAVERS, FileNames, chosen, types_named
-from .ui_widgets import OF_THE_PAGE
+from .ui_values import HANDS_ON, OF_THE_PAGE, Sources
 
 FRONTEND_ONLY = HANDS_ON | OF_THE_PAGE.keys()
 DATE = "%date:"
@@ -44,22 +43,34 @@ RECORDING = "whose pictures or sounds the browser makes as it sends the workflow
 EXPORT_HINT = "In ComfyUI, use Workflow > Export (API) and run that file instead."
 
 
-def class_types(data: Mapping[str, Any]) -> set[str]:
-    """The node types whose schemas `convert` needs. Raises WorkflowError where the workflow can't be read, has group
-    nodes, or subgraphs that can't be unfolded."""
-    return _class_types(_read(data))
+def types_in(workflow: Graph | Mapping[str, Any]) -> set[str]:
+    """The node types whose schemas `graph_of` needs. workflow: a graph, or its JSON in API or UI format. Raises
+    WorkflowError where the workflow can't be read, has group nodes, or subgraphs that can't be unfolded."""
+    if not isinstance(workflow, Graph) and is_ui_format(workflow):
+        return _class_types(_read(workflow))
+    return graph_of(workflow, {}).class_types()
 
 
-def named_types(data: Mapping[str, Any]) -> set[str]:
-    """The node types whose schemas `convert` uses where the host has them: also of nodes that do not run, where a file
-    name may mean one. Raises WorkflowError as `class_types` does."""
-    return types_named(_read(data))
+def graph_of(workflow: Graph | Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
+    """A workflow as a graph. schemas: by node type; at least those of `types_in(workflow)`. Raises WorkflowError, as
+    `convert` does."""
+    if isinstance(workflow, Graph):
+        return workflow
+    return convert(workflow, schemas) if is_ui_format(workflow) else from_api(workflow)
+
+
+def named_types(workflow: Graph | Mapping[str, Any]) -> set[str]:
+    """The node types whose schemas `graph_of` uses where the host has them: also of nodes that do not run, where a file
+    name may mean one. Raises WorkflowError as `types_in` does."""
+    if isinstance(workflow, Graph) or not is_ui_format(workflow):
+        return set()
+    return types_named(_read(workflow))
 
 
 def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
     """The graph that ComfyUI's page would send for this UI-format workflow. Nodes in subgraphs have ids like "1:2:3".
 
-    data: the workflow. schemas: by node type; at least those of `class_types(data)`. Raises WorkflowError where it
+    data: the workflow. schemas: by node type; at least those of `types_in(data)`. Raises WorkflowError where it
     can't be read or unfolded, or has a broken link table or an unknown node type.
     """
     unfolded = _read(data)
@@ -102,7 +113,8 @@ def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
             if name in specs and specs[name].config.get("dynamicPrompts") is True:
                 prompts[node_id, name] = inputs[name]
         converted[node_id] = whole(GraphNode(node_id, node.type, inputs, node.title or None, level.title))
-    return chosen(Graph(converted, _as_saved(data), prompts, dated))
+    as_saved = json.loads(json.dumps(data), parse_constant=lambda _: None)  # null for NaN, which JSON has not
+    return chosen(Graph(converted, as_saved, prompts, dated))
 
 
 def _read(data: Mapping[str, Any]) -> Unfolded:
@@ -137,11 +149,3 @@ def _only_in_browser(level: Level, node: UiNode, what: str) -> WorkflowError:
 
 def _runs(node: UiNode) -> bool:
     return node.mode not in (MUTED, BYPASSED) and node.type not in FRONTEND_ONLY
-
-
-def _as_saved(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The workflow as the page would save it: null in place of NaN and infinity, which JSON has not."""
-    try:
-        return json.loads(json.dumps(data), parse_constant=lambda _: None)
-    except (RecursionError, TypeError, ValueError):
-        raise WorkflowError(f"The workflow holds what JSON cannot. {EXPORT_HINT}") from None

@@ -14,7 +14,7 @@ from ..errors import WorkflowError
 from .graph import Graph, Link
 from .schema import SEED_NAMES, Schema
 from .ui_file import Canvas, UiNode, Unfolded
-from .ui_widgets import OF_THE_PAGE, PRIMITIVE, Widgets
+from .ui_values import OF_THE_PAGE, PRIMITIVE, Widgets
 
 PREFIX = "filename_prefix"
 # the nodes whose file names the page fills in; of the last, its pack does
@@ -200,7 +200,7 @@ def _by_name(unfolded: Unfolded, schemas: Mapping[str, Schema]) -> dict[str, tup
     titles: dict[str, tuple[Canvas, UiNode]] = {}
     for canvas, node in _in_order(unfolded):
         unnamed = "" if node.type in SAVERS | OF_THE_PAGE.keys() else node.type
-        name = unnamed if node.more.name == "" else node.more.name
+        name = unnamed if node.name == "" else node.name
         if isinstance(name, str) and name:
             names.setdefault(name, (canvas, node))
         inside = unfolded.subgraphs.get(node.type)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from comfyui_onediff_guard.headless import scratch
+from comfyui_onediff_guard.headless import files
 from comfyui_onediff_guard.headless.hosts import checkout
 from stand_in_checkout import is_running, write_checkout
 from waiting import HANG_SECONDS, wait_until
@@ -57,7 +57,7 @@ def test_nothing_outlives_the_command(
         wait_until(lambda pid=pid: not is_running(pid), "a process outlives the command that started it")
     left = list((folder / "tmp").iterdir())
     assert len(left) == (1 if how == "SIGKILL" else 0)
-    with scratch.temporary_folder("onediff-guard-", folder / "tmp") as own:
+    with files.temporary_folder("onediff-guard-", folder / "tmp") as own:
         assert list((folder / "tmp").iterdir()) == [own], "the next run removes what the killed one left"
     figure(f"{how} {where}, while a ComfyUI that was started is busy: processes and folders left", 0)
 
@@ -65,12 +65,12 @@ def test_nothing_outlives_the_command(
 def test_folders_that_somebody_uses_stay(tmp_path: Path) -> None:
     (tmp_path / "x-unlocked").mkdir()
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / scratch.OWNER).touch()
+    (tmp_path / "elsewhere" / files.OWNER).touch()
     (tmp_path / "x-link").symlink_to(tmp_path / "elsewhere")
-    with scratch.temporary_folder("x-", tmp_path) as one, scratch.temporary_folder("x-", tmp_path) as other:
+    with files.temporary_folder("x-", tmp_path) as one, files.temporary_folder("x-", tmp_path) as other:
         assert one.is_dir() and other.is_dir()
     assert {path.name for path in tmp_path.iterdir()} == {"x-unlocked", "x-link", "elsewhere"}
-    assert (tmp_path / "elsewhere" / scratch.OWNER).exists()
+    assert (tmp_path / "elsewhere" / files.OWNER).exists()
 
 
 def test_nohup_holds(folder: Path) -> None:

@@ -15,6 +15,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless import files
 from comfyui_onediff_guard.headless.errors import OutputError, RunFailedError, WorkflowError
 from comfyui_onediff_guard.headless.hosts import core_nodes, input_images
@@ -104,6 +105,20 @@ def test_webp_is_lossless(run: Run, workflow: dict[str, Any]) -> None:
         assert file.info["duration"] == 125
         assert "Noise" in file.getexif()[core_nodes.EXIF_MODEL]
     assert np.array_equal(np.stack(frames), expected)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "subfolder", "stem"), [("x", "", "x"), ("a/x", "a", "x"), ("a\\b\\x", "a/b", "x"), ("./x", "", "x")]
+)
+@pytest.mark.parametrize(("kind", "root"), [("output", Path()), ("temp", Path("temp"))])
+def test_a_saved_file_is_listed_as_comfyui_does(
+    tmp_path: Path, prefix: str, subfolder: str, stem: str, kind: str, root: Path
+) -> None:
+    saver = core_nodes.SaveImage() if kind == "output" else core_nodes.PreviewImage()
+    with host.plain_folders(models=[], input=tmp_path, output=tmp_path):
+        listed = saver.save(torch.zeros(1, 2, 2, 3), prefix)["ui"]["images"]
+    assert listed == [{"filename": f"{stem}_00001_.png", "subfolder": subfolder, "type": kind}]
+    assert (tmp_path / root / subfolder / f"{stem}_00001_.png").is_file()
 
 
 @pytest.mark.parametrize("saver", [video(), webp(), {}], ids=["mp4", "webp", "png"])

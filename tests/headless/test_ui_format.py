@@ -98,7 +98,7 @@ def link(number: int, origin: int, target: int, slot: int = 0) -> Json:
 
 def convert(nodes: list[Json], *links: Any, **more: Any) -> Graph:
     data = {"nodes": nodes, "links": list(links), **more}
-    types = ui_format.class_types(data) | ui_format.named_types(data)
+    types = ui_format.types_in(data) | ui_format.named_types(data)
     return ui_format.convert(data, {name: SCHEMAS[name] for name in types & SCHEMAS.keys()})
 
 

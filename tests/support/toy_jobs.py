@@ -88,7 +88,7 @@ class SaveSlowly:
         names = []
         for part in range(3):
             time.sleep(pause)
-            names.append(write_counted(prefix.folder, prefix.stem, ".txt", f"{text} {part}".encode()).name)
+            names.append(write_counted(prefix.parent, prefix.name, ".txt", f"{text} {part}".encode()).name)
         return {"ui": {"texts": [{"filename": name, "subfolder": "", "type": "output"} for name in names]}}
 
 

@@ -14,7 +14,7 @@ from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.errors import ExitCode
 from comfyui_onediff_guard.headless.hosts import core_nodes
-from comfyui_onediff_guard.headless.workflow import schema, ui_format, ui_widgets, validate
+from comfyui_onediff_guard.headless.workflow import schema, ui_format, ui_values, validate
 from comfyui_onediff_guard.headless.workflow.graph import Graph, from_api, is_ui_format
 from comfyui_onediff_guard.headless.workflow.schema import Schema
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
@@ -268,4 +268,4 @@ def test_the_seed_is_followed_by_its_control(path: Path) -> None:
         names = [name for w in spec.widgets for name in ([w.name, "control"] if w.may_have_control else [w.name])]
         assert len(node["widgets_values"]) == len(names), node["type"]
         controls += [value for name, value in zip(names, node["widgets_values"], strict=True) if name == "control"]
-    assert controls and set(controls) <= set(ui_widgets.CONTROL_VALUES)
+    assert controls and set(controls) <= set(ui_values.CONTROL_VALUES)

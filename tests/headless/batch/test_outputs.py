@@ -94,7 +94,7 @@ def test_a_disk_that_fails_while_publishing_leaves_nothing(tmp_path: Path, monke
 
     outputs = Outputs(tmp_path)
     monkeypatch.setattr(module.json, "dump", full)
-    with pytest.raises(OutputError, match="No space left"), outputs.arriving(CONTENT) as (folder, _):
+    with pytest.raises(OutputError, match="the disk is full"), outputs.arriving(CONTENT) as (folder, _):
         (folder / "a").touch()
     assert not (tmp_path / CONTENT).exists() and not [*(tmp_path / ".running").iterdir()]
 
