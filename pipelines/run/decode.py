@@ -22,9 +22,8 @@ from ..families.table import FAMILIES
 from ..parallel.exchange import collected, dealt
 from ..parallel.group import ALONE, ProcessGroup
 from ..weights.oom_fallback import ExecutionOption, OomFallback
-from .calls import Calls, CallTold
 from .handle import PipelineHandle, in_turn
-from .stage import ComponentStage
+from .stage import Calls, CallTold, ComponentStage
 from .vae import dry_run, guarded_decoder
 
 

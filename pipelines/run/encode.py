@@ -14,11 +14,10 @@ from ...precision.report import RunReport
 from ...precision.shallow_copy import reporting, with_forward
 from ...trust.message import BadInput, Message
 from ...trust.text import is_whole, listed
-from .calls import Calls, CallTold
 from .denoiser import GuardedCalls
 from .features import ClippedValues
 from .handle import PipelineHandle, in_turn
-from .stage import ComponentStage
+from .stage import Calls, CallTold, ComponentStage
 
 logger = logging.getLogger(__name__)
 

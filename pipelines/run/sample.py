@@ -22,13 +22,12 @@ from ..errors import BadSize
 from ..families.spec import ENCODERS, FamilySpec
 from ..weights.oom_fallback import OomFallback
 from . import vae
-from .calls import Calls
 from .denoiser import guarded_denoiser
 from .feature import RunContext, Tell
 from .features import features_of
 from .handle import PipelineHandle, in_turn
 from .profiles import save_profile
-from .stage import ComponentStage
+from .stage import Calls, ComponentStage
 
 if TYPE_CHECKING:
     from .previews import Previews

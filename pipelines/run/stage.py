@@ -1,4 +1,5 @@
-"""A stage of a pipeline: one of its components, loaded when it is first asked for, under plan, guard and report."""
+"""A stage of a pipeline: one of its components, loaded when it is first asked for, under plan, guard and report; and
+how its calls are told."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 
 from ...precision.observe import alone, block_names
 from ...precision.policy import Component, Precision
+from ...precision.shared import PROCESS_GATE
 from ...precision.stage import Stage
 from ...trust.message import Message
 from ..compile.backends import uses_torch_kernels
@@ -21,6 +23,8 @@ from ..weights.quantising import quantised_bytes
 
 if TYPE_CHECKING:
     from .handle import PipelineHandle
+
+CallTold = Callable[[int, int, str], None]  # calls done, calls in all, a line of text; may raise, to interrupt
 
 _IN_PARTS = (Component.TEXT_ENCODER, Component.DENOISER)  # an offload in parts is for these, which are large
 _T = TypeVar("_T")
@@ -185,3 +189,34 @@ def stage_of(handle: PipelineHandle, component: Component, request: Precision | 
         name=handle.family.folder(component),
         weights_in=handle.plan(Component.VAE_DECODE, request).dtype if as_the_decoder else plan.dtype,
     )
+
+
+@dataclass
+class Calls:
+    """Tells each call of a stage before it runs, and when the last one is done: an interrupt waits for one at most,
+    and so do other threads that want to load."""
+
+    what: str  # a Message's template: "decoding part {} of {}", of a call and how many there are
+    told: CallTold
+    total: int = 0  # set before the first call; 0 where that cannot be told
+    done: int = 0
+
+    def telling(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*args: Any, **kwargs: Any) -> Any:
+            self._tell(self.done + 1)
+            PROCESS_GATE.yield_()
+            made = call(*args, **kwargs)
+            self.done += 1
+            if self.done >= self.total:
+                self._tell(self.done)
+            return made
+
+        return told
+
+    def tell(self, text: str) -> None:
+        """Tell what takes long within a call."""
+        self.told(self.done, self.total, text)
+
+    def _tell(self, at: int) -> None:
+        total = max(self.total, at)
+        self.told(self.done, total, Message(self.what, at, total))

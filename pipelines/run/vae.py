@@ -24,8 +24,7 @@ from ...precision.upcast import run_in_fp32
 from ..compile.auto_compile import CallSignature, DecoderCompiler, signature_of
 from ..weights.activation_memory import attempt_on_meta, counted
 from ..weights.oom_fallback import ExecutionOption, OomFallback
-from .calls import Calls
-from .stage import ComponentStage
+from .stage import Calls, ComponentStage
 
 _BLOCKS = ("down_blocks", "mid_block", "up_blocks")  # of diffusers' encoders and decoders
 
