@@ -45,7 +45,7 @@ def _size(text: str) -> Size:
 
 def main(args: argparse.Namespace) -> Answer:
     """The diagnosis, wherever one can be made, with or without a GPU: on one screen, or whole with --verbose."""
-    from ...pipelines.insight.diagnosis_summary import summary
+    from ...pipelines.insight.diagnosis import summary
 
     diagnosis = examine(args.model, args.arch, args.precision, args.accumulation, args.vram, args.size)
     return Answer([diagnosis.text() if args.verbose else summary(diagnosis)], diagnosis.as_dict())

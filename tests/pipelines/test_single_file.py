@@ -20,7 +20,7 @@ import torch
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families import svd_keys
 from comfyui_onediff_guard.pipelines.families.svd import SVD
-from comfyui_onediff_guard.pipelines.insight.published import PUBLISHED
+from comfyui_onediff_guard.pipelines.insight.vram_estimate import PUBLISHED
 from comfyui_onediff_guard.pipelines.models import single_file
 from comfyui_onediff_guard.pipelines.models.recognised import is_single_file
 from comfyui_onediff_guard.pipelines.models.single_file import read_svd
