@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> Answer:
 
 def _run(args: argparse.Namespace) -> RunResult:
     from ...nodes.report import architecture_of
-    from ...pipelines.models.recognised import family_of
+    from ...pipelines.models.folder import family_of
     from ..hosts.local import run_local
 
     model = on_disk(args.model)

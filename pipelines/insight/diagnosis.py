@@ -16,7 +16,7 @@ from ...precision.machine import Machine, Obstacle, look, tried
 from ...precision.policy import Component, Plan, PlanImpossible, Precision, Variant, choose
 from ...trust.plain import for_json
 from ..families.table import VARIANTS
-from ..models.recognised import family_of, open_model
+from ..models.folder import family_of, open_model
 
 if TYPE_CHECKING:
     from ..compile.backends import BackendChoice

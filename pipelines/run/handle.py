@@ -17,6 +17,7 @@ from ...precision.fp32_settings import tf32_off
 from ...precision.guard import GuardPolicy, OnFailure
 from ...precision.machine import check_torch, first_line
 from ...precision.memory import Memory, peak_memory
+from ...precision.observe import alone
 from ...precision.policy import Component, Plan, PlanImpossible, Precision, choose
 from ...precision.profile_store import Profile
 from ...precision.report import RunReport
@@ -26,15 +27,15 @@ from ...trust.message import Message
 from ..compile.backends import BackendChoice, CompileOptions, choose_backend
 from ..errors import BadLora
 from ..families.spec import FamilySpec
+from ..models.folder import open_model
 from ..models.lora import Lora, check_lora, keys, skeleton
-from ..models.recognised import open_model
 from ..parallel.group import ALONE, ProcessGroup
 from ..weights.components import ComponentStore, MemoryKey, shared_store
 from ..weights.offload import Offload, backend_with, brings_parts_to
 from ..weights.oom_fallback import NoRoom, ran_out
 from ..weights.placement import PlainPlacement
 from ..weights.quantising import check
-from .stage import ComponentStage, stage_of
+from .stage import ComponentStage
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -94,7 +95,25 @@ class PipelineHandle:
 
     def stage(self, component: Component, request: Precision | None = None) -> ComponentStage:
         """A component, set up to compute as its plan says; nothing is loaded yet. Raises PlanImpossible."""
-        return stage_of(self, component, request)
+        plan, layout = self.plan(component, request), self.family.layout
+        cache = (layout.cache,) if layout.cache else ()
+        inputs = {
+            Component.DENOISER: self.family.denoiser_inputs,
+            Component.VAE_ENCODE: cache,
+            Component.VAE_DECODE: cache,
+        }
+        as_the_decoder = component is Component.VAE_ENCODE  # whose weights it has, which are there once
+        return ComponentStage(
+            plan=plan,
+            report=self.report(plan),
+            architecture=self.architecture,
+            asked=self.policy,
+            inputs=inputs.get(component, ()),
+            agree=self.ranks.all_reduce_absmax if component is Component.DENOISER and not self.ranks.alone else alone,
+            handle=self,
+            name=self.family.folder(component),
+            weights_in=self.plan(Component.VAE_DECODE, request).dtype if as_the_decoder else plan.dtype,
+        )
 
     def denoising(self, request: Precision | None = None) -> tuple[ComponentStage, ...]:
         """A stage for each component that denoises, in the order in which they are called, with one report."""

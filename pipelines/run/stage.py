@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from ...precision.observe import alone, block_names
-from ...precision.policy import Component, Precision
+from ...precision.observe import block_names
+from ...precision.policy import Component
 from ...precision.shared import PROCESS_GATE
 from ...precision.stage import Stage
 from ...trust.message import Message
@@ -166,29 +166,6 @@ class ComponentStage(Stage):
     @property
     def _offload(self) -> Offload:
         return self.handle.offload if self.plan.component in _IN_PARTS else Offload.NONE
-
-
-def stage_of(handle: PipelineHandle, component: Component, request: Precision | None) -> ComponentStage:
-    """Raises PlanImpossible."""
-    plan = handle.plan(component, request)
-    as_the_decoder = component is Component.VAE_ENCODE  # whose weights it has, which are there once
-    cache = tuple(filter(None, [handle.family.layout.cache]))
-    inputs = {
-        Component.DENOISER: handle.family.denoiser_inputs,
-        Component.VAE_ENCODE: cache,
-        Component.VAE_DECODE: cache,
-    }
-    return ComponentStage(
-        plan=plan,
-        report=handle.report(plan),
-        architecture=handle.architecture,
-        asked=handle.policy,
-        inputs=inputs.get(component, ()),
-        agree=alone if handle.ranks.alone or component is not Component.DENOISER else handle.ranks.all_reduce_absmax,
-        handle=handle,
-        name=handle.family.folder(component),
-        weights_in=handle.plan(Component.VAE_DECODE, request).dtype if as_the_decoder else plan.dtype,
-    )
 
 
 @dataclass
