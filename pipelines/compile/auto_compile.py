@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from ...precision.policy import Component
 from ...precision.shallow_copy import with_forward
 from .backends import EAGER, BackendChoice, came_to, choose_backend, compiled, for_dtype
+from .cache import SUFFIX, target_of
 
 if TYPE_CHECKING:
     from ...precision.policy import Plan, Precision
@@ -64,8 +65,6 @@ def with_backend_of_run(handle: PipelineHandle, request: Precision | None) -> tu
 
 def decide_denoiser(handle: PipelineHandle, key: str) -> BackendChoice:
     """Return the backend of a run, as `decide` does."""
-    from .cache import SUFFIX
-
     folder = handle.compiled / f"{key}{SUFFIX}" if handle.compiled and handle.backend.name == "inductor" else None
     kept = folder is not None and any(path.is_file() for path in folder.rglob("*"))
     return decide(handle.backend, key, kept=kept)
@@ -153,6 +152,4 @@ class DecoderCompiler:
 
 def _target(handle: PipelineHandle, plan: Plan, options: CompileOptions) -> str:
     """Return what a component is compiled for, as the name of its file in the compile cache."""
-    from .cache import target_of
-
     return target_of(handle.store.model, plan, options, handle.store.placement.device, handle.architecture).name

@@ -276,9 +276,7 @@ def _inductor_missing(device: torch.device) -> str | None:
 
 def find_c_compiler() -> str | None:
     """Path of the C++ compiler that inductor would use, or None."""
-    names = (
-        [os.environ.get("CXX", ""), "cl"] if os.name == "nt" else [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
-    )
+    names = os.environ.get("CXX", ""), *(["cl"] if os.name == "nt" else ["g++", "clang++", "c++"])
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 

@@ -99,14 +99,8 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
     found = shown(index.get("_class_name") or "pipeline without a name")
     if found != expected.pipeline:
         others = f" It belongs to {FAMILIES[found].name}." if found in FAMILIES else ""
-        raise BadFolder(
-            "'{}' holds a {}, not a {}.{} Choose a {} folder.",
-            name_of(path),
-            found,
-            expected.pipeline,
-            others,
-            expected.name,
-        )
+        facts = name_of(path), found, expected.pipeline, others, expected.name
+        raise BadFolder("'{}' holds a {}, not a {}.{} Choose a {} folder.", *facts)
     expected = expected.of(index)
     classes = {name: component_class(path, index, name, spec) for name, spec in expected.components.items()}
     weights, configs, fields, modules = {}, {}, {}, {}

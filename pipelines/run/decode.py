@@ -170,13 +170,9 @@ def _check(handle: PipelineHandle, latents: torch.Tensor, made_by: str | None, p
     channels = family.layout.channels(model.vae_config)
     wire = f"Wire them from a {family.name} sampler."
     if latents.ndim != family.layout.dimensions or latents.shape[1] != channels or not latents.numel():
-        raise BadInput(
-            "The latents have shape {}, but {} decodes {}. {}",
-            tuple(latents.shape),
-            model.variant.name,
-            family.layout.shape.format(channels=channels),
-            wire,
-        )
+        wanted = family.layout.shape.format(channels=channels)
+        facts = tuple(latents.shape), model.variant.name, wanted, wire
+        raise BadInput("The latents have shape {}, but {} decodes {}. {}", *facts)
     if made_by in FAMILIES and not FAMILIES[made_by].components.items() <= family.components.items():
         raise BadInput(
             "The latents are {}'s, but {} is to decode them. {}", FAMILIES[made_by].name, model.variant.name, wire

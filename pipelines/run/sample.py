@@ -271,15 +271,9 @@ def _check_guidance(family: FamilySpec, settings: SampleSettings) -> None:
         return
     first, last = settings.told(family, family.guidance.first), settings.scale(family)
     if last <= 1 < first:
-        raise BadInput(
-            "{} is {:g}, but {} is {:g}, which means no guidance. Set {} above 1, or {} to 1.",
-            family.guidance.first,
-            first,
-            family.guidance.argument,
-            last,
-            family.guidance.argument,
-            family.guidance.first,
-        )
+        at_first, at_last = family.guidance.first, family.guidance.argument
+        facts = at_first, first, at_last, last, at_last, at_first
+        raise BadInput("{} is {:g}, but {} is {:g}, which means no guidance. Set {} above 1, or {} to 1.", *facts)
 
 
 def _checked_embeddings(
