@@ -134,10 +134,7 @@ def explaining(where: str, cls: str) -> Iterator[None]:
         raise BadFolder(
             "'{}' could not be loaded as {}: {}: {}. Its files passed the check. If they are the authors' own, update "
             "transformers; else download them again.",
-            where,
-            cls,
-            type(error).__name__,
-            shown(str(error), 500),
+            *(where, cls, type(error).__name__, shown(str(error), 500)),
         ) from error
 
 

@@ -62,10 +62,7 @@ class ModelFolder(StoredModel):
             raise BadFolder(
                 "'{}/{}' was loaded without {} of its tensors, such as '{}': its files are not those that were "
                 "checked. Load it again.",
-                self.name,
-                name,
-                len(lost),
-                shown(min(lost)),
+                *(self.name, name, len(lost), shown(min(lost))),
             )
         return module
 
@@ -210,10 +207,7 @@ def component_class(path: Path, index: Mapping[str, Any], name: str, component: 
         raise BadFolder(
             "'{}': model_index.json names {} as {}, but a {} is needed. Download the model again, or use the original "
             "one.",
-            name_of(path),
-            shown(found) if found else "nothing",
-            name,
-            " or a ".join(component.classes),
+            *(name_of(path), shown(found) if found else "nothing", name, " or a ".join(component.classes)),
         )
     return found
 

@@ -205,10 +205,7 @@ class _Download:
             raise HubError(
                 "'{}' needs {:.1f} GB more in {}, where {:.1f} GB are free. Free some space, or set HF_HOME to a "
                 "folder on a larger disk.",
-                self._hub_id,
-                missing / 1e9,
-                cache,
-                free / 1e9,
+                *(self._hub_id, missing / 1e9, cache, free / 1e9),
             )
 
     def _complete(self) -> int:
@@ -279,9 +276,7 @@ def _explained(error: Exception, hub_id: str, revision: str) -> HubError:
         return HubError(
             "The hub hands out nothing of '{}' at '{}' (HTTP {}). Check how both are written. Where it is private or "
             "gated, accept its terms on its page, and set HF_TOKEN to a token that may read it.",
-            hub_id,
-            revision,
-            status,
+            *(hub_id, revision, status),
         )
     if isinstance(error, OSError) and error.errno and not isinstance(error, (ConnectionError, TimeoutError)):
         return HubError(

@@ -275,11 +275,6 @@ def _as_layer(name: str, key: str, tensor: torch.Tensor, shell: torch.nn.Module)
     weight = shell.get_parameter(f"{key.rpartition('.lora_')[0]}.weight")
     cast = tensor.to(weight.device, weight.dtype)
     if not torch.isfinite(cast).all():
-        raise BadLora(
-            "'{}': '{}' reaches {:.3g}, which does not fit {}. Choose precision 'bf16' or 'fp32'.",
-            name,
-            key,
-            tensor.abs().max(),
-            weight.dtype,
-        )
+        facts = name, key, tensor.abs().max(), weight.dtype
+        raise BadLora("'{}': '{}' reaches {:.3g}, which does not fit {}. Choose precision 'bf16' or 'fp32'.", *facts)
     return cast

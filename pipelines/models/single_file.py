@@ -125,14 +125,8 @@ def fit(where: str, name: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str,
         fields_of(spec, spec.classes[0], config)
         module = spec.on_meta(config)
     except (LookupError, ValueError, TypeError, RuntimeError, ArithmeticError) as error:  # Unreadable among them
-        raise BadFolder(
-            "'{}': no {} can be built of the sizes of its tensors ({}: {}). {}",
-            where,
-            spec.classes[0],
-            type(error).__name__,
-            shown(str(error), 200),
-            _GET,
-        ) from error
+        facts = where, spec.classes[0], type(error).__name__, shown(str(error), 200), _GET
+        raise BadFolder("'{}': no {} can be built of the sizes of its tensors ({}: {}). {}", *facts) from error
     keys: dict[str, str] = {}
     for parameter in module.state_dict():
         key = svd_keys.key_of(name, parameter, config)

@@ -290,11 +290,7 @@ def _checked_embeddings(
             raise BadInput(
                 "'{}' has shape {}, but {} takes [batch, {}, {}]. Wire it to an Encode Prompt node that gets the same "
                 "pipeline.",
-                name,
-                tuple(embeddings.shape),
-                handle.store.model.variant.name,
-                tokens,
-                channels,
+                *(name, tuple(embeddings.shape), handle.store.model.variant.name, tokens, channels),
             )
     if len(positive) != len(negative) or (rule.fixed and positive.shape != negative.shape):
         raise BadInput(

@@ -109,9 +109,7 @@ def _ask(device: torch.device, name: str) -> None:
         raise DeviceGone(
             "{} gives no answer any more after the check '{}' ({}). Nothing is kept of this self-test. Start anew; "
             "where it happens again, the driver or the card is at fault.",
-            device,
-            name,
-            first_line(error),
+            *(device, name, first_line(error)),
         ) from error
 
 
