@@ -29,9 +29,17 @@ from .stage import Calls, ComponentStage
 _BLOCKS = ("down_blocks", "mid_block", "up_blocks")  # of diffusers' encoders and decoders
 
 
-def guarded_decoder(stage: ComponentStage, calls: Calls, compiler: DecoderCompiler | None = None) -> Any:
-    """A shell of the VAE whose `decode` is guarded. calls: tells the decoder's. compiler: which calls are compiled."""
-    return _guarded(stage, "decoder", calls, compiler)
+def guarded(stage: ComponentStage, part: str, calls: Calls, compiler: DecoderCompiler | None = None) -> Any:
+    """A shell of the VAE whose `part`, "encoder" or "decoder", is guarded. calls: tells its calls. compiler: which of
+    them are compiled."""
+    vae: Any = stage.module
+    network = vae.get_submodule(part)
+    writes = stage.handle.family.layout.cache_is_written
+    pure = _handing_on_its_cache(network) if writes else network
+    made = _learning(stage, pure, compiler) if stage.plan.half else _in_fp32(stage, pure, compiler)
+    guard = stage.guard(pure, made)
+    call = calls.telling(_into_the_cache(guard) if writes else guard)
+    return _with_call(vae, part, call)
 
 
 def dry_run(
@@ -71,7 +79,7 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
     Latents are drawn in float32, so that a seed draws the same in every precision. The shell says float32 and asks for
     no upcast: diffusers would cast the shared weights themselves.
     """
-    vae = _guarded(stage, "encoder", calls)
+    vae = guarded(stage, "encoder", calls)
 
     def encode(pixels: torch.Tensor) -> Any:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
@@ -107,17 +115,6 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
     shell.encode = encode
     shell.register_to_config(force_upcast=False)
     return shell
-
-
-def _guarded(stage: ComponentStage, part: str, calls: Calls, compiler: DecoderCompiler | None = None) -> Any:
-    vae: Any = stage.module
-    network = vae.get_submodule(part)
-    writes = stage.handle.family.layout.cache_is_written
-    pure = _handing_on_its_cache(network) if writes else network
-    made = _learning(stage, pure, compiler) if stage.plan.half else _in_fp32(stage, pure, compiler)
-    guard = stage.guard(pure, made)
-    call = calls.telling(_into_the_cache(guard) if writes else guard)
-    return _with_call(vae, part, call)
 
 
 def _in_fp32(stage: ComponentStage, network: torch.nn.Module, compiler: DecoderCompiler | None) -> Callable[..., Any]:
