@@ -179,13 +179,14 @@ def _planned(
     switches = tried(lambda: preview(found.architecture, found.accumulation, beside if found.here else ()), ())
     models = tuple(_plans(found, variant, folder) for variant in variants)
     found = replace(found, models=models, switches=switches, missing=tried(lambda: _missing(found.precision), ""))
+    sums = any(plan.fp16_sums for model in found.models for plan in model.plans)
     unknown = dict.fromkeys(str(each) for each in (found.architecture, *beside) if not each.known)
     said = [
         *found.machine.advice,
         *(f"{each}: little is known of it, so its plan is the safe one" for each in unknown),
         *_attention_of(found.architecture),
         *([] if switches else ["The accumulation switches could not be read: some are PyTorch's"]),
-        *filter(None, (found.missing, tried(lambda: _fp16_sums_missing(found), ""))),
+        *filter(None, (found.missing, tried(without_fp16_accumulation, "") if sums else "")),
         *(["The NaN Guard is off: steps are only watched"] if found.on_failure == "off" else []),
         *notes,
     ]
@@ -245,11 +246,6 @@ def _missing(precision: Precision) -> str:
     from ...precision.quantised import lacking
 
     return lacking(precision.value) if precision.quantises else ""
-
-
-def _fp16_sums_missing(found: Diagnosis) -> str:
-    """What the plans need and PyTorch does not have."""
-    return without_fp16_accumulation() if any(plan.fp16_sums for model in found.models for plan in model.plans) else ""
 
 
 def _model_text(found: Diagnosis, model: ModelPlans) -> list[str]:

@@ -97,15 +97,7 @@ def _checked(folder: Path) -> Path:
     """Check all that `inspect` does, and that no link leads nowhere. Raises BadFolder."""
     if lost := sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.exists()):
         raise BadFolder("'{}' lost {}.", name_of(folder), ", ".join(lost))
-    return inspect(folder, _family(folder)).path
-
-
-def _family(folder: Path) -> FamilySpec:
-    """Return the family whose classes model_index.json names. Raises BadFolder where there is none."""
-    family, index = family_of(folder), read_json(folder, INDEX)
-    for name, component in family.components.items():
-        component_class(folder, index, name, component)
-    return family
+    return inspect(folder, family_of(folder)).path
 
 
 def _needed(paths: Collection[str], family: FamilySpec, hub_id: str) -> list[str]:
@@ -157,7 +149,10 @@ class _Download:
         sizes = {file.rfilename: file.size for file in info.siblings or () if file.size is not None}
         sizes = {k: n for k, n in sizes.items() if k.endswith(".safetensors") or n <= MOST_VOCABULARY_BYTES}
         folder = self._snapshot(info.sha, {INDEX: sizes[INDEX]} if INDEX in sizes else {})
-        needed = _needed(sizes, _family(folder), self._hub_id)
+        family, index = family_of(folder), read_json(folder, INDEX)
+        for name, component in family.components.items():
+            component_class(folder, index, name, component)
+        needed = _needed(sizes, family, self._hub_id)
         self._expect({folder / path: sizes[path] for path in needed})
         checksums = {file.rfilename: file.lfs.sha256 for file in info.siblings or () if file.lfs}
         new = {path: checksums[path] for path in needed if path in checksums and not (folder / path).exists()}

@@ -44,7 +44,9 @@ class SvdFile(StoredModel):
             module.load_state_dict(self._read(self.keys[name], shapes, dtype), assign=True)
             _fill_buffers(module)
             if name == "unet":
-                _set_eps(module)
+                for part, norm in module.named_modules():
+                    if ".resnets." in part and isinstance(norm, torch.nn.GroupNorm):
+                        norm.eps = svd_keys.UNET_RESNET_EPS
         return module.eval().requires_grad_(False)
 
     def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
@@ -174,9 +176,3 @@ def _fill_buffers(module: torch.nn.Module) -> None:
             owner.register_buffer("position_ids", ids, persistent=False)
     if empty := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
         raise RuntimeError(f"{type(module).__name__} has a buffer that this version does not know: {empty[0]}.")
-
-
-def _set_eps(unet: torch.nn.Module) -> None:
-    for name, norm in unet.named_modules():
-        if ".resnets." in name and isinstance(norm, torch.nn.GroupNorm):
-            norm.eps = svd_keys.UNET_RESNET_EPS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -148,6 +148,7 @@ class PipelineHandle:
                     report.memory = Memory(str(device), found, self.store.bytes_on_device())
 
     def report(self, plan: Plan) -> RunReport:
+        loras = self.loras if plan.component is Component.DENOISER else ()
         return RunReport(
             variant=self.store.model.variant.name,
             architecture=str(self.architecture),
@@ -157,14 +158,10 @@ class PipelineHandle:
             warnings=self.idle_guard(plan),
             notes=(
                 *self.store.model.notes,
-                *(self._loras_in_words() if plan.component is Component.DENOISER else ()),
+                *(line for lora in loras for line in (str(lora), *lora.notes)),
                 *self._idle_offload(),
             ),
         )
-
-    def _loras_in_words(self) -> Iterator[str]:
-        for lora in self.loras:
-            yield from (str(lora), *lora.notes)
 
     def _idle_offload(self) -> tuple[str, ...]:
         if not self.offload.in_parts or brings_parts_to(self.store.placement.device):

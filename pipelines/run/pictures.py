@@ -8,8 +8,6 @@ import torch
 
 from ...trust.message import BadInput
 
-FITS = ("crop", "stretch", "refuse")
-
 
 def fitted(images: torch.Tensor, width: int, height: int, fit: str) -> list[Any]:
     """[n, h, w, channels] in 0..1 → n PIL images of width × height, RGB.

@@ -30,10 +30,6 @@ _IN_PARTS = (Component.TEXT_ENCODER, Component.DENOISER)  # an offload in parts 
 _T = TypeVar("_T")
 
 
-def _itself(module: torch.nn.Module) -> torch.nn.Module:
-    return module
-
-
 class lazy_property(Generic[_T]):  # noqa: N801 - a decorator, as cached_property is
     """A property that is computed at its first use. `functools.cached_property` of Python 3.10 and 3.11 has one lock
     for all stages: one that loads would wait for another that waits for the store that the first one holds."""
@@ -56,7 +52,7 @@ class ComponentStage(Stage):
     handle: PipelineHandle
     name: str
     weights_in: str
-    adapt: Callable[[torch.nn.Module], torch.nn.Module] = _itself
+    adapt: Callable[[torch.nn.Module], torch.nn.Module] | None = None
 
     @property
     def loras(self) -> tuple[Lora, ...]:
@@ -70,7 +66,7 @@ class ComponentStage(Stage):
         self.report.notes += self.handle.store.notes[self.name]
         if self.handle.compile_options.channels_last and self._convolves:
             self.report.note(self._layout(module))
-        return self.adapt(module)
+        return self.adapt(module) if self.adapt else module
 
     def place(self, room: Callable[[], int] = lambda: 0) -> None:
         """Bring it to the device, where it is about to compute: what else is placed there may drive it out until
@@ -95,8 +91,7 @@ class ComponentStage(Stage):
         quantised of them."""
         if not self.handle.store.in_parts(self._offload):
             return bytes_of(self.module) + quantised_bytes(self)
-        blocks = self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
-        return most_on_device(self.module, self._offload, blocks)
+        return most_on_device(self.module, self._offload, self._parts)
 
     def _loaded(self, *, place: bool, beside: int = 0) -> torch.nn.Module:
         store = self.handle.store
@@ -123,8 +118,7 @@ class ComponentStage(Stage):
     def weights(self) -> OffloadPolicy:
         """How the weights come to the device."""
         _ = self.module
-        blocks = self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
-        return self.handle.store.onloading(self.name, self._offload, self.loras, blocks)
+        return self.handle.store.onloading(self.name, self._offload, self.loras, self._parts)
 
     @property
     def numerics(self) -> dict[str, Any]:
@@ -160,8 +154,11 @@ class ComponentStage(Stage):
     @lazy_property
     def blocks(self) -> tuple[str, ...]:
         """The names of a denoiser's blocks."""
-        parts = self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
-        return block_names(self.module, parts)
+        return block_names(self.module, self._parts)
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        return self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
 
     @property
     def _offload(self) -> Offload:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -263,10 +264,8 @@ def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[s
     to a stream of layers, as wide and long as CogVideoX-2B's on a card. What there is no memory for is left out."""
     size, tokens, width = TIMED["cpu" if device.type == "cpu" else "card"]
     in_fp32 = {"fp32": False, "TF32": True} if architecture.tf32 else {"fp32": False}
-    product, stream = (
-        f"{size}×{size} product in",
-        f"{1 + len(_StreamNetwork().layers)} layers of {width} over {tokens} tokens in fp16",
-    )
+    product = f"{size}×{size} product in"
+    stream = f"{1 + len(_StreamNetwork().layers)} layers of {width} over {tokens} tokens in fp16"
 
     def factors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         return _drawn((size, size), 0).to(device, dtype), _drawn((size, size), 1).to(device, dtype)
@@ -305,8 +304,8 @@ def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[s
             yield name, seconds
 
 
-def _seconds(prepare: Callable[[], Callable[[], object]], device: torch.device, calls: int = 7) -> float | None:
-    """Return what a call takes, the median of some; None where there is no memory for it."""
+def _seconds(prepare: Callable[[], Callable[[], object]], device: torch.device) -> float | None:
+    """Return what a call takes, the median of seven; None where there is no memory for it."""
 
     def wait() -> None:
         if device.type != "cpu":
@@ -317,7 +316,7 @@ def _seconds(prepare: Callable[[], Callable[[], object]], device: torch.device, 
         with torch.inference_mode():
             compute = prepare()
             compute()
-            for _ in range(calls):
+            for _ in range(7):
                 wait()
                 since = time.perf_counter()
                 compute()
@@ -327,7 +326,7 @@ def _seconds(prepare: Callable[[], Callable[[], object]], device: torch.device, 
         if not ran_out(error):
             raise
         return None
-    return sorted(taken)[calls // 2]
+    return statistics.median(taken)
 
 
 def _drawn(shape: tuple[int, ...], seed: int) -> torch.Tensor:
