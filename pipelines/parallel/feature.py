@@ -19,8 +19,7 @@ from torch.utils import _pytree as pytree
 from ...precision.shallow_copy import IdentityMemo
 from ...trust.message import Told
 from ..families.spec import PROMPT
-from ..run.feature import Feature, RunContext
-from ..weights.cfg_batch import joined, split_cfg_batch
+from ..run.feature import Feature, RunContext, joined, split_cfg_batch
 from .exchange import share_of
 from .group import ProcessGroup
 from .plan import ParallelLayout, parallel_layout
