@@ -131,7 +131,6 @@ def diagnose(
     architecture: plan for that one instead of the one here.
     memory: bytes of a card, for which to tell how each stage would run. size: of the result; None: the model's own.
     selftests: folder of the results of this card's self-test.
-
     Raises BadFolder where `model` is no folder of a known family, or is not whole; BadSize where none can be made.
     """
     machine = look()

@@ -87,7 +87,6 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
 
     Only JSON and safetensors headers are read, no weights. Each component is built without memory, to compare it with
     the headers.
-
     Raises BadFolder where it is no diffusers folder or one of another pipeline, where a component is missing, pickled
     or truncated, where a config makes no sense or reaches for more than the folder, and where tensors are missing, left
     over or of other shapes.

@@ -50,7 +50,6 @@ def fetch(
     revision: a branch, a tag or a commit; None is "main".
     download: False (or HF_HUB_OFFLINE) uses only what is in the cache.
     progress: called several times a second. What it raises cancels the download.
-
     Raises HubError where the files cannot be had, and BadFolder where they are no complete model of a known family.
     """
     from huggingface_hub import constants

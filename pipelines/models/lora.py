@@ -85,7 +85,6 @@ def check_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> tup
     """Check a file by its header: names, shapes, settings. Reads no weights, and `denoiser` may be a `skeleton`.
 
     Returns lines for the report: what of the file is left out, and what had to be assumed.
-
     Raises BadLora: no safetensors file, a truncated one, of another model, of a kind that is not supported.
     """
     _check_family(family)
@@ -142,7 +141,6 @@ def with_loras(denoiser: torch.nn.Module, loras: Sequence[Lora], family: FamilyS
     The denoiser shares its weights with the shell and is not touched: to unload a LoRA is to use the denoiser. Where
     no LoRA acts (none, or all at scale 0), it is the denoiser itself that is returned. Added weights are in the dtype
     and on the device of the layer that they are added to.
-
     Raises BadLora.
     """
     for lora in loras:

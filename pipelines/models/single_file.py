@@ -117,7 +117,6 @@ def fit(where: str, name: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str,
     where: the file's name, for messages.
     name: "unet", "vae" or "image_encoder".
     tensors: what the file's header says.
-
     Raises BadFolder unless each tensor has a place, and each place a tensor of the right shape.
     """
     prefix, spec = PREFIXES[name], SVD.components[name]

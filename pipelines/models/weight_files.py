@@ -43,7 +43,6 @@ def weights_of(path: Path, name: str, library: str) -> tuple[Weights, dict[str, 
     path: the model folder.
     name: the component, and its folder.
     library: "diffusers" or "transformers".
-
     Raises BadFolder where there are none, where they are pickled, a variant or broken, and where shards are missing or
     not what their index says.
     """

@@ -228,7 +228,6 @@ def load(
 
     selftests: folder of the results of this card's self-test; None: nothing is known of the card but its architecture.
     ranks: of which this process is one.
-
     Raises TorchTooOld; BadFolder; BackendUnavailable where a backend was asked for that does not work here, or not with
     this offload; PlanImpossible where the device has no such precision.
     """

@@ -65,7 +65,6 @@ def selftest(device: torch.device, tell: Callable[[str, int, int], object] = lam
     """Run every check on a device, also after one that failed.
 
     tell: is given the name of each as it begins, how many ended, and how many there are; may raise, to interrupt.
-
     Raises DeviceGone where the device answers no more.
     """
     architecture = detect(device)
