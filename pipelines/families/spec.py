@@ -79,10 +79,6 @@ def decoded_video(vae: Decode, latents: torch.Tensor, _chunk: int) -> Iterator[t
     yield vae(latents).permute(0, 2, 1, 3, 4).flatten(0, 1)
 
 
-def _unscaled_images(latents: torch.Tensor, _frames: int, config: Config) -> torch.Tensor:
-    return latents / config["scaling_factor"]
-
-
 def _decoded_images(vae: Decode, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
     yield from map(vae, latents.split(chunk or len(latents)))
 
@@ -92,7 +88,7 @@ IMAGES = Layout(
     "[batch, {channels}, height, width]",
     False,
     latent_channels,
-    _unscaled_images,
+    lambda latents, _frames, config: latents / config["scaling_factor"],
     _decoded_images,
     takes_chunks=True,
 )

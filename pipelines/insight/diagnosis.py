@@ -395,7 +395,8 @@ def _rows(found: Diagnosis) -> Iterator[tuple[str, str]]:
     refused = [*dict.fromkeys(why for model in found.models for why in model.refused.values())]
     yield "Can it run?", _verdict(found, refused)
     yield from _under("Precision", _precisions(found))
-    yield from _under("Why", _why(found))
+    of_one = (plan for model in found.models if model.folder for plan in model.plans)
+    yield from _under("Why", [plan.reason for plan in of_one if plan.component == "denoiser"])
     if found.here:  # both are of this machine
         yield "Backend", _backend(found)
         yield "Self-test", _self_test(found.architecture)
@@ -447,13 +448,6 @@ def _precisions(found: Diagnosis) -> list[str]:
         for plan in plans:
             alike.setdefault(_runs_in(plan), []).append(plan.component.words if model.folder else model.variant)
     return [f"{runs_in}: {', '.join(names)}" for runs_in, names in alike.items()]
-
-
-def _why(found: Diagnosis) -> list[str]:
-    """The reason for the denoiser's precision, of one model."""
-    return [
-        plan.reason for model in found.models if model.folder for plan in model.plans if plan.component == "denoiser"
-    ]
 
 
 def _runs_in(plan: Plan) -> str:

@@ -141,12 +141,9 @@ def decode(
         nonlocal portions
         portions = smaller
 
-    def ways() -> Iterator[ExecutionOption]:
-        return ways_to_decode(stage, latents, portions, go_on)
-
     try:
         with handle.switched(stage.report), torch.no_grad():
-            pixels = OomFallback(stage, ranks).run(decoded, ways)
+            pixels = OomFallback(stage, ranks).run(decoded, lambda: ways_to_decode(stage, latents, portions, go_on))
     finally:
         handle.finish("vae")
     return (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1), stage.report

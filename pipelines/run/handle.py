@@ -148,6 +148,9 @@ class PipelineHandle:
                     report.memory = Memory(str(device), found, self.store.bytes_on_device())
 
     def report(self, plan: Plan) -> RunReport:
+        idle = ()
+        if self.offload.in_parts and not brings_parts_to(self.store.placement.device):
+            idle = (f"offload '{self.offload.value}' is as 'model' here: a CPU computes in main memory",)
         loras = self.loras if plan.component is Component.DENOISER else ()
         return RunReport(
             variant=self.store.model.variant.name,
@@ -159,14 +162,9 @@ class PipelineHandle:
             notes=(
                 *self.store.model.notes,
                 *(line for lora in loras for line in (str(lora), *lora.notes)),
-                *self._idle_offload(),
+                *idle,
             ),
         )
-
-    def _idle_offload(self) -> tuple[str, ...]:
-        if not self.offload.in_parts or brings_parts_to(self.store.placement.device):
-            return ()
-        return (f"offload '{self.offload.value}' is as 'model' here: a CPU computes in main memory",)
 
     def finish(self, *components: str) -> None:
         """A stage is done with components, of which some may not have been loaded."""

@@ -64,8 +64,10 @@ class ComponentStage(Stage):
         BadFolder, BadLora."""
         module = self._loaded(place=False)
         self.report.notes += self.handle.store.notes[self.name]
-        if self.handle.compile_options.channels_last and self._convolves:
-            self.report.note(self._layout(module))
+        if self.channels_last:
+            self.report.note(Message("channels last: {} of its 2D convolutions", len(of_layout(module))))
+        elif self.handle.compile_options.channels_last and self._convolves:
+            self.report.note(Message("channels last: not used, {} lays weights out itself", self.handle.backend.name))
         return self.adapt(module) if self.adapt else module
 
     def place(self, room: Callable[[], int] = lambda: 0) -> None:
@@ -108,11 +110,6 @@ class ComponentStage(Stage):
     @property
     def _convolves(self) -> bool:
         return self.plan.component not in (Component.TEXT_ENCODER, Component.IMAGE_ENCODER)
-
-    def _layout(self, module: torch.nn.Module) -> str:
-        if not self.channels_last:
-            return Message("channels last: not used, {} lays weights out itself", self.handle.backend.name)
-        return Message("channels last: {} of its 2D convolutions", len(of_layout(module)))
 
     @lazy_property
     def weights(self) -> OffloadPolicy:

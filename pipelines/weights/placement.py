@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from operator import gt
 from pathlib import Path
 from typing import NamedTuple
 
@@ -206,7 +207,8 @@ _FORMATS = {False: torch.contiguous_format, True: torch.channels_last}
 def of_layout(module: torch.nn.Module) -> list[torch.nn.Conv2d]:
     """Return the convolutions of which the layout matters: those in 2D whose windows overlap. Others are products of
     matrices."""
-    return [part for part in module.modules() if isinstance(part, torch.nn.Conv2d) and _overlaps(part)]
+    found = [part for part in module.modules() if isinstance(part, torch.nn.Conv2d)]
+    return [part for part in found if any(map(gt, part.kernel_size, part.stride))]
 
 
 def laid_out(module: torch.nn.Module, *, channels_last: bool) -> bool:
@@ -220,7 +222,3 @@ def lay_out(module: torch.nn.Module, *, channels_last: bool) -> None:
         with torch.inference_mode(False):
             _HOST_COPIES.pop(part.weight, None)
             part.weight.data = part.weight.data.contiguous(memory_format=_FORMATS[channels_last])
-
-
-def _overlaps(part: torch.nn.Conv2d) -> bool:
-    return any(size > step for size, step in zip(part.kernel_size, part.stride, strict=True))
