@@ -70,7 +70,6 @@ def without_values(**shapes: tuple[int, ...]) -> dict[str, Any]:
 
 
 def latent_channels(config: Config) -> int:
-    """Return how many channels the latents have, as the VAE's config says."""
     return config.get("latent_channels", 16)
 
 

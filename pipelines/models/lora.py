@@ -250,8 +250,7 @@ def _alphas(
     return alphas, bool(settings.use_rslora)
 
 
-def _config(placed: Placed, alphas: Mapping[str, float], is_rs: bool) -> dict[str, Any]:
-    """Return peft's LoraConfig."""
+def _config(placed: Placed, alphas: Mapping[str, float], is_rs: bool) -> dict[str, Any]:  # of peft's LoraConfig
     rank = Counter(placed.ranks.values()).most_common(1)[0][0] if placed.ranks else 1
     return {
         "r": rank,

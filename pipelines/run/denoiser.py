@@ -88,7 +88,6 @@ class GuardedCalls:
 
     @property
     def _ranks(self) -> ProcessGroup:
-        """Those that make the calls together."""
         return ALONE
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +118,6 @@ class GuardedCalls:
         return self._returned(output)
 
     def _returned(self, output: Any) -> Any:
-        """Return what the caller is given for a call's output."""
         return output
 
     def _place(self, inputs: Mapping[str, Any]) -> None:

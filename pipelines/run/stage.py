@@ -103,7 +103,6 @@ class ComponentStage(Stage):
 
     @property
     def channels_last(self) -> bool:
-        """Whether its 2D convolutions lie so."""
         handle = self.handle
         return handle.compile_options.channels_last and uses_torch_kernels(handle.backend.name) and self._convolves
 
@@ -150,7 +149,6 @@ class ComponentStage(Stage):
 
     @lazy_property
     def blocks(self) -> tuple[str, ...]:
-        """The names of a denoiser's blocks."""
         return block_names(self.module, self._parts)
 
     @property

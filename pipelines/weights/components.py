@@ -215,7 +215,6 @@ class ComponentStore:
             return known
 
     def in_parts(self, offload: Offload) -> bool:
-        """Return whether weights come to the device in parts."""
         return offload.in_parts and brings_parts_to(self.placement.device)
 
     def _keep_host_copies(self, name: str, module: torch.nn.Module) -> None:

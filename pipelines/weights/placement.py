@@ -21,7 +21,6 @@ MOVING = threading.RLock()  # held by who moves weights: ComfyUI's memory manage
 
 
 def tensors_of(module: torch.nn.Module, *, recurse: bool = True) -> Iterator[torch.Tensor]:
-    """Yield a module's parameters and buffers."""
     yield from module.parameters(recurse)
     yield from module.buffers(recurse)
 
@@ -103,12 +102,10 @@ def has_room(n_bytes: int) -> bool:
 
 
 def bytes_of(module: torch.nn.Module) -> int:
-    """Return those of weights and buffers."""
     return sum(tensor.nbytes for tensor in {*tensors_of(module)})
 
 
 def bytes_on(device: torch.device, module: torch.nn.Module) -> int:
-    """Return those of weights and buffers that are on a device."""
     return sum(tensor.nbytes for tensor in {*tensors_of(module)} if tensor.device == device)
 
 
@@ -212,7 +209,6 @@ def of_layout(module: torch.nn.Module) -> list[torch.nn.Conv2d]:
 
 
 def laid_out(module: torch.nn.Module, *, channels_last: bool) -> bool:
-    """Return whether the weights of those convolutions lie so."""
     return all(part.weight.is_contiguous(memory_format=_FORMATS[channels_last]) for part in of_layout(module))
 
 
