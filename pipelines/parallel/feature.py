@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,51 @@ from ..families.spec import PROMPT
 from ..run.feature import Feature, RunContext, joined, split_cfg_batch
 from .exchange import share_of
 from .group import ProcessGroup
-from .plan import ParallelLayout, parallel_layout
+from .plan import PICTURE
 from .shell import over_ranks
 
 if TYPE_CHECKING:
     from ..run.stage import ComponentStage
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Who computes what of a step.
+
+    size: ranks in all.
+    halves: one part of them computes one half of guidance, and another part the other, at the same time.
+    context: ranks that share the tokens of a call, of neighbouring numbers.
+    """
+
+    size: int
+    halves: bool
+    context: int
+
+    def half(self, rank: int) -> int:
+        """Return which half of guidance a rank computes, 0 or 1."""
+        return rank // self.context % 2
+
+    @property
+    def first_of_halves(self) -> tuple[int, int]:
+        """The rank of the lowest number in each half."""
+        return (0, self.context)
+
+    def __str__(self) -> str:
+        what, meanwhile = ("half of guidance", ", at the same time as the other") if self.halves else ("call", "")
+        by = "a GPU" if self.context == 1 else f"{self.context} GPUs together"
+        idle = self.size - self.context * (2 if self.halves else 1)
+        return f"each {what} is computed by {by}{meanwhile}" + (f"; GPUs that gain nothing: {idle}" if idle else "")
+
+
+def parallel_layout(size: int, *, guided: bool, splits: bool) -> ParallelLayout:
+    """Return how ranks share the steps of a run. Halves of guidance come first: they see nothing of each other until
+    both are done, while ranks that share tokens send each other most of what attention takes, in every block.
+
+    size: ranks in all. guided: a step has two halves. splits: the denoiser's tokens can be shared.
+    """
+    halves = guided and (size % 2 == 0 or not splits)
+    context = (size // 2 if halves else size) if splits else 1
+    return ParallelLayout(size, halves, context)
 
 
 class ParallelRun(Feature):
@@ -56,7 +96,7 @@ class ParallelRun(Feature):
     def own_share(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the share of a first block's input that this rank computes with."""
         plan = self._family.context
-        return share_of(hidden, plan.first[plan.picture], self._context) if plan and not self._context.alone else hidden
+        return share_of(hidden, plan.first[PICTURE], self._context) if plan and not self._context.alone else hidden
 
     def of_both_halves(self, made: torch.Tensor) -> torch.Tensor:
         """Return a call's whole output, of the half that is made of it here."""

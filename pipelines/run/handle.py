@@ -186,7 +186,7 @@ def in_turn(
             try:
                 return stage(handle, *args, **kwargs)
             except RuntimeError as error:
-                if isinstance(error, NoRoom) or not ran_out(error) or not handle.ranks.alone:  # others would go on
+                if not ran_out(error) or not handle.ranks.alone:  # others would go on
                     raise
                 traceback.clear_frames(error.__traceback__)
             handle.store.leave_device()
@@ -194,7 +194,7 @@ def in_turn(
             try:
                 made, report = stage(handle, *args, **kwargs)
             except RuntimeError as error:
-                if isinstance(error, NoRoom) or not ran_out(error):
+                if not ran_out(error):
                     raise
                 raise NoRoom(
                     "Memory ran out, with nothing else of the model on {}. Choose a smaller size, close what else uses "

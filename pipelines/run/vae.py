@@ -118,15 +118,15 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
 
 
 def _in_fp32(stage: ComponentStage, network: torch.nn.Module, compiler: DecoderCompiler | None) -> Callable[..., Any]:
+    """What is compiled of float32 weights computes as `run_in_fp32` does, which compiles nothing."""
+
+    @contextmanager
+    def as_in_fp32() -> Generator[None]:
+        with TF32.held(stage.tf32), autocast_off_where_on(device_types()):
+            yield
+
     run = stage.in_fp32(network)
-    return run if compiler is None else compiler.shell(network, run, partial(_as_in_fp32, stage.tf32))
-
-
-@contextmanager
-def _as_in_fp32(tf32: bool) -> Generator[None]:
-    """Compiled code of float32 weights computes as `run_in_fp32` does, which compiles nothing."""
-    with TF32.held(tf32), autocast_off_where_on(device_types()):
-        yield
+    return compiler.shell(network, run, as_in_fp32) if compiler else run
 
 
 def _unwatched(network: torch.nn.Module) -> AbstractContextManager[Any]:

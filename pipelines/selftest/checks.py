@@ -84,20 +84,18 @@ class _NotRunError(Exception):
 
 
 def _line(check: _Check, device: torch.device) -> CheckResult:
+    found = partial(CheckResult, check.name, concern=check.concern)
     try:
         with torch.inference_mode():
             error = check.measure(device)
     except _NotRunError as why:
-        return CheckResult(check.name, "not run", note=str(why), concern=check.concern)
+        return found("not run", note=str(why))
     except Exception as error:
         logger.debug("%s", check.name, exc_info=True)
         if ran_out(error):
-            note = f"too little memory is free: {first_line(error)}"
-            return CheckResult(check.name, "not run", note=note, concern=check.concern)
-        return CheckResult(check.name, "wrong", bound=check.bound, note=first_line(error), concern=check.concern)
-    return CheckResult(
-        check.name, "right" if error <= check.bound else "wrong", error, check.bound, concern=check.concern
-    )
+            return found("not run", note=f"too little memory is free: {first_line(error)}")
+        return found("wrong", bound=check.bound, note=first_line(error))
+    return found("right" if error <= check.bound else "wrong", error, check.bound)
 
 
 def _ask(device: torch.device, name: str) -> None:

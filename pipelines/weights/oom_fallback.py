@@ -112,7 +112,7 @@ class OomFallback:
             try:
                 return call()
             except RuntimeError as error:
-                if isinstance(error, NoRoom) or not ran_out(error):
+                if not ran_out(error):
                     raise
                 failed = error
                 traceback.clear_frames(failed.__traceback__)  # which hold what the call had made
@@ -180,5 +180,7 @@ class OomFallback:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Return whether there was no memory, as PyTorch says it of CUDA, and of other devices and page-locked memory."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in first_line(error).lower()
+    """Return whether there was no memory, as PyTorch says it of CUDA, and of other devices and page-locked memory. Of
+    what has no way left, that was said already."""
+    said = isinstance(error, torch.OutOfMemoryError) or "out of memory" in first_line(error).lower()
+    return said and not isinstance(error, NoRoom)
