@@ -16,6 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, constants, errors, hf_hub_download, snapshot_download, try_to_load_from_cache
+from tqdm import tqdm
+
 from ...trust.message import Message
 from ..errors import BadFolder, HubError
 from ..families.spec import FamilySpec
@@ -52,8 +55,6 @@ def fetch(
     progress: called several times a second. What it raises cancels the download.
     Raises HubError where the files cannot be had, and BadFolder where they are no complete model of a known family.
     """
-    from huggingface_hub import constants
-
     if address := _ADDRESS.fullmatch(hub_id):
         hub_id, revision = address[1], revision or address[2]
     revision = revision or "main"
@@ -79,8 +80,6 @@ def fetch(
 
 def _from_cache(hub_id: str, revision: str) -> Path:
     """Return the commit's folder in the cache. Raises HubError where there is none, BadFolder where it is damaged."""
-    from huggingface_hub import snapshot_download
-
     off = "Downloads are turned off: turn them on (`download`; HF_HUB_OFFLINE unset), or choose a model folder."
     try:
         folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=[], local_files_only=True))
@@ -139,8 +138,6 @@ class _Download:
 
     def run(self, cached: Path | None) -> Path:
         """Return the commit's folder, checked. cached: the one that was the revision's before. Raises as `fetch`."""
-        from huggingface_hub import HfApi, constants, hf_hub_download
-
         timeout = float(constants.HF_HUB_ETAG_TIMEOUT)
         info = self._call(HfApi().model_info, revision=self._revision, files_metadata=True, timeout=timeout)
         if cached and cached.name == info.sha:
@@ -164,8 +161,6 @@ class _Download:
 
     def _snapshot(self, commit: str, sizes: dict[str, int]) -> Path:
         """Download these files, also those that are there with another size. Raises as `_call`."""
-        from huggingface_hub import snapshot_download, try_to_load_from_cache
-
         for path, size in sizes.items():
             file = try_to_load_from_cache(self._hub_id, path, revision=commit)
             if isinstance(file, str) and Path(file).stat().st_size != size:
@@ -228,8 +223,6 @@ class _Download:
 
     def _without_xet(self, function: Callable[..., Any], options: dict[str, Any]) -> Any:
         """hf_xet's downloads cannot be cancelled: it only prints what a progress bar raises."""
-        from huggingface_hub import constants
-
         with _xet_is_off:
             before, constants.HF_HUB_DISABLE_XET = constants.HF_HUB_DISABLE_XET, True
             try:
@@ -239,8 +232,6 @@ class _Download:
 
     def _bar_class(self) -> type:
         """Return a tqdm class that shows nothing, counts, and raises in the library's threads once cancelled."""
-        from tqdm import tqdm
-
         download = self
 
         class Bar(tqdm):
@@ -260,8 +251,6 @@ class _Download:
 
 def _explained(error: Exception, hub_id: str, revision: str) -> HubError:
     """Return what huggingface_hub, its HTTP library or the disk raised, in words."""
-    from huggingface_hub import errors
-
     if isinstance(error, (errors.LocalEntryNotFoundError, ValueError)) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     status = getattr(getattr(error, "response", None), "status_code", 0)

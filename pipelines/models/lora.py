@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from ...precision.shallow_copy import keep_in_fp32, structural_copy
 from ...trust.foreign import Unreadable
@@ -106,8 +107,6 @@ def _notes(name: str, placed: Placed, settings: LoraSettings) -> Iterator[str]:
 
 def read_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> LoraWeights:
     """Check a file and read it. Raises BadLora as check_lora does, and where a weight is not finite."""
-    from safetensors.torch import load_file
-
     names = LayerNames(family, denoiser)
     with reading_file(path.name, BadLora):
         _, settings = header(path)

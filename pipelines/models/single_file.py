@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from ...precision.policy import as_stored
 from ...trust.message import Message
@@ -63,8 +64,6 @@ class SvdFile(StoredModel):
         self, keys: Mapping[str, str], shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
         """Return {parameter: its values}. keys: {parameter: tensor}. shapes: of parameters that the file has not."""
-        from safetensors import safe_open
-
         state: dict[str, torch.Tensor] = {}
         with reading_file(self.name), safe_open(self.path, framework="pt") as file:  # a tensor is read when it is cast
             for name, key in keys.items():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,11 +26,9 @@ from .denoiser import guarded_denoiser
 from .feature import RunContext, Tell
 from .features import features_of
 from .handle import PipelineHandle, in_turn
+from .previews import Previews
 from .profiles import save_profile
 from .stage import Calls, ComponentStage
-
-if TYPE_CHECKING:
-    from .previews import Previews
 
 MakeDenoiser = Callable[[ComponentStage], torch.nn.Module]
 StepDone = Callable[[int, int, RunReport], None]  # steps done, steps in all, report so far; raises to interrupt
