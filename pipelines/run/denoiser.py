@@ -163,8 +163,10 @@ class GuardedDenoiser(GuardedCalls):
 
     def __init__(self, stage: ComponentStage, features: Sequence[Feature]):
         super().__init__(stage, features)
-        self._known, notes = _known(stage)
-        stage.report.notes += notes
+        if stage.learns:  # and what earlier runs taught is used
+            load = partial(load_profile, stage.handle, stage.name, stage.plan.numerics)
+            self._known, notes = self._ranks.broadcast_from_rank0(load)
+            stage.report.notes += notes
         self._earlier: PrecisionOverrides | None = None  # what another denoiser learned in this run
 
     @property
@@ -201,12 +203,3 @@ def build_attempt(
     for feature in features:
         run = feature.wrap_guarded(run, rerun=False)
     return replace(made, run=run)
-
-
-def _known(stage: ComponentStage) -> tuple[PrecisionOverrides, tuple[str, ...]]:
-    """What earlier runs taught, where this one learns, and what to say about it."""
-    if not stage.learns:
-        return NOTHING, ()
-    handle = stage.handle
-    load = partial(load_profile, handle, stage.name, stage.plan.numerics)
-    return load() if handle.ranks.alone else handle.ranks.broadcast_from_rank0(load)
