@@ -118,7 +118,11 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
         options = fitting(expected.options, index).model_dump(exclude_unset=True)
     denoiser_config = configs[expected.denoiser]
     with reading_file(f"{name_of(path)}/{expected.denoiser}/config.json"):
-        variant = _variant(expected, denoiser_config, weights[expected.denoiser])
+        try:
+            known = VARIANTS[expected.variant(denoiser_config)]
+        except TypeError as error:  # of fields that nobody checked, since no module can be built
+            raise Unreadable(f"its fields are of other kinds ({error})") from None
+        variant = as_stored(known, weights[expected.denoiser].stored_dtype)
     return ModelFolder(
         path=path,
         family=expected,
@@ -281,13 +285,6 @@ def _with_config(loader: Any, config: Mapping[str, Any]) -> Any:
     and no byte order mark."""
     reads = classmethod(lambda *_, **__: deepcopy(dict(config)))
     return type(loader.__name__, (loader,), {"_dict_from_json_file": reads, "__module__": loader.__module__})
-
-
-def _variant(family: FamilySpec, config: Mapping[str, Any], weights: Weights) -> Variant:
-    try:
-        return as_stored(VARIANTS[family.variant(config)], weights.stored_dtype)
-    except TypeError as error:  # of fields that nobody checked, since no module can be built
-        raise Unreadable(f"its fields are of other kinds ({error})") from None
 
 
 def _unlike(variant: Variant, config: Mapping[str, Any]) -> Iterator[str]:
