@@ -21,7 +21,6 @@ from ...precision.policy import Component, Plan, Precision
 from ...precision.report import RunReport, StepRecord
 from ...precision.shallow_copy import with_forward
 from .backends import EAGER, BackendChoice, CompileOptions, came_to, choose_backend, compiled, for_dtype
-from .cache import SUFFIX, target_of
 
 if TYPE_CHECKING:
     from ..run.handle import PipelineHandle
@@ -63,6 +62,8 @@ def with_backend_of_run(handle: PipelineHandle, request: Precision | None) -> tu
 
 def decide_denoiser(handle: PipelineHandle, key: str) -> BackendChoice:
     """Return the backend of a run, as `decide` does."""
+    from .cache import SUFFIX
+
     folder = handle.compiled / f"{key}{SUFFIX}" if handle.compiled and handle.backend.name == "inductor" else None
     kept = folder is not None and any(path.is_file() for path in folder.rglob("*"))
     return decide(handle.backend, key, kept=kept)
@@ -150,4 +151,6 @@ class DecoderCompiler:
 
 def _target(handle: PipelineHandle, plan: Plan, options: CompileOptions) -> str:
     """Return what a component is compiled for, as the name of its file in the compile cache."""
+    from .cache import target_of
+
     return target_of(handle.store.model, plan, options, handle.store.placement.device, handle.architecture).name

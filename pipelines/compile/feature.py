@@ -17,7 +17,6 @@ from ..run.feature import CallFeature, DenoiserSetup, Feature, RunContext, Tell
 from . import auto_compile
 from .backends import EAGER, BackendChoice, came_to, compiled, for_dtype
 from .block import graphs_compiled, graphs_from_cache, listening
-from .cache import compile_cache, target_of
 
 if TYPE_CHECKING:
     from ..run.handle import PipelineHandle
@@ -111,6 +110,8 @@ def while_compiling(handle: PipelineHandle, report: RunReport, tell: Tell) -> Ge
     if handle.backend.name == EAGER:
         yield
         return
+    from .cache import compile_cache, target_of
+
     graphs, from_cache = graphs_compiled(), graphs_from_cache()
     try:
         with ExitStack() as held:
