@@ -47,10 +47,13 @@ class ProcessGroup:
         return every
 
     def all_reduce_absmax(self, values: torch.Tensor) -> torch.Tensor:
-        """Return max |x| over all ranks of each value, NaN where any is NaN: the same on every rank.
+        """Return max |x| over all ranks of each value, NaN where any is NaN: the same on every rank. Without one that
+        is not alone, the values as they are.
 
         values: float32 [n], with the same n on every rank, on the device that its run computes on.
         """
+        if self.alone:
+            return values
         return torch.stack(self.all_gather(values)).abs().amax(0)
 
     def all_reduce_max(self, number: int) -> int:
