@@ -22,7 +22,6 @@ from ..families.spec import PROMPT
 from ..run.feature import Feature, RunContext, joined, split_cfg_batch
 from .exchange import share_of
 from .group import ProcessGroup
-from .plan import PICTURE
 from .shell import over_ranks
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ class ParallelRun(Feature):
     def own_share(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the share of a first block's input that this rank computes with."""
         plan = self._family.context
-        return share_of(hidden, plan.first[PICTURE], self._context) if plan and not self._context.alone else hidden
+        return share_of(hidden, plan.first[plan.picture], self._context) if plan and not self._context.alone else hidden
 
     def of_both_halves(self, made: torch.Tensor) -> torch.Tensor:
         """Return a call's whole output, of the half that is made of it here."""

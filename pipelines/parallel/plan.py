@@ -8,8 +8,6 @@ from typing import Any
 
 # (denoiser config, shape of its `hidden_states`) → tokens that the blocks have of them
 Tokens = Callable[[Mapping[str, Any], tuple[int, ...]], int]
-PICTURE = "hidden_states"  # the argument of blocks and denoiser that carries the picture
-ATTENTION, OUTPUT = "attn1", "proj_out"  # of a block, where tokens see each other; behind which they are put together
 
 
 @dataclass(frozen=True)
@@ -24,10 +22,15 @@ class ContextPlan:
         split, so that the other blocks get it so.
     every: the same of each block, for what is handed to all of them whole.
     given: the same of the denoiser itself, for what has a token's timestep each; left alone where it has one dimension.
+    attention: of a block, where tokens see each other.
+    output: the layer behind whose output the tokens are put together.
     """
 
     tokens: Tokens
     first: Mapping[str, int]
     every: Mapping[str, int] = field(default_factory=dict)
     given: Mapping[str, int] = field(default_factory=dict)
-    text: str = ""  # the argument of blocks and denoiser that carries text, where that is split too
+    attention: str = "attn1"
+    output: str = "proj_out"
+    picture: str = "hidden_states"  # the argument of blocks and denoiser that carries the picture
+    text: str = ""  # the one that carries text, where that is split too

@@ -22,7 +22,7 @@ from ...precision.upcast import TraceableMode
 from ...trust.message import Told
 from .exchange import gathered, heads_of_all_tokens, share_of, shares, tokens_of_all_heads
 from .group import ProcessGroup
-from .plan import ATTENTION, OUTPUT, PICTURE, ContextPlan
+from .plan import ContextPlan
 
 
 class TokensDiffer(Told, RuntimeError):
@@ -54,7 +54,7 @@ def over_ranks(module: torch.nn.Module, blocks: str, plan: ContextPlan, ranks: P
 
     def count_tokens(given: dict[str, Any]) -> dict[str, Any]:
         """Note how many tokens the call has, and split what has one value for each."""
-        split.picture = plan.tokens(config, tuple(given[PICTURE].shape))
+        split.picture = plan.tokens(config, tuple(given[plan.picture].shape))
         split.text = given[plan.text].shape[1] if plan.text else 0
         own = {name: share_of(given[name], dim, ranks) for name, dim in plan.given.items() if given[name].ndim > dim}
         return given | own
@@ -69,9 +69,9 @@ def over_ranks(module: torch.nn.Module, blocks: str, plan: ContextPlan, ranks: P
     _wrap(shell, before=count_tokens)
     for number, block in enumerate(shell.get_submodule(blocks).children()):
         _wrap(block, before=partial(share_out, dims={**(plan.first if number == 0 else {}), **plan.every}))
-        attention = block.get_submodule(ATTENTION)
+        attention = block.get_submodule(plan.attention)
         attention.__dict__["processor"] = _attending(attention.processor, split)
-    _wrap(shell.get_submodule(OUTPUT), after=whole)
+    _wrap(shell.get_submodule(plan.output), after=whole)
     return shell
 
 
