@@ -163,10 +163,8 @@ class GuardedDenoiser(GuardedCalls):
 
     def __init__(self, stage: ComponentStage, features: Sequence[Feature]):
         super().__init__(stage, features)
-        if stage.learns:  # and what earlier runs taught is used
-            load = partial(load_profile, stage.handle, stage.name, stage.plan.numerics)
-            self._known, notes = self._ranks.broadcast_from_rank0(load)
-            stage.report.notes += notes
+        self._known, notes = _known(stage)
+        stage.report.notes += notes
         self._earlier: PrecisionOverrides | None = None  # what another denoiser learned in this run
 
     @property
@@ -203,3 +201,11 @@ def build_attempt(
     for feature in features:
         run = feature.wrap_guarded(run, rerun=False)
     return replace(made, run=run)
+
+
+def _known(stage: ComponentStage) -> tuple[PrecisionOverrides, tuple[str, ...]]:
+    """What earlier runs taught, where this one learns, and what to say about it."""
+    if not stage.learns:
+        return NOTHING, ()
+    load = partial(load_profile, stage.handle, stage.name, stage.plan.numerics)
+    return stage.handle.ranks.broadcast_from_rank0(load)
