@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 def cached_commit(hub_id: str, revision: str) -> str:
     """Name the commit whose whole model is in the cache, '' where there is none. It asks no server and never raises."""
-    from ..pipelines.models import hub
-
     with suppress(Exception):  # whatever is wrong, running the node says it
+        from ..pipelines.models import hub
+
         return hub.fetch(hub_id, revision, download=False).name
     return ""
 

@@ -52,7 +52,7 @@ class LoadPipeline(Node):
     @classmethod
     def listed(cls) -> list[str]:
         """The names of the models that this node loads."""
-        from ..pipelines.models.recognised import is_known
+        from ..pipelines.models.folder import is_known
 
         return [name for name, path in cls.models().items() if is_known(path)]
 
@@ -169,7 +169,7 @@ class LoadPipeline(Node):
     ) -> PipelineHandle:
         """Raises BadFolder, HubError, and what `load` of a handle raises."""
         from ..pipelines.errors import BadFolder
-        from ..pipelines.models.recognised import family_of
+        from ..pipelines.models.folder import family_of
         from ..pipelines.parallel.group import process_group
         from ..pipelines.run.handle import load
         from ..precision.accumulation import Accumulation

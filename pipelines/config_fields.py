@@ -70,7 +70,6 @@ def fields_of(component: ComponentSpec, name: str, config: Mapping[str, Any]) ->
     """Return the fields of a config that its class takes, checked.
 
     name: the name of the class, as model_index.json has it.
-
     Raises Unreadable where the config is of another class, where a field is of another kind or out of bounds, or where
     one asks a library for more than numbers.
     """

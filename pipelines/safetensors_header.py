@@ -37,7 +37,6 @@ class Header:
 
 
 def bytes_by_dtype(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return {dtype: bytes stored in it}."""
     counted: Counter[str] = Counter()
     for tensor in tensors.values():
         counted[tensor.dtype] += tensor.n_bytes

@@ -66,7 +66,6 @@ def load(path: Path, name: str, component: ComponentSpec, cls: str) -> Any:
     path: the model folder.
     name: the component, and its folder.
     cls: its class in model_index.json.
-
     Raises BadFolder where one that the class needs is missing, where one of them is too large, cut off, a pointer of
     Git LFS or of something else, and where two vocabularies differ.
     """
@@ -101,7 +100,6 @@ def check_loads(
 
     encoder: None where it is no tokenizer.
     fingerprint: of its files, which are read again where it changes.
-
     Raises BadFolder where it cannot be loaded, where its vocabulary is not of the encoder's size, and where it does not
     tell two prompts apart.
     """
@@ -134,10 +132,7 @@ def explaining(where: str, cls: str) -> Iterator[None]:
         raise BadFolder(
             "'{}' could not be loaded as {}: {}: {}. Its files passed the check. If they are the authors' own, update "
             "transformers; else download them again.",
-            where,
-            cls,
-            type(error).__name__,
-            shown(str(error), 500),
+            *(where, cls, type(error).__name__, shown(str(error), 500)),
         ) from error
 
 

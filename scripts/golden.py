@@ -84,7 +84,7 @@ def command(*words: str, **environment: str) -> str:
 
 def overflowing() -> tuple[dict[str, Any], list[Any]]:
     """The report and the profiles of a run of a small CogVideoX one of whose blocks overflows fp16."""
-    from comfyui_onediff_guard.pipelines.models.recognised import family_of
+    from comfyui_onediff_guard.pipelines.models.folder import family_of
     from comfyui_onediff_guard.pipelines.run.handle import load
     from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
     from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope

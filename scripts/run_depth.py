@@ -33,7 +33,7 @@ def ours(frame: FrameType) -> str:
 
 def entered() -> Iterator[tuple[Counter[str], list[str]]]:
     """Yield what the first run enters, which reads the weights, and a later one: files, and the deepest stack."""
-    from comfyui_onediff_guard.pipelines.models.recognised import family_of
+    from comfyui_onediff_guard.pipelines.models.folder import family_of
     from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
     from comfyui_onediff_guard.pipelines.run.handle import load
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample

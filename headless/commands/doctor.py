@@ -11,8 +11,7 @@ from ...comfyui_host.host import selftest_directory
 from ...nodes.inputs import ACCUMULATIONS, PRECISIONS
 from ...nodes.report import architecture_of, with_surroundings
 from ...pipelines.errors import BadFolder, HubError
-from ...pipelines.insight.diagnosis import Diagnosis, diagnose
-from ...pipelines.insight.diagnosis_summary import summary
+from ...pipelines.insight.diagnosis import Diagnosis, diagnose, summary
 from ...pipelines.models.hub import fetch
 from ...precision.accumulation import Accumulation
 from ...precision.policy import Precision

@@ -10,7 +10,7 @@ from typing import Any
 from ...nodes.inputs import PRECISIONS
 from ...nodes.report import architecture_of
 from ...pipelines.families.spec import FamilySpec
-from ...pipelines.models.recognised import family_of
+from ...pipelines.models.folder import family_of
 from ..errors import WorkflowError
 from ..files import write_together
 from ..hosts.local import run_local

@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ...precision.policy import Component
+from ...precision.policy import Component, Plan, Precision
+from ...precision.report import RunReport, StepRecord
 from ...precision.shallow_copy import with_forward
-from .backends import EAGER, BackendChoice, came_to, choose_backend, compiled, for_dtype
+from .backends import EAGER, BackendChoice, CompileOptions, came_to, choose_backend, compiled, for_dtype
 
 if TYPE_CHECKING:
-    from ...precision.policy import Plan, Precision
-    from ...precision.report import RunReport, StepRecord
     from ..run.handle import PipelineHandle
-    from .backends import CompileOptions
 
 COMPILE_SECONDS = 60.0  # that a compile is assumed to take
 CallSignature = tuple[torch.Size, Hashable]  # shape of the latents; what tells all arguments of the call apart

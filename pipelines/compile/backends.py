@@ -21,7 +21,7 @@ import torch
 
 from ...precision.accumulation import NEXFORT_OPTION, NEXFORT_SWITCH, allowed
 from ...precision.arch import COMPILED, Architecture
-from ...precision.attention import KERNELS, Attended, missing
+from ...precision.attention import Attended, missing
 from ...precision.machine import first_line
 from ...precision.overflow import ShownInside
 from ...precision.policy import failure
@@ -53,7 +53,6 @@ class BackendChoice:
 
 
 MODES = ("default", "max-autotune-no-cudagraphs")  # inductor's. CUDA graphs would reuse what a block put out
-ATTENTIONS = ("", *KERNELS)
 
 
 def uses_torch_kernels(backend: str) -> bool:
@@ -67,7 +66,7 @@ class CompileOptions:
     dynamic: True: one graph for sizes of any kind. False: one for each size. None: the backend's own way; inductor's
         is a graph for the first size, and one for all others.
     mode: one of MODES; inductor alone.
-    attention: one of ATTENTIONS; "": PyTorch's own choice. For backends that use PyTorch's attention, and for 'eager'.
+    attention: one of `attention.KERNELS`; "": PyTorch's choice. For backends that use PyTorch's attention, and 'eager'.
     channels_last: whether 2D convolutions lie in memory so; for inductor and 'eager'.
     """
 
@@ -116,13 +115,13 @@ def choose_backend(request: str, device: torch.device) -> BackendChoice:
         if missing := _PROBES[request](device):
             raise BackendUnavailable("Backend '{}' does not work here: {}. Choose 'auto' or 'eager'.", request, missing)
         return BackendChoice(request, "as you chose")
-    missing_by_name = {}
+    lacking: list[str] = []
     for name, probe in _PROBES.items():
         missing = probe(device)
         if not missing:
-            return BackendChoice(name, f"auto: {_list(missing_by_name) or 'first choice'}", automatic=True)
-        missing_by_name[name] = missing
-    choice = BackendChoice("eager", f"auto: {_list(missing_by_name)}", automatic=True)
+            return BackendChoice(name, f"auto: {'; '.join(lacking) or 'first choice'}", automatic=True)
+        lacking.append(f"no {name}: {missing}")
+    choice = BackendChoice("eager", f"auto: {'; '.join(lacking)}", automatic=True)
     logger.warning("not compiling: %s", choice.reason)
     return choice
 
@@ -276,9 +275,7 @@ def _inductor_missing(device: torch.device) -> str | None:
 
 def find_c_compiler() -> str | None:
     """Path of the C++ compiler that inductor would use, or None."""
-    names = (
-        [os.environ.get("CXX", ""), "cl"] if os.name == "nt" else [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
-    )
+    names = os.environ.get("CXX", ""), *(["cl"] if os.name == "nt" else ["g++", "clang++", "c++"])
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
@@ -292,7 +289,3 @@ _PROBES: dict[str, Callable[[torch.device], str | None]] = {
     "inductor": _inductor_missing,
 }
 BACKENDS = ("auto", *_PROBES, "eager")
-
-
-def _list(missing_by_name: dict[str, str]) -> str:
-    return "; ".join(f"no {name}: {missing}" for name, missing in missing_by_name.items())

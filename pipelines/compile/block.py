@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -85,22 +85,19 @@ def _counters() -> Any:
     return dynamo and dynamo.counters
 
 
-@dataclass(frozen=True)
+@dataclass
 class Compiler:
-    """A backend, as it compiles one block after another."""
+    """A backend, as it compiles one block after another.
+
+    replaceable: where it fails, the next one takes its place.
+    blocks, met: what it made of each block, and the sizes at which that was called.
+    """
 
     name: str
     compile_block: Callable[[torch.nn.Module], Run]
-    replaceable: bool  # where it fails, the next one takes its place
-
-
-@dataclass(frozen=True)
-class _Compiled:
-    """All blocks by one compiler, and the sizes at which each was called."""
-
-    by: Compiler
-    blocks: list[Run]
-    met: list[set[Any]]
+    replaceable: bool
+    blocks: list[Run] = field(default_factory=list)
+    met: list[set[Any]] = field(default_factory=list)
 
 
 class Compiling:
@@ -123,7 +120,7 @@ class Compiling:
         self._compilers = compilers
         self._inside = inside
         self._originals: list[torch.nn.Module] = []
-        self._compiled: _Compiled | None = None
+        self._in_use: Compiler  # from `compile` on
         self._swapping = threading.Lock()
         self._pace = Pace()
         self._at = -1  # index of the block that was called last
@@ -132,7 +129,7 @@ class Compiling:
 
     @property
     def backend(self) -> str:
-        return self._in_use.by.name
+        return self._in_use.name
 
     def in_place_of(self, block: torch.nn.Module) -> torch.nn.Module:
         """A shell of `block` that runs what is compiled of it."""
@@ -141,20 +138,20 @@ class Compiling:
         self._originals.append(original)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            compiled = self._in_use
-            if compiled.by.name == EAGER:
-                return compiled.blocks[index](*args, **kwargs)
+            compiler = self._in_use
+            if compiler.name == EAGER:
+                return compiler.blocks[index](*args, **kwargs)
             if index == 0:  # it is given slices of one tensor, whose strides would make a graph of its own for it
                 args, kwargs = pytree.tree_map_only(torch.Tensor, _dense, (args, kwargs))
             self._count_sizes(index)
             size = tuple(tensor.shape for tensor in _tensors(args, kwargs))
-            if size in compiled.met[index]:
+            if size in compiler.met[index]:
                 with OLDEST_GRAPH.held():
-                    return compiled.blocks[index](*args, **kwargs)
+                    return compiler.blocks[index](*args, **kwargs)
             if why := self._limit():
                 self._note(why)
                 return original(*args, **kwargs)
-            return self._first_call(compiled, index, size, args, kwargs)
+            return self._first_call(compiler, index, size, args, kwargs)
 
         return with_forward(block, forward)
 
@@ -162,20 +159,16 @@ class Compiling:
         """Compile all blocks, by the first compiler that does. Raises what one raised that has none to follow it."""
         for compiler in self._compilers:
             try:
-                blocks = [compiler.compile_block(block) for block in self._originals]
+                compiler.blocks = [compiler.compile_block(block) for block in self._originals]
             except Exception as error:
                 if not compiler.replaceable or _is_the_runs(error):
                     raise
                 self._give_up(compiler, _in_words(error))
                 continue
-            self._compiled = _Compiled(compiler, blocks, [set() for _ in blocks])
+            compiler.met = [set() for _ in compiler.blocks]
+            self._in_use = compiler
             self.sizes, self._anew = 0, False
             return
-
-    @property
-    def _in_use(self) -> _Compiled:
-        assert self._compiled is not None, "nothing was compiled yet"
-        return self._compiled
 
     def _count_sizes(self, index: int) -> None:
         if index <= self._at:  # a call of the denoiser begins
@@ -189,29 +182,29 @@ class Compiling:
         full = Message("{} compiled for {} sizes, and no more: this size runs uncompiled.", self.backend, self.sizes)
         return full + " " + Message("'dynamic' on, in OneDiff Compile, makes one graph for all sizes.")
 
-    def _first_call(self, compiled: _Compiled, index: int, size: Any, args: Args, kwargs: KwArgs) -> Any:
+    def _first_call(self, compiler: Compiler, index: int, size: Any, args: Args, kwargs: KwArgs) -> Any:
         from torch._dynamo.utils import disable_cache_limit
 
         if listener := _listener.get():
             self._pace = self._pace if index else Pace()
             left = self._pace.left(index, len(self._originals))
-            said = Message("{}: compiling block {} of {}", compiled.by.name, index + 1, len(self._originals))
+            said = Message("{}: compiling block {} of {}", compiler.name, index + 1, len(self._originals))
             listener.progress(joined(" · ", filter(None, (said, left))))
         graphs = graphs_compiled()
         # a compiler that fails may have written into what it was given; what is expanded is not written to
-        written = [each for each in _tensors(args, kwargs) if compiled.by.replaceable and 0 not in each.stride()]
+        written = [each for each in _tensors(args, kwargs) if compiler.replaceable and 0 not in each.stride()]
         with torch.no_grad():
             before = [each.clone() for each in written]
         try:
             with PROCESS_GATE.exclusive(), disable_cache_limit(), OLDEST_GRAPH.held():
-                made = compiled.blocks[index](*args, **kwargs)
+                made = compiler.blocks[index](*args, **kwargs)
         except Exception as error:
-            if not compiled.by.replaceable or _is_the_runs(error):
+            if not compiler.replaceable or _is_the_runs(error):
                 raise
-            logger.debug("%s failed", compiled.by.name, exc_info=True)
+            logger.debug("%s failed", compiler.name, exc_info=True)
             failure = _in_words(error)
         else:
-            compiled.met[index].add(size)
+            compiler.met[index].add(size)
             return made
         finally:
             self._anew |= graphs_compiled() > graphs
@@ -220,8 +213,8 @@ class Compiling:
                 tensor.copy_(copy)
         made = self._originals[index](*args, **kwargs)  # raises what is not the compiler's
         with self._swapping:
-            if compiled is self._compiled:  # and no other thread was here
-                self._give_up(compiled.by, failure)
+            if compiler is self._in_use:  # and no other thread was here
+                self._give_up(compiler, failure)
                 self.compile()
         return made
 

@@ -93,10 +93,9 @@ def target_of(
     of_vae = plan.component.value == "vae_decode"
     read = model.vae_config if of_vae else model.denoiser_config
     config = {name: value for name, value in read.items() if not name.startswith("_")}
-    protection = "overflow protection" if plan.overflow_protection else "no overflow protection"
-    stream = "VAE decoder" if of_vae else protection
+    of_what = "VAE decoder" if of_vae else f"{'' if plan.overflow_protection else 'no '}overflow protection"
     layout = "channels last" if options.channels_last else ""
-    parts = [stream, f"half accumulation {plan.accumulation}", layout, options.in_words("inductor")]
+    parts = [of_what, f"half accumulation {plan.accumulation}", layout, options.in_words("inductor")]
     return Target(
         model=model.variant.name,
         config=hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16],

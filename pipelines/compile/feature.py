@@ -16,6 +16,7 @@ from ..models.lora import keys
 from ..run.feature import CallFeature, DenoiserSetup, Feature, RunContext, Tell
 from . import auto_compile
 from .backends import EAGER, BackendChoice, came_to, compiled, for_dtype
+from .block import graphs_compiled, graphs_from_cache, listening
 
 if TYPE_CHECKING:
     from ..run.handle import PipelineHandle
@@ -104,32 +105,22 @@ class _CompiledBlocks(CallFeature):
 
 @contextmanager
 def while_compiling(handle: PipelineHandle, report: RunReport, tell: Tell) -> Generator[None]:
-    """Hold what compiling takes while a network runs, and count in its report what was compiled. An eager one takes
-    nothing."""
+    """Hold what compiling takes while a network runs, and count in its report the graphs that it compiled, and those
+    that an earlier process had. An eager one takes nothing."""
     if handle.backend.name == EAGER:
         yield
         return
-    from .block import listening
     from .cache import compile_cache, target_of
-
-    model, device = handle.store.model, handle.store.placement.device
-    with ExitStack() as held:
-        held.enter_context(_counted(report))
-        if handle.backend.name == "inductor":
-            target = target_of(model, report.plan, handle.compile_options, device, handle.architecture)
-            held.enter_context(compile_cache(handle.compiled, target, report, tell))
-        held.enter_context(listening(tell, report.note))
-        yield
-
-
-@contextmanager
-def _counted(report: RunReport) -> Generator[None]:
-    """Count the graphs that a run compiles, and those that an earlier process had compiled, for its report."""
-    from .block import graphs_compiled, graphs_from_cache
 
     graphs, from_cache = graphs_compiled(), graphs_from_cache()
     try:
-        yield
+        with ExitStack() as held:
+            if handle.backend.name == "inductor":
+                model, device = handle.store.model, handle.store.placement.device
+                target = target_of(model, report.plan, handle.compile_options, device, handle.architecture)
+                held.enter_context(compile_cache(handle.compiled, target, report, tell))
+            held.enter_context(listening(tell, report.note))
+            yield
     finally:
         report.graphs = None if report.backend in (EAGER, "oneflow") else graphs_compiled() - graphs
         report.graphs_kept = min(graphs_from_cache() - from_cache, report.graphs or 0)

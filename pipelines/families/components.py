@@ -49,9 +49,7 @@ class ComponentSpec:
             raise LibraryFailed(
                 "{} cannot be imported ({}: {}). Install requirements.txt of this pack again, and unset "
                 "PYTHONOPTIMIZE: 2 takes away docstrings that it reads.",
-                self.library,
-                type(error).__name__,
-                shown(str(error), 300),
+                *(self.library, type(error).__name__, shown(str(error), 300)),
             ) from error
 
     def defaults(self, name: str = "") -> dict[str, Any]:

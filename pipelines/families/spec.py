@@ -70,17 +70,12 @@ def without_values(**shapes: tuple[int, ...]) -> dict[str, Any]:
 
 
 def latent_channels(config: Config) -> int:
-    """Return how many channels the latents have, as the VAE's config says."""
     return config.get("latent_channels", 16)
 
 
 def decoded_video(vae: Decode, latents: torch.Tensor, _chunk: int) -> Iterator[torch.Tensor]:
     """Decode latents in one call of the VAE, to [batch · frames, 3, height, width]."""
     yield vae(latents).permute(0, 2, 1, 3, 4).flatten(0, 1)
-
-
-def _unscaled_images(latents: torch.Tensor, _frames: int, config: Config) -> torch.Tensor:
-    return latents / config["scaling_factor"]
 
 
 def _decoded_images(vae: Decode, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
@@ -92,7 +87,7 @@ IMAGES = Layout(
     "[batch, {channels}, height, width]",
     False,
     latent_channels,
-    _unscaled_images,
+    lambda latents, _frames, config: latents / config["scaling_factor"],
     _decoded_images,
     takes_chunks=True,
 )

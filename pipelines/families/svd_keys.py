@@ -130,12 +130,11 @@ def _unet_block(found: re.Match[str], config: Config) -> str:
     return f"output_blocks.{level * a_level + within}.{int(found[3] == 'attentions')}"
 
 
-# What a component's shapes, by the names behind the prefix, say of its config. Each raises LookupError, ValueError or
-# ArithmeticError where a tensor that it needs is missing or odd.
+# What a component's config.json would say, told by its shapes, which have the names behind the prefix. Each raises
+# LookupError, ValueError or ArithmeticError where a tensor that it needs is missing or odd.
 
 
 def unet_config(shapes: Shapes) -> dict[str, Any]:
-    """Return what unet/config.json would say."""
     ends = [number for number in range(_MOST) if f"input_blocks.{number}.0.op.weight" in shapes]
     a_level = ends[0] if ends else _MOST
     firsts = [f"input_blocks.{1 + level * a_level}" for level in range(len(ends) + 1)]
@@ -160,7 +159,6 @@ def unet_config(shapes: Shapes) -> dict[str, Any]:
 
 
 def vae_config(shapes: Shapes) -> dict[str, Any]:
-    """Return what vae/config.json would say."""
     levels = [shape[0] for shape in _numbered(shapes, "encoder.down.{}.block.0.conv2.weight")]
     return {
         "in_channels": shapes["encoder.conv_in.weight"][1],
@@ -176,7 +174,6 @@ def vae_config(shapes: Shapes) -> dict[str, Any]:
 
 
 def image_encoder_config(shapes: Shapes) -> dict[str, Any]:
-    """Return what image_encoder/config.json would say."""
 
     def shape(parameter: str) -> tuple[int, ...]:  # in the file's name, or as ComfyUI saves it
         return shapes.get(key_of("image_encoder", parameter, {})) or shapes[parameter]

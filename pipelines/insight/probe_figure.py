@@ -33,14 +33,13 @@ Row = dict[int | str, float]  # max |x| of one layer: of all blocks in each step
 def rows_of(probed: Probed, most: int = MOST_ROWS) -> tuple[dict[str, Row], dict[str, Row]]:
     """Return rows by label, in the order in which they ran, of a block's its output first: the `most` that reach most,
     and the others. The same layer of all blocks is one row; one outside of them has no block."""
-    blocks, output = probed.blocks, BLOCK
     found: dict[str, Row] = {}
     for index, step in enumerate(probed.steps):
         for name, values in step.items():
-            block = next((block for block in blocks if covers(block, name)), None)
+            block = next((block for block in probed.blocks if covers(block, name)), None)
             if block:
-                found.setdefault(output, {})
-            row = found.setdefault(name[len(block) + 1 :] or output if block else name, {})
+                found.setdefault(BLOCK, {})
+            row = found.setdefault(name[len(block) + 1 :] or BLOCK if block else name, {})
             for place in (index, block) if block else (index,):
                 row[place] = max(row.get(place, 0.0), probed.reach(name, values))
     largest = sorted(found, key=lambda label: -_reach(found[label]))[:most]

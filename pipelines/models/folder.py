@@ -1,4 +1,5 @@
-"""A diffusers-format folder on disk, which is checked as a whole before a weight is read."""
+"""Models on disk: of which family one is, and a folder in diffusers' format, which is checked as a whole before a
+weight is read. `single_file.py` has the other way in which one is stored."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,9 +21,12 @@ from ...trust.message import Message, joined
 from ...trust.text import listed, shown
 from ..config_fields import fields_of
 from ..errors import BadFolder, LibraryFailed
+from ..families import svd_keys
 from ..families.components import ComponentSpec
 from ..families.spec import FamilySpec
+from ..families.svd import SVD
 from ..families.table import FAMILIES, VARIANTS
+from ..safetensors_header import header_text
 from ..small_files import check_loads, explaining, load, read_json, reading_file
 from .on_disk import StoredModel, Weights, name_of
 from .weight_files import check_fit, weights_of
@@ -57,10 +62,7 @@ class ModelFolder(StoredModel):
             raise BadFolder(
                 "'{}/{}' was loaded without {} of its tensors, such as '{}': its files are not those that were "
                 "checked. Load it again.",
-                self.name,
-                name,
-                len(lost),
-                shown(min(lost)),
+                *(self.name, name, len(lost), shown(min(lost))),
             )
         return module
 
@@ -85,7 +87,6 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
 
     Only JSON and safetensors headers are read, no weights. Each component is built without memory, to compare it with
     the headers.
-
     Raises BadFolder where it is no diffusers folder or one of another pipeline, where a component is missing, pickled
     or truncated, where a config makes no sense or reaches for more than the folder, and where tensors are missing, left
     over or of other shapes.
@@ -94,14 +95,8 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
     found = shown(index.get("_class_name") or "pipeline without a name")
     if found != expected.pipeline:
         others = f" It belongs to {FAMILIES[found].name}." if found in FAMILIES else ""
-        raise BadFolder(
-            "'{}' holds a {}, not a {}.{} Choose a {} folder.",
-            name_of(path),
-            found,
-            expected.pipeline,
-            others,
-            expected.name,
-        )
+        facts = name_of(path), found, expected.pipeline, others, expected.name
+        raise BadFolder("'{}' holds a {}, not a {}.{} Choose a {} folder.", *facts)
     expected = expected.of(index)
     classes = {name: component_class(path, index, name, spec) for name, spec in expected.components.items()}
     weights, configs, fields, modules = {}, {}, {}, {}
@@ -123,7 +118,11 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
         options = fitting(expected.options, index).model_dump(exclude_unset=True)
     denoiser_config = configs[expected.denoiser]
     with reading_file(f"{name_of(path)}/{expected.denoiser}/config.json"):
-        variant = _variant(expected, denoiser_config, weights[expected.denoiser])
+        try:
+            known = VARIANTS[expected.variant(denoiser_config)]
+        except TypeError as error:  # of fields that nobody checked, since no module can be built
+            raise Unreadable(f"its fields are of other kinds ({error})") from None
+        variant = as_stored(known, weights[expected.denoiser].stored_dtype)
     return ModelFolder(
         path=path,
         family=expected,
@@ -143,13 +142,64 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
     )
 
 
+def is_single_file(path: Path) -> bool:
+    """Return whether a path means a file, there or not, rather than a diffusers-format folder."""
+    return path.is_file() or (path.suffix.lower() == ".safetensors" and not path.is_dir())
+
+
+def open_model(path: Path, expected: FamilySpec) -> StoredModel:
+    """Check a model against a family, by JSON and safetensors headers alone, and return what it holds.
+
+    Raises BadFolder where it is no model of the family, or not whole.
+    """
+    if not is_single_file(path):
+        return inspect(path, expected)
+    if expected is not SVD:
+        raise BadFolder(
+            "'{}' is a file. Only {} loads from one: choose a {} folder.", path.name, SVD.name, expected.name
+        )
+    from .single_file import read_svd
+
+    return read_svd(path)
+
+
 def family_of(path: Path) -> FamilySpec:
-    """Return the family that a folder's model_index.json names. Raises BadFolder where it is none of ours."""
+    """Return the family that a folder's model_index.json names, or for a file the only family that has such.
+
+    Raises BadFolder where it is none of ours.
+    """
+    if is_single_file(path):
+        return SVD
     index = read_json(path, INDEX)
     found = shown(index.get("_class_name") or "pipeline without a name")
     if found not in FAMILIES:
         raise BadFolder("'{}' holds a {}. Known: {}.", name_of(path), found, ", ".join(FAMILIES))
     return FAMILIES[found].of(index)
+
+
+def is_known(path: Path) -> bool:
+    """Return whether a folder or a single file looks like one of a known family, for a loader's list.
+
+    One that cannot be read does not. Loading checks all of it, and says what is wrong.
+    """
+    with suppress(OSError):
+        stat = (path if path.is_file() else path / INDEX).stat()
+        return _pipeline(path, stat.st_size, stat.st_mtime_ns) in FAMILIES
+    return False
+
+
+@lru_cache(maxsize=2**14)
+def _pipeline(path: Path, _size: int, _modified: int) -> str:
+    """Return the diffusers pipeline that a model_index.json names, or a checkpoint holds; "" where it is none.
+
+    It is remembered until the file changes, also of a file that cannot be read.
+    """
+    with suppress(OSError, ValueError):  # Unreadable and BadFolder among them
+        if not is_single_file(path):
+            return str(read_json(path, INDEX).get("_class_name", ""))
+        texts = header_text(path).decode().split('"')  # names among them. Parsing a hundred headers would take seconds
+        return "" if svd_keys.why_not_svd(texts) else SVD.pipeline
+    return ""
 
 
 def component_class(path: Path, index: Mapping[str, Any], name: str, component: ComponentSpec) -> str:
@@ -160,10 +210,7 @@ def component_class(path: Path, index: Mapping[str, Any], name: str, component: 
         raise BadFolder(
             "'{}': model_index.json names {} as {}, but a {} is needed. Download the model again, or use the original "
             "one.",
-            name_of(path),
-            shown(found) if found else "nothing",
-            name,
-            " or a ".join(component.classes),
+            *(name_of(path), shown(found) if found else "nothing", name, " or a ".join(component.classes)),
         )
     return found
 
@@ -238,13 +285,6 @@ def _with_config(loader: Any, config: Mapping[str, Any]) -> Any:
     and no byte order mark."""
     reads = classmethod(lambda *_, **__: deepcopy(dict(config)))
     return type(loader.__name__, (loader,), {"_dict_from_json_file": reads, "__module__": loader.__module__})
-
-
-def _variant(family: FamilySpec, config: Mapping[str, Any], weights: Weights) -> Variant:
-    try:
-        return as_stored(VARIANTS[family.variant(config)], weights.stored_dtype)
-    except TypeError as error:  # of fields that nobody checked, since no module can be built
-        raise Unreadable(f"its fields are of other kinds ({error})") from None
 
 
 def _unlike(variant: Variant, config: Mapping[str, Any]) -> Iterator[str]:

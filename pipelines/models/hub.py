@@ -16,6 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, constants, errors, hf_hub_download, snapshot_download, try_to_load_from_cache
+from tqdm import tqdm
+
 from ...trust.message import Message
 from ..errors import BadFolder, HubError
 from ..families.spec import FamilySpec
@@ -50,11 +53,8 @@ def fetch(
     revision: a branch, a tag or a commit; None is "main".
     download: False (or HF_HUB_OFFLINE) uses only what is in the cache.
     progress: called several times a second. What it raises cancels the download.
-
     Raises HubError where the files cannot be had, and BadFolder where they are no complete model of a known family.
     """
-    from huggingface_hub import constants
-
     if address := _ADDRESS.fullmatch(hub_id):
         hub_id, revision = address[1], revision or address[2]
     revision = revision or "main"
@@ -80,8 +80,6 @@ def fetch(
 
 def _from_cache(hub_id: str, revision: str) -> Path:
     """Return the commit's folder in the cache. Raises HubError where there is none, BadFolder where it is damaged."""
-    from huggingface_hub import snapshot_download
-
     off = "Downloads are turned off: turn them on (`download`; HF_HUB_OFFLINE unset), or choose a model folder."
     try:
         folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=[], local_files_only=True))
@@ -97,15 +95,7 @@ def _checked(folder: Path) -> Path:
     """Check all that `inspect` does, and that no link leads nowhere. Raises BadFolder."""
     if lost := sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.exists()):
         raise BadFolder("'{}' lost {}.", name_of(folder), ", ".join(lost))
-    return inspect(folder, _family(folder)).path
-
-
-def _family(folder: Path) -> FamilySpec:
-    """Return the family whose classes model_index.json names. Raises BadFolder where there is none."""
-    family, index = family_of(folder), read_json(folder, INDEX)
-    for name, component in family.components.items():
-        component_class(folder, index, name, component)
-    return family
+    return inspect(folder, family_of(folder)).path
 
 
 def _needed(paths: Collection[str], family: FamilySpec, hub_id: str) -> list[str]:
@@ -148,8 +138,6 @@ class _Download:
 
     def run(self, cached: Path | None) -> Path:
         """Return the commit's folder, checked. cached: the one that was the revision's before. Raises as `fetch`."""
-        from huggingface_hub import HfApi, constants, hf_hub_download
-
         timeout = float(constants.HF_HUB_ETAG_TIMEOUT)
         info = self._call(HfApi().model_info, revision=self._revision, files_metadata=True, timeout=timeout)
         if cached and cached.name == info.sha:
@@ -157,7 +145,10 @@ class _Download:
         sizes = {file.rfilename: file.size for file in info.siblings or () if file.size is not None}
         sizes = {k: n for k, n in sizes.items() if k.endswith(".safetensors") or n <= MOST_VOCABULARY_BYTES}
         folder = self._snapshot(info.sha, {INDEX: sizes[INDEX]} if INDEX in sizes else {})
-        needed = _needed(sizes, _family(folder), self._hub_id)
+        family, index = family_of(folder), read_json(folder, INDEX)
+        for name, component in family.components.items():
+            component_class(folder, index, name, component)
+        needed = _needed(sizes, family, self._hub_id)
         self._expect({folder / path: sizes[path] for path in needed})
         checksums = {file.rfilename: file.lfs.sha256 for file in info.siblings or () if file.lfs}
         new = {path: checksums[path] for path in needed if path in checksums and not (folder / path).exists()}
@@ -170,8 +161,6 @@ class _Download:
 
     def _snapshot(self, commit: str, sizes: dict[str, int]) -> Path:
         """Download these files, also those that are there with another size. Raises as `_call`."""
-        from huggingface_hub import snapshot_download, try_to_load_from_cache
-
         for path, size in sizes.items():
             file = try_to_load_from_cache(self._hub_id, path, revision=commit)
             if isinstance(file, str) and Path(file).stat().st_size != size:
@@ -205,10 +194,7 @@ class _Download:
             raise HubError(
                 "'{}' needs {:.1f} GB more in {}, where {:.1f} GB are free. Free some space, or set HF_HOME to a "
                 "folder on a larger disk.",
-                self._hub_id,
-                missing / 1e9,
-                cache,
-                free / 1e9,
+                *(self._hub_id, missing / 1e9, cache, free / 1e9),
             )
 
     def _complete(self) -> int:
@@ -237,8 +223,6 @@ class _Download:
 
     def _without_xet(self, function: Callable[..., Any], options: dict[str, Any]) -> Any:
         """hf_xet's downloads cannot be cancelled: it only prints what a progress bar raises."""
-        from huggingface_hub import constants
-
         with _xet_is_off:
             before, constants.HF_HUB_DISABLE_XET = constants.HF_HUB_DISABLE_XET, True
             try:
@@ -248,8 +232,6 @@ class _Download:
 
     def _bar_class(self) -> type:
         """Return a tqdm class that shows nothing, counts, and raises in the library's threads once cancelled."""
-        from tqdm import tqdm
-
         download = self
 
         class Bar(tqdm):
@@ -269,8 +251,6 @@ class _Download:
 
 def _explained(error: Exception, hub_id: str, revision: str) -> HubError:
     """Return what huggingface_hub, its HTTP library or the disk raised, in words."""
-    from huggingface_hub import errors
-
     if isinstance(error, (errors.LocalEntryNotFoundError, ValueError)) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     status = getattr(getattr(error, "response", None), "status_code", 0)
@@ -279,9 +259,7 @@ def _explained(error: Exception, hub_id: str, revision: str) -> HubError:
         return HubError(
             "The hub hands out nothing of '{}' at '{}' (HTTP {}). Check how both are written. Where it is private or "
             "gated, accept its terms on its page, and set HF_TOKEN to a token that may read it.",
-            hub_id,
-            revision,
-            status,
+            *(hub_id, revision, status),
         )
     if isinstance(error, OSError) and error.errno and not isinstance(error, (ConnectionError, TimeoutError)):
         return HubError(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from ...precision.shallow_copy import keep_in_fp32, structural_copy
 from ...trust.foreign import Unreadable
@@ -85,7 +86,6 @@ def check_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> tup
     """Check a file by its header: names, shapes, settings. Reads no weights, and `denoiser` may be a `skeleton`.
 
     Returns lines for the report: what of the file is left out, and what had to be assumed.
-
     Raises BadLora: no safetensors file, a truncated one, of another model, of a kind that is not supported.
     """
     _check_family(family)
@@ -107,8 +107,6 @@ def _notes(name: str, placed: Placed, settings: LoraSettings) -> Iterator[str]:
 
 def read_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> LoraWeights:
     """Check a file and read it. Raises BadLora as check_lora does, and where a weight is not finite."""
-    from safetensors.torch import load_file
-
     names = LayerNames(family, denoiser)
     with reading_file(path.name, BadLora):
         _, settings = header(path)
@@ -142,7 +140,6 @@ def with_loras(denoiser: torch.nn.Module, loras: Sequence[Lora], family: FamilyS
     The denoiser shares its weights with the shell and is not touched: to unload a LoRA is to use the denoiser. Where
     no LoRA acts (none, or all at scale 0), it is the denoiser itself that is returned. Added weights are in the dtype
     and on the device of the layer that they are added to.
-
     Raises BadLora.
     """
     for lora in loras:
@@ -252,8 +249,7 @@ def _alphas(
     return alphas, bool(settings.use_rslora)
 
 
-def _config(placed: Placed, alphas: Mapping[str, float], is_rs: bool) -> dict[str, Any]:
-    """Return peft's LoraConfig."""
+def _config(placed: Placed, alphas: Mapping[str, float], is_rs: bool) -> dict[str, Any]:  # of peft's LoraConfig
     rank = Counter(placed.ranks.values()).most_common(1)[0][0] if placed.ranks else 1
     return {
         "r": rank,
@@ -275,11 +271,6 @@ def _as_layer(name: str, key: str, tensor: torch.Tensor, shell: torch.nn.Module)
     weight = shell.get_parameter(f"{key.rpartition('.lora_')[0]}.weight")
     cast = tensor.to(weight.device, weight.dtype)
     if not torch.isfinite(cast).all():
-        raise BadLora(
-            "'{}': '{}' reaches {:.3g}, which does not fit {}. Choose precision 'bf16' or 'fp32'.",
-            name,
-            key,
-            tensor.abs().max(),
-            weight.dtype,
-        )
+        facts = name, key, tensor.abs().max(), weight.dtype
+        raise BadLora("'{}': '{}' reaches {:.3g}, which does not fit {}. Choose precision 'bf16' or 'fp32'.", *facts)
     return cast

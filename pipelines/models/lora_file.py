@@ -234,7 +234,6 @@ def settings_of(path: Path, metadata: Mapping[str, str]) -> LoraSettings:
     """Return how a LoRA file says that its additions are scaled, in its header or in the settings beside it.
 
     metadata: what its safetensors header holds beside the tensors.
-
     Raises OSError, or Unreadable where they are no settings or cannot be honoured.
     """
     known = object_in(parse(metadata[_METADATA])) if _METADATA in metadata else beside(path) or {}

@@ -35,10 +35,6 @@ class Weights:
         """The dtype that most bytes are in."""
         return max(self.dtypes, key=lambda name: self.dtypes[name])
 
-    def bytes_in(self, dtype: str) -> int:
-        """Return how many bytes the weights take once loaded in "fp16", "bf16" or "fp32"."""
-        return self.n_bytes * (4 if dtype == "fp32" else 2) // (4 if self.stored_dtype == "F32" else 2)
-
 
 def name_of(path: Path) -> str:
     """Return what people call a model: its folder's or file's name. In the hub's cache, where folders are named after

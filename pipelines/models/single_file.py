@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from ...precision.policy import as_stored
 from ...trust.message import Message
@@ -44,7 +45,9 @@ class SvdFile(StoredModel):
             module.load_state_dict(self._read(self.keys[name], shapes, dtype), assign=True)
             _fill_buffers(module)
             if name == "unet":
-                _set_eps(module)
+                for part, norm in module.named_modules():
+                    if ".resnets." in part and isinstance(norm, torch.nn.GroupNorm):
+                        norm.eps = svd_keys.UNET_RESNET_EPS
         return module.eval().requires_grad_(False)
 
     def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
@@ -61,8 +64,6 @@ class SvdFile(StoredModel):
         self, keys: Mapping[str, str], shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
         """Return {parameter: its values}. keys: {parameter: tensor}. shapes: of parameters that the file has not."""
-        from safetensors import safe_open
-
         state: dict[str, torch.Tensor] = {}
         with reading_file(self.name), safe_open(self.path, framework="pt") as file:  # a tensor is read when it is cast
             for name, key in keys.items():
@@ -115,7 +116,6 @@ def fit(where: str, name: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str,
     where: the file's name, for messages.
     name: "unet", "vae" or "image_encoder".
     tensors: what the file's header says.
-
     Raises BadFolder unless each tensor has a place, and each place a tensor of the right shape.
     """
     prefix, spec = PREFIXES[name], SVD.components[name]
@@ -125,14 +125,8 @@ def fit(where: str, name: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str,
         fields_of(spec, spec.classes[0], config)
         module = spec.on_meta(config)
     except (LookupError, ValueError, TypeError, RuntimeError, ArithmeticError) as error:  # Unreadable among them
-        raise BadFolder(
-            "'{}': no {} can be built of the sizes of its tensors ({}: {}). {}",
-            where,
-            spec.classes[0],
-            type(error).__name__,
-            shown(str(error), 200),
-            _GET,
-        ) from error
+        facts = where, spec.classes[0], type(error).__name__, shown(str(error), 200), _GET
+        raise BadFolder("'{}': no {} can be built of the sizes of its tensors ({}: {}). {}", *facts) from error
     keys: dict[str, str] = {}
     for parameter in module.state_dict():
         key = svd_keys.key_of(name, parameter, config)
@@ -180,9 +174,3 @@ def _fill_buffers(module: torch.nn.Module) -> None:
             owner.register_buffer("position_ids", ids, persistent=False)
     if empty := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
         raise RuntimeError(f"{type(module).__name__} has a buffer that this version does not know: {empty[0]}.")
-
-
-def _set_eps(unet: torch.nn.Module) -> None:
-    for name, norm in unet.named_modules():
-        if ".resnets." in name and isinstance(norm, torch.nn.GroupNorm):
-            norm.eps = svd_keys.UNET_RESNET_EPS

@@ -43,7 +43,6 @@ def weights_of(path: Path, name: str, library: str) -> tuple[Weights, dict[str, 
     path: the model folder.
     name: the component, and its folder.
     library: "diffusers" or "transformers".
-
     Raises BadFolder where there are none, where they are pickled, a variant or broken, and where shards are missing or
     not what their index says.
     """
@@ -53,9 +52,7 @@ def weights_of(path: Path, name: str, library: str) -> tuple[Weights, dict[str, 
         raise BadFolder(
             "'{}' holds {}, which would have transformers load something else than {}.safetensors. Delete that file, "
             "or get the model in its original form.",
-            where,
-            instead,
-            stem,
+            *(where, instead, stem),
         )
     single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
     order = (index, single) if library == "diffusers" else (single, index)
@@ -64,9 +61,7 @@ def weights_of(path: Path, name: str, library: str) -> tuple[Weights, dict[str, 
         raise BadFolder(
             "'{}' has no {}. It holds {}. Others than .safetensors can run code when loaded and are refused; a variant "
             "such as fp16 works under that name. Rename that, or get the model in safetensors format.",
-            where,
-            single,
-            listed(there) or "nothing",
+            *(where, single, listed(there) or "nothing"),
         )
     held: dict[str, dict[str, Tensor]] = {}  # file → what it holds
     shards = _shards(folder / index, f"{where}/{index}") if first == index else {}
@@ -77,11 +72,9 @@ def weights_of(path: Path, name: str, library: str) -> tuple[Weights, dict[str, 
     places = {key: file for file, found in held.items() for key in found}
     if shards and (len(tensors) != sum(map(len, held.values())) or places != shards):
         wrong = sorted({*places.items()} ^ {*shards.items()})
+        why = f"it or they lack '{shown(wrong[0][0])}'" if wrong else "a tensor lies in several"
         raise BadFolder(
-            "'{}/{}' is of other files than those beside it: {}. Fetch all of that folder again.",
-            where,
-            index,
-            f"it or they lack '{shown(wrong[0][0])}'" if wrong else "a tensor lies in several",
+            "'{}/{}' is of other files than those beside it: {}. Fetch all of that folder again.", where, index, why
         )
     files = tuple(folder / file for file in held)
     return Weights(files, sum(file.stat().st_size for file in files), bytes_by_dtype(tensors) or {"F32": 0}), tensors
@@ -109,30 +102,24 @@ def check_fit(where: str, module: torch.nn.Module, tensors: Mapping[str, Tensor]
     extra = sorted(key for key in found.keys() - wanted.keys() - computed.keys() if not ignored.search(key))
     for keys, what in ((missing, Message("lack")), (extra, Message("hold"))):
         if keys:
+            some = listed((f"'{shown(key, 100)}'" for key in keys), most=3, limit=100)
+            verb = Message("needs" if keys is missing else "has no place for")
+            facts = where, what, some, type(module).__name__, verb
             raise BadFolder(
                 "'{}': its files {} {}, which a {} of its sizes {}. Download all of it again, of the same model.",
-                where,
-                what,
-                listed((f"'{shown(key, 100)}'" for key in keys), most=3, limit=100),
-                type(module).__name__,
-                Message("needs" if keys is missing else "has no place for"),
+                *facts,
             )
     for key in sorted(wanted.keys() & found.keys()):
         if found[key].shape != wanted[key]:
             raise BadFolder(
                 "'{}': '{}' has the shape {}, and {} in a model of its sizes. Download all of it again, of the same "
                 "model.",
-                where,
-                shown(key),
-                list(found[key].shape),
-                list(wanted[key]),
+                *(where, shown(key), list(found[key].shape), list(wanted[key])),
             )
         if found[key].dtype not in FLOATS:
             raise BadFolder(
                 "'{}': '{}' is stored as {}, and quantised weights are not supported. Get the model in 16 or 32 bits.",
-                where,
-                shown(key),
-                found[key].dtype,
+                *(where, shown(key), found[key].dtype),
             )
     if (kept := sum(buffer.numel() * 4 for buffer in computed.values())) > _MOST_BUFFERS:
         raise BadFolder(

@@ -43,7 +43,6 @@ def heads_of_all_tokens(qkv: torch.Tensor, tokens: Sequence[int], ranks: Process
     """Give each rank its share of the heads, with all tokens.
 
     qkv: [3, batch, heads, this rank's tokens, channels]. tokens: how many each rank has.
-
     Returns [3, batch, this rank's heads, all tokens, channels], the ranks' tokens one after the other.
     """
     three, batch, all_heads, _, channels = qkv.shape
@@ -59,7 +58,6 @@ def tokens_of_all_heads(made: torch.Tensor, tokens: Sequence[int], heads: int, r
     """Give each rank its tokens back, with all heads.
 
     made: [batch, this rank's heads, all tokens, channels]. heads: of all ranks.
-
     Returns [batch, heads, this rank's tokens, channels].
     """
     batch, _, _, channels = made.shape

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch import distributed
 
 T = TypeVar("T")
 
@@ -41,9 +41,6 @@ class ProcessGroup:
 
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Return each rank's tensor, of one shape and dtype on all: the same bits on every rank."""
-        import torch
-        from torch import distributed
-
         mine = mine.contiguous()
         every = [torch.empty_like(mine) for _ in range(self.size)]
         distributed.all_gather(every, mine, self.group)
@@ -57,17 +54,12 @@ class ProcessGroup:
         """
         if self.alone:
             return values
-        import torch
-
         return torch.stack(self.all_gather(values)).abs().amax(0)
 
     def all_reduce_max(self, number: int) -> int:
         """Return the largest of what the ranks give: the same on every rank."""
         if self.alone:
             return number
-        import torch
-        from torch import distributed
-
         found = torch.tensor([number])
         distributed.all_reduce(found, distributed.ReduceOp.MAX, self.group)
         return int(found)
@@ -78,8 +70,6 @@ class ProcessGroup:
         if size in (1, self.size):
             return ALONE if size == 1 else self
         if size not in _parts:
-            from torch import distributed
-
             _parts[size], _ = distributed.new_subgroups(size, timeout=PATIENCE)
         return ProcessGroup(self.rank % size, size, _parts[size])
 
@@ -88,9 +78,6 @@ class ProcessGroup:
         it the job."""
         if self.alone:
             return make()
-        import torch
-        from torch import distributed
-
         handed = [make() if self.first else None]
         distributed.broadcast_object_list(handed, src=0, device=torch.device("cpu"))
         return handed[0]  # pyright: ignore[reportReturnType]
@@ -118,8 +105,6 @@ def joined(rank: int, size: int, meeting: Path, *, cuda: bool) -> Generator[Proc
     cuda: they compute on CUDA (or ROCm), each on the one GPU that it sees; else on the CPU.
     """
     global _of_this_process
-    from torch import distributed
-
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=distributed.FileStore(str(meeting), size),

@@ -1,4 +1,4 @@
-"""How ranks share a denoiser's calls: what a family says of its tokens, and what follows for a run."""
+"""What a family says of its denoiser's tokens, for ranks to share its calls."""
 
 from __future__ import annotations
 
@@ -34,45 +34,3 @@ class ContextPlan:
     output: str = "proj_out"
     picture: str = "hidden_states"  # the argument of blocks and denoiser that carries the picture
     text: str = ""  # the one that carries text, where that is split too
-
-
-@dataclass(frozen=True)
-class ParallelLayout:
-    """Who computes what of a step.
-
-    size: ranks in all.
-    halves: one part of them computes one half of guidance, and another part the other, at the same time.
-    context: ranks that share the tokens of a call, of neighbouring numbers.
-    """
-
-    size: int = 1
-    halves: bool = False
-    context: int = 1
-
-    def half(self, rank: int) -> int:
-        """Return which half of guidance a rank computes, 0 or 1."""
-        return rank // self.context % 2
-
-    @property
-    def first_of_halves(self) -> tuple[int, int]:
-        """The rank of the lowest number in each half."""
-        return (0, self.context)
-
-    def __str__(self) -> str:
-        if self.size == 1:
-            return ""
-        what, meanwhile = ("half of guidance", ", at the same time as the other") if self.halves else ("call", "")
-        by = "a GPU" if self.context == 1 else f"{self.context} GPUs together"
-        idle = self.size - self.context * (2 if self.halves else 1)
-        return f"each {what} is computed by {by}{meanwhile}" + (f"; GPUs that gain nothing: {idle}" if idle else "")
-
-
-def parallel_layout(size: int, *, guided: bool, splits: bool) -> ParallelLayout:
-    """Return how ranks share the steps of a run. Halves of guidance come first: they see nothing of each other until
-    both are done, while ranks that share tokens send each other most of what attention takes, in every block.
-
-    size: ranks in all. guided: a step has two halves. splits: the denoiser's tokens can be shared.
-    """
-    halves = guided and size > 1 and (size % 2 == 0 or not splits)
-    context = (size // 2 if halves else size) if splits else 1
-    return ParallelLayout(size, halves, context)

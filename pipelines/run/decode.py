@@ -20,12 +20,11 @@ from ..compile.backends import EAGER
 from ..compile.feature import while_compiling
 from ..families.table import FAMILIES
 from ..parallel.exchange import collected, dealt
-from ..parallel.group import ALONE, ProcessGroup
+from ..parallel.group import ALONE
 from ..weights.oom_fallback import ExecutionOption, OomFallback
-from .calls import Calls, CallTold
 from .handle import PipelineHandle, in_turn
-from .stage import ComponentStage
-from .vae import dry_run, guarded_decoder
+from .stage import Calls, CallTold, ComponentStage
+from .vae import dry_run, guarded
 
 
 class Portions(NamedTuple):
@@ -54,7 +53,6 @@ class Portions(NamedTuple):
     def decode(self, stage: ComponentStage, vae: Any, latents: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield what a VAE makes of the latents, [n, 3, height, width] each."""
         vae.use_tiling, vae.use_slicing = self.tiling, self.slicing
-
         surplus = surplus_of(stage.handle, latents)
 
         def decoded(part: torch.Tensor, **more: Any) -> torch.Tensor:
@@ -63,14 +61,14 @@ class Portions(NamedTuple):
 
         return stage.handle.family.layout.decoded(decoded, latents, self.chunk)
 
-    def decode_all(self, stage: ComponentStage, vae: Any, latents: torch.Tensor) -> None:
-        """Make the same calls of a VAE, and keep nothing."""
-        for _ in self.decode(stage, vae, latents):
-            pass
-
     def foreseen(self, stage: ComponentStage, latents: torch.Tensor) -> tuple[int, list[CallSignature]]:
         """Return the bytes that decoding takes beside the weights, and the signature of each call of the decoder."""
-        return dry_run(stage, "decoder", latents, partial(self.decode_all, stage), self)
+
+        def run(vae: Any, given: torch.Tensor) -> None:
+            for _ in self.decode(stage, vae, given):  # and keep nothing
+                pass
+
+        return dry_run(stage, "decoder", latents, run, self)
 
 
 def ways_to_decode(
@@ -112,7 +110,8 @@ def decode(
     stage = handle.stage(Component.VAE_DECODE, request)
     _check(handle, latents, made_by, policy=stage.policy)
     portions = Portions(chunk, tiling, slicing)
-    ranks = _sharing(handle, latents, chunk)
+    together = handle.family.layout.takes_chunks and 0 < chunk < len(latents)
+    ranks = handle.ranks if together else ALONE  # `TOGETHER` of the console command hangs on that a chunk is set
     if not ranks.alone:
         stage.report.note(f"chunks are decoded by {ranks.size} GPUs at the same time")
         stage = replace(stage, agree=ranks.all_reduce_absmax)
@@ -122,7 +121,7 @@ def decode(
         )
     calls = Calls("decoding part {} of {}", progress or (lambda *_: None))
     compiler = DecoderCompiler(handle, stage.plan, stage.report, backend)
-    vae = guarded_decoder(stage, calls, compiler if compiler.backend.name != EAGER else None)
+    vae = guarded(stage, "decoder", calls, compiler if compiler.backend.name != EAGER else None)
 
     def decoded() -> torch.Tensor:
         mine = latents if ranks.alone else dealt(latents, portions.chunk, ranks)
@@ -142,12 +141,9 @@ def decode(
         nonlocal portions
         portions = smaller
 
-    def ways() -> Iterator[ExecutionOption]:
-        return ways_to_decode(stage, latents, portions, go_on)
-
     try:
         with handle.switched(stage.report), torch.no_grad():
-            pixels = OomFallback(stage, ranks).run(decoded, ways)
+            pixels = OomFallback(stage, ranks).run(decoded, lambda: ways_to_decode(stage, latents, portions, go_on))
     finally:
         handle.finish("vae")
     return (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1), stage.report
@@ -159,25 +155,14 @@ def surplus_of(handle: PipelineHandle, latents: torch.Tensor) -> int:
     return layout.surplus(latents.shape[2], handle.store.model.vae_config) if layout.dimensions == 5 else 0
 
 
-def _sharing(handle: PipelineHandle, latents: torch.Tensor, chunk: int) -> ProcessGroup:
-    """Return the ranks that decode latents together. The console command has all of them decode where a chunk is set
-    (`TOGETHER`), so that is what it hangs on."""
-    together = handle.family.layout.takes_chunks and 0 < chunk < len(latents)
-    return handle.ranks if together else ALONE
-
-
 def _check(handle: PipelineHandle, latents: torch.Tensor, made_by: str | None, policy: GuardPolicy) -> None:
     family, model = handle.family, handle.store.model
     channels = family.layout.channels(model.vae_config)
     wire = f"Wire them from a {family.name} sampler."
     if latents.ndim != family.layout.dimensions or latents.shape[1] != channels or not latents.numel():
-        raise BadInput(
-            "The latents have shape {}, but {} decodes {}. {}",
-            tuple(latents.shape),
-            model.variant.name,
-            family.layout.shape.format(channels=channels),
-            wire,
-        )
+        wanted = family.layout.shape.format(channels=channels)
+        facts = tuple(latents.shape), model.variant.name, wanted, wire
+        raise BadInput("The latents have shape {}, but {} decodes {}. {}", *facts)
     if made_by in FAMILIES and not FAMILIES[made_by].components.items() <= family.components.items():
         raise BadInput(
             "The latents are {}'s, but {} is to decode them. {}", FAMILIES[made_by].name, model.variant.name, wire

@@ -88,7 +88,6 @@ class GuardedCalls:
 
     @property
     def _ranks(self) -> ProcessGroup:
-        """Those that make the calls together."""
         return ALONE
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +118,6 @@ class GuardedCalls:
         return self._returned(output)
 
     def _returned(self, output: Any) -> Any:
-        """Return what the caller is given for a call's output."""
         return output
 
     def _place(self, inputs: Mapping[str, Any]) -> None:
@@ -209,6 +207,5 @@ def _known(stage: ComponentStage) -> tuple[PrecisionOverrides, tuple[str, ...]]:
     """What earlier runs taught, where this one learns, and what to say about it."""
     if not stage.learns:
         return NOTHING, ()
-    handle = stage.handle
-    load = partial(load_profile, handle, stage.name, stage.plan.numerics)
-    return load() if handle.ranks.alone else handle.ranks.broadcast_from_rank0(load)
+    load = partial(load_profile, stage.handle, stage.name, stage.plan.numerics)
+    return stage.handle.ranks.broadcast_from_rank0(load)

@@ -14,11 +14,10 @@ from ...precision.report import RunReport
 from ...precision.shallow_copy import reporting, with_forward
 from ...trust.message import BadInput, Message
 from ...trust.text import is_whole, listed
-from .calls import Calls, CallTold
 from .denoiser import GuardedCalls
 from .features import ClippedValues
 from .handle import PipelineHandle, in_turn
-from .stage import ComponentStage
+from .stage import Calls, CallTold, ComponentStage
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,11 @@ def encode_prompts(
     Raises BadInput where the model takes no prompt, or a prompt holds half a character.
     """
     _limit(handle)
-    _check_letters(prompts)
+    if not all(map(is_whole, prompts)):
+        raise BadInput(
+            "The prompt holds half a character, as a cut-off emoji leaves it. Delete what is shown as � or an empty "
+            "box, or write the emoji again."
+        )
     stage = handle.stage(Component.TEXT_ENCODER, request)
     plan, report = stage.plan, stage.report
     report.notes += (*_notes(handle, prompts),)
@@ -90,14 +93,6 @@ def _limit(handle: PipelineHandle) -> int:
     if rule is None:
         raise BadInput("{} takes no prompt: it starts from an image.", handle.store.model.variant.name)
     return rule.tokens(handle.store.model.denoiser_config)
-
-
-def _check_letters(prompts: list[str]) -> None:
-    if not all(map(is_whole, prompts)):
-        raise BadInput(
-            "The prompt holds half a character, as a cut-off emoji leaves it. Delete what is shown as � or an empty "
-            "box, or write the emoji again."
-        )
 
 
 def _notes(handle: PipelineHandle, prompts: list[str]) -> Iterator[str]:

@@ -17,8 +17,7 @@ from ...precision.overrides import MAX_FP16_ERROR, fp16_accumulation_in_words
 from ...precision.report import RunReport
 from ...precision.shallow_copy import with_forward
 from ..compile.backends import EAGER, for_dtype
-from ..weights.cfg_batch import joined, split_cfg_batch
-from .feature import CallFeature, DenoiserSetup, Feature, RunContext
+from .feature import CallFeature, DenoiserSetup, Feature, RunContext, joined, split_cfg_batch
 
 if TYPE_CHECKING:
     from .stage import ComponentStage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -17,6 +17,7 @@ from ...precision.fp32_settings import tf32_off
 from ...precision.guard import GuardPolicy, OnFailure
 from ...precision.machine import check_torch, first_line
 from ...precision.memory import Memory, peak_memory
+from ...precision.observe import alone
 from ...precision.policy import Component, Plan, PlanImpossible, Precision, choose
 from ...precision.profile_store import Profile
 from ...precision.report import RunReport
@@ -26,15 +27,15 @@ from ...trust.message import Message
 from ..compile.backends import BackendChoice, CompileOptions, choose_backend
 from ..errors import BadLora
 from ..families.spec import FamilySpec
+from ..models.folder import open_model
 from ..models.lora import Lora, check_lora, keys, skeleton
-from ..models.recognised import open_model
 from ..parallel.group import ALONE, ProcessGroup
 from ..weights.components import ComponentStore, MemoryKey, shared_store
 from ..weights.offload import Offload, backend_with, brings_parts_to
 from ..weights.oom_fallback import NoRoom, ran_out
 from ..weights.placement import PlainPlacement
 from ..weights.quantising import check
-from .stage import ComponentStage, stage_of
+from .stage import ComponentStage
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -94,7 +95,25 @@ class PipelineHandle:
 
     def stage(self, component: Component, request: Precision | None = None) -> ComponentStage:
         """A component, set up to compute as its plan says; nothing is loaded yet. Raises PlanImpossible."""
-        return stage_of(self, component, request)
+        plan, layout = self.plan(component, request), self.family.layout
+        cache = (layout.cache,) if layout.cache else ()
+        inputs = {
+            Component.DENOISER: self.family.denoiser_inputs,
+            Component.VAE_ENCODE: cache,
+            Component.VAE_DECODE: cache,
+        }
+        as_the_decoder = component is Component.VAE_ENCODE  # whose weights it has, which are there once
+        return ComponentStage(
+            plan=plan,
+            report=self.report(plan),
+            architecture=self.architecture,
+            asked=self.policy,
+            inputs=inputs.get(component, ()),
+            agree=self.ranks.all_reduce_absmax if component is Component.DENOISER and not self.ranks.alone else alone,
+            handle=self,
+            name=self.family.folder(component),
+            weights_in=self.plan(Component.VAE_DECODE, request).dtype if as_the_decoder else plan.dtype,
+        )
 
     def denoising(self, request: Precision | None = None) -> tuple[ComponentStage, ...]:
         """A stage for each component that denoises, in the order in which they are called, with one report."""
@@ -129,6 +148,10 @@ class PipelineHandle:
                     report.memory = Memory(str(device), found, self.store.bytes_on_device())
 
     def report(self, plan: Plan) -> RunReport:
+        idle = ()
+        if self.offload.in_parts and not brings_parts_to(self.store.placement.device):
+            idle = (f"offload '{self.offload.value}' is as 'model' here: a CPU computes in main memory",)
+        loras = self.loras if plan.component is Component.DENOISER else ()
         return RunReport(
             variant=self.store.model.variant.name,
             architecture=str(self.architecture),
@@ -138,19 +161,10 @@ class PipelineHandle:
             warnings=self.idle_guard(plan),
             notes=(
                 *self.store.model.notes,
-                *(self._loras_in_words() if plan.component is Component.DENOISER else ()),
-                *self._idle_offload(),
+                *(line for lora in loras for line in (str(lora), *lora.notes)),
+                *idle,
             ),
         )
-
-    def _loras_in_words(self) -> Iterator[str]:
-        for lora in self.loras:
-            yield from (str(lora), *lora.notes)
-
-    def _idle_offload(self) -> tuple[str, ...]:
-        if not self.offload.in_parts or brings_parts_to(self.store.placement.device):
-            return ()
-        return (f"offload '{self.offload.value}' is as 'model' here: a CPU computes in main memory",)
 
     def finish(self, *components: str) -> None:
         """A stage is done with components, of which some may not have been loaded."""
@@ -172,7 +186,7 @@ def in_turn(
             try:
                 return stage(handle, *args, **kwargs)
             except RuntimeError as error:
-                if isinstance(error, NoRoom) or not ran_out(error) or not handle.ranks.alone:  # others would go on
+                if not ran_out(error) or not handle.ranks.alone:  # others would go on
                     raise
                 traceback.clear_frames(error.__traceback__)
             handle.store.leave_device()
@@ -180,7 +194,7 @@ def in_turn(
             try:
                 made, report = stage(handle, *args, **kwargs)
             except RuntimeError as error:
-                if isinstance(error, NoRoom) or not ran_out(error):
+                if not ran_out(error):
                     raise
                 raise NoRoom(
                     "Memory ran out, with nothing else of the model on {}. Choose a smaller size, close what else uses "
@@ -212,7 +226,6 @@ def load(
 
     selftests: folder of the results of this card's self-test; None: nothing is known of the card but its architecture.
     ranks: of which this process is one.
-
     Raises TorchTooOld; BadFolder; BackendUnavailable where a backend was asked for that does not work here, or not with
     this offload; PlanImpossible where the device has no such precision.
     """

@@ -8,8 +8,6 @@ import torch
 
 from ...trust.message import BadInput
 
-FITS = ("crop", "stretch", "refuse")
-
 
 def fitted(images: torch.Tensor, width: int, height: int, fit: str) -> list[Any]:
     """[n, h, w, channels] in 0..1 → n PIL images of width × height, RGB.
@@ -31,10 +29,7 @@ def fitted(images: torch.Tensor, width: int, height: int, fit: str) -> list[Any]
     if fit == "refuse" and found != (width, height):
         raise BadInput(
             "The image is {}×{}, but {}×{} is to be made. Set fit to 'crop' or 'stretch', or resize the image.",
-            found[0],
-            found[1],
-            width,
-            height,
+            *(*found, width, height),
         )
     pictures = []
     for image in images.float().clamp(0, 1).cpu():

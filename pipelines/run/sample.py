@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,16 +22,13 @@ from ..errors import BadSize
 from ..families.spec import ENCODERS, FamilySpec
 from ..weights.oom_fallback import OomFallback
 from . import vae
-from .calls import Calls
 from .denoiser import guarded_denoiser
 from .feature import RunContext, Tell
 from .features import features_of
 from .handle import PipelineHandle, in_turn
+from .previews import Previews
 from .profiles import save_profile
-from .stage import ComponentStage
-
-if TYPE_CHECKING:
-    from .previews import Previews
+from .stage import Calls, ComponentStage
 
 MakeDenoiser = Callable[[ComponentStage], torch.nn.Module]
 StepDone = Callable[[int, int, RunReport], None]  # steps done, steps in all, report so far; raises to interrupt
@@ -272,15 +269,9 @@ def _check_guidance(family: FamilySpec, settings: SampleSettings) -> None:
         return
     first, last = settings.told(family, family.guidance.first), settings.scale(family)
     if last <= 1 < first:
-        raise BadInput(
-            "{} is {:g}, but {} is {:g}, which means no guidance. Set {} above 1, or {} to 1.",
-            family.guidance.first,
-            first,
-            family.guidance.argument,
-            last,
-            family.guidance.argument,
-            family.guidance.first,
-        )
+        at_first, at_last = family.guidance.first, family.guidance.argument
+        facts = at_first, first, at_last, last, at_last, at_first
+        raise BadInput("{} is {:g}, but {} is {:g}, which means no guidance. Set {} above 1, or {} to 1.", *facts)
 
 
 def _checked_embeddings(
@@ -297,11 +288,7 @@ def _checked_embeddings(
             raise BadInput(
                 "'{}' has shape {}, but {} takes [batch, {}, {}]. Wire it to an Encode Prompt node that gets the same "
                 "pipeline.",
-                name,
-                tuple(embeddings.shape),
-                handle.store.model.variant.name,
-                tokens,
-                channels,
+                *(name, tuple(embeddings.shape), handle.store.model.variant.name, tokens, channels),
             )
     if len(positive) != len(negative) or (rule.fixed and positive.shape != negative.shape):
         raise BadInput(

@@ -1,4 +1,5 @@
-"""A stage of a pipeline: one of its components, loaded when it is first asked for, under plan, guard and report."""
+"""A stage of a pipeline: one of its components, loaded when it is first asked for, under plan, guard and report; and
+how its calls are told."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from ...precision.observe import alone, block_names
-from ...precision.policy import Component, Precision
+from ...precision.observe import block_names
+from ...precision.policy import Component
+from ...precision.shared import PROCESS_GATE
 from ...precision.stage import Stage
 from ...trust.message import Message
 from ..compile.backends import uses_torch_kernels
@@ -22,12 +24,10 @@ from ..weights.quantising import quantised_bytes
 if TYPE_CHECKING:
     from .handle import PipelineHandle
 
+CallTold = Callable[[int, int, str], None]  # calls done, calls in all, a line of text; may raise, to interrupt
+
 _IN_PARTS = (Component.TEXT_ENCODER, Component.DENOISER)  # an offload in parts is for these, which are large
 _T = TypeVar("_T")
-
-
-def _itself(module: torch.nn.Module) -> torch.nn.Module:
-    return module
 
 
 class lazy_property(Generic[_T]):  # noqa: N801 - a decorator, as cached_property is
@@ -52,7 +52,7 @@ class ComponentStage(Stage):
     handle: PipelineHandle
     name: str
     weights_in: str
-    adapt: Callable[[torch.nn.Module], torch.nn.Module] = _itself
+    adapt: Callable[[torch.nn.Module], torch.nn.Module] | None = None
 
     @property
     def loras(self) -> tuple[Lora, ...]:
@@ -64,9 +64,11 @@ class ComponentStage(Stage):
         BadFolder, BadLora."""
         module = self._loaded(place=False)
         self.report.notes += self.handle.store.notes[self.name]
-        if self.handle.compile_options.channels_last and self._convolves:
-            self.report.note(self._layout(module))
-        return self.adapt(module)
+        if self.channels_last:
+            self.report.note(Message("channels last: {} of its 2D convolutions", len(of_layout(module))))
+        elif self.handle.compile_options.channels_last and self._convolves:
+            self.report.note(Message("channels last: not used, {} lays weights out itself", self.handle.backend.name))
+        return self.adapt(module) if self.adapt else module
 
     def place(self, room: Callable[[], int] = lambda: 0) -> None:
         """Bring it to the device, where it is about to compute: what else is placed there may drive it out until
@@ -91,8 +93,7 @@ class ComponentStage(Stage):
         quantised of them."""
         if not self.handle.store.in_parts(self._offload):
             return bytes_of(self.module) + quantised_bytes(self)
-        blocks = self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
-        return most_on_device(self.module, self._offload, blocks)
+        return most_on_device(self.module, self._offload, self._parts)
 
     def _loaded(self, *, place: bool, beside: int = 0) -> torch.nn.Module:
         store = self.handle.store
@@ -102,7 +103,6 @@ class ComponentStage(Stage):
 
     @property
     def channels_last(self) -> bool:
-        """Whether its 2D convolutions lie so."""
         handle = self.handle
         return handle.compile_options.channels_last and uses_torch_kernels(handle.backend.name) and self._convolves
 
@@ -110,17 +110,11 @@ class ComponentStage(Stage):
     def _convolves(self) -> bool:
         return self.plan.component not in (Component.TEXT_ENCODER, Component.IMAGE_ENCODER)
 
-    def _layout(self, module: torch.nn.Module) -> str:
-        if not self.channels_last:
-            return Message("channels last: not used, {} lays weights out itself", self.handle.backend.name)
-        return Message("channels last: {} of its 2D convolutions", len(of_layout(module)))
-
     @lazy_property
     def weights(self) -> OffloadPolicy:
         """How the weights come to the device."""
         _ = self.module
-        blocks = self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
-        return self.handle.store.onloading(self.name, self._offload, self.loras, blocks)
+        return self.handle.store.onloading(self.name, self._offload, self.loras, self._parts)
 
     @property
     def numerics(self) -> dict[str, Any]:
@@ -155,33 +149,43 @@ class ComponentStage(Stage):
 
     @lazy_property
     def blocks(self) -> tuple[str, ...]:
-        """The names of a denoiser's blocks."""
-        parts = self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
-        return block_names(self.module, parts)
+        return block_names(self.module, self._parts)
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        return self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
 
     @property
     def _offload(self) -> Offload:
         return self.handle.offload if self.plan.component in _IN_PARTS else Offload.NONE
 
 
-def stage_of(handle: PipelineHandle, component: Component, request: Precision | None) -> ComponentStage:
-    """Raises PlanImpossible."""
-    plan = handle.plan(component, request)
-    as_the_decoder = component is Component.VAE_ENCODE  # whose weights it has, which are there once
-    cache = tuple(filter(None, [handle.family.layout.cache]))
-    inputs = {
-        Component.DENOISER: handle.family.denoiser_inputs,
-        Component.VAE_ENCODE: cache,
-        Component.VAE_DECODE: cache,
-    }
-    return ComponentStage(
-        plan=plan,
-        report=handle.report(plan),
-        architecture=handle.architecture,
-        asked=handle.policy,
-        inputs=inputs.get(component, ()),
-        agree=alone if handle.ranks.alone or component is not Component.DENOISER else handle.ranks.all_reduce_absmax,
-        handle=handle,
-        name=handle.family.folder(component),
-        weights_in=handle.plan(Component.VAE_DECODE, request).dtype if as_the_decoder else plan.dtype,
-    )
+@dataclass
+class Calls:
+    """Tells each call of a stage before it runs, and when the last one is done: an interrupt waits for one at most,
+    and so do other threads that want to load."""
+
+    what: str  # a Message's template: "decoding part {} of {}", of a call and how many there are
+    told: CallTold
+    total: int = 0  # set before the first call; 0 where that cannot be told
+    done: int = 0
+
+    def telling(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*args: Any, **kwargs: Any) -> Any:
+            self._tell(self.done + 1)
+            PROCESS_GATE.yield_()
+            made = call(*args, **kwargs)
+            self.done += 1
+            if self.done >= self.total:
+                self._tell(self.done)
+            return made
+
+        return told
+
+    def tell(self, text: str) -> None:
+        """Tell what takes long within a call."""
+        self.told(self.done, self.total, text)
+
+    def _tell(self, at: int) -> None:
+        total = max(self.total, at)
+        self.told(self.done, total, Message(self.what, at, total))

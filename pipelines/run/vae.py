@@ -24,15 +24,22 @@ from ...precision.upcast import run_in_fp32
 from ..compile.auto_compile import CallSignature, DecoderCompiler, signature_of
 from ..weights.activation_memory import attempt_on_meta, counted
 from ..weights.oom_fallback import ExecutionOption, OomFallback
-from .calls import Calls
-from .stage import ComponentStage
+from .stage import Calls, ComponentStage
 
 _BLOCKS = ("down_blocks", "mid_block", "up_blocks")  # of diffusers' encoders and decoders
 
 
-def guarded_decoder(stage: ComponentStage, calls: Calls, compiler: DecoderCompiler | None = None) -> Any:
-    """A shell of the VAE whose `decode` is guarded. calls: tells the decoder's. compiler: which calls are compiled."""
-    return _guarded(stage, "decoder", calls, compiler)
+def guarded(stage: ComponentStage, part: str, calls: Calls, compiler: DecoderCompiler | None = None) -> Any:
+    """A shell of the VAE whose `part`, "encoder" or "decoder", is guarded. calls: tells its calls. compiler: which of
+    them are compiled."""
+    vae: Any = stage.module
+    network = vae.get_submodule(part)
+    writes = stage.handle.family.layout.cache_is_written
+    pure = _handing_on_its_cache(network) if writes else network
+    made = _learning(stage, pure, compiler) if stage.plan.half else _in_fp32(stage, pure, compiler)
+    guard = stage.guard(pure, made)
+    call = calls.telling(_into_the_cache(guard) if writes else guard)
+    return _with_call(vae, part, call)
 
 
 def dry_run(
@@ -72,7 +79,7 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
     Latents are drawn in float32, so that a seed draws the same in every precision. The shell says float32 and asks for
     no upcast: diffusers would cast the shared weights themselves.
     """
-    vae = _guarded(stage, "encoder", calls)
+    vae = guarded(stage, "encoder", calls)
 
     def encode(pixels: torch.Tensor) -> Any:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
@@ -110,27 +117,16 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
     return shell
 
 
-def _guarded(stage: ComponentStage, part: str, calls: Calls, compiler: DecoderCompiler | None = None) -> Any:
-    vae: Any = stage.module
-    network = vae.get_submodule(part)
-    writes = stage.handle.family.layout.cache_is_written
-    pure = _handing_on_its_cache(network) if writes else network
-    made = _learning(stage, pure, compiler) if stage.plan.half else _in_fp32(stage, pure, compiler)
-    guard = stage.guard(pure, made)
-    call = calls.telling(_into_the_cache(guard) if writes else guard)
-    return _with_call(vae, part, call)
-
-
 def _in_fp32(stage: ComponentStage, network: torch.nn.Module, compiler: DecoderCompiler | None) -> Callable[..., Any]:
+    """What is compiled of float32 weights computes as `run_in_fp32` does, which compiles nothing."""
+
+    @contextmanager
+    def as_in_fp32() -> Generator[None]:
+        with TF32.held(stage.tf32), autocast_off_where_on(device_types()):
+            yield
+
     run = stage.in_fp32(network)
-    return run if compiler is None else compiler.shell(network, run, partial(_as_in_fp32, stage.tf32))
-
-
-@contextmanager
-def _as_in_fp32(tf32: bool) -> Generator[None]:
-    """Compiled code of float32 weights computes as `run_in_fp32` does, which compiles nothing."""
-    with TF32.held(tf32), autocast_off_where_on(device_types()):
-        yield
+    return compiler.shell(network, run, as_in_fp32) if compiler else run
 
 
 def _unwatched(network: torch.nn.Module) -> AbstractContextManager[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -64,7 +65,6 @@ def selftest(device: torch.device, tell: Callable[[str, int, int], object] = lam
     """Run every check on a device, also after one that failed.
 
     tell: is given the name of each as it begins, how many ended, and how many there are; may raise, to interrupt.
-
     Raises DeviceGone where the device answers no more.
     """
     architecture = detect(device)
@@ -84,20 +84,18 @@ class _NotRunError(Exception):
 
 
 def _line(check: _Check, device: torch.device) -> CheckResult:
+    found = partial(CheckResult, check.name, concern=check.concern)
     try:
         with torch.inference_mode():
             error = check.measure(device)
     except _NotRunError as why:
-        return CheckResult(check.name, "not run", note=str(why), concern=check.concern)
+        return found("not run", note=str(why))
     except Exception as error:
         logger.debug("%s", check.name, exc_info=True)
         if ran_out(error):
-            note = f"too little memory is free: {first_line(error)}"
-            return CheckResult(check.name, "not run", note=note, concern=check.concern)
-        return CheckResult(check.name, "wrong", bound=check.bound, note=first_line(error), concern=check.concern)
-    return CheckResult(
-        check.name, "right" if error <= check.bound else "wrong", error, check.bound, concern=check.concern
-    )
+            return found("not run", note=f"too little memory is free: {first_line(error)}")
+        return found("wrong", bound=check.bound, note=first_line(error))
+    return found("right" if error <= check.bound else "wrong", error, check.bound)
 
 
 def _ask(device: torch.device, name: str) -> None:
@@ -109,9 +107,7 @@ def _ask(device: torch.device, name: str) -> None:
         raise DeviceGone(
             "{} gives no answer any more after the check '{}' ({}). Nothing is kept of this self-test. Start anew; "
             "where it happens again, the driver or the card is at fault.",
-            device,
-            name,
-            first_line(error),
+            *(device, name, first_line(error)),
         ) from error
 
 
@@ -210,31 +206,14 @@ def _stream(device: torch.device) -> float:
     return max(_off(each, right) for each in made)
 
 
-class _Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(64, 64)
-        self.layer.weight.data, self.layer.bias.data = 2.0**-3 * _drawn((64, 64), 0), _drawn((64,), 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.gelu(self.layer(x), approximate="tanh") * 2
-
-
-class _Blocks(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList([_Block()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[0](x)
-
-
 def _compiled_block(device: torch.device) -> float:
     backend = choose_backend("auto", device)
     if backend.name == EAGER:
         raise _NotRunError(backend.reason)
-    network, x = _Blocks().half(), _drawn((32, 64), 2).half()
-    shell = compiled(network.to(device), ("blocks",), backend, CompileOptions(), device=device)
+    layer, x = torch.nn.Linear(64, 64), _drawn((32, 64), 2).half()
+    layer.weight.data, layer.bias.data = 2.0**-3 * _drawn((64, 64), 0), _drawn((64,), 1)
+    network = torch.nn.Sequential(torch.nn.Sequential(layer, torch.nn.GELU("tanh"))).half()
+    shell = compiled(network.to(device), ("0",), backend, CompileOptions(), device=device)
     made = shell(x.to(device)).cpu()
     if (instead := came_to(shell, backend)).name == EAGER:
         raise _NotRunError(instead.reason)
@@ -282,10 +261,8 @@ def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[s
     to a stream of layers, as wide and long as CogVideoX-2B's on a card. What there is no memory for is left out."""
     size, tokens, width = TIMED["cpu" if device.type == "cpu" else "card"]
     in_fp32 = {"fp32": False, "TF32": True} if architecture.tf32 else {"fp32": False}
-    product, stream = (
-        f"{size}×{size} product in",
-        f"{1 + len(_StreamNetwork().layers)} layers of {width} over {tokens} tokens in fp16",
-    )
+    product = f"{size}×{size} product in"
+    stream = f"{1 + len(_StreamNetwork().layers)} layers of {width} over {tokens} tokens in fp16"
 
     def factors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         return _drawn((size, size), 0).to(device, dtype), _drawn((size, size), 1).to(device, dtype)
@@ -324,8 +301,8 @@ def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[s
             yield name, seconds
 
 
-def _seconds(prepare: Callable[[], Callable[[], object]], device: torch.device, calls: int = 7) -> float | None:
-    """Return what a call takes, the median of some; None where there is no memory for it."""
+def _seconds(prepare: Callable[[], Callable[[], object]], device: torch.device) -> float | None:
+    """Return what a call takes, the median of seven; None where there is no memory for it."""
 
     def wait() -> None:
         if device.type != "cpu":
@@ -336,7 +313,7 @@ def _seconds(prepare: Callable[[], Callable[[], object]], device: torch.device, 
         with torch.inference_mode():
             compute = prepare()
             compute()
-            for _ in range(calls):
+            for _ in range(7):
                 wait()
                 since = time.perf_counter()
                 compute()
@@ -346,7 +323,7 @@ def _seconds(prepare: Callable[[], Callable[[], object]], device: torch.device, 
         if not ran_out(error):
             raise
         return None
-    return sorted(taken)[calls // 2]
+    return statistics.median(taken)
 
 
 def _drawn(shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -79,26 +79,22 @@ def attempt_on_meta(
 ) -> Callable[..., Any]:
     """Return what a stage's guard would call of a network, on "meta". features: of a denoiser's calls, on "meta"."""
     bare = on_meta(network)
-    if not stage.plan.half:
-        return _copying(bare, stage.in_fp32(wrapped(HalfPrecisionForward(bare, bare), features).run))
-    options = options_of(features) | stage.numerics
-    made = build_half_precision_forward(bare, learned, stage.plan.dtype, device=META, **options)
-    made = wrapped(made, features)
-    if made.all_layers_scaled:
-        return _copying(bare, made.run)
-    return _copying(bare, partial(_narrowed, made.run, stage.inputs, DTYPES[stage.plan.dtype]))
+    if stage.plan.half:
+        options = options_of(features) | stage.numerics
+        made = build_half_precision_forward(bare, learned, stage.plan.dtype, device=META, **options)
+        made = wrapped(made, features)
+        narrowed = partial(_narrowed, made.run, stage.inputs, DTYPES[stage.plan.dtype])
+        run = made.run if made.all_layers_scaled else narrowed
+    else:
+        run = stage.in_fp32(wrapped(HalfPrecisionForward(bare, bare), features).run)
 
-
-def _copying(network: torch.nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call that has copies of what the guard would put back."""
-
-    def made(*args: Any, **kwargs: Any) -> Any:
-        before = copies(args, kwargs, network)
-        output = call(*args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = copies(args, kwargs, bare)  # of what the guard would put back
+        output = run(*args, **kwargs)
         del before
         return output
 
-    return made
+    return call
 
 
 def _narrowed(call: Callable[..., Any], names: Collection[str], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:

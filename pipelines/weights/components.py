@@ -215,7 +215,6 @@ class ComponentStore:
             return known
 
     def in_parts(self, offload: Offload) -> bool:
-        """Return whether weights come to the device in parts."""
         return offload.in_parts and brings_parts_to(self.placement.device)
 
     def _keep_host_copies(self, name: str, module: torch.nn.Module) -> None:
@@ -370,14 +369,12 @@ class ComponentStore:
             module = self.model.component(name, DTYPES[dtype])
         return hooked(module.eval().requires_grad_(False))
 
-    def _narrows(self, name: str, dtype: str) -> bool:
-        return dtype == "fp16" and not {"F16"}.issuperset(self.model.weights[name].dtypes)
-
     def _checked(self, name: str, module: torch.nn.Module, dtype: str) -> list[str]:
+        narrowed = dtype == "fp16" and not {"F16"}.issuperset(self.model.weights[name].dtypes)
         try:
             with torch.inference_mode(False):
                 found = [
-                    *(mend_narrowed(module, partial(self.model.stored, name)) if self._narrows(name, dtype) else ()),
+                    *(mend_narrowed(module, partial(self.model.stored, name)) if narrowed else ()),
                     *make_consistent(module, DTYPES[dtype], self.placement.device),
                 ]
         except DamagedByCast as error:

@@ -112,7 +112,7 @@ class OomFallback:
             try:
                 return call()
             except RuntimeError as error:
-                if isinstance(error, NoRoom) or not ran_out(error):
+                if not ran_out(error):
                     raise
                 failed = error
                 traceback.clear_frames(failed.__traceback__)  # which hold what the call had made
@@ -128,11 +128,7 @@ class OomFallback:
         if not fits:
             raise NoRoom(
                 "{}: there is not enough memory, whichever way it runs. {}, which takes least, takes {}, of {}. {}",
-                self._words,
-                way.said,
-                way.in_words(),
-                where,
-                self._what_would_fit(way, has),
+                *(self._words, way.said, way.in_words(), where, self._what_would_fit(way, has)),
             )
         instead = "" if way is first else Message("; {} would take {}", first.said, first.in_words())
         self._note(
@@ -170,11 +166,7 @@ class OomFallback:
         raise NoRoom(
             "{}: out of memory, all fallbacks failed.{}{}{} Choose a smaller size, fewer frames or a "
             "smaller batch, close what else uses the card, or take a card with more memory. PyTorch said: {}",
-            self._words,
-            f" Tried: {'; '.join(self._taken)}.",
-            has,
-            self._needs(),
-            first_line(failed),
+            *(self._words, f" Tried: {'; '.join(self._taken)}.", has, self._needs(), first_line(failed)),
         ) from failed
 
     def _needs(self) -> str:
@@ -188,5 +180,7 @@ class OomFallback:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Return whether there was no memory, as PyTorch says it of CUDA, and of other devices and page-locked memory."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in first_line(error).lower()
+    """Return whether there was no memory, as PyTorch says it of CUDA, and of other devices and page-locked memory. Of
+    what has no way left, that was said already."""
+    said = isinstance(error, torch.OutOfMemoryError) or "out of memory" in first_line(error).lower()
+    return said and not isinstance(error, NoRoom)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from operator import gt
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,6 @@ MOVING = threading.RLock()  # held by who moves weights: ComfyUI's memory manage
 
 
 def tensors_of(module: torch.nn.Module, *, recurse: bool = True) -> Iterator[torch.Tensor]:
-    """Yield a module's parameters and buffers."""
     yield from module.parameters(recurse)
     yield from module.buffers(recurse)
 
@@ -102,12 +102,10 @@ def has_room(n_bytes: int) -> bool:
 
 
 def bytes_of(module: torch.nn.Module) -> int:
-    """Return those of weights and buffers."""
     return sum(tensor.nbytes for tensor in {*tensors_of(module)})
 
 
 def bytes_on(device: torch.device, module: torch.nn.Module) -> int:
-    """Return those of weights and buffers that are on a device."""
     return sum(tensor.nbytes for tensor in {*tensors_of(module)} if tensor.device == device)
 
 
@@ -206,11 +204,11 @@ _FORMATS = {False: torch.contiguous_format, True: torch.channels_last}
 def of_layout(module: torch.nn.Module) -> list[torch.nn.Conv2d]:
     """Return the convolutions of which the layout matters: those in 2D whose windows overlap. Others are products of
     matrices."""
-    return [part for part in module.modules() if isinstance(part, torch.nn.Conv2d) and _overlaps(part)]
+    found = [part for part in module.modules() if isinstance(part, torch.nn.Conv2d)]
+    return [part for part in found if any(map(gt, part.kernel_size, part.stride))]
 
 
 def laid_out(module: torch.nn.Module, *, channels_last: bool) -> bool:
-    """Return whether the weights of those convolutions lie so."""
     return all(part.weight.is_contiguous(memory_format=_FORMATS[channels_last]) for part in of_layout(module))
 
 
@@ -220,7 +218,3 @@ def lay_out(module: torch.nn.Module, *, channels_last: bool) -> None:
         with torch.inference_mode(False):
             _HOST_COPIES.pop(part.weight, None)
             part.weight.data = part.weight.data.contiguous(memory_format=_FORMATS[channels_last])
-
-
-def _overlaps(part: torch.nn.Conv2d) -> bool:
-    return any(size > step for size, step in zip(part.kernel_size, part.stride, strict=True))

@@ -21,7 +21,7 @@ from typing import Any
 
 import diffusers
 import torch
-from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement

@@ -113,7 +113,7 @@ def load(model: Path, component: str, dtype: str) -> dict[str, Any]:
     import comfyui_onediff_guard.pipelines.run.handle as handles
     import diffusers
     import transformers
-    from comfyui_onediff_guard.pipelines.models.recognised import family_of
+    from comfyui_onediff_guard.pipelines.models.folder import family_of
     from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
     from comfyui_onediff_guard.precision.policy import Precision
 

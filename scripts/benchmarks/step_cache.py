@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run import denoiser as denoising
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from comfyui_onediff_guard.pipelines.errors import BadSize
 from comfyui_onediff_guard.pipelines.insight import vram_estimate
-from comfyui_onediff_guard.pipelines.insight.published import PUBLISHED
-from comfyui_onediff_guard.pipelines.models.recognised import family_of, open_model
+from comfyui_onediff_guard.pipelines.insight.vram_estimate import PUBLISHED
+from comfyui_onediff_guard.pipelines.models.folder import family_of, open_model
 from comfyui_onediff_guard.precision.arch import named
 
 GIB = 2**30

@@ -19,8 +19,7 @@ from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands.doctor import examine
 from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.insight import diagnosis
-from comfyui_onediff_guard.pipelines.insight.diagnosis import Backends, BackendState, ComfyUI, Diagnosis, Flag
-from comfyui_onediff_guard.pipelines.insight.diagnosis_summary import summary
+from comfyui_onediff_guard.pipelines.insight.diagnosis import Backends, BackendState, ComfyUI, Diagnosis, Flag, summary
 from comfyui_onediff_guard.pipelines.insight.vram_estimate import RunEstimate, StageEstimate
 from comfyui_onediff_guard.precision import arch, quantised
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Switch

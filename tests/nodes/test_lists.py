@@ -15,7 +15,7 @@ from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families.table import FAMILIES
-from comfyui_onediff_guard.pipelines.models import recognised
+from comfyui_onediff_guard.pipelines.models import folder as folders
 from safetensors.torch import load_file, save_file
 
 PIPELINES = {
@@ -102,9 +102,9 @@ def test_where_none_is_listed_what_is_there_is_named(tmp_path):
 
 def test_headers_are_read_once_until_a_file_changes(models, monkeypatch):
     file, read = models / "checkpoints" / "flux.safetensors", []
-    original = recognised.header_text  # not parsed: that takes seconds of a hundred checkpoints
-    monkeypatch.setattr(recognised, "header_text", lambda path: read.append(path.name) or original(path))
-    recognised._pipeline.cache_clear()
+    original = folders.header_text  # not parsed: that takes seconds of a hundred checkpoints
+    monkeypatch.setattr(folders, "header_text", lambda path: read.append(path.name) or original(path))
+    folders._pipeline.cache_clear()
     listed("LoadPipeline")
     assert sorted(read) == sorted(path.name for path in (models / "checkpoints").iterdir())
     read.clear()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile import backends
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
-from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement

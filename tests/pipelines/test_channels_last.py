@@ -11,7 +11,7 @@ import pytest
 import small_runs
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions, compiled
-from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.weights import components as stores

@@ -9,7 +9,7 @@ import torch
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, compiled
 from comfyui_onediff_guard.pipelines.compile.block import graphs_compiled
 from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
-from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement

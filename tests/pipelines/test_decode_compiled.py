@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile import auto_compile
 from comfyui_onediff_guard.pipelines.compile.backends import EAGER, BackendChoice
-from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement

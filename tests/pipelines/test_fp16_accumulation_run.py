@@ -14,7 +14,7 @@ import pytest
 import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
-from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run import handle as handles
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load

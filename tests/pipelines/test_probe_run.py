@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.insight.probe import keep_profile, probe
-from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.run.pictures import fitted

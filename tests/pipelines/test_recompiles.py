@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
+from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.models.lora import Lora
-from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample

@@ -6,9 +6,9 @@ import pytest
 import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.families.svd import SVD
-from comfyui_onediff_guard.pipelines.run.calls import Calls
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import load
+from comfyui_onediff_guard.pipelines.run.stage import Calls
 from comfyui_onediff_guard.pipelines.run.vae import guarded_encoder
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Component, Precision

@@ -20,9 +20,9 @@ import torch
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families import svd_keys
 from comfyui_onediff_guard.pipelines.families.svd import SVD
-from comfyui_onediff_guard.pipelines.insight.published import PUBLISHED
+from comfyui_onediff_guard.pipelines.insight.vram_estimate import PUBLISHED
 from comfyui_onediff_guard.pipelines.models import single_file
-from comfyui_onediff_guard.pipelines.models.recognised import is_single_file
+from comfyui_onediff_guard.pipelines.models.folder import is_single_file
 from comfyui_onediff_guard.pipelines.models.single_file import read_svd
 from comfyui_onediff_guard.pipelines.safetensors_header import Tensor
 from safetensors.torch import load_file, save_file

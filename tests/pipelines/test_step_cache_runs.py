@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.demo.small_model import build_cogvideox
+from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.models.lora import Lora
-from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run import denoiser as denoising
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.features import _ClippedValues

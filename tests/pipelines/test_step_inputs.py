@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.insight.published import PUBLISHED
-from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.insight.vram_estimate import PUBLISHED
+from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample

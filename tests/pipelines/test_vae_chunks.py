@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.run.calls import Calls
 from comfyui_onediff_guard.pipelines.run.decode import decode
+from comfyui_onediff_guard.pipelines.run.stage import Calls
 from comfyui_onediff_guard.pipelines.run.vae import guarded_encoder
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.policy import Component

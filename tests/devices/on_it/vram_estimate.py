@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from card_room import Room, everything_away, most_of
 from comfyui_onediff_guard.pipelines.insight import vram_estimate
-from comfyui_onediff_guard.pipelines.models.recognised import family_of, open_model
+from comfyui_onediff_guard.pipelines.models.folder import family_of, open_model
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.weights.oom_fallback import ExecutionOption

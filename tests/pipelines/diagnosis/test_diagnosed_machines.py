@@ -15,8 +15,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.nodes.native import NaNGuardNative
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
-from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose
-from comfyui_onediff_guard.pipelines.insight.diagnosis_summary import summary
+from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose, summary
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import arch, machine

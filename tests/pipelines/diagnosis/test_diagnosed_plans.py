@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
-from comfyui_onediff_guard.pipelines.insight.diagnosis import NOT_RUN, diagnose, diagnose_pipeline
-from comfyui_onediff_guard.pipelines.insight.diagnosis_summary import summary
+from comfyui_onediff_guard.pipelines.insight.diagnosis import NOT_RUN, diagnose, diagnose_pipeline, summary
 from comfyui_onediff_guard.precision import accumulation, arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.parallel.exchange import shares
-from comfyui_onediff_guard.pipelines.parallel.plan import parallel_layout
+from comfyui_onediff_guard.pipelines.parallel.feature import parallel_layout
 from rank_runs import Case, Made, in_ranks, run_cases, sampled
 from tiers import drawn
 
