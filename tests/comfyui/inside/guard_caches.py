@@ -335,10 +335,11 @@ def test_what_a_cache_holds_is_not_copied_with_each_call(where: str) -> None:
 class Prefix:
     """Keys and values that a network computes at its first call, as Qwen-Image 2.1 keeps those of its prefix."""
 
-    __slots__ = ("layers", "network")
+    __slots__ = ("layers", "network", "slots")
 
     def __init__(self, network: torch.nn.Module):
         self.layers: dict[int, list[torch.Tensor]] = {}
+        self.slots: list[Any] = []
         self.network = network
 
     def through(self, _layer: torch.nn.Module, _given: Any, result: torch.Tensor) -> torch.Tensor:
