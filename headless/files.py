@@ -83,15 +83,16 @@ def check_prefix(prefix: str) -> Path:
     return path
 
 
-def resolve_prefix(output: Path, prefix: str, *, width: int = 0, height: int = 0) -> Path:
-    """Where files of this prefix go, as folder and stem, with ComfyUI's placeholders (%width%, %year% ... %second%)
-    filled in. Sizes in pixels. Raises WorkflowError where it leads out of `output`, by itself or through a link."""
+def resolve_prefix(output: Path, prefix: str, *, width: int = 0, height: int = 0) -> tuple[Path, str]:
+    """The folder of files of this prefix, and what their names begin with, which may be nothing. ComfyUI's placeholders
+    (%width%, %year% ... %second%) are filled in; sizes in pixels. Raises WorkflowError where it leads out of `output`,
+    by itself or through a link."""
     names, now = ("year", "month", "day", "hour", "minute", "second"), time.strftime("%Y %m %d %H %M %S").split()
     for name, value in {"width": width, "height": height, **dict(zip(names, now, strict=True))}.items():
         prefix = prefix.replace(f"%{name}%", str(value))
     path = check_prefix(prefix)
     try:
-        return paths.inside(output, path.parent.as_posix()) / path.name
+        return paths.inside(output, path.parent.as_posix()), path.name
     except paths.Outside as fault:
         raise WorkflowError(f"filename_prefix {fault}, out of the output folder {output}: choose another.") from None
 

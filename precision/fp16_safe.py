@@ -133,6 +133,8 @@ MOVES = frozenset(
         *(getattr(_T, name).__get__ for name in ("shape", "device", "ndim", "is_cuda", "requires_grad")),
     }
 )  # fmt: skip
+# what a kernel that PyTorch does not know is started with
+POINTS = frozenset({_T.data_ptr, _T.untyped_storage, _T.__dlpack__})
 # what makes no value much larger than those that it is given, nor anything finite of one that is not
 KEEPS_RANGE = frozenset(
     {

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from . import shared
-from .fp16_safe import COPIES, FP16, KEEPS_RANGE, MOVES, NORMS, PRODUCTS, ROOM, both_floating, writes
+from .fp16_safe import COPIES, FP16, KEEPS_RANGE, MOVES, NORMS, POINTS, PRODUCTS, ROOM, both_floating, writes
 from .fp32_settings import TF32, autocast_off_where_on, device_types
 from .observe import Agree, alone
 from .planned_products import (
@@ -134,7 +134,7 @@ class LearningMode(LocatedMode):
             numbers = name not in _OVERWRITES or any(map(_is_floating, args[1:]))
             if numbers and (maker := self._makers.get(storage_of(args[0]))):
                 self.way.summed.add(maker)
-        self.way.points |= func in _POINTS
+        self.way.points |= func in POINTS
         made = super().computed(func, args, kwargs)
         if func in LAYER_CALLS:
             self._makers[storage_of(made)] = id(self._anchor), 0, ""
@@ -319,5 +319,3 @@ def _peak(x: torch.Tensor) -> torch.Tensor:
 
 
 _OVERWRITES = frozenset({"__setitem__", "copy_", "fill_", "zero_", "masked_fill_"})
-# what a kernel that PyTorch does not know is started with
-_POINTS = frozenset({torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__})

@@ -34,6 +34,7 @@ from .fp16_safe import (
     MOVES,
     NORM_ARGUMENTS,
     NORMS,
+    POINTS,
     PRODUCTS,
     QUOTIENTS,
     REVERSED,
@@ -58,7 +59,8 @@ from .upcast import Fp32Mode, OneOperation, storage_of
 FAINT = 2.0**-14  # a row whose largest value is smaller has fewer digits in fp16 than in bf16, or soon will
 # what computes on no value and changes nothing, whatever its arguments
 _MOVES_ALONE = frozenset(func for func in MOVES if not func.__name__.endswith("_") or func.__name__.endswith("__"))
-_MOVES_ALONE -= {torch.Tensor.view, torch.Tensor.__setitem__, F.dropout}
+_MOVES_ALONE -= POINTS | {torch.Tensor.view, torch.Tensor.__setitem__, F.dropout}
+_ALIASES = {torch.Tensor.numpy, torch.Tensor.__array__}
 # what changes no tensor, unless it is told to
 _CHANGES_NONE = KEEPS_RANGE | COPIES | PRODUCTS | NORMS | SUMS | QUOTIENTS | CASTS | LAYER_CALLS
 _CHANGES_NONE |= {F.scaled_dot_product_attention, torch.Tensor.view, F.dropout}
@@ -173,13 +175,14 @@ class PlannedMode(LocatedMode):
         self._on_card = False
         self._inputs: set[int] = set()  # ids of the tensors that the call is given
         self._halves: dict[tuple[int, float], _Half] = {}  # by the id of what it is of, and the factor
+        self._shares = True  # nothing that PyTorch does not know was given a tensor's memory
 
     def begin(self, inputs: Any) -> None:
         super().begin(inputs)
         self.clear()
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
         self._on_card = any(tensor.device.type != "cpu" for tensor in tensors)
-        self._inputs = set(map(id, tensors))
+        self._inputs, self._shares = set(map(id, tensors)), True
 
     def clear(self) -> None:
         self._lost, self._rows, self._asked = [], [], []
@@ -244,6 +247,7 @@ class PlannedMode(LocatedMode):
             return func(args[0].float())
         if not self._way.writes and writes(func, args, kwargs):
             raise LeftPlan("the network changes a tensor in place")
+        self._shares &= func not in _ALIASES
         chooses = func in CHOOSES or (func is torch.Tensor.to and to_integers(args, kwargs))
         for given in (made_finite(func, args, kwargs), *(args[:2] if chooses else ())):
             self._look(given)
@@ -251,6 +255,8 @@ class PlannedMode(LocatedMode):
 
     def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that computes on no value, or keeps the range."""
+        if func in POINTS:
+            raise LeftPlan("the network starts a kernel that the first step did not start")
         if not self._way.writes and (func is torch.Tensor.__setitem__ or changes_in_place(func, args, kwargs)):
             raise LeftPlan("the network changes a tensor in place")
         if func is torch.Tensor.view and any(isinstance(each, torch.dtype) for each in (*args[1:], *kwargs.values())):
@@ -314,7 +320,7 @@ class PlannedMode(LocatedMode):
         if found and found.state == state:
             return found
         self._forget_halves()
-        if self._way.writes or func is not F.linear or type(x) is not torch.Tensor:
+        if self._way.writes or not self._shares or func is not F.linear or type(x) is not torch.Tensor:
             return _Half(x, state, times(x, factor))
         with shared.lasting():
             made = self._halves[id(x), factor] = _Half(x, state, times(x, factor))

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from ...comfyui_host.host import selftest_directory
 from ...nodes.inputs import ACCUMULATIONS, PRECISIONS
 from ...nodes.report import architecture_of, with_surroundings
-from ...pipelines.errors import BadFolder, HubError
+from ...pipelines.errors import BadFolder
 from ...pipelines.insight.diagnosis import Diagnosis, diagnose, summary
-from ...pipelines.models.hub import fetch
 from ...precision.accumulation import Accumulation
 from ...precision.policy import Precision
 from ...trust.message import BadInput
@@ -91,6 +90,9 @@ def on_disk(model: Path) -> Path:
     """Return a model's own path, or the folder of a hub id in the cache. Raises BadInput where there is neither."""
     if model.exists():
         return model.resolve()
+    from ...pipelines.errors import HubError
+    from ...pipelines.models.hub import fetch  # whatever has become of huggingface_hub, doctor speaks
+
     try:
         return fetch(model.as_posix(), None, download=False)
     except HubError:

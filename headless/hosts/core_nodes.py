@@ -283,9 +283,9 @@ def _pictures(images: torch.Tensor) -> list[Image.Image]:
 
 def _write(kind: str, prefix: str, images: torch.Tensor, suffix: str, data: bytes) -> dict[str, str]:
     root = host.output_directory() / (PREVIEW_FOLDER if kind == "temp" else "")
-    place = resolve_prefix(root, prefix, width=images.shape[2], height=images.shape[1])
-    path = write_counted(place.parent, place.name, suffix, data)
-    subfolder = place.parent.relative_to(root).as_posix()
+    folder, stem = resolve_prefix(root, prefix, width=images.shape[2], height=images.shape[1])
+    path = write_counted(folder, stem, suffix, data)
+    subfolder = folder.relative_to(root).as_posix()
     return {"filename": path.name, "subfolder": "" if subfolder == "." else subfolder, "type": kind}
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import (
     AliasPath,
     BeforeValidator,
+    ConfigDict,
     Field,
     JsonValue,
     ValidationError,
@@ -77,6 +78,8 @@ class UiOutput(Foreign):
 
 
 class UiNode(Foreign):
+    model_config = ConfigDict(populate_by_name=False)
+
     id: Id
     type: str
     mode: Whole | None = 0
@@ -88,7 +91,9 @@ class UiNode(Foreign):
     # of a primitive, in its value
     fills_in: Annotated[JsonValue, WhereItFits] = _within("properties", "Run widget replace on values")
     # by which patterns in file names mean it
-    name: JsonValue = Field(default="", validation_alias=AliasPath("properties", "Node name for S&R"))
+    name: Annotated[JsonValue, WhereItFits] = Field(
+        default="", validation_alias=AliasPath("properties", "Node name for S&R")
+    )
     widgets_values: list[JsonValue] | dict[str, JsonValue] | None = None
 
     @property
@@ -141,6 +146,8 @@ class _Definitions(Foreign):
 
 
 class UiFile(Foreign):
+    model_config = ConfigDict(populate_by_name=False)
+
     last_node_id: Annotated[JsonValue, BeforeValidator(_whole)] = None
     nodes: list[UiNode]
     links: list[UiLink | None] | None = None

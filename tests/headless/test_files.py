@@ -144,16 +144,17 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefix", "place"),
+    ("prefix", "folder", "stem"),
     [
-        ("ComfyUI", "ComfyUI"),
-        ("video/ComfyUI", "video/ComfyUI"),
-        ("a\\b\\c", "a/b/c"),
-        ("%width%x%height%", "64x32"),
+        ("ComfyUI", "", "ComfyUI"),
+        ("video/ComfyUI", "video", "ComfyUI"),
+        ("a\\b\\c", "a/b", "c"),
+        ("%width%x%height%", "", "64x32"),
+        *((empty, "", "") for empty in ("", ".", "./")),
     ],
 )
-def test_prefixes(tmp_path: Path, prefix: str, place: str) -> None:
-    assert resolve_prefix(tmp_path, prefix, width=64, height=32) == tmp_path / place
+def test_prefixes(tmp_path: Path, prefix: str, folder: str, stem: str) -> None:
+    assert resolve_prefix(tmp_path, prefix, width=64, height=32) == (tmp_path / folder, stem)
 
 
 @pytest.mark.parametrize(

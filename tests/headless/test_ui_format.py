@@ -14,6 +14,8 @@ from comfyui_onediff_guard.headless.errors import UnknownNodesError, WorkflowErr
 from comfyui_onediff_guard.headless.workflow import schema, settings, ui_format, ui_texts
 from comfyui_onediff_guard.headless.workflow.graph import Graph, Link
 from comfyui_onediff_guard.headless.workflow.settings import Setting
+from comfyui_onediff_guard.headless.workflow.ui_file import UiNode
+from comfyui_onediff_guard.trust.foreign import fitting
 from waiting import no_hang
 
 Json = dict[str, Any]
@@ -523,3 +525,14 @@ def test_long_texts_take_time_in_proportion(part: str) -> None:
         ui_texts.choose(text, lambda: 0.5)
     with no_hang("a file name of 300,000 characters"), suppress(WorkflowError):
         ui_texts.fill_in(text, lambda name, widget: "c", NOON)
+
+
+@pytest.mark.parametrize("stray", [{"name": "foo"}, {"promoted": [["1", "x"]]}, {"fills_in": True}])
+def test_what_a_tool_keeps_on_a_node_is_not_one_of_its_properties(stray: Json) -> None:
+    node = {"id": 1, "type": "KSampler"}
+    assert fitting(UiNode, {**node, **stray}) == fitting(UiNode, node)
+
+
+def test_a_name_that_is_no_text_refuses_no_workflow() -> None:
+    properties = {"Node name for S&R": float("nan")}
+    assert fitting(UiNode, {"id": 1, "type": "KSampler", "properties": properties}).name is None

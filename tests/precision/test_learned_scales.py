@@ -444,6 +444,38 @@ def test_an_input_of_two_layers_that_changes_in_between_is_cast_again(change: An
             assert found.shape == exact.shape and error(found, exact) < 2e-3
 
 
+def test_a_kernel_that_a_later_step_starts_is_given_no_fp16() -> None:
+    """It asks where a tensor lies, and takes it for float32."""
+    pointers: list[int] = []
+
+    def network(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+        y = s.l[0](x)
+        if step:
+            pointers.append(y.data_ptr())
+        return s.l[1](y)
+
+    module, products, x = Fn(network).half().requires_grad_(False), LearnedProducts(), torch.randn(2, 8, 64).half()
+    products.run(module, x, 0)
+    with pytest.raises(LeftPlan, match="starts a kernel"):
+        products.run(module, x, 1)
+    assert not pointers and products.renew()
+
+
+def test_an_input_whose_memory_is_known_outside_of_pytorch_is_cast_for_each_layer() -> None:
+    def network(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
+        y = x * 2
+        seen = y.numpy()
+        first = s.l[0](y)
+        seen *= 3
+        return s.l[1](y) + first
+
+    module, products, x = Fn(network).half().requires_grad_(False), LearnedProducts(), torch.randn(2, 8, 64).half()
+    exact = run_in_fp32(module, x, 0)
+    with torch.inference_mode():
+        assert all(error(products.run(module, x, 0), exact) < 2e-3 for _ in range(2))
+    assert planned(products)
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("other", ["a scaled layer", "a convolution"])
 def test_a_quiet_row_of_an_input_that_layers_share_is_seen(order: tuple[int, int], other: str) -> None:

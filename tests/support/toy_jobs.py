@@ -84,11 +84,11 @@ class SaveSlowly:
     def save(self, text: str, pause: float) -> dict[str, Any]:
         from comfyui_onediff_guard.comfyui_host import host
 
-        prefix = resolve_prefix(host.output_directory(), "toy")
+        folder, stem = resolve_prefix(host.output_directory(), "toy")
         names = []
         for part in range(3):
             time.sleep(pause)
-            names.append(write_counted(prefix.parent, prefix.name, ".txt", f"{text} {part}".encode()).name)
+            names.append(write_counted(folder, stem, ".txt", f"{text} {part}".encode()).name)
         return {"ui": {"texts": [{"filename": name, "subfolder": "", "type": "output"} for name in names]}}
 
 
