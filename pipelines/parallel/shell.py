@@ -1,15 +1,16 @@
 """A shell of a denoiser that computes with its share of the tokens, and attends with its share of the heads.
 
-diffusers and cache-dit split by hooks, which replace `forward` on the module that they are put on: a shell of such a
-module would go on calling the original's, without the scaled layers or the compiled blocks that it
-is made for. So what splits here is a class derived from the module's own. Every shell of this shell has it, and so do
-the guard's attempt, what is compiled of it, and the rerun in fp32.
+diffusers and cache-dit split by replacing `forward` on the module: a shell of such a module would go on calling the
+original's, without the scaled layers or the compiled blocks that it is made for. So what splits here are PyTorch's
+hooks, around whatever computes. Every shell of this shell has them, and so do the guard's attempt, what is compiled of
+it, and the rerun in fp32.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from ...precision.attention import sdpa
-from ...precision.shallow_copy import structural_copy
+from ...precision.shallow_copy import HOOKS, structural_copy
 from ...precision.upcast import TraceableMode
 from ...trust.message import Told
 from .exchange import gathered, heads_of_all_tokens, share_of, shares, tokens_of_all_heads
@@ -66,12 +67,12 @@ def over_ranks(module: torch.nn.Module, blocks: str, plan: ContextPlan, ranks: P
         """[batch, this rank's tokens, channels] → [batch, tokens, channels]."""
         return gathered(made, 1, split.picture, ranks)
 
-    _wrap(shell, before=count_tokens)
+    _hook(shell, before=count_tokens)
     for number, block in enumerate(shell.get_submodule(blocks).children()):
-        _wrap(block, before=partial(share_out, dims={**(plan.first if number == 0 else {}), **plan.every}))
+        _hook(block, before=partial(share_out, dims={**(plan.first if number == 0 else {}), **plan.every}))
         attention = block.get_submodule(plan.attention)
         attention.__dict__["processor"] = _attending(attention.processor, split)
-    _wrap(shell.get_submodule(plan.output), after=whole)
+    _hook(shell.get_submodule(plan.output), after=whole)
     return shell
 
 
@@ -82,31 +83,20 @@ def _share_of_each(value: Any, dim: int, ranks: ProcessGroup) -> Any:
     return value if value is None else share_of(value, dim, ranks)
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-def _wrap(
+def _hook(
     shell: torch.nn.Module,
-    before: Callable[[dict[str, Any]], dict[str, Any]] = _as_it_is,
-    after: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
+    before: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    after: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Have a shell change its arguments, by name, and what it returns."""
-    shell.__class__ = _wrapped_class(type(shell))
-    shell.__dict__.update(before=before, after=after)
-
-
-@cache
-def _wrapped_class(kind: type[Any]) -> type[Any]:
-    names = [*inspect.signature(kind.forward).parameters][1:]
-
-    @wraps(kind.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.after(kind.forward(self, **self.before(dict(zip(names, args, strict=False)) | kwargs)))
-
-    return type(
-        kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    )
+    names = [*inspect.signature(shell.forward).parameters]
+    shell.__dict__.update({name: OrderedDict(shell.__dict__[name]) for name in HOOKS})  # not the module's
+    if before:
+        shell.register_forward_pre_hook(
+            lambda _, args, given: ((), before(dict(zip(names, args, strict=False)) | given)), with_kwargs=True
+        )
+    if after:
+        shell.register_forward_hook(lambda *given: after(given[-1]))
 
 
 def _attending(processor: Any, split: Split) -> Any:

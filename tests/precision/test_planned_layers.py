@@ -11,11 +11,13 @@ import diffusers
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import EAGER, BackendChoice, compiled
+from comfyui_onediff_guard.pipelines.parallel.group import ProcessGroup
+from comfyui_onediff_guard.pipelines.parallel.shell import over_ranks
 from comfyui_onediff_guard.precision import planned_products
 from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward, build_half_precision_forward
 from comfyui_onediff_guard.precision.observe import block_names
 from comfyui_onediff_guard.precision.overrides import NOTHING
-from comfyui_onediff_guard.precision.planned_layers import KnownScales
+from comfyui_onediff_guard.precision.planned_layers import InPlannedBlock, KnownScales, with_planned_layers
 from comfyui_onediff_guard.precision.planned_products import Scale
 from comfyui_onediff_guard.precision.shallow_copy import structural_copy
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
@@ -217,3 +219,21 @@ def test_inductor_makes_one_graph_and_no_worse_numbers(name: str) -> None:
     assert not counters["graph_break"]
     run(**changed)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+SCALES = {"with room": Scale(half=True), "scaled": Scale(exponent=3), "by rows": None}
+
+
+@pytest.mark.parametrize("how", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("name", ["CogVideoX-2B", "CogView3-Plus"])
+def test_a_layer_still_puts_the_tokens_of_all_ranks_together(name: str, how: Scale | None) -> None:
+    """The last layer of a denoiser whose tokens are shared: on "meta", where nothing is sent."""
+    module, call = build(name)
+    context = MODELS[name].family.context
+    assert context is not None
+    whole = module(**call)[0]
+    half = module.to(FP16)
+    shell = over_ranks(half, "transformer_blocks", context, ProcessGroup(1, 3))
+    planned = with_planned_layers(shell, {"proj_out": how} if how else {}, torch.device("meta")).to("meta")
+    given = {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in call.items()}
+    assert InPlannedBlock(planned, safe_attention=True)(**given)[0].shape == whole.shape
