@@ -13,7 +13,7 @@ from in_comfyui import OURS, import_ours
 import_ours()
 host, flags = import_module(f"{OURS}.comfyui_host.host"), import_module(f"{OURS}.comfyui_host.flags")
 report, diagnosis = import_module(f"{OURS}.nodes.report"), import_module(f"{OURS}.pipelines.insight.diagnosis")
-WISHES = {"--lowvram": "group", "--novram": "sequential", "--highvram": "none", "--gpu-only": "none", "--cpu": ""}
+WISHES = {"--lowvram": "group", "--novram": "sequential", "--highvram": "none", "--gpu-only": "none"}
 
 
 def test_the_report_names_what_it_was_started_with(tmp_path: Path) -> None:
@@ -22,7 +22,6 @@ def test_the_report_names_what_it_was_started_with(tmp_path: Path) -> None:
     shown = report.with_surroundings(diagnosis.diagnose_pipeline(handle))
     assert {flag["given"]: flag["effect"] for flag in shown.as_dict()["comfyui"]["flags"]} == {
         "--reserve-vram 2": flags.HONOURED,
-        "--cpu": flags.HONOURED,
         "--fp32-vae": flags.NO_EFFECT,
         "--fast fp16_accumulation": flags.HONOURED,
     }
