@@ -2,17 +2,18 @@
 
 A MODEL is guarded through ComfyUI's wrappers: around `apply_model`, around what loads the model for a sampling run, and
 around the whole run, for its report.
-A VAE has no wrappers, so its copy gets a shell of the network whose `decode` and `encode` are guarded tile by tile.
+A VAE has no wrappers, so it and its network get classes derived from their own: the VAE's methods are a run each, and
+the network's `decode` and `encode` are guarded tile by tile.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, nullcontext
 from functools import wraps
-from types import MethodType
+from types import MethodType, NoneType
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ from .layers import products_in_fp32, weights_as_stored
 from .networks import ComfyNetwork
 from .runs import Run, Settings, guarded_run
 
-_UNGUARDED = "onediff_guard_unguarded"
+_WHOLE = ("decode", "decode_tiled", "encode", "encode_tiled")  # of a VAE
+_PARTS = {"decode": Component.VAE_DECODE, "encode": Component.VAE_ENCODE}  # of its network: a tile, or all
 
 
 def guarded_model(patcher: Any, settings: Settings) -> Any:
@@ -53,20 +55,14 @@ def guarded_vae(vae: Any, settings: Settings) -> Any:
 
     Raises BadInput where there is no VAE in it, or another pack has replaced one of its methods.
     """
-    vae = getattr(vae, _UNGUARDED, vae)
-    network = vae.first_stage_model
-    if network is None:
+    if vae.first_stage_model is None:
         raise BadInput("There is no VAE in this checkpoint. Use a VAE loader in its place.")
-    guard, copied, shell = _VaeGuard(settings), copy.copy(vae), copy.copy(network)
-    for name, component in (("decode", Component.VAE_DECODE), ("encode", Component.VAE_ENCODE)):
-        shell.__dict__[name] = _guarded_network(guard, vae, component, getattr(network, name))
-    copied.first_stage_model = shell
-    for name in ("decode", "decode_tiled", "encode", "encode_tiled"):
+    for name in _WHOLE:
         if name in vars(vae):
             raise BadInput("Another node has replaced this VAE's '{}'. Put the NaN Guard before that node.", name)
-        retried = not name.endswith("tiled")
-        setattr(copied, name, _as_one_run(guard, getattr(copied, name), retried=retried))
-    setattr(copied, _UNGUARDED, vae)
+    guard = _VaeGuard(settings, vae)
+    copied = _derived(copy.copy(vae), _WHOLE, guard.whole)
+    copied.first_stage_model = _derived(vae.first_stage_model, _PARTS, guard.part)
     return copied
 
 
@@ -84,7 +80,7 @@ def or_unguarded(guarded: Callable[[Any, Settings], Any], of: Any, settings: Set
 def is_guarded(of: Any) -> bool:
     """Whether a MODEL or VAE has a guard already."""
     wrappers = of.wrappers if hasattr(of, "add_wrapper_with_key") else {}
-    return hasattr(of, _UNGUARDED) or any(KEY in named for named in wrappers.values())
+    return isinstance(of, _Guarded) or any(KEY in named for named in wrappers.values())
 
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
@@ -167,54 +163,91 @@ def denoiser_of(call: ModelCall) -> ComfyNetwork:
 # --- VAE --------------------------------------------------------------------------------------------------------------
 
 
+class _Guarded:
+    """A base of a VAE or a network whose methods are guarded. The methods are its class's, not its own, so that they
+    compute by what other nodes set on it, on a copy of it, or on a copy's network."""
+
+    onediff_guard_replaced: dict[str, Callable[..., Any]]  # methods that another pack has replaced, which are guarded
+
+
+def _derived(of: Any, names: Iterable[str], guarded: Callable[..., Any]) -> Any:
+    """Return what shares all attributes with `of`, and has methods that call `guarded(it, name, method, …)`. A guard
+    that it had before is replaced."""
+    kind, state = type(of), vars(of)
+    replaced = {name: state[name] for name in names if name in state}
+    if isinstance(of, _Guarded):
+        replaced, kind = of.onediff_guard_replaced | replaced, kind.__bases__[1]
+
+    def named(name: str) -> Callable[..., Any]:
+        @wraps(getattr(kind, name))
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            method = replaced.get(name) or MethodType(getattr(kind, name), self)
+            return guarded(self, name, method, *args, **kwargs)
+
+        return call
+
+    members = {name: named(name) for name in names if hasattr(kind, name)}
+    says = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "onediff_guard_replaced": replaced}
+    made = object.__new__(type(kind.__name__, (_Guarded, kind), members | says))
+    kept = {name: value for name, value in state.items() if name not in replaced} if replaced else state
+    object.__setattr__(made, "__dict__", kept)
+    return made
+
+
+_INSIDE = threading.local()  # call: whether a guarded network computes in this thread, which may call what is guarded
+
+
 class _VaeGuard(threading.local):
-    """The run of a VAE that is going on in this thread: a call of a method, which may call another one."""
+    """The run of a VAE that is going on in this thread: a call of a method, which may call another one.
+
+    vae: the VAE that the guard was made for, whose network may be called without it.
+    """
 
     _run: Run | None = None
 
-    def __init__(self, settings: Settings):
-        self._settings = settings
+    def __init__(self, settings: Settings, vae: Any):
+        self._settings, self._vae = settings, vae
+
+    def whole(self, vae: Any, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of a VAE, whose network another node may have put in after the guard."""
+        if not isinstance(vae.first_stage_model, (_Guarded, NoneType)):
+            vae.first_stage_model = _derived(vae.first_stage_model, _PARTS, self.part)
+        if self._run:
+            return method(*args, **kwargs)
+        before, self._vae = self._vae, vae
+        try:
+            with self._running() as run:
+                run.retried = not name.endswith("tiled")  # ComfyUI goes on tiled where memory runs out
+                return method(*args, **kwargs)
+        finally:
+            self._vae = before
+
+    def part(self, network: Any, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of a VAE's network."""
+        if getattr(_INSIDE, "call", False):
+            return method(*args, **kwargs)
+
+        def full(_network: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with products_in_fp32(network), weights_as_stored():
+                return method(*args, **kwargs)
+
+        def guarded() -> Any:
+            in_full, kind = MethodType(full, network), type(network).__name__
+            dtype, device = self._vae.vae_dtype, self._vae.device
+            of = ComfyNetwork(kind, _PARTS[name], network, dtype, device, method, in_full, in_full)
+            return run.call(of, *args, **kwargs)
+
+        _INSIDE.call = True
+        try:
+            with nullcontext(self._run) if self._run else self._running() as run:
+                return run.or_plain(guarded, lambda: method(*args, **kwargs))
+        finally:
+            _INSIDE.call = False
 
     @contextmanager
-    def run(self, *, retried: bool = False) -> Generator[Run]:
-        """The run that is going on, else one of its own. retried: ComfyUI goes on tiled where memory runs out."""
-        if self._run:
-            yield self._run
-            return
+    def _running(self) -> Generator[Run]:
         with guarded_run(self._settings) as self._run:
-            self._run.retried = retried
             try:
                 yield self._run
             finally:
                 self._run = None
-
-
-def _guarded_network(
-    guard: _VaeGuard, vae: Any, component: Component, method: Callable[..., Any]
-) -> Callable[..., Any]:
-    network = vae.first_stage_model
-
-    def full(network: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with products_in_fp32(network), weights_as_stored():
-            return method(*args, **kwargs)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        def guarded() -> Any:
-            in_full = MethodType(full, network)
-            name = type(network).__name__
-            of = ComfyNetwork(name, component, network, vae.vae_dtype, vae.device, method, in_full, in_full)
-            return run.call(of, *args, **kwargs)
-
-        with guard.run() as run:
-            return run.or_plain(guarded, lambda: method(*args, **kwargs))
-
-    return wraps(method)(call)
-
-
-def _as_one_run(guard: _VaeGuard, method: Callable[..., Any], *, retried: bool) -> Callable[..., Any]:
-    @wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with guard.run(retried=retried):
-            return method(*args, **kwargs)
-
-    return run

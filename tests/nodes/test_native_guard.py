@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,9 +11,15 @@ from comfyui_onediff_guard.nodes.native import NaNGuardNative
 from comfyui_onediff_guard.trust.message import BadInput
 
 
+class Network:
+    def decode(self, latents: Any) -> Any: ...
+
+    encode = decode
+
+
 class Vae:
     def __init__(self) -> None:
-        self.first_stage_model = SimpleNamespace(decode=None, encode=None)
+        self.first_stage_model = Network()
 
     def decode(self, latents: Any) -> Any: ...
 

@@ -101,7 +101,88 @@ def test_the_vae_that_went_in_is_not_changed() -> None:
     assert torch.isnan(run(decode, vae)).all()
     assert torch.isnan(run(decode, guarded(clone, on_failure="off"))).all()  # the last node counts
     assert _pointers(vae) == _pointers(clone)
-    assert type(clone) is type(vae) and isinstance(clone.first_stage_model, type(vae.first_stage_model))
+    assert isinstance(clone, type(vae)) and isinstance(clone.first_stage_model, type(vae.first_stage_model))
+
+
+def _mirrored(network: torch.nn.Module) -> None:
+    """As packs for seamless pictures have it."""
+    for layer in network.modules():
+        if isinstance(layer, torch.nn.Conv2d) and layer.padding[0]:
+            layer.padding_mode, layer._reversed_padding_repeated_twice = "reflect", [1, 1, 1, 1]  # pyright: ignore
+
+
+def _whole_copy(vae: Any) -> Any:
+    made = copy.deepcopy(vae)
+    _mirrored(made.first_stage_model)
+    return made
+
+
+def _other_network(vae: Any) -> Any:
+    made = copy.copy(vae)
+    made.first_stage_model = copy.deepcopy(vae.first_stage_model)
+    _mirrored(made.first_stage_model)
+    return made
+
+
+def _network_of_the_patcher(vae: Any) -> Any:
+    """As ComfyUI's Select VAE Device has it."""
+    made = copy.copy(vae)
+    made.patcher = vae.patcher.clone()
+    made.first_stage_model = made.patcher.model
+    made.output_device, made.process_output = torch.device("cpu"), torch.tanh
+    return made
+
+
+def _set_on_network(vae: Any) -> Any:
+    """As LTX's Decoder Noise has it."""
+    made = copy.copy(vae)
+    made.first_stage_model.post_quant_conv = torch.nn.Sequential(made.first_stage_model.post_quant_conv, Negated())
+    return made
+
+
+def _replaced_on_network(vae: Any) -> Any:
+    made = copy.copy(vae)
+    network = made.first_stage_model = copy.copy(vae.first_stage_model)
+    decode = network.decode
+    network.decode = lambda z: decode(-z)
+    return made
+
+
+def _method_of_the_class(vae: Any) -> Any:
+    made = copy.copy(vae)
+    decode = vae.decode.__func__
+    made.decode = lambda z: 1 - decode(made, z)
+    return made
+
+
+class Negated(torch.nn.Module):
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return -z
+
+
+CHANGES = (_whole_copy, _other_network, _network_of_the_patcher, _set_on_network, _replaced_on_network)
+
+
+@pytest.mark.parametrize("inserted", [False, True], ids=["wired", "every workflow"])
+@pytest.mark.parametrize("change", [*CHANGES, _method_of_the_class])
+def test_what_another_node_makes_of_a_guarded_vae_counts(change: Callable[[Any], Any], inserted: bool) -> None:
+    """Whatever it copies and changes, what is decoded is as without the guard, and guarded."""
+    for of, reference in ((make_vae(torch.float16), None), (make_vae(torch.float16, HOT_DECODER), vae_in_fp32)):
+        exact = run(decode, change(reference(of) if reference else copy.deepcopy(of)))
+        plain = run(decode, of)
+        made = run(decode, change(node("vae", of, inserted=inserted)))
+        assert torch.equal(made, exact) and not torch.equal(made, plain)
+        assert reference is None or inserted or "recomputed in fp32" in said[-1]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_guard_behind_such_a_node_replaces_the_one_before_it(change: Callable[[Any], Any]) -> None:
+    vae = make_vae(torch.float16, HOT_DECODER)
+    exact = run(decode, change(vae_in_fp32(vae)))
+    before = guarded(vae, on_failure="stop")
+    assert torch.equal(run(decode, guarded(change(before))), exact)
+    (told,) = [line for line in said if " parts" in line or " part," in line][-1:]
+    assert "recomputed in fp32" in told
 
 
 def _pointers(vae: Any) -> list[int]:

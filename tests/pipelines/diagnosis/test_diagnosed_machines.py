@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,11 +217,19 @@ def test_a_pytorch_that_is_too_old_is_named_here_and_by_whatever_would_run(
     assert all(f"needs PyTorch 2.6 or newer, and this is {version}" in advice for advice in found.machine.advice)
 
 
+class _Network:
+    def decode(self) -> None: ...
+
+    encode = decode
+
+
 class _Vae:
     def __init__(self) -> None:
-        self.first_stage_model = SimpleNamespace(decode=None, encode=None)
+        self.first_stage_model = _Network()
 
-    decode = decode_tiled = encode = encode_tiled = None
+    def decode(self) -> None: ...
+
+    decode_tiled = encode = encode_tiled = decode
 
 
 def test_versions_are_read_and_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
