@@ -7,7 +7,6 @@ workspaces of cuDNN and cuBLAS, and gaps between blocks, come on top.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .kernels import LEAN, Kernels
-from .shallow_copy import HOOKS, structural_copy
+from .shallow_copy import structural_copy, without_hooks
 from .upcast import TraceableMode
 
 META = torch.device("meta")
@@ -28,7 +27,7 @@ META = torch.device("meta")
 
 def on_meta(value: Any) -> Any:
     """Return the same with each tensor's shape, strides and dtype in place of the tensor. A module becomes a shell of
-    the same structure, without its hooks: it takes no memory, and the module is not touched."""
+    the same structure, without hooks but a shell's own: it takes no memory, and the module is not touched."""
     if isinstance(value, torch.nn.Module):
         return _without_weights(value)
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), value)
@@ -46,7 +45,7 @@ def _without_weights(module: torch.nn.Module) -> torch.nn.Module:
         return None if tensor is None else made[tensor]
 
     for part in shell.modules():
-        part.__dict__.update({name: OrderedDict() for name in HOOKS if name in part.__dict__})
+        part.__dict__.update(without_hooks(part))
         for kind in ("_parameters", "_buffers"):
             part.__dict__[kind] = {name: empty(tensor) for name, tensor in part.__dict__[kind].items()}
     return shell

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -18,6 +19,30 @@ Make = Callable[[torch.nn.Module], torch.nn.Module]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
           "_forward_hooks_always_called")  # fmt: skip
+
+
+def add_hook(
+    shell: torch.nn.Module,
+    before: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    after: Callable[[Any], Any] | None = None,
+) -> None:
+    """Have a shell change its arguments, by name, and what it returns: by PyTorch's hooks, which stay around whatever
+    another shell computes in its place."""
+    names = [*inspect.signature(shell.forward).parameters]
+    shell.__dict__.update({name: OrderedDict(shell.__dict__[name]) for name in HOOKS})  # not the module's
+    if before:
+        shell.register_forward_pre_hook(
+            lambda _, args, given: ((), before(dict(zip(names, args, strict=False)) | given)), with_kwargs=True
+        )
+    if after:
+        shell.register_forward_hook(lambda *given: after(given[-1]))
+
+
+def without_hooks(module: torch.nn.Module) -> dict[str, OrderedDict[int, Any]]:
+    """Return a module's attributes for hooks, with those alone that `add_hook` has added to a shell."""
+    kinds = {name: module.__dict__[name] for name in HOOKS if name in module.__dict__}
+    ours = {n for hooks in kinds.values() for n, hook in hooks.items() if getattr(hook, "__module__", "") == __name__}
+    return {name: OrderedDict((n, hook) for n, hook in hooks.items() if n in ours) for name, hooks in kinds.items()}
 
 
 def shallow_copy(module: torch.nn.Module) -> torch.nn.Module:

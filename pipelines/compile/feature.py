@@ -83,12 +83,14 @@ class _CompiledBlocks(CallFeature):
         known = handle.store.compiled
         how = (self._backend.asked_for, self._options, plan.numerics, plan.accumulation, "planned" if inside else what)
         key = (stage.name, keys(stage.loras), *how)
-        kept = known.get(key)
+        alone = stage.shared_by == 1  # else it would share calls as an earlier run did
+        kept = known.get(key) if alone else None
         if kept is None or kept.__dict__["made_of"] != what or (inside and not handle.ranks.alone):
             device = handle.store.placement.device
             kept = compiled(half, handle.family.blocks, self._backend, self._options, inside, device=device)
             kept.__dict__["made_of"] = what
-            known[key] = kept
+            if alone:
+                known[key] = kept
         self._compiled = kept
         return self._compiled
 

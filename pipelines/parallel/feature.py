@@ -8,6 +8,7 @@ of the guard: all ranks judge their calls together, so both halves are recompute
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ...precision.policy import PlanImpossible
 from ...precision.shallow_copy import IdentityMemo
 from ...trust.message import Told
 from ..families.spec import PROMPT
@@ -26,6 +28,9 @@ from .shell import over_ranks
 
 if TYPE_CHECKING:
     from ..run.stage import ComponentStage
+
+
+_ATTENTION = "DIFFUSERS_ATTN_BACKEND"  # diffusers' choice of a kernel
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,14 @@ class ParallelRun(Feature):
         plan = self._family.context
         if plan is None or self._context.alone:
             return stage
-        return replace(stage, adapt=partial(over_ranks, blocks=self._family.blocks[0], plan=plan, ranks=self._context))
+        if (kernel := os.environ.get(_ATTENTION, "native")) != "native":  # it would attend to a rank's own tokens alone
+            raise PlanImpossible(
+                "Several GPUs share a call by PyTorch's attention alone, and {} is {}. Leave it unset.",
+                _ATTENTION,
+                kernel,
+            )
+        shell = partial(over_ranks, blocks=self._family.blocks[0], plan=plan, ranks=self._context)
+        return replace(stage, adapt=shell, shared_by=self._context.size)
 
     def wrap_denoiser(self, stage: ComponentStage, call: Callable[..., Any]) -> Callable[..., Any]:
         if not self._layout.halves:

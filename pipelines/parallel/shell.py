@@ -9,16 +9,14 @@ it, and the rerun in fp32.
 from __future__ import annotations
 
 import copy
-import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 
 from ...precision.attention import sdpa
-from ...precision.shallow_copy import HOOKS, structural_copy
+from ...precision.shallow_copy import add_hook, structural_copy
 from ...precision.upcast import TraceableMode
 from ...trust.message import Told
 from .exchange import gathered, heads_of_all_tokens, share_of, shares, tokens_of_all_heads
@@ -67,12 +65,12 @@ def over_ranks(module: torch.nn.Module, blocks: str, plan: ContextPlan, ranks: P
         """[batch, this rank's tokens, channels] → [batch, tokens, channels]."""
         return gathered(made, 1, split.picture, ranks)
 
-    _hook(shell, before=count_tokens)
+    add_hook(shell, before=count_tokens)
     for number, block in enumerate(shell.get_submodule(blocks).children()):
-        _hook(block, before=partial(share_out, dims={**(plan.first if number == 0 else {}), **plan.every}))
+        add_hook(block, before=partial(share_out, dims={**(plan.first if number == 0 else {}), **plan.every}))
         attention = block.get_submodule(plan.attention)
         attention.__dict__["processor"] = _attending(attention.processor, split)
-    _hook(shell.get_submodule(plan.output), after=whole)
+    add_hook(shell.get_submodule(plan.output), after=whole)
     return shell
 
 
@@ -81,22 +79,6 @@ def _share_of_each(value: Any, dim: int, ranks: ProcessGroup) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(share_of(part, dim, ranks) for part in value)
     return value if value is None else share_of(value, dim, ranks)
-
-
-def _hook(
-    shell: torch.nn.Module,
-    before: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    after: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> None:
-    """Have a shell change its arguments, by name, and what it returns."""
-    names = [*inspect.signature(shell.forward).parameters]
-    shell.__dict__.update({name: OrderedDict(shell.__dict__[name]) for name in HOOKS})  # not the module's
-    if before:
-        shell.register_forward_pre_hook(
-            lambda _, args, given: ((), before(dict(zip(names, args, strict=False)) | given)), with_kwargs=True
-        )
-    if after:
-        shell.register_forward_hook(lambda *given: after(given[-1]))
 
 
 def _attending(processor: Any, split: Split) -> Any:

@@ -47,12 +47,14 @@ class ComponentStage(Stage):
     """name: of its folder. weights_in: the dtype that its weights are loaded in.
 
     adapt: makes a shell of its module that computes in another way, with other processes for instance.
+    shared_by: so many processes compute a call together.
     """
 
     handle: PipelineHandle
     name: str
     weights_in: str
     adapt: Callable[[torch.nn.Module], torch.nn.Module] | None = None
+    shared_by: int = 1
 
     @property
     def loras(self) -> tuple[Lora, ...]:

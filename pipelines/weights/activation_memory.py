@@ -41,7 +41,7 @@ def estimate_activation_bytes(
         given = on_meta(inputs)
         return lambda _: call(**given)
 
-    told_apart = (len(setup.calls), stage.report.calls_per_step, *(type(each) for each in made))
+    told_apart = (len(setup.calls), stage.report.calls_per_step, stage.shared_by, *(type(each) for each in made))
     return counted(stage, (learned, shapes_of(inputs), told_apart), prepare)
 
 

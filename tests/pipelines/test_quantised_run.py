@@ -16,6 +16,9 @@ from comfyui_onediff_guard.demo.small_model import build_cogvideox
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.models.lora import Lora
+from comfyui_onediff_guard.pipelines.run.denoiser import GuardedDenoiser
+from comfyui_onediff_guard.pipelines.run.feature import RunContext
+from comfyui_onediff_guard.pipelines.run.features import features_of
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
@@ -346,8 +349,16 @@ def test_what_a_call_takes_is_counted_with_the_int8_products(opened: Any) -> Non
 
 
 def test_a_cheaper_way_is_unquantised(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = opened("int8").stage(Component.DENOISER)
+    handle = opened("int8")
+    stage = handle.stage(Component.DENOISER)
+    calls = GuardedDenoiser(stage, features_of(RunContext(handle, stage.plan, stage.report)))
+    calls._set_up({"hidden_states": torch.zeros(1)})
+    for each in calls._of_calls:
+        each.begin_call()
+    assert len(weights(handle)) > 0
     assert stage.weights_at_once() > stage.handle.store.model.weights["transformer"].n_bytes / 2
     monkeypatch.setattr("comfyui_onediff_guard.pipelines.weights.components.brings_parts_to", lambda device: True)
     cheaper = stage.cheaper(Offload.GROUP)
     assert cheaper.plan == stage.plan.unquantised and stage.plan.quantised == "int8"
+    calls._go_on(cheaper, ())  # as where memory ran out
+    assert not weights(handle)

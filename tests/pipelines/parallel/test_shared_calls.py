@@ -1,0 +1,71 @@
+"""A call that ranks share, in one process: which shell of the denoiser is called, and what it takes of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard.pipelines.compile import backends
+from comfyui_onediff_guard.pipelines.compile.feature import CompiledRun
+from comfyui_onediff_guard.pipelines.parallel.feature import ParallelRun
+from comfyui_onediff_guard.pipelines.parallel.group import ProcessGroup
+from comfyui_onediff_guard.pipelines.run.denoiser import build_attempt
+from comfyui_onediff_guard.pipelines.run.feature import DenoiserSetup, RunContext
+from comfyui_onediff_guard.pipelines.weights.activation_memory import estimate_activation_bytes
+from comfyui_onediff_guard.precision.overrides import NOTHING
+from comfyui_onediff_guard.precision.policy import PlanImpossible
+from small_runs import opened
+
+
+def shared(handle: Any, *, guided: bool) -> Any:
+    """The stage of a run's denoiser."""
+    stage = handle.denoising()[0]
+    return ParallelRun(RunContext(handle, stage.plan, stage.report, guided=guided)).prepare(stage)
+
+
+def split_of(shell: Any) -> tuple[int, ...]:
+    """By how many ranks its tokens are split, once for each time that they are."""
+    hooks = [hook for hook in shell._forward_pre_hooks.values() if hook.__module__.endswith("shallow_copy")]
+    closures = [cell.cell_contents for hook in hooks for cell in hook.__closure__]
+    counts = [each for each in closures if getattr(each, "__name__", "") == "count_tokens"]
+    splits = [cell.cell_contents for each in counts for cell in each.__closure__]
+    return tuple(each.size for each in splits if isinstance(each, ProcessGroup))
+
+
+@pytest.mark.parametrize("order", [(False, True), (True, False), (False, False, True, True)])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_run_has_no_shell_of_one_that_shared_its_calls_otherwise(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, order: tuple[bool, ...], size: int
+) -> None:
+    monkeypatch.setattr(backends, "_compile", lambda block, *_: block)  # which shell is called, is asked here
+    monkeypatch.setattr(ProcessGroup, "part", lambda ranks, size: ProcessGroup(ranks.rank % size, size))
+    handle = opened(model_folder("2b"), "none", "bf16", backend="inductor", ranks=ProcessGroup(0, size))
+    for guided in order:
+        stage = shared(handle, guided=guided)
+        run = CompiledRun(RunContext(handle, stage.plan, stage.report, guided=guided))
+        made = build_attempt(stage, [run.of_calls(DenoiserSetup(stage, [{}]))], NOTHING)
+        by = size // 2 if guided else size
+        assert split_of(made.run) == split_of(stage.module) == ((by,) if by > 1 else ())
+
+
+def test_what_a_shared_call_takes_is_counted(model_folder: Callable[..., Path]) -> None:
+    taken: list[int] = []
+    for ranks in (1, 2, 4):
+        handle = opened(model_folder("2b"), "none", "bf16", ranks=ProcessGroup(0, ranks))
+        stage = shared(handle, guided=False)
+        inputs = handle.family.step_inputs(handle.store.model.denoiser_config, (1, 16, 3, 8, 12), {})
+        taken.append(estimate_activation_bytes(DenoiserSetup(stage, [inputs | {"return_dict": False}])))
+        assert not [note for note in stage.report.notes if "could not be counted" in note]
+    assert taken[0] > taken[1] > taken[2] > 0
+
+
+def test_a_kernel_that_would_see_no_other_ranks_tokens_is_refused(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", "flash")
+    handle = opened(model_folder("2b"), "none", "bf16", ranks=ProcessGroup(0, 2))
+    assert shared(handle, guided=True).shared_by == 1
+    with pytest.raises(PlanImpossible, match=r"DIFFUSERS_ATTN_BACKEND is flash\. Leave it unset"):
+        shared(handle, guided=False)
