@@ -54,15 +54,13 @@ class _CompiledBlocks(CallFeature):
     def build_options(self) -> dict[str, Any]:
         if self._backend.name == EAGER:
             return {}
-        stage = self._stage
+        stage, self._compiled = self._stage, None  # of an earlier attempt
         kept = stage.handle.store.scales if stage.handle.ranks.alone else {}  # of ranks, all begin alike
         known = kept.setdefault((stage.name, keys(stage.loras)), KnownScales())
         return {"compiled": self._in_blocks, "blocks": stage.blocks, "known": known}
 
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
         self._scaled = made.all_layers_scaled
-        if self._scaled and self._stage.plan.dtype != "fp16":  # of an earlier attempt
-            self._compiled = None
         self._tell()
         return made
 
