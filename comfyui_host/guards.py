@@ -179,16 +179,18 @@ def _derived(of: Any, names: Iterable[str], guarded: Callable[..., Any]) -> Any:
         replaced, kind = of.onediff_guard_replaced | replaced, kind.__bases__[1]
 
     def named(name: str) -> Callable[..., Any]:
-        @wraps(getattr(kind, name))
+        @wraps(getattr(of, name))
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            method = replaced.get(name) or MethodType(getattr(kind, name), self)
+            method = replaced.get(name) or getattr(super(derived, self), name, None)
+            method = method or kind.__getattr__(self, name)  # of a network that hands on what it is asked for
             return guarded(self, name, method, *args, **kwargs)
 
         return call
 
-    members = {name: named(name) for name in names if hasattr(kind, name)}
+    members = {name: named(name) for name in names}
     says = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "onediff_guard_replaced": replaced}
-    made = object.__new__(type(kind.__name__, (_Guarded, kind), members | says))
+    derived: Any = type(kind.__name__, (_Guarded, kind), members | says)
+    made = object.__new__(derived)
     kept = {name: value for name, value in state.items() if name not in replaced} if replaced else state
     object.__setattr__(made, "__dict__", kept)
     return made
@@ -211,7 +213,7 @@ class _VaeGuard(threading.local):
     def whole(self, vae: Any, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of a VAE, whose network another node may have put in after the guard."""
         if not isinstance(vae.first_stage_model, (_Guarded, NoneType)):
-            vae.first_stage_model = _derived(vae.first_stage_model, _PARTS, self.part)
+            self._guard_network(vae)
         if self._run:
             return method(*args, **kwargs)
         before, self._vae = self._vae, vae
@@ -221,6 +223,10 @@ class _VaeGuard(threading.local):
                 return method(*args, **kwargs)
         finally:
             self._vae = before
+
+    @unless_changed("guarding the network that another node has given a VAE", None)
+    def _guard_network(self, vae: Any) -> None:
+        vae.first_stage_model = _derived(vae.first_stage_model, _PARTS, self.part)
 
     def part(self, network: Any, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of a VAE's network."""

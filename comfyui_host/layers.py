@@ -204,21 +204,22 @@ def loaded_anew(model: torch.nn.Module) -> bool:
     model: ComfyUI's BaseModel. Not where others loaded it, or while it runs compiled, which hides its layers' names.
     """
     management: Any = sys.modules["comfy.model_management"]
-    every = management.current_loaded_models
-    loaded = next((each for each in every if each.model is not None and each.model.model is model), None)
+    every, of = management.current_loaded_models, vars(model)  # which a view of the model shares with it
+    loaded = next((each for each in every if each.model is not None and vars(each.model.model) is of), None)
     if loaded is None or any(hasattr(part, "_orig_mod") for part in model.modules()):
         return False
     patcher = loaded.model
     hooks = patcher.current_hooks
     in_part = getattr(model, "model_lowvram", False)
     room = max(patcher.loaded_size(), 1) if in_part else 0  # bytes; 0: all of it
-    unload, load, patch_hooks = loaded.model_unload, loaded.model_load, patcher.patch_hooks
+    unload, load = loaded.model_unload, loaded.model_load
+    patch_hooks = patcher.patch_hooks if hooks is not None else None
     every.remove(loaded)
     try:
         unload()
         load(room)
         every.insert(0, loaded)
-        if hooks is not None:
+        if patch_hooks:
             patch_hooks(hooks)
     except BaseException as error:
         error.lost = "weights"  # pyright: ignore[reportAttributeAccessIssue] - LoRAs may be in none or in some

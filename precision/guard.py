@@ -131,8 +131,10 @@ class StageGuard:
         learner = attempt if isinstance(attempt, FallbackAdapter) else None
         self._learns = learner is not None and policy.scope is Scope.LEARNED
         self._attempt: Callable[..., Any] = learner.attempt.run if learner else attempt  # pyright: ignore[reportAttributeAccessIssue]
-        self._rerun = rerun or (learner.module if learner else self._attempt)
-        self._owner = owner or getattr(self._rerun, "__self__", self._rerun)
+        made_by = learner.module if learner else self._attempt
+        self._rerun = made_by if rerun is None else rerun  # a module's truth is its length, which a compiled one lacks
+        called = getattr(self._rerun, "__self__", self._rerun)
+        self._owner = called if owner is None else owner
         self._inputs, self._constant, self._casts = inputs, constant, IdentityMemo()
         self._tf32 = tf32 and not policy.exact_fp32
         self._peak_inside = peak_inside or (lambda: None)

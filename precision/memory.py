@@ -133,7 +133,7 @@ def extra_peak(owner: object, given: Any = ()) -> Generator[Callable[[], int | N
     given: a nest of the tensors that are computed with; the owner's weights may be elsewhere until they are needed.
     """
     module = owner if isinstance(owner, torch.nn.Module) else None
-    tensors = [*floating(given), *(module.parameters() if module else ())]
+    tensors = [*floating(given), *(() if module is None else module.parameters())]
     devices = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
     before = {device: torch.cuda.memory_allocated(device) for device in devices}
     extra = None if devices or module is None else largest_layer(module)

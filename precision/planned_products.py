@@ -260,7 +260,7 @@ class PlannedMode(LocatedMode):
         if not self._way.writes and (func is torch.Tensor.__setitem__ or changes_in_place(func, args, kwargs)):
             raise LeftPlan("the network changes a tensor in place")
         if func is torch.Tensor.view and any(isinstance(each, torch.dtype) for each in (*args[1:], *kwargs.values())):
-            return func(args[0].float(), *args[1:], **kwargs)
+            return func(args[0].float() if args[0].dtype is FP16 else args[0], *args[1:], **kwargs)
         return func(*args, **kwargs)
 
     def _cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -272,6 +272,39 @@ def as_bits(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
     return s.l[1](h.view(torch.int32).view(torch.float32).view_as(h))
 
 
+class Bytes(nn.Module):
+    """Weights that are stored as bytes: a scale in fp16 and int8 of each row, as GGUF's Q8_0 has them, and bits of
+    float32."""
+
+    packed: torch.Tensor
+    bits: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randn(64, 64) / 8
+        scale = (weight.abs().amax(1, keepdim=True) / 127).half()
+        codes = (weight / scale.float()).round().to(torch.int8)
+        self.register_buffer("packed", torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], 1))
+        self.register_buffer("bits", torch.randn(64, 64).div(8).view(torch.int32))
+        self.first, self.last = nn.Linear(64, 64, bias=False).half(), nn.Linear(64, 64, bias=False).half()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale, codes = (part.contiguous() for part in self.packed.split([2, 64], 1))
+        weight = scale.view(torch.float16) * codes.view(torch.int8)
+        h = F.silu(F.linear(self.first(x), weight.to(x.dtype)))
+        return self.last(F.linear(h, self.bits.view(torch.float32).to(x.dtype)))
+
+
+def test_weights_that_are_stored_as_bytes_are_no_reason_to_leave_a_plan() -> None:
+    torch.manual_seed(3)
+    network = Bytes().requires_grad_(False)
+    learned, x = LearnedProducts(), torch.randn(2, 8, 64).half()
+    exact = run_in_fp32(network, x)
+    for _ in range(3):
+        assert error(learned.run(network, x), exact) < 1e-3
+        assert learned._planned
+
+
 def as_complex(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
     z = torch.view_as_complex(s.l[0](x).float().unflatten(-1, (-1, 2)))
     return s.l[1](torch.view_as_real(z.exp()).flatten(-2))

@@ -11,9 +11,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from guard_beside import lora_on
 from guard_streamed import KINDS, LINEAR, SD15, with_lora
 from in_comfyui import difference, error_of, guarded, module, said
-from native_models import in_fp32, make_model, sample
+from native_models import LAYOUTS, in_fp32, make_model, sample
 from simulated_card import CARD, DYNAMIC, HOST, MANAGEMENT, card, on_host
 
 ANEW = "NaN or infinite in fp32 too: the weights were loaded again, "
@@ -65,6 +66,17 @@ def counting_loads() -> Iterator[list[str]]:
 
     with patch.object(MANAGEMENT.LoadedModel, "model_load", model_load):
         yield loads
+
+
+@pytest.mark.parametrize("family", ["anima", "sensenova"])
+def test_so_they_are_for_a_model_that_prepares_text(family: str) -> None:
+    """What samples is then a view of the model that is on the card."""
+    if family not in LAYOUTS:
+        pytest.skip("this ComfyUI has none")
+    model = lora_on(make_model(LAYOUTS[family]))
+    expected = sample(model, LAYOUTS[family])
+    made = sample(guarded(spoiled(model, spoil_patched)), LAYOUTS[family])
+    assert torch.equal(made, expected) and ANEW in said[-1]
 
 
 @pytest.mark.parametrize(

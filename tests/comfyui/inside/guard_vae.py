@@ -185,6 +185,45 @@ def test_a_guard_behind_such_a_node_replaces_the_one_before_it(change: Callable[
     assert "recomputed in fp32" in told
 
 
+class Wrapper(torch.nn.Module):
+    """Hands on what it is asked for, as a compiled network does."""
+
+    def __init__(self, network: torch.nn.Module):
+        super().__init__()
+        self.network = network
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "network" else getattr(self.network, name)
+
+
+class Own(torch.nn.Module):
+    """Has methods of its instance alone."""
+
+    def __init__(self, network: Any):
+        super().__init__()
+        self.network = network
+        self.decode, self.encode = network.decode, network.encode
+
+
+NETWORKS: dict[str, Callable[[Any], Any]] = {
+    "compiled": lambda network: torch.compile(network, backend="eager"),
+    "handed on": Wrapper,
+    "of its instance": Own,
+}
+
+
+@pytest.mark.parametrize("inserted", [False, True], ids=["wired", "every workflow"])
+@pytest.mark.parametrize("before", [True, False], ids=["before the guard", "after it"])
+@pytest.mark.parametrize("of", NETWORKS.values(), ids=NETWORKS)
+def test_a_network_in_another_is_guarded(of: Callable[[Any], Any], before: bool, inserted: bool) -> None:
+    vae = make_vae(torch.float16, HOT_DECODER)
+    exact = run(decode, vae_in_fp32(vae))
+    changed = vae if before else node("vae", vae, inserted=inserted)
+    changed.first_stage_model = of(changed.first_stage_model)
+    made = run(decode, node("vae", vae, inserted=inserted) if before else changed)
+    assert difference(made, exact) < 1e-5
+
+
 def _pointers(vae: Any) -> list[int]:
     return [weight.data_ptr() for weight in vae.get_sd().values()]
 
