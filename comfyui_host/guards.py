@@ -171,12 +171,12 @@ class _Guarded:
 
 
 def _derived(of: Any, names: Iterable[str], guarded: Callable[..., Any]) -> Any:
-    """Return what shares all attributes with `of`, and has methods that call `guarded(it, name, method, …)`. A guard
-    that it had before is replaced."""
+    """Return a shallow copy of `of` with methods that call `guarded(it, name, method, …)`. A guard that it had before
+    is replaced."""
     kind, state = type(of), vars(of)
     replaced = {name: state[name] for name in names if name in state}
-    if isinstance(of, _Guarded):
-        replaced, kind = of.onediff_guard_replaced | replaced, kind.__bases__[1]
+    if _Guarded in kind.__bases__:
+        replaced, kind = kind.onediff_guard_replaced | replaced, kind.__bases__[1]
 
     def named(name: str) -> Callable[..., Any]:
         @wraps(getattr(of, name))
@@ -189,10 +189,10 @@ def _derived(of: Any, names: Iterable[str], guarded: Callable[..., Any]) -> Any:
 
     members = {name: named(name) for name in names}
     says = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "onediff_guard_replaced": replaced}
-    derived: Any = type(kind.__name__, (_Guarded, kind), members | says)
+    bases = (kind,) if issubclass(kind, _Guarded) else (_Guarded, kind)  # another pack may derive from ours
+    derived: Any = type(kind.__name__, bases, members | says)
     made = object.__new__(derived)
-    kept = {name: value for name, value in state.items() if name not in replaced} if replaced else state
-    object.__setattr__(made, "__dict__", kept)
+    made.__dict__.update({name: value for name, value in state.items() if name not in replaced})
     return made
 
 
@@ -238,9 +238,8 @@ class _VaeGuard(threading.local):
                 return method(*args, **kwargs)
 
         def guarded() -> Any:
-            in_full, kind = MethodType(full, network), type(network).__name__
-            dtype, device = self._vae.vae_dtype, self._vae.device
-            of = ComfyNetwork(kind, _PARTS[name], network, dtype, device, method, in_full, in_full)
+            in_full, kind, vae = MethodType(full, network), type(network).__name__, self._vae
+            of = ComfyNetwork(kind, _PARTS[name], network, vae.vae_dtype, vae.device, method, in_full, in_full)
             return run.call(of, *args, **kwargs)
 
         _INSIDE.call = True

@@ -205,7 +205,9 @@ def loaded_anew(model: torch.nn.Module) -> bool:
     """
     management: Any = sys.modules["comfy.model_management"]
     every, of = management.current_loaded_models, vars(model)  # which a view of the model shares with it
-    loaded = next((each for each in every if each.model is not None and vars(each.model.model) is of), None)
+    loaded = next(
+        (each for each in every if each.model is not None and getattr(each.model.model, "__dict__", None) is of), None
+    )
     if loaded is None or any(hasattr(part, "_orig_mod") for part in model.modules()):
         return False
     patcher = loaded.model

@@ -90,7 +90,8 @@ class ParallelRun(Feature):
         plan = self._family.context
         if plan is None or self._context.alone:
             return stage
-        if (kernel := os.environ.get(_ATTENTION, "native")) != "native":  # it would attend to a rank's own tokens alone
+        kernel = os.environ.get(_ATTENTION, "native")
+        if "native" not in kernel:  # it would attend to a rank's own tokens alone
             raise PlanImpossible(
                 "Several GPUs share a call by PyTorch's attention alone, and {} is {}. Leave it unset.",
                 _ATTENTION,

@@ -224,6 +224,28 @@ def test_a_network_in_another_is_guarded(of: Callable[[Any], Any], before: bool,
     assert difference(made, exact) < 1e-5
 
 
+def test_what_is_set_on_the_vae_itself_later_is_its_own() -> None:
+    """Another node of the workflow, on a branch without the guard, or on the guarded one and put back."""
+    vae = make_vae(torch.float16, HOT_DECODER)
+    exact, made = run(decode, vae_in_fp32(vae)), guarded(vae)
+    vae.first_stage_model.decode = lambda z: z
+    assert torch.equal(run(decode, made), exact)
+    del vae.first_stage_model.decode
+    network = made.first_stage_model
+    before, network.decode = network.decode, lambda z: z
+    network.decode = before
+    assert torch.equal(run(decode, made), exact)
+    assert torch.isnan(run(decode, vae)).all()
+
+
+def test_a_class_that_another_pack_derives_from_a_guarded_one_is_guarded_anew() -> None:
+    vae = make_vae(torch.float16, HOT_DECODER)
+    exact, made = run(decode, vae_in_fp32(vae)), guarded(vae, on_failure="stop")
+    for each in (made, made.first_stage_model):
+        each.__class__ = type("Theirs", (type(each),), {})
+    assert torch.equal(run(decode, guarded(made)), exact)
+
+
 def _pointers(vae: Any) -> list[int]:
     return [weight.data_ptr() for weight in vae.get_sd().values()]
 
