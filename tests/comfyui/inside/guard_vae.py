@@ -119,7 +119,7 @@ def _whole_copy(vae: Any) -> Any:
 
 def _other_network(vae: Any) -> Any:
     made = copy.copy(vae)
-    made.first_stage_model = copy.deepcopy(vae.first_stage_model)
+    made.first_stage_model = copy.deepcopy(vae.first_stage_model).to(vae.device)  # the patcher loads its own alone
     _mirrored(made.first_stage_model)
     return made
 
