@@ -186,10 +186,12 @@ def weight_files(kind: str) -> dict[str, Path]:
         names = (name for name in folder_paths.get_filename_list(kind) if name.lower().endswith(".safetensors"))
         paths = {name: folder_paths.get_full_path(kind, name) for name in names}
         return _offered({name: Path(path) for name, path in paths.items() if path})
+    from ..pipelines.models.folder import files_below
+
     found: dict[str, Path] = {}
     for root in _roots(kind):
-        for path in sorted(root.rglob("*.safetensors")):
-            if not (path.parent / "config.json").is_file():  # else a component of a folder
+        for path in files_below(root):
+            if path.suffix == ".safetensors" and not (path.parent / "config.json").is_file():  # else a component's
                 found.setdefault(path.relative_to(root).as_posix(), path)
     return _offered(found)
 

@@ -229,11 +229,23 @@ def list_folders(roots: Iterable[Path], depth: int = 3) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
+def files_below(folder: Path) -> Iterator[Path]:
+    """The files in a folder and below, in a fixed order. Links to folders are followed, to each real folder once."""
+    seen = set[Path]()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders.sort()
+        if (real := Path(place).resolve()) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from filter(Path.is_file, (Path(place, name) for name in sorted(names)))
+
+
 def fingerprint(path: Path) -> str:
     """Return a hash that changes when a file of the folder is added, removed or rewritten, or when the single file is.
     It is made of names, sizes in bytes and times."""
     digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+    for file in [path] if path.is_file() else files_below(path):
         stat = file.stat()
         digest.update(os.fsencode(file.relative_to(path).as_posix()))
         digest.update(f":{stat.st_size}:{stat.st_mtime_ns};".encode())

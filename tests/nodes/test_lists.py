@@ -79,6 +79,14 @@ def test_the_list_has_models_of_every_family_of_ours_and_no_others(models):
     assert listed("LoadPipeline") == [*own, "svd_xt.safetensors"] and {PIPELINES[name] for name in own} == set(FAMILIES)
 
 
+def test_files_below_a_linked_folder_are_listed(models, tmp_path):
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    shutil.copy(models / "checkpoints" / "svd_xt.safetensors", elsewhere / "mine.safetensors")
+    (models / "loras" / "linked").symlink_to(elsewhere, target_is_directory=True)
+    (elsewhere / "back").symlink_to(models / "loras", target_is_directory=True)
+    assert "linked/mine.safetensors" in listed("LoadLoRA", "lora")
+
+
 def test_another_familys_folder_that_a_file_names_is_explained(models):
     with pytest.raises(BadFolder, match="holds a FluxPipeline"):
         NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load("foreign", "fp32", "eager", "none")
