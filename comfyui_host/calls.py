@@ -38,7 +38,12 @@ KEY = "onediff_guard"  # of our wrappers on a MODEL
 _KINDS = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "APPLY_MODEL")
 ATTENTION_OVERRIDE = "optimized_attention_override"  # in transformer_options
 TAKE_FP32 = {f"attention_{name}" for name in ("basic", "sub_quad", "split", "xformers", "pytorch")}
-_INPUTS = {"x": "latents", "c_concat": "latents to start from", "c_crossattn": "a prompt"}
+_INPUTS = {
+    "x": "latents",
+    "c_concat": "latents to start from",
+    "c_crossattn": "a prompt",
+    "control": "a ControlNet's residuals",
+}
 
 
 def _outside_of_allocation_graphs() -> AbstractContextManager[object]:
@@ -140,7 +145,7 @@ def around_apply_model(made_by: Callable[[ModelCall], Any]) -> Callable[..., Any
             try:
                 return made_by(call)
             except GuardStopped as stopped:
-                if broken := _broken(given):
+                if broken := _broken({**given, "control": control}):
                     raise GuardStopped(
                         "The model was given {} NaN or infinite values, so another node made them: look at the nodes "
                         "before the sampler, and at those that change the model.",
@@ -197,7 +202,7 @@ def apply_model_in_fp32(*, memory: CallMemory, **call: Any) -> Any:
     return made
 
 
-def load_anew(*, executor: Any, timestep: Any, control: Any, memory: CallMemory, **given: Any) -> bool:
+def load_anew(*, executor: Any, timestep: Any, memory: CallMemory, **given: Any) -> bool:
     """Have ComfyUI load the model's weights once more; says whether it did. Not where its inputs are to blame."""
     memory.forget()
     if _broken(given) or not loaded_anew(executor.class_obj):

@@ -21,6 +21,7 @@ BROKEN = torch.tensor([0.0, math.nan, math.inf, 1.0])
         ({"x": WHOLE, "c_concat": BROKEN}, "latents to start from with 2"),
         ({"x": WHOLE, "c_crossattn": [WHOLE, BROKEN]}, "a prompt with 2"),
         ({"x": WHOLE, "ref_latents": [BROKEN, BROKEN]}, "condition 'ref_latents' with 4"),
+        ({"control": {"input": [WHOLE, None, BROKEN], "output": [BROKEN]}}, "a ControlNet's residuals with 4"),
         ({"x": WHOLE, "attention_mask": torch.ones(4, dtype=torch.bool)}, ""),
     ],
 )

@@ -104,6 +104,8 @@ def test_a_broken_input_is_not_blamed_on_the_model() -> None:
     assert "was given latents with 512 NaN or infinite values" in error
     error = error_of(lambda: sample(guarded(make_model(FLUX)), FLUX, pooled_output=pooled))
     assert "was given condition 'y' with 24 NaN or infinite values" in error
+    error = error_of(lambda: sample(_controlled(guarded(make_model(SD15)), strength=torch.inf), SD15))
+    assert "was given a ControlNet's residuals with 2048 NaN or infinite values" in error
     assert sample(guarded(make_model(SD15)), SD15).isfinite().all()
 
 
@@ -115,12 +117,14 @@ def test_a_controlnet_reaches_the_rerun_although_the_attempt_used_it_up() -> Non
     assert torch.equal(made, exact)
 
 
-def _controlled(patcher: Any) -> Any:
+def _controlled(patcher: Any, strength: float = 5) -> Any:
     """With a stand-in for a ControlNet: what it gives is taken off its lists by the model as it is used."""
 
     def residuals(apply_model: Any, call: dict[str, Any]) -> torch.Tensor:
         batch, _, height, width = call["input"].shape
-        middle = 5 * torch.randn((batch, 64, height // 2, width // 2), generator=torch.Generator().manual_seed(9))
+        middle = strength * torch.randn(
+            (batch, 64, height // 2, width // 2), generator=torch.Generator().manual_seed(9)
+        )
         return apply_model(call["input"], call["timestep"], **call["c"] | {"control": {"middle": [middle]}})
 
     clone = patcher.clone()
