@@ -128,6 +128,8 @@ class NumericsProbe(Node):
         with running(pipeline), progress:
             found = probe(pipeline, *prompts, settings, image=start, step_done=step_done, tell=progress.tell)
         unused = only_first(image) if image is not None else ()
+        if not pipeline.family.prompt:
+            unused += (Message("guidance_scale is not used: {} has a range of its own.", pipeline.family.name),)
         text = "\n".join([found.text(), *unused])
         text += f"\nThe profile: {keep_profile(pipeline, found)}" if save else ""
         return shown(found, text, node_id, found.profile_text)

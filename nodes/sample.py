@@ -89,6 +89,8 @@ class Sampler(Node):
         wanted = SampleSettings(**settings, more=further)
         if wanted.guidance_scale_2 and not pipeline.family.also_denoise:
             unused += (Message("guidance_scale_2 is not used: this model has no second transformer."),)
+        elif wanted.guidance_scale_2 and wanted.scale(pipeline.family) <= 1:
+            unused += (Message("guidance_scale_2 is not used: at a guidance_scale of 1 or less there is no guidance."),)
         progress = host.Progress(wanted.computed_steps, node_id)
 
         def step_done(done: int, total: int, report: RunReport) -> None:

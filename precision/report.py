@@ -115,7 +115,7 @@ class RunReport:
         component, cells = self.plan.component, self.cells()
         stage = "" if component is Component.DENOISER else Message("{}: ", component.words)
         if not self.steps:
-            why = self.ended_by or Message("nothing to compute, all of it was remembered")
+            why = self.ended_by or Message("nothing new to compute")
             return Message("{}{}; {}.", stage, self.plan.reason, why)
         made = counted(len(cells), "1 call", "{} calls") if self.in_calls else _of(component, len(cells))
         if self.reruns and self.calls_per_step > 1:

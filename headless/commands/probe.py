@@ -53,6 +53,8 @@ def _run(args: argparse.Namespace) -> RunResult:
     family = family_of(model)
     card = architecture_of(args.arch)
     images = Path("no-images")
+    if args.image and not family.takes_image:
+        raise WorkflowError(f"'{args.model}' does not start from an image. Leave out --image.")
     if family.takes_image:
         if not (args.image and args.image.is_file()):
             raise WorkflowError(f"'{args.model}' starts from an image: name one with --image. Found: {args.image}.")

@@ -86,7 +86,11 @@ COGVIEW3PLUS = FamilySpec(
     sizes=SizeRule(pixel_multiple=32, pixels=(64, 2048)),  # their authors: multiples of 32, best from 512 on
     usual_size=_usual_size,
     schedulers={"DDIM": "CogVideoXDDIMScheduler", "DPM": "CogVideoXDPMScheduler"},
-    prompt=PromptRule(tokens=lambda _config: _TOKENS, channels=_channels),
+    prompt=PromptRule(
+        tokens=lambda _config: _TOKENS,
+        channels=_channels,
+        empty_is_zero=True,  # as in its authors' sat/sample_dit.py, and in diffusers without a negative prompt
+    ),
     cached_blocks="transformer_blocks",
     context=_context(),
 )

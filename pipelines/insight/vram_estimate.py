@@ -75,9 +75,10 @@ def estimate_runs(
     """Yield an estimate for each card. model: None for all published variants that can make that size.
 
     memories: of cards, in bytes. size: None for each model's own. A model of which the architecture cannot
-    compute the precision is left out. Raises BadSize where the model cannot make that size.
+    compute the precision is left out. Raises BadSize where the model, or each of them, cannot make that size.
     """
-    for each in [model] if model else map(_PublishedModel.of, PUBLISHED):
+    left_out = list[BadSize]()
+    for each in (models := [model] if model else [*map(_PublishedModel.of, PUBLISHED)]):
         handle = PipelineHandle(
             store=_MetaStore(each, _MetaPlacement(META)),
             architecture=architecture,
@@ -90,8 +91,9 @@ def estimate_runs(
         width, height, frames = made = size or usual_size(handle, 0, 0, 0)
         try:
             check_size(handle, SampleSettings(width, height, steps=1, seed=0, frames=frames))
-        except BadSize:
-            if model:
+        except BadSize as error:
+            left_out.append(error)
+            if len(left_out) == len(models):
                 raise
             continue
         try:

@@ -47,7 +47,8 @@ def encode_prompts(
     plan, report = stage.plan, stage.report
     report.notes += (*_notes(handle, prompts),)
     memo = handle.store.prompts
-    keys = [(prompt, plan.dtype, plan.guarded) for prompt in prompts]
+    keys = [(prompt, plan.dtype, plan.guarded, stage.tf32) for prompt in prompts]
+    memo |= {key: zeros for key in keys if (zeros := _zeros_of_empty(handle, key[0])) is not None}
     new = [key for key in dict.fromkeys(keys) if key not in memo]
     found = {key: memo.pop(key) for key in dict.fromkeys(keys) if key in memo}
     memo |= found  # most recent last
@@ -86,6 +87,14 @@ def _encode_all(stage: ComponentStage, prompts: list[str], calls: Calls) -> list
         logger.info("encoding prompt of %d characters in %s", len(prompt), stage.plan.dtype)
         embeddings.append(encode(prompt)[0].cpu())
     return embeddings
+
+
+def _zeros_of_empty(handle: PipelineHandle, prompt: str) -> torch.Tensor | None:
+    """An empty prompt's embedding, where that is zeros."""
+    rule, config = handle.family.prompt, handle.store.model.denoiser_config
+    if rule is None or not rule.empty_is_zero or prompt.strip():
+        return None
+    return torch.zeros(1, rule.tokens(config), rule.channels(config))
 
 
 def _limit(handle: PipelineHandle) -> int:

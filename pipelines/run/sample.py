@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...precision.policy import Component, Precision
-from ...precision.report import RunReport
+from ...precision.report import RunReport, counted
 from ...precision.shallow_copy import reporting, with_forward
 from ...precision.shared import PROCESS_GATE
 from ...trust.message import BadInput, Message
@@ -95,6 +95,7 @@ def sample(
     family = handle.family
     check_size(handle, settings)
     check_start(handle, image, video)
+    _check_steps(settings)
     _check_guidance(handle.family, settings)
     embeddings = _checked_embeddings(handle, positive, negative)
     if video is not None:
@@ -258,6 +259,16 @@ def check_start(handle: PipelineHandle, image: Any, video: Any) -> None:
         raise BadInput("{} takes no start image. Take the wire off, or load an image-to-video model (I2V).", name)
     if video is not None and not family.from_video:
         raise BadInput("{} does not start from a video. Take the wire off, or load a text-to-video model.", name)
+
+
+def _check_steps(settings: SampleSettings) -> None:
+    """Raise BadInput where a video is to be changed by less than one step."""
+    if settings.strength is not None and settings.computed_steps < 1:
+        raise BadInput(
+            "{} at strength {:g} come to no step, which would leave the video out. Set steps or strength so that their "
+            "product is 1 or more.",
+            *(counted(settings.steps, "1 step", "{} steps"), settings.strength),
+        )
 
 
 def _check_guidance(family: FamilySpec, settings: SampleSettings) -> None:

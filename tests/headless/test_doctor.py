@@ -276,6 +276,7 @@ def test_the_readme_names_the_comfyuis_of_this_release(root: Path) -> None:
         (["--model", "cut"], "header too small"),
         (["--vram", "0.1"], "--vram 0.1 is no card's memory"),
         (["--vram", "nan"], "--vram nan is no card's memory"),
+        (["--vram", "12", "--size", "7x7x7"], "is 7, but must be a multiple of"),
         (["--size", "720x480x49"], "--size is of no use alone: say with --vram how many GiB the card has"),
     ],
 )

@@ -69,6 +69,7 @@ def test_fp32_needs_no_profile(probe, model_folder, tmp_path):
         (("--model", "nowhere/to/be-found"), "There is no 'nowhere/to/be-found'"),
         (("--model", "MODEL", "--arch", "sm7"), "'sm7' is no architecture"),
         (("--model", "MODEL", "--steps", "0"), "steps"),
+        (("--model", "MODEL", "--image", "picture.png"), "does not start from an image. Leave out --image."),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_runs(probe, model_folder, arguments, says):

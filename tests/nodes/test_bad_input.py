@@ -222,14 +222,28 @@ def test_prompts_that_are_combined_or_of_other_numbers_are_refused(opened, famil
         assert not pipeline.store.loaded().keys() - {"text_encoder"}
 
 
-@pytest.mark.parametrize(("family", "scale", "named"), [("wan", 3.0, 1), ("wan", 0.0, 0), ("wan-two", 3.0, 0)])
-def test_guidance_of_a_second_transformer_is_named_where_there_is_none(opened, family, scale, named):
+@pytest.mark.parametrize(
+    ("family", "scales", "named"),
+    [
+        ("wan", (6.0, 3.0), ": this model has no second transformer."),
+        ("wan", (6.0, 0.0), ""),
+        ("wan-two", (6.0, 3.0), ""),
+        ("wan-two", (1.0, 3.0), ": at a guidance_scale of 1 or less there is no guidance."),
+        ("wan-two", (1.0, 0.0), ""),
+    ],
+)
+def test_a_second_transformers_guidance_is_named_where_it_is_not_used(opened, family, scales, named):
     graph, pipeline = opened(family)
-    sampled = graph.sample(pipeline, prompts(graph, pipeline), guidance_scale_2=scale)
-    told = sampled["result"][1], sampled["ui"]["text"][0]
-    assert [text.count("guidance_scale_2 is not used: this model has no second transformer.") for text in told] == [
-        named
-    ] * 2
+    chosen = dict(zip(("guidance_scale", "guidance_scale_2"), scales, strict=True))
+    sampled = graph.sample(pipeline, prompts(graph, pipeline), **chosen)
+    for text in (sampled["result"][1], sampled["ui"]["text"][0]):
+        assert text.count("guidance_scale_2 is not used") == text.count(f"used{named}") == bool(named)
+
+
+@pytest.mark.parametrize(("steps", "strength"), [(1, 0.8), (4, 0.2)])
+def test_less_than_one_step_of_a_video_is_refused(opened, steps, strength):
+    graph, pipeline = opened("5b from a video")
+    refused(graph, pipeline, BadInput, "come to no step", steps=steps, strength=strength)
 
 
 def test_a_family_without_prompts_says_so(opened):

@@ -80,7 +80,7 @@ def test_the_summary_and_the_first_failure(of: RunReport, summary: str, finding:
 
 
 def test_nothing_computed() -> None:
-    assert report(TEXT).summary() == "text encoder: fp16, as you chose; nothing to compute, all of it was remembered."
+    assert report(TEXT).summary() == "text encoder: fp16, as you chose; nothing new to compute."
 
 
 @pytest.mark.parametrize(
