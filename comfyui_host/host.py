@@ -190,8 +190,8 @@ def weight_files(kind: str) -> dict[str, Path]:
 
     found: dict[str, Path] = {}
     for root in _roots(kind):
-        for path in files_below(root):
-            if path.suffix == ".safetensors" and not (path.parent / "config.json").is_file():  # else a component's
+        for path in files_below(root, ".safetensors"):
+            if not (path.parent / "config.json").is_file():  # else a component of a folder
                 found.setdefault(path.relative_to(root).as_posix(), path)
     return _offered(found)
 

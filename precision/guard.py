@@ -391,6 +391,15 @@ class StageGuard:
         return FallbackAdapter(self._owner, self.dtype, lambda _: attempt, agree=self._agree)
 
     @property
+    def standing(self) -> tuple[int, bool]:
+        """How often it has failed, and whether it stays in fp32: for the guard that goes on in its place."""
+        return self._failures, self._stays
+
+    def go_on_from(self, failures: int, stays: bool) -> None:
+        """Go on where another guard of this run was."""
+        self._failures, self._stays = failures, self._stays or stays
+
+    @property
     def learned(self) -> PrecisionOverrides | None:
         """What the run knows by now; None where nothing may be learned."""
         return self._learner.learned if self._learner and self._learns else None

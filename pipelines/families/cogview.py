@@ -89,7 +89,7 @@ COGVIEW3PLUS = FamilySpec(
     prompt=PromptRule(
         tokens=lambda _config: _TOKENS,
         channels=_channels,
-        empty_is_zero=True,  # as in its authors' sat/sample_dit.py, and in diffusers without a negative prompt
+        no_negative_is_zero=True,  # as in its authors' sat/sample_dit.py, and in diffusers where none is given
     ),
     cached_blocks="transformer_blocks",
     context=_context(),

@@ -127,7 +127,7 @@ class PromptRule:
     channels: Callable[[Config], int]  # denoiser config → of an embedding
     fixed: bool = True  # padded to that number; else as long as the prompt is
     masked: bool = False  # whether the text encoder is told which tokens are padding
-    empty_is_zero: bool = False  # whether an empty prompt is zeros, instead of what the text encoder makes of it
+    no_negative_is_zero: bool = False  # whether an empty negative prompt is zeros, and not what the text encoder makes
 
 
 @dataclass(frozen=True)

@@ -229,16 +229,19 @@ def list_folders(roots: Iterable[Path], depth: int = 3) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def files_below(folder: Path) -> Iterator[Path]:
-    """The files in a folder and below, in a fixed order. Links to folders are followed, to each real folder once."""
-    seen = set[Path]()
+def files_below(folder: Path, suffix: str = "") -> Iterator[Path]:
+    """The files in a folder and below whose names end in the suffix, in any case, in a fixed order. Links to folders
+    are followed, but for those that lead back to a folder above them."""
+    above: dict[str, frozenset[str]] = {str(folder): frozenset()}  # by place, the real paths from the folder to it
     for place, folders, names in os.walk(folder, followlinks=True):
-        folders.sort()
-        if (real := Path(place).resolve()) in seen:
+        real, parents = os.path.realpath(place), above.pop(str(Path(place)))
+        if real in parents:
             folders.clear()
             continue
-        seen.add(real)
-        yield from filter(Path.is_file, (Path(place, name) for name in sorted(names)))
+        folders.sort()
+        above |= {str(Path(place, name)): parents | {real} for name in folders}
+        named = (Path(place, name) for name in sorted(names) if name.lower().endswith(suffix))
+        yield from filter(Path.is_file, named)
 
 
 def fingerprint(path: Path) -> str:

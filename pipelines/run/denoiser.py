@@ -81,6 +81,7 @@ class GuardedCalls:
         self._signature = inspect.signature(stage.module.forward)
         self._known = NOTHING  # learned in earlier runs
         self._guard: StageGuard | None = None
+        self._standing = (0, False)  # of the guard before
         self._of_calls: list[CallFeature] = []
         self._savings: tuple[str, ...] = ()  # what features do to take less memory
         self._placed = False
@@ -129,8 +130,8 @@ class GuardedCalls:
         """Have the next call place and set up the stage, with what this run learned so far."""
         for feature in self._features:
             feature.reset(stage.name)
-        if self._guard and self._guard.learned:
-            self._known = self._guard.learned
+        if self._guard:
+            self._known, self._standing = self._guard.learned or self._known, self._guard.standing
         self._stage, self._savings = stage, savings
         self._guard, self._of_calls, self._placed = None, [], False
 
@@ -148,7 +149,7 @@ class GuardedCalls:
         def peak_inside() -> torch.Tensor | None:
             return next((peak for each in of_calls if (peak := each.peak_inside()) is not None), None)
 
-        return stage.guard(
+        guard = stage.guard(
             stage.module,
             stage.learner(stage.module, partial(build_attempt, stage, of_calls), self._known, stage.blocks),
             rerun=call if call is rerun else with_forward(rerun, call),
@@ -156,6 +157,8 @@ class GuardedCalls:
             constant=(PROMPT,),
             pending=next((each.pending for each in self._features if each.pending), None),
         )
+        guard.go_on_from(*self._standing)
+        return guard
 
 
 class GuardedDenoiser(GuardedCalls):

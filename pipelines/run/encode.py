@@ -31,7 +31,8 @@ def encode_prompts(
     request: Precision | None = None,
     progress: CallTold | None = None,
 ) -> tuple[list[torch.Tensor], RunReport]:
-    """Encode each prompt. Returns float32 embeddings [1, tokens, channels] in the host's memory, and the report.
+    """Encode a positive prompt, then negative ones. Returns float32 embeddings [1, tokens, channels] in the host's
+    memory, and the report.
 
     The text encoder is loaded only where a prompt is new. Afterwards it is in main memory, where that has room.
     progress: is told each prompt that is new.
@@ -47,10 +48,15 @@ def encode_prompts(
     plan, report = stage.plan, stage.report
     report.notes += (*_notes(handle, prompts),)
     memo = handle.store.prompts
-    keys = [(prompt, plan.dtype, plan.guarded, stage.tf32) for prompt in prompts]
-    memo |= {key: zeros for key in keys if (zeros := _zeros_of_empty(handle, key[0])) is not None}
-    new = [key for key in dict.fromkeys(keys) if key not in memo]
-    found = {key: memo.pop(key) for key in dict.fromkeys(keys) if key in memo}
+    zeros = dict(_zeros(handle, prompts))
+    keys = {
+        place: (prompt, plan.dtype, plan.guarded, stage.tf32)
+        for place, prompt in enumerate(prompts)
+        if place not in zeros
+    }
+    needed = dict.fromkeys(keys.values())
+    new = [key for key in needed if key not in memo]
+    found = {key: memo.pop(key) for key in needed if key in memo}
     memo |= found  # most recent last
     if new:
         calls = Calls("encoding prompt {} of {}", progress or (lambda *_: None), total=len(new))
@@ -65,7 +71,8 @@ def encode_prompts(
     memo |= {key: found[key] for key in new if torch.isfinite(found[key]).all()}  # a broken one is not worth keeping
     while len(memo) > _REMEMBERED:
         del memo[next(iter(memo))]
-    return [found[key] for key in keys], report
+    made = zeros | {place: found[key] for place, key in keys.items()}
+    return [made[place] for place in range(len(prompts))], report
 
 
 @torch.no_grad()
@@ -89,12 +96,12 @@ def _encode_all(stage: ComponentStage, prompts: list[str], calls: Calls) -> list
     return embeddings
 
 
-def _zeros_of_empty(handle: PipelineHandle, prompt: str) -> torch.Tensor | None:
-    """An empty prompt's embedding, where that is zeros."""
+def _zeros(handle: PipelineHandle, prompts: list[str]) -> Iterator[tuple[int, torch.Tensor]]:
+    """The places of empty negative prompts, and their embeddings, where these are zeros."""
     rule, config = handle.family.prompt, handle.store.model.denoiser_config
-    if rule is None or not rule.empty_is_zero or prompt.strip():
-        return None
-    return torch.zeros(1, rule.tokens(config), rule.channels(config))
+    for place, prompt in enumerate(prompts):
+        if rule and rule.no_negative_is_zero and place > 0 and not prompt.strip():
+            yield place, torch.zeros(1, rule.tokens(config), rule.channels(config))
 
 
 def _limit(handle: PipelineHandle) -> int:

@@ -265,8 +265,8 @@ def _check_steps(settings: SampleSettings) -> None:
     """Raise BadInput where a video is to be changed by less than one step."""
     if settings.strength is not None and settings.computed_steps < 1:
         raise BadInput(
-            "{} at strength {:g} come to no step, which would leave the video out. Set steps or strength so that their "
-            "product is 1 or more.",
+            "{} × strength {:g} is less than one step, which would leave the video out. Set steps or strength so that "
+            "their product is 1 or more.",
             *(counted(settings.steps, "1 step", "{} steps"), settings.strength),
         )
 

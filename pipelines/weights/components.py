@@ -80,7 +80,8 @@ class ComponentStore:
         self.model = model
         self.placement = placement
         self.components: dict[str, LoadedComponent] = {}  # those that are loaded
-        self.prompts: dict[tuple[str, str, bool], torch.Tensor] = {}  # (text, dtype, guarded) → [1, tokens, channels]
+        # (text, dtype, guarded, tf32) → [1, tokens, channels]
+        self.prompts: dict[tuple[str, str, bool, bool], torch.Tensor] = {}
         # (denoiser, LoRAs, backend and whether 'auto' chose it, how, numerics, half-precision accumulation, layers that
         # are unquantised or the plan of scaled ones) → shell
         self.compiled: dict[_CompiledKey, torch.nn.Module] = {}

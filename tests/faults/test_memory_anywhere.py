@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from card_room import ways
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
+from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from small_runs import CPU, SIZES, opened, sampled
 from tiers import drawn
 
@@ -69,3 +71,21 @@ def test_memory_that_runs_out_once_changes_no_bit(figure: Callable[[str, object]
         assert torch.equal(frames, right), place
         assert survived == ["nothing else on the device"] or layers.calls[place] == "text_encoder"  # another report
     figure("memory ran out in one layer's call: runs that went on, with frames as without, to the bit", FAULTS)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_run_that_stays_in_fp32_does_so_after_memory_ran_out(times: int) -> None:
+    """With scope "run", whatever way it goes on in, and however often it has failed."""
+    handle = replace(opened("2b", precision="bf16", device=CPU), policy=GuardPolicy(scope=Scope.RUN))
+    block = handle.store.module("transformer", "bf16").transformer_blocks[0]
+    left, steps = [torch.OutOfMemoryError("CUDA out of memory.")] * times, []
+
+    def fail(_block: torch.nn.Module, _given: object, made: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if steps[-1:] == [2] and left:
+            raise left.pop()
+        return made if made[0].dtype is torch.float32 else (made[0] * torch.inf, *made[1:])
+
+    block.register_forward_hook(fail)
+    _, report = sampled(handle, "2b", steps=5, step_done=lambda done, *_: steps.append(done))
+    assert not left and len(report.steps) > 2
+    assert [step.outcome for step in report.steps] == ["rerun", *["finite"] * (len(report.steps) - 1)]

@@ -243,7 +243,7 @@ def test_a_second_transformers_guidance_is_named_where_it_is_not_used(opened, fa
 @pytest.mark.parametrize(("steps", "strength"), [(1, 0.8), (4, 0.2)])
 def test_less_than_one_step_of_a_video_is_refused(opened, steps, strength):
     graph, pipeline = opened("5b from a video")
-    refused(graph, pipeline, BadInput, "come to no step", steps=steps, strength=strength)
+    refused(graph, pipeline, BadInput, "is less than one step", steps=steps, strength=strength)
 
 
 def test_a_family_without_prompts_says_so(opened):

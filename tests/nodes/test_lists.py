@@ -84,7 +84,10 @@ def test_files_below_a_linked_folder_are_listed(models, tmp_path):
     shutil.copy(models / "checkpoints" / "svd_xt.safetensors", elsewhere / "mine.safetensors")
     (models / "loras" / "linked").symlink_to(elsewhere, target_is_directory=True)
     (elsewhere / "back").symlink_to(models / "loras", target_is_directory=True)
-    assert "linked/mine.safetensors" in listed("LoadLoRA", "lora")
+    (models / "loras" / "own").mkdir()
+    (models / "loras" / "a link").symlink_to(models / "loras" / "own", target_is_directory=True)
+    shutil.copy(elsewhere / "mine.safetensors", models / "loras" / "own" / "its.SAFETENSORS")
+    assert listed("LoadLoRA", "lora") == ["a link/its.SAFETENSORS", "linked/mine.safetensors", "own/its.SAFETENSORS"]
 
 
 def test_another_familys_folder_that_a_file_names_is_explained(models):

@@ -38,13 +38,13 @@ def picture(width=96, height=80, seed=0):
     return torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear").permute(0, 2, 3, 1)
 
 
-def prompts(handle, negative="grey"):
-    (positive, negative), _ = encode_prompts(handle, [PROMPT, negative])
+def prompts(handle):
+    (positive, negative), _ = encode_prompts(handle, [PROMPT, "grey"])
     return positive, negative
 
 
-def make(handle, sampling, *, chunk=0, negative="grey", **start):
-    embeddings = prompts(handle, negative) if handle.family.prompt else (None, None)
+def make(handle, sampling, *, chunk=0, **start):
+    embeddings = prompts(handle) if handle.family.prompt else (None, None)
     latents, report = sample(handle, *embeddings, sampling, **start)
     frames, _ = decode(handle, latents, chunk=chunk)
     return frames, report
@@ -101,12 +101,15 @@ def test_text_to_image_is_bit_equal_to_diffusers(model_folder, variant, **drawn)
 
 
 @pytest.mark.parametrize(("variant", "frames"), [*((each, 1) for each in TEXT_TO_IMAGE), ("2b", 9)])
-def test_an_empty_negative_prompt_is_as_diffusers_has_it_without_one(model_folder, variant, frames):
+@pytest.mark.parametrize(("positive", "negative"), [(PROMPT, ""), ("", "grey"), ("", "")])
+def test_an_empty_prompt_is_as_diffusers_has_it(model_folder, variant, frames, positive, negative):
+    """For a negative one that means none."""
     sampling = SampleSettings(96, 64, steps=2, seed=5, frames=frames, guidance_scale=5.0)
     handle = opened(model_folder(variant))
-    found, _ = make(handle, sampling, negative="")
-    given = {"num_frames": frames} if frames > 1 else {}
-    assert largest_difference(found, by_hand(handle, sampling, negative_prompt=None, **given)) == 0
+    encoded, _ = encode_prompts(handle, [positive, negative])
+    found, _ = decode(handle, sample(handle, encoded[0], encoded[1], sampling)[0])
+    given = {"prompt": positive, "negative_prompt": negative or None} | ({"num_frames": frames} if frames > 1 else {})
+    assert largest_difference(found, by_hand(handle, sampling, **given)) == 0
 
 
 @pytest.mark.parametrize("variant", FROM_IMAGE)
