@@ -79,7 +79,8 @@ class KnownScales:
             if not all(how and how.half for how in found):
                 found = scales(loud, summed=True)
             if loud and all(found):
-                scaled = [how for how in found if how]
+                looks = any(how.looks for how in found if how)
+                scaled = [how._replace(looks=looks) for how in found if how]
                 for name in names:  # one that was given nothing yet is looked at, one that puts out nothing cannot be
                     made[name] = max(scaled)._replace(**({"least": 0.0} if of[name][0].input else {}))
                 made |= dict(zip(loud, scaled, strict=True))
@@ -178,6 +179,8 @@ def _state(layer: Any, how: Scale | None, device: torch.device | None) -> dict[s
     if how is None:
         kind, found = "rows", limit(layer.weight, FP16, transposed=False)
         numbers = torch.stack([found.limit, found.least])
+    elif how.looks:
+        kind = "looked at"
     elif not how.half:
         kind, numbers = "scaled", torch.tensor([2.0**-how.exponent, 2.0**how.exponent, how.least])
     return {"planned": kind, "planned_numbers": numbers.to(device or layer.weight.device)}
@@ -252,18 +255,21 @@ def _are_quiet(x: torch.Tensor, spatial: int = 0) -> torch.Tensor:
 class _PlannedLayer(torch.nn.Module):
     """A base before the class of a linear layer or a convolution that is computed by its plan."""
 
-    planned: str  # "room", "scaled" or "rows"
+    planned: str  # "room", "looked at" (the same, and rows of its output are), "scaled" or "rows"
     planned_numbers: torch.Tensor  # what its input and its output are multiplied by, and its least; or a row's limit
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         spatial = self.weight.ndim - 2
-        if self.planned == "room":
-            if spatial or x.dtype is FP16:
-                return super().forward(_loud_rows(x, spatial))  # pyright: ignore[reportAttributeAccessIssue]
-            made = super().forward(x.half())  # pyright: ignore[reportAttributeAccessIssue]
-            return torch.where(_are_quiet(x), torch.nan, made)  # which a compiler fuses with what comes after
+        if self.planned in ("room", "looked at"):
+            fused = not spatial and x.dtype is not FP16
+            made = super().forward(x.half() if fused else _loud_rows(x, spatial))  # pyright: ignore[reportAttributeAccessIssue]
+            if self.planned == "looked at":
+                made = torch.where(_are_quiet(made, spatial), torch.nan, made)
+            return (
+                torch.where(_are_quiet(x), torch.nan, made) if fused else made
+            )  # which a compiler fuses with the next
         if self.planned == "rows":
             of_rows, least = self.planned_numbers.split(1)
 

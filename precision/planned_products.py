@@ -79,6 +79,9 @@ class Scale(NamedTuple):
     half: bool = False  # it hands on fp16
     loudness: float = 1.0  # its weight is divided by that, a power of two, before it is cast to fp16
     least: float = 0.0  # a row whose product reaches less, before it is scaled back, has lost digits
+    looks: bool = (
+        False  # where it hands on fp16: whether rows of its output are looked at, which are quieter than given
+    )
 
 
 @dataclass
@@ -282,6 +285,12 @@ class PlannedMode(LocatedMode):
             with shared.lasting():
                 self._asked.append(torch.aminmax(given))
 
+    def _look_at_rows(self, given: torch.Tensor, spatial: int = 0, factor: float = 1.0) -> None:
+        """Note the largest values of rows, which may be too quiet for fp16."""
+        with shared.lasting():
+            rows = largest_of(given, (-1 - spatial,))
+            self._rows.append(rows if factor == 1 else rows * factor)
+
     def _layer(self, func: Any, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         anchor = self.at_layer(weight)
         scale = self._plan.get((id(anchor), 0, ""))
@@ -293,12 +302,14 @@ class PlannedMode(LocatedMode):
             if scale.half:
                 made = self._halved(func, input, scale.loudness)
                 bias = bias if bias is None else bias.to(FP16)
+                spatial = weight.ndim - 2
                 if not made.looked:
-                    with shared.lasting():
-                        rows = largest_of(input, (1 - weight.ndim if weight.ndim > 2 else -1,))
-                        self._rows.append(rows if scale.loudness == 1 else rows * scale.loudness)
+                    self._look_at_rows(input, spatial, scale.loudness)
                     made.looked = True
-                return func(made.half, weight, bias, *args, **kwargs)
+                made = func(made.half, weight, bias, *args, **kwargs)
+                if scale.looks:
+                    self._look_at_rows(made, spatial)
+                return made
             half, factor = self._halved(func, input, 2.0**-scale.exponent).half, 2.0**scale.exponent * scale.loudness
             if func is F.linear:
                 made = float32_product(half, weight)
@@ -350,6 +361,8 @@ class PlannedMode(LocatedMode):
             return super()._attention(query, key, value, *args, **kwargs)
         self._look(query)  # a row of logits that are all -inf is 0 in some kernels
         self._look(key)
+        if value.dtype is not FP16:
+            self._look_at_rows(value)
         with autocast_off_where_on((query.device.type,)):
             return F.scaled_dot_product_attention(query.to(FP16), key.to(FP16), value.to(FP16), *args, **kwargs)
 

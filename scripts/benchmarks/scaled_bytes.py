@@ -41,9 +41,10 @@ CARDS = {  # data sheets, less what memory and products lose: T4 0.6, V100 0.72,
     "V100": Card(850e9, 90e12, 15.7e12),
     "H100": Card(3.3e12, 790e12, 67e12),
 }
-PLAIN, ROOM, HOT, NO_ROOM, SCALED, FROM_BF16, FIRST, FP32 = (
+PLAIN, ROOM, LOOKED, HOT, NO_ROOM, SCALED, FROM_BF16, FIRST, FP32 = (
     "fp16 (plain)",
     "learned scales, all layers have room",
+    "the same, each layer's output looked at",
     "learned scales, what writes to the stream has no room",
     "learned scales, no layer has room",
     "every layer scaled",
@@ -139,6 +140,7 @@ def tiers(network: Network, size: str) -> dict[str, Traffic]:
     module, call = _made(network, size, HALF)
     found = {PLAIN: _counted(Traffic(module.parameters()), lambda: module(**call))}
     found[ROOM] = _planned(module, call, Scale(half=True))
+    found[LOOKED] = _planned(module, call, Scale(half=True, looks=True))
     found[HOT] = _planned(module, call, Scale(half=True), _writers(module))
     found[NO_ROOM] = _planned(module, call, Scale(exponent=1))
     found[FIRST], found[SCALED] = _every_layer_scaled(module, call)

@@ -343,6 +343,23 @@ STEPS: dict[str, tuple[Any, tuple[float, ...]]] = {  # → a network, and by how
         (1, 1),
     ),
     "quieter steps": (lambda: Fn(lambda s, x, _: s.l[1](renormed(s.l[0](x)))), QUIETER),
+    "quieter steps behind a small gain": (
+        lambda: Fn(lambda s, x, _: s.l[1](renormed(F.gelu(s.l[0](x)))), (2.0**-8, 1)), (1, 2.0**-11)
+    ),
+    "the same of three layers": (
+        lambda: Fn(lambda s, x, _: renormed(s.l[2](F.gelu(s.l[1](F.gelu(s.l[0](x)))))), (0.25, 0.25, 0.25)),
+        (1, 2.0**-11),
+    ),
+    "the same of a convolution": (
+        lambda: Fn(lambda s, x, _: renormed(F.conv1d(x.mT, s.g).mT), g=torch.randn(64, 64, 1) * 2.0**-10),
+        (1, 2.0**-11),
+    ),
+    "attention's values, quieter later": (
+        lambda: Fn(
+            lambda s, x, step: renormed(F.scaled_dot_product_attention(x, x, s.l[0](x).float() / 2.0 ** (18 * step)))
+        ),
+        (1, 1),
+    ),
     "a small number": (lambda: Fn(lambda s, x, _: s.l[0](x) * 1e-7 * 1e7), (1, 1)),
     "over a large number": (lambda: Fn(lambda s, x, _: renormed(s.l[0](x) / 1e6)), (1, 1)),
     "a number that is added": (lambda: Fn(lambda s, x, _: torch.log(F.relu(s.l[0](x)) + 1e-7)), (1, 1)),
@@ -634,6 +651,8 @@ def test_functions_take_their_arguments_by_name() -> None:
 PLAIN = Seen(input=2.0, output=3.0, faint=1.0, strain=1.0)
 DECISIONS = {
     "healthy": (PLAIN, {}, Scale(half=True)),
+    "a quiet output": (PLAIN._replace(faint=16.0, strain=8.0), {}, Scale(half=True, looks=True)),
+    "a small gain": (PLAIN._replace(strain=2.0**-4), {}, Scale(half=True, looks=True)),
     "a loud input": (PLAIN._replace(input=2.0**20), {}, 11),
     "a loud output": (PLAIN._replace(output=2.0**20), {}, -8),
     "a loud output of a convolution": (PLAIN._replace(output=2.0**20), {"convolves": True}, 9),

@@ -221,7 +221,22 @@ def test_inductor_makes_one_graph_and_no_worse_numbers(name: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-SCALES = {"with room": Scale(half=True), "scaled": Scale(exponent=3), "by rows": None}
+@pytest.mark.parametrize("layer", [torch.nn.Linear(64, 64, bias=False), torch.nn.Conv1d(64, 64, 1, bias=False)])
+def test_an_output_that_is_looked_at_is_nan_where_it_is_too_quiet_for_fp16(layer: torch.nn.Module) -> None:
+    layer = layer.half().requires_grad_(False)
+    x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).half()
+    for looks in (False, True):
+        shell = with_planned_layers(torch.nn.ModuleList([layer]), {"0": Scale(half=True, looks=looks)})
+        assert torch.equal(shell[0](x), layer(x))
+        assert bool(shell[0](x * 2.0**-16).isnan().all()) is looks
+
+
+SCALES = {
+    "with room": Scale(half=True),
+    "looked at": Scale(half=True, looks=True),
+    "scaled": Scale(exponent=3),
+    "by rows": None,
+}
 
 
 @pytest.mark.parametrize("how", SCALES.values(), ids=SCALES)
