@@ -9,6 +9,7 @@ from ...precision.policy import Variant
 from ..parallel.plan import ContextPlan
 from .components import T5_TOKENIZER, diffusers_model, scheduler, t5_encoder
 from .spec import (
+    ROTARY,
     VIDEO,
     Config,
     FamilySpec,
@@ -115,7 +116,7 @@ def _step_inputs(config: Config, latents: tuple[int, ...], _options: Config) -> 
     )
     if config.get("use_rotary_positional_embeddings"):
         table = (frames // long * (height // patch) * (width // patch), config["attention_head_dim"])
-        inputs["image_rotary_emb"] = tuple(without_values(cos=table, sin=table).values())
+        inputs[ROTARY] = tuple(without_values(cos=table, sin=table).values())
     return inputs | (without_values(ofs=(1,)) if config.get("ofs_embed_dim") else {})
 
 
@@ -156,7 +157,7 @@ COGVIDEOX = FamilySpec(
     context=ContextPlan(
         _tokens,
         first={"hidden_states": 1, "encoder_hidden_states": 1},
-        every={"image_rotary_emb": 0},
+        every={ROTARY: 0},
         text="encoder_hidden_states",
     ),
     schedulers={"DPM": "CogVideoXDPMScheduler", "DDIM": "CogVideoXDDIMScheduler"},

@@ -21,6 +21,7 @@ IMAGE = (Component.TEXT_ENCODER, Component.DENOISER, Component.VAE_DECODE)
 VIDEO = (Component.TEXT_ENCODER, Component.VAE_ENCODE, Component.DENOISER, Component.VAE_DECODE)
 FROM_IMAGE = (Component.IMAGE_ENCODER, Component.VAE_ENCODE, Component.DENOISER, Component.VAE_DECODE)
 PROMPT = "encoder_hidden_states"  # a denoiser's argument, which diffusers' loops pass unchanged at every step
+ROTARY = "image_rotary_emb"  # another: tables with a row for each token, whatever the batch
 ENCODERS = ("image_encoder", "vae")  # components that make what the denoiser starts from
 
 

@@ -44,6 +44,7 @@ def probe(
     if not handle.ranks.alone:
         raise BadInput("Numerics Probe measures all tokens in one process: run its workflow without --gpus.")
     watches: list[Probe] = []
+    profiles = {dtype: profile_of(handle, family.denoiser, dtype) for dtype in ("fp16", "bf16")}
 
     def denoiser(stage: ComponentStage) -> torch.nn.Module:
         watches.append(Probe(stage.module, stage.blocks))
@@ -66,7 +67,7 @@ def probe(
         steps.append("wire `profile` into the NaN Guard's `profile`, and set its scope to 'learned'")
     profile = None
     if chosen.dtype != "fp32":
-        profile = replace(profile_of(handle, family.denoiser, chosen.dtype), learned=learned)
+        profile = replace(profiles[chosen.dtype], learned=learned)
     frames = f", {settings.frames} frames" if settings.frames > 1 else ""
     sampled = f"{settings.width}×{settings.height}{frames}, seed {settings.seed}"
     return ProbeResult(model.name, card, plan, sampled, probed, seconds, chosen, "; ".join(steps), profile)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from ...precision.loaded_weights import LEAST_NORMAL
 from ...precision.shallow_copy import keep_in_fp32, structural_copy
 from ...trust.foreign import Unreadable
 from ...trust.message import Message
@@ -126,12 +127,24 @@ def read_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> Lora
         up = fitted[parts["B"]] if "B" in parts else torch.zeros(outputs, rank, *[1] * (len(inputs) - 1))
         if "bias difference" in parts:  # which no alpha scales
             up, alphas[layer] = up.float() * (alphas[layer] / unscaled), unscaled
+        if not placed.biased:  # an alpha scales biases as well
+            up, alphas[layer] = _held_by_fp16(up, alphas[layer])
+            down, alphas[layer] = _held_by_fp16(down, alphas[layer])
         added |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
         if placed.biased:
             bias = parts.get("bias") or parts.get("bias difference")
             added[f"{layer}.lora_B.bias"] = fitted[bias] if bias else torch.zeros(outputs)
     differences = {name: fitted[key] for name, key in placed.differences.items()}
     return LoraWeights(added, _config(placed, alphas, is_rs), differences)
+
+
+def _held_by_fp16(matrix: torch.Tensor, alpha: float) -> tuple[torch.Tensor, float]:
+    """Return a matrix of which fp16 would hold few digits, or none, times a power of two, and alpha divided by it."""
+    peak = matrix.float().abs().max().item() if matrix.numel() else 0.0
+    if not 0 < peak < LEAST_NORMAL:
+        return matrix, alpha
+    louder = 2.0 ** -math.floor(math.log2(peak * 2**6))
+    return matrix.float() * louder, alpha / louder
 
 
 def with_loras(denoiser: torch.nn.Module, loras: Sequence[Lora], family: FamilySpec) -> torch.nn.Module:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from ...precision.fallback import HalfPrecisionForward
 from ...precision.policy import Plan
 from ...precision.report import RunReport, StepRecord
+from ..families.spec import ROTARY
 
 if TYPE_CHECKING:
     from ...precision.overflow import Pending
@@ -167,7 +168,7 @@ def wrapped(made: HalfPrecisionForward, features: Iterable[CallFeature]) -> Half
 def split_cfg_batch(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return both halves of a call's arguments; where the batch is odd, the whole.
 
-    inputs: tensors of the batch's length have it first. The batch is that of the first tensor.
+    inputs: tensors of the batch's length have it first, but for rotary tables. The batch is that of the first tensor.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(dict(inputs)) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1]
     batch = len(leaves[0]) if leaves else 1
@@ -178,7 +179,10 @@ def split_cfg_batch(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
         def part(leaf: torch.Tensor) -> torch.Tensor:
             return leaf.chunk(2)[number] if leaf.ndim and len(leaf) == batch else leaf
 
-        return pytree.tree_map_only(torch.Tensor, part, dict(inputs))
+        return {
+            name: value if name == ROTARY else pytree.tree_map_only(torch.Tensor, part, value)
+            for name, value in inputs.items()
+        }
 
     return [half(0), half(1)]
 

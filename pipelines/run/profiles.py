@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ...precision.overrides import NOTHING, PrecisionOverrides
 from ...precision.profile_store import Profile, ProfileFile
 from ...trust.text import shown
+from ..models.lora import keys
 from ..models.on_disk import StoredModel
 from ..safetensors_header import header_text
 
@@ -61,8 +62,12 @@ def _profile_file(handle: PipelineHandle, denoiser: str, dtype: str) -> ProfileF
 
 
 def profile_of(handle: PipelineHandle, denoiser: str, dtype: str) -> Profile:
-    """The profile of a denoiser of which nothing is known yet."""
-    return identify(handle.store.model, denoiser, handle.loras_of(denoiser), handle.architecture.name, dtype)
+    """The profile of a denoiser of which nothing is known yet. Files are read for it when it is first asked for, as a
+    run begins: at its end they may be gone, or others."""
+    profiles, loras = handle.store.profiles, handle.loras_of(denoiser)
+    if (whose := (denoiser, dtype, keys(loras))) not in profiles:
+        profiles[whose] = identify(handle.store.model, denoiser, loras, handle.architecture.name, dtype)
+    return profiles[whose]
 
 
 def identify(model: StoredModel, denoiser: str, loras: Sequence[Lora], architecture: str, dtype: str) -> Profile:

@@ -171,10 +171,10 @@ def sample(
                 **{name: value for name, value in given.items() if value is not None},
             )
     finally:
-        for stage in stages:
-            save_profile(handle, stage.name, stage.plan.numerics)
         handle.store.empty_quantised()
         handle.finish(*family.denoisers, *ENCODERS)
+        for stage in stages:
+            save_profile(handle, stage.name, stage.plan.numerics)
     latents = result.frames if family.layout.counts_frames else result.images
     config = handle.store.model.vae_config
     latents = family.layout.unscaled(latents, settings.frames, config)

@@ -24,6 +24,7 @@ from ...precision.dtypes import DTYPES
 from ...precision.loaded_weights import DamagedByCast, make_consistent, mend_narrowed
 from ...precision.overrides import PrecisionOverrides
 from ...precision.planned_layers import KnownScales
+from ...precision.profile_store import Profile
 from ...precision.quantised import QuantisedLinears
 from ...precision.shared import PROCESS_GATE
 from ..compile.backends import CompileOptions
@@ -88,6 +89,7 @@ class ComponentStore:
         self.scales: dict[tuple[str, tuple[LoraKey, ...]], KnownScales] = {}  # what runs showed, by denoiser and LoRAs
         self.quantised: dict[tuple[str, tuple[LoraKey, ...], str], QuantisedLinears] = {}  # by denoiser, LoRAs and kind
         self.learned: dict[MemoryKey, PrecisionOverrides] = {}  # what runs taught about a denoiser
+        self.profiles: dict[tuple[str, str, tuple[LoraKey, ...]], Profile] = {}  # of denoisers, with nothing learned
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
         self.room: dict[Any, int] = {}  # what a call of a component takes beside its weights, by what tells calls apart
         self.lacks: dict[Any, str] = {}  # of these, why they take more than with lean kernels

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run.denoiser import guarded_denoiser
@@ -22,6 +25,7 @@ from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverride
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from comfyui_onediff_guard.precision.profile_store import read, write
 from overflows import fails_in_half, fails_unscaled
+from safetensors.torch import load_file, save_file
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=4, guidance_scale=6.0, seed=3, scheduler="DDIM")
 LEARNED = GuardPolicy(scope=Scope.LEARNED)
@@ -156,6 +160,33 @@ def test_a_block_that_fails_again_and_again_is_given_up_after_one_rerun(
     assert again.reruns == reruns
     expected, _ = sampled(handle, GuardPolicy(scope=Scope.STEP))
     assert error(latents, expected) < 5e-2
+
+
+@pytest.mark.parametrize("then", ["gone", "gone, and stopped", "replaced"])
+def test_what_a_run_learned_is_of_the_weights_that_it_began_with(model_folder, open_pipeline, tmp_path, then):
+    """Its files may be gone by its end, or be another model's."""
+    folder = shared_models.copied(model_folder("2b"), tmp_path / "model")
+    opened = replace(open_pipeline(folder, "bf16"), policy=LEARNED, profiles=tmp_path / "kept")
+    (positive, negative), _ = encode_prompts(opened, ["a red kite", ""])
+    block = opened.store.module("transformer", "bf16").transformer_blocks[1]
+    block.ff.net[0].register_forward_hook(fails_unscaled)
+    name = profile_of(open_pipeline(folder, "bf16"), "transformer", "bf16").name
+    (weights,) = (folder / "transformer").glob("*.safetensors")
+
+    def step_done(done, _total, _report):
+        if done == 2 and then == "replaced":
+            save_file({key: value * 1.5 for key, value in load_file(weights).items()}, tmp_path / "other")
+            (tmp_path / "other").replace(weights)
+        elif done == 2:
+            shutil.rmtree(folder)
+        elif done == 4 and then == "gone, and stopped":
+            raise KeyboardInterrupt
+
+    stopped = pytest.raises(KeyboardInterrupt) if then == "gone, and stopped" else nullcontext()
+    with stopped:
+        sample(opened, positive, negative, SMALL, step_done=step_done)
+    (kept,) = (tmp_path / "kept").iterdir()
+    assert kept.stem == name and read(kept).learned == PrecisionOverrides(all_layers_scaled=True)
 
 
 def test_what_did_not_help_is_not_kept_for_the_next_run(unprotected):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import diffusers
 import pytest
@@ -14,7 +15,7 @@ from comfyui_onediff_guard.pipelines.models.lora import Lora, with_loras
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lora_models import INDUCTOR, MODELS, by_diffusers, call, denoiser, ours, protected
+from lora_models import INDUCTOR, MODELS, by_diffusers, call, denoiser, ours, protected, saved
 from safetensors.torch import load_file
 from tiers import drawn
 from torch._dynamo.utils import counters
@@ -78,6 +79,19 @@ def test_what_a_files_header_says_of_scaling_is_honoured(config, trained):
     path = trained.__wrapped__(metadata=True, **config)  # dictionaries cannot be keys of its cache
     found = ours([path], [0.5])(**call)[0]
     assert torch.equal(found, by_diffusers(denoiser, diffusers.CogVideoXPipeline, [path], [0.5]))
+
+
+@pytest.mark.parametrize("small", ["lora_A", "lora_B"])
+def test_a_matrix_too_small_for_fp16_acts_as_in_fp32(small, trained, tmp_path):
+    """What is lost of it would be most of the LoRA, where its alpha is as large."""
+    path, factor = trained.__wrapped__(metadata=True, lora_alpha=4), 2.0**17
+    tensors = {key: value / factor if small in key else value for key, value in load_file(path).items()}
+    settings = {f"transformer.{key}": value for key, value in {"r": 4, "lora_alpha": 4 * factor}.items()}
+    quiet = saved(tmp_path, tensors, {"lora_adapter_metadata": json.dumps(settings)})
+    assert torch.equal(ours([quiet], [1.0])(**call)[0], ours([path], [1.0])(**call)[0])
+    half, given = copy.deepcopy(denoiser).half(), dict(call)
+    exact = run_in_fp32(ours([path], [1.0], half), **given)[0]
+    assert torch.allclose(run_in_fp32(ours([quiet], [1.0], half), **given)[0], exact, atol=1e-5)
 
 
 def test_no_lora_and_scale_0_are_the_denoiser_itself(trained):

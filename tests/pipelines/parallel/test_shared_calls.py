@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from comfyui_onediff_guard.pipelines.compile import backends
 from comfyui_onediff_guard.pipelines.compile.feature import CompiledRun
 from comfyui_onediff_guard.pipelines.parallel.feature import ParallelRun
 from comfyui_onediff_guard.pipelines.parallel.group import ProcessGroup
 from comfyui_onediff_guard.pipelines.run.denoiser import build_attempt
-from comfyui_onediff_guard.pipelines.run.feature import DenoiserSetup, RunContext
+from comfyui_onediff_guard.pipelines.run.feature import DenoiserSetup, RunContext, joined, split_cfg_batch
 from comfyui_onediff_guard.pipelines.weights.activation_memory import estimate_activation_bytes
 from comfyui_onediff_guard.precision.overrides import NOTHING
 from comfyui_onediff_guard.precision.policy import PlanImpossible
+from diffusers import CogVideoXTransformer3DModel
 from small_runs import opened
 
 
@@ -32,6 +34,21 @@ def split_of(shell: Any) -> tuple[int, ...]:
     counts = [each for each in closures if getattr(each, "__name__", "") == "count_tokens"]
     splits = [cell.cell_contents for each in counts for cell in each.__closure__]
     return tuple(each.size for each in splits if isinstance(each, ProcessGroup))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_halves_of_guidance_are_the_whole_call_with_as_many_tokens_as_prompts(tokens: int) -> None:
+    """A rotary table has a row for each token, and is not of the batch."""
+    sizes = {"max_text_seq_length": 3, "sample_height": 2, "sample_width": 2 * tokens, "sample_frames": 1}
+    options = {"use_rotary_positional_embeddings": True, "text_embed_dim": 8, "num_layers": 1, "time_embed_dim": 8}
+    torch.manual_seed(0)
+    module = CogVideoXTransformer3DModel(num_attention_heads=2, attention_head_dim=16, **sizes, **options)
+    angles = torch.linspace(0, 3, tokens * 16).reshape(tokens, 16)
+    call = {"hidden_states": torch.randn(2, 1, 16, 2, 2 * tokens), "encoder_hidden_states": torch.randn(2, 3, 8)}
+    call |= {"timestep": torch.tensor([700, 700]), "image_rotary_emb": (angles.cos(), angles.sin())}
+    with torch.no_grad():
+        whole, parts = module(**call)[0], [module(**part) for part in split_cfg_batch(call)]
+    assert torch.allclose(joined(parts)[0], whole, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", [(False, True), (True, False), (False, False, True, True)])
