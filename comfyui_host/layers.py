@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -127,6 +128,7 @@ def _make_whole_products() -> Callable[[], None]:
             setattr(base, _IN_FULL, _InFull())
             undo.callback(delattr, base, _IN_FULL)
         _plan_no_memory(undo)
+        _round_as_trained(undo)
         return undo.pop_all().close
 
 
@@ -136,6 +138,22 @@ def _plan_no_memory(undo: ExitStack) -> None:
     replays blocks that it has captured in CUDA graphs. Neither may meet what we compute otherwise."""
     off = partial(_in_full, lambda _original, *_, **__: False)
     _replace(undo, "comfy.model_prefetch", "malloc_graph_enabled", off, since=(0, 35))
+
+
+@unless_changed("rounding timesteps in a rerun as a model was trained on them", None, kinds=(NotInComfyUI,))
+def _round_as_trained(undo: ExitStack) -> None:
+    """MageFlow was trained with timesteps and their frequencies in bf16, and ComfyUI rounds them to it in any precision
+    (since 0.33). What would make them float32 must not see that: it is one operation. The layers behind compute as all
+    others do."""
+
+    def rounded(original: Any, part: Any, timestep: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        def table(timestep: torch.Tensor) -> torch.Tensor:
+            return original(SimpleNamespace(timestep_embedder=lambda made: made), timestep.bfloat16(), timestep)
+
+        return part.timestep_embedder(OneOperation(table)(timestep))
+
+    of, make = "MageTimestepProjEmbeddings", partial(_in_full, rounded)
+    _replace(undo, "comfy.ldm.mage_flow.model", "forward", make, since=(0, 33), of_class=of)
 
 
 def _in_full(made_in_full: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,18 +167,25 @@ def _in_full(made_in_full: Callable[..., Any], original: Callable[..., Any]) -> 
 
 
 def _replace(
-    undo: ExitStack, module: str, name: str, make: Callable[[Any], Any], since: tuple[int, ...] = (0, 3)
+    undo: ExitStack,
+    module: str,
+    name: str,
+    make: Callable[[Any], Any],
+    since: tuple[int, ...] = (0, 3),
+    of_class: str = "",
 ) -> None:
-    """Put what `make` makes of a function in its place.
+    """Put what `make` makes of a function, or of a class's method, in its place.
 
     since: the first release that has it; raises NotInComfyUI where one from then on lacks it.
     """
-    original = getattr(owner := sys.modules.get(module), name, None)
+    owner: Any = sys.modules.get(module)
+    owner = getattr(owner, of_class, None) if of_class else owner
+    original = getattr(owner, name, None)
     if original is not None:
         undo.callback(setattr, owner, name, original)
         setattr(owner, name, make(original))
     elif host.in_comfyui():
-        host.check_absence(f"{module}.{name}", since)
+        host.check_absence(".".join(filter(None, (module, of_class, name))), since)
 
 
 class _Unquantised:

