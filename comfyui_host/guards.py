@@ -31,7 +31,7 @@ from .calls import (
     load_anew,
     wrapped,
 )
-from .compat import unless_changed, what_changed
+from .compat import NotInComfyUI, unless_changed, what_changed
 from .layers import products_in_fp32, weights_as_stored
 from .networks import ComfyNetwork
 from .runs import Run, Settings, guarded_run
@@ -53,13 +53,17 @@ def guarded_model(patcher: Any, settings: Settings) -> Any:
 def guarded_vae(vae: Any, settings: Settings) -> Any:
     """A copy of a VAE that is guarded. A guard that it had before is replaced.
 
-    Raises BadInput where there is no VAE in it, or another pack has replaced one of its methods.
+    Raises BadInput where there is no VAE in it, or another pack has replaced one of its methods, and NotInComfyUI where
+    its network has other methods (in 0.33, those for 3D models and MiniMax Music 3).
     """
     if vae.first_stage_model is None:
         raise BadInput("There is no VAE in this checkpoint. Use a VAE loader in its place.")
     for name in _WHOLE:
         if name in vars(vae):
             raise BadInput("Another node has replaced this VAE's '{}'. Put the NaN Guard before that node.", name)
+    if not all(hasattr(vae.first_stage_model, name) for name in _PARTS):
+        kind = type(vae.first_stage_model).__name__
+        raise NotInComfyUI("{} decodes by methods of its own, which the NaN Guard does not know.", kind)
     guard = _VaeGuard(settings, vae)
     copied = _derived(copy.copy(vae), _WHOLE, guard.whole)
     copied.first_stage_model = _derived(vae.first_stage_model, _PARTS, guard.part)
@@ -196,6 +200,11 @@ def _derived(of: Any, names: Iterable[str], guarded: Callable[..., Any]) -> Any:
     return made
 
 
+@unless_changed("keeping a VAE in fp32 that ComfyUI computes in nothing less", False)
+def _in_fp32_alone(vae: Any) -> bool:
+    return vae.working_dtypes == [torch.float32]
+
+
 _INSIDE = threading.local()  # call: whether a guarded network computes in this thread, which may call what is guarded
 
 
@@ -239,7 +248,8 @@ class _VaeGuard(threading.local):
 
         def guarded() -> Any:
             in_full, kind, vae = MethodType(full, network), type(network).__name__, self._vae
-            of = ComfyNetwork(kind, _PARTS[name], network, vae.vae_dtype, vae.device, method, in_full, in_full)
+            where = network, vae.vae_dtype, vae.device
+            of = ComfyNetwork(kind, _PARTS[name], *where, method, in_full, in_full, fp32_alone=_in_fp32_alone(vae))
             return run.call(of, *args, **kwargs)
 
         _INSIDE.call = True

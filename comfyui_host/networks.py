@@ -130,12 +130,14 @@ class ComfyNetwork:
     in_full: Callable[..., Any]  # the same, such that it can be in float32, or in part
     rerun: Callable[..., Any]  # the same, and it is the call that counts
     renew: Callable[..., bool] | None = None  # has its weights loaded anew, where they may be stale
+    fp32_alone: bool = False  # ComfyUI computes it in nothing less, on any card
     patched: frozenset[str] = frozenset()  # names of the network's weights that LoRAs and their kind change
     snapshot: Callable[..., Snapshot] = _snapshot  # of what a call is given, and of the network
 
     def stage(self, policy: GuardPolicy, request: Precision | None = None) -> Stage:
         """It, set up to compute as is asked. request: None for what ComfyUI chose. Raises BadInput."""
         architecture = verified_architecture(self.device, host.selftest_directory())
+        request = None if self.fp32_alone and request is Precision.AUTO else request
         plan = comfy_plan(self.component, self.model, self.dtype, architecture, request)
         return Stage(plan, RunReport(self.model, str(architecture), plan), architecture, policy)
 

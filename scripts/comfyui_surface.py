@@ -179,6 +179,9 @@ USES: dict[str, Use] = {
     f"{_VAE}.first_stage_model": Use(READ, "the network", _VAE_OFF),
     f"{_VAE}.vae_dtype": Use(READ, "what it computes in", _VAE_OFF),
     f"{_VAE}.device": Use(READ, "where it computes", _VAE_OFF),
+    f"{_VAE}.working_dtypes": Use(
+        READ, "whether it computes in fp32 alone", "'auto' computes such a VAE in fp16, where a card has no bf16"
+    ),
     **{
         f"{_VAE}.{name}": Use(REPLACE, "one report for a run", _VAE_OFF)
         for name in ("decode", "decode_tiled", "encode", "encode_tiled")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_comfyui import difference, error_of, node, said
+from in_comfyui import difference, error_of, node, on, said
 from native_models import HOT_DECODER, HOT_ENCODER, make_vae, vae_in_fp32
 
 TILES = {"tile_x": 4, "tile_y": 4, "overlap": 1}
@@ -277,3 +277,26 @@ def test_what_no_precision_helps_is_named() -> None:
     replaced.decode, empty.first_stage_model = hot.decode, None
     assert error_of(lambda: guarded(replaced)).startswith("BadInput: Another node has replaced this VAE's 'decode'")
     assert error_of(lambda: guarded(empty)).startswith("BadInput: There is no VAE in this checkpoint")
+
+
+@pytest.mark.parametrize(("working", "dtype"), [([torch.float32], "fp32"), ([torch.bfloat16, torch.float32], "fp16")])
+def test_auto_leaves_a_vae_in_fp32_that_comfyui_computes_in_nothing_less(working: list[Any], dtype: str) -> None:
+    """As those for sound are. Others are in fp32 on some cards alone."""
+    vae = make_vae(torch.float32)
+    vae.working_dtypes = working
+    plain = run(decode, vae)
+    with on("sm75"):
+        made = run(decode, guarded(vae, precision="auto"))
+    assert dtype in said[-1].splitlines()[0]
+    assert torch.equal(made, plain) is (dtype == "fp32")
+
+
+@pytest.mark.parametrize("lacks", ["encode", "decode"])
+def test_a_vae_with_methods_of_its_own_is_left_as_it_is_with_the_reason(
+    lacks: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    vae = make_vae(torch.float16)
+    has = "decode" if lacks == "encode" else "encode"
+    vae.first_stage_model = type("OctreeGaussianDecoder", (torch.nn.Module,), {has: lambda self, x: x})()
+    assert guarded(vae) is vae
+    assert "Not guarded: OctreeGaussianDecoder decodes by methods of its own" in caplog.text
