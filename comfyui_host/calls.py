@@ -15,16 +15,17 @@ import copy
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from inspect import signature
-from types import MappingProxyType
+from types import CellType, MappingProxyType
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ..precision import shared
+from ..precision.dtypes import HALF_DTYPES
 from ..precision.guard import GuardStopped
 from ..precision.observe import floating, non_finite
 from ..precision.scaled_products import dtype_of_products
@@ -192,6 +193,7 @@ def apply_model(
 
 def apply_model_in_full(*, executor: Any, **call: Any) -> Any:
     """From the weights as they are stored, by layers and kernels that take float32."""
+    call["memory"].in_full = True
     with products_in_fp32(executor.class_obj.diffusion_model), weights_as_stored():
         return apply_model(executor=executor, options={ATTENTION_OVERRIDE: _attention_in_fp32}, **call)
 
@@ -251,7 +253,10 @@ class CallMemory:
     would have it so and it fits. What it wrote on the network itself is forgotten, and where every call failed, all is.
 
     options: ComfyUI's transformer_options. dtype: the network computes in. given: what else it is called with.
+    in_full: a call was made in float32, all of it or in part.
     """
+
+    in_full = False
 
     def __init__(self, network: torch.nn.Module, options: dict[str, Any], dtype: torch.dtype, given: Any = ()):
         self.options = options
@@ -261,6 +266,7 @@ class CallMemory:
         self._states = {name: value for name, value in options.items() if name not in (_EASYCACHE, *_REWRITTEN)}, given
         self._called = False
         self._kept: Snapshot | None = None
+        self._captured = _captured(options)
         self._look()
 
     def _look(self) -> None:
@@ -344,10 +350,26 @@ class CallMemory:
             self._within.restore()
             self._kept.restore()
             self._kept.narrow(self._dtypes, self._dtype)
+        if self.in_full and self._dtype in HALF_DTYPES:
+            for at, (cell, value) in _captured(self.options).items():
+                made = isinstance(value, torch.Tensor) and value.dtype is torch.float32
+                if made and value is not self._captured.get(at, (cell, None))[1]:
+                    cell.cell_contents = value.to(self._dtype)
 
     def _rewind(self) -> str:
         self._unpin()
         return self._beside.restore() or self._within.restore()
+
+
+def _captured(options: Mapping[str, Any]) -> dict[int, tuple[CellType, Any]]:
+    """Return what functions hold that a node has put into a model, by id. SDPose's keeps there what a layer is given
+    that it calls itself."""
+    found: dict[int, tuple[CellType, Any]] = {}
+    for function in pytree.tree_leaves([options.get(name) for name in ("patches", "patches_replace")]):
+        for cell in getattr(function, "__closure__", None) or ():
+            with suppress(ValueError):  # it is empty
+                found[id(cell)] = cell, cell.cell_contents
+    return found
 
 
 class _EasyCache:

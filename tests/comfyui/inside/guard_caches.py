@@ -15,7 +15,7 @@ import torch
 from guard_beside import lora_on
 from in_comfyui import difference, error_of, guarded, module, said, same
 from native_layouts import IMAGE_LAYOUTS, WAN, Layout
-from native_models import SUPPORTED, in_fp32, make_model
+from native_models import SUPPORTED, in_fp32, make_model, sample
 from probe import facts, probed
 
 HOT = {"blocks.0.ffn.0.weight": 1e5}
@@ -407,3 +407,24 @@ def test_keys_that_are_made_before_the_first_call_are_made_in_fp32(prefix_hot: b
     assert ("prefix: NaN or infinite in fp16, prepared again in fp32" in said[-1]) == prefix_hot
     assert f"2 steps, {'4 of 4 calls recomputed in fp32' if trunk_hot else 'all fine'}." in said[-1]
     assert torch.equal(made, plain) or difference(made, expected) <= (1e-5 if trunk_hot else 1e-2)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"scope": "learned"}, {"precision": "fp16"}, {"precision": "bf16"}, {"inserted": True}]
+)
+@pytest.mark.parametrize("hot", [False, True])
+def test_what_a_nodes_function_keeps_has_the_dtype_of_a_call_without_a_guard(hot: bool, how: dict[str, Any]) -> None:
+    """SDPose's calls a layer of the network with it, once the run has ended."""
+    layout = IMAGE_LAYOUTS["sd15"]
+    model = make_model(layout, torch.float16, hot=hot)
+    kept = marked = torch.ones(3)
+
+    def keep(h: torch.Tensor, hsp: torch.Tensor, _options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal kept
+        kept = h.clone()
+        return h, hsp * marked.to(hsp.device, hsp.dtype)[0]
+
+    model.set_model_output_block_patch(keep)
+    sample(guarded(model, **how), layout)
+    assert kept.dtype is torch.float16 and kept.shape != (3,)
+    assert marked.dtype is torch.float32, "what it held before stays"
