@@ -25,7 +25,6 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -148,7 +147,7 @@ def _round_as_trained(undo: ExitStack) -> None:
 
     def rounded(original: Any, part: Any, timestep: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         def table(timestep: torch.Tensor) -> torch.Tensor:
-            return original(SimpleNamespace(timestep_embedder=lambda made: made), timestep.bfloat16(), timestep)
+            return original(_WithoutLayers(part), timestep.bfloat16(), timestep)
 
         return part.timestep_embedder(OneOperation(table)(timestep))
 
@@ -201,6 +200,20 @@ class _Unquantised:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._layer(*args, **kwargs)
+
+
+class _WithoutLayers:
+    """MageFlow's embedding of a timestep, whose table is returned as it is."""
+
+    def __init__(self, part: Any):
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+    @staticmethod
+    def timestep_embedder(table: torch.Tensor) -> torch.Tensor:
+        return table
 
 
 def _with_unquantised_layer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 QUIET = 12  # log2 of how much smaller than 1 a row may be in fp16: below, it loses digits that bf16 keeps
 SOFTER = 3  # the same of a layer's rows, or of what it makes of 1, from where they are looked at in each step
+FLUSHED = 2.0**-10  # of what it makes of 1: less makes 0 of a row that is looked at and found loud enough
 RENEWALS = 3  # plans of a run that fail, after which each row is scaled by itself
 
 
@@ -69,7 +70,8 @@ def scale_for(seen: Seen, *, convolves: bool, float32_products: bool, summed: bo
         return None
     exponent = math.floor(math.log2(seen.input)) + 1 - ROOM
     fits = not summed and -16 < exponent <= 0 and seen.output < 2.0**ROOM and seen.faint < 2.0**QUIET
-    if fits and seen.strain < 2.0**QUIET * seen.loudness <= 2.0**QUIET:
+    flushes = 0 < seen.strain < seen.faint * FLUSHED
+    if fits and not flushes and seen.strain < 2.0**QUIET * seen.loudness <= 2.0**QUIET:
         looks = seen.faint > 2.0**SOFTER or seen.strain <= seen.faint * 2.0**-SOFTER
         return Scale(half=True, loudness=seen.loudness, looks=looks)
     if not seen.faint:  # nothing comes out

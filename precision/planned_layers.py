@@ -29,7 +29,7 @@ from .fp16_safe import FP16, PRODUCTS, SUMS, both_floating
 from .learned_scales import Seen, scale_for, widened
 from .overrides import covered, covers
 from .overrides import largest_of as outermost
-from .planned_products import FAINT, Key, Scale, Way, float32_product, has_float32_products, scaled_by_rows
+from .planned_products import FAINT, Key, Scale, Way, float32_product, has_float32_products, row_of, scaled_by_rows
 from .scaled_layers import LAYERS, NORMS, largest_of, scaled_product, times
 from .scaled_products import limit, lost_digits, scaled_attention
 from .shallow_copy import KeptInFp32, Make, copy_with_base, replace_submodules, with_forward
@@ -243,12 +243,12 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arg
 def _loud_rows(x: torch.Tensor, spatial: int = 0) -> torch.Tensor:
     """Return a layer's input in fp16, with NaN for rows that are too quiet for that. What is fp16 already has lost its
     digits before."""
-    return x if x.dtype is FP16 else torch.where(_are_quiet(x, spatial), torch.nan, x).half()
+    return x if x.dtype is FP16 else torch.where(_are_quiet(x, (-1 - spatial,)), torch.nan, x).half()
 
 
-def _are_quiet(x: torch.Tensor, spatial: int = 0) -> torch.Tensor:
-    """Return which rows have fewer digits in fp16 than in bf16. bool, each row's channels as 1."""
-    rows = largest_of(x, (-1 - spatial,))
+def _are_quiet(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """Return which rows have fewer digits in fp16 than in bf16. dims: of a row. bool, these as 1."""
+    rows = largest_of(x, dims)
     return (rows < FAINT) & (rows > 0)
 
 
@@ -266,9 +266,9 @@ class _PlannedLayer(torch.nn.Module):
             fused = not spatial and x.dtype is not FP16
             made = super().forward(x.half() if fused else _loud_rows(x, spatial))  # pyright: ignore[reportAttributeAccessIssue]
             if self.planned == "looked at":
-                made = torch.where(_are_quiet(made, spatial), torch.nan, made)
+                made = torch.where(_are_quiet(made, row_of(made, spatial)), torch.nan, made)
             return (
-                torch.where(_are_quiet(x), torch.nan, made) if fused else made
+                torch.where(_are_quiet(x, (-1,)), torch.nan, made) if fused else made
             )  # which a compiler fuses with the next
         if self.planned == "rows":
             of_rows, least = self.planned_numbers.split(1)

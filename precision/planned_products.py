@@ -56,6 +56,7 @@ from .scaled_layers import largest_of
 from .scaled_products import LAYER_CALLS, KernelOf, ScaledHalfMatmulMode, lost_digits, no_kernel, number, state_of
 from .upcast import Fp32Mode, OneOperation, storage_of
 
+FEW = 4  # channels of a row, of which the largest may be near to 0 by chance
 FAINT = 2.0**-14  # a row whose largest value is smaller has fewer digits in fp16 than in bf16, or soon will
 # what computes on no value and changes nothing, whatever its arguments
 _MOVES_ALONE = frozenset(func for func in MOVES if not func.__name__.endswith("_") or func.__name__.endswith("__"))
@@ -285,10 +286,13 @@ class PlannedMode(LocatedMode):
             with shared.lasting():
                 self._asked.append(torch.aminmax(given))
 
-    def _look_at_rows(self, given: torch.Tensor, spatial: int = 0, factor: float = 1.0) -> None:
-        """Note the largest values of rows, which may be too quiet for fp16."""
+    def _look_at_rows(
+        self, given: torch.Tensor, spatial: int = 0, factor: float = 1.0, *, few_are_one: bool = False
+    ) -> None:
+        """Note the largest values of rows, which may be too quiet for fp16. few_are_one: where a row has few channels,
+        which may all be near to 0 by chance, that of all rows."""
         with shared.lasting():
-            rows = largest_of(given, (-1 - spatial,))
+            rows = largest_of(given, row_of(given, spatial) if few_are_one else (-1 - spatial,))
             self._rows.append(rows if factor == 1 else rows * factor)
 
     def _layer(self, func: Any, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
@@ -308,7 +312,7 @@ class PlannedMode(LocatedMode):
                     made.looked = True
                 made = func(made.half, weight, bias, *args, **kwargs)
                 if scale.looks:
-                    self._look_at_rows(made, spatial)
+                    self._look_at_rows(made, spatial, few_are_one=True)
                 return made
             half, factor = self._halved(func, input, 2.0**-scale.exponent).half, 2.0**scale.exponent * scale.loudness
             if func is F.linear:
@@ -362,7 +366,9 @@ class PlannedMode(LocatedMode):
         self._look(query)  # a row of logits that are all -inf is 0 in some kernels
         self._look(key)
         if value.dtype is not FP16:
-            self._look_at_rows(value)
+            rows = largest_of(value, (-1,))  # of each head: the least alone is kept
+            with shared.lasting():
+                self._rows.append(torch.where(rows > 0, rows, 1).amin())
         with autocast_off_where_on((query.device.type,)):
             return F.scaled_dot_product_attention(query.to(FP16), key.to(FP16), value.to(FP16), *args, **kwargs)
 
@@ -469,6 +475,11 @@ def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     else:
         made = torch.mm(rows, weight.t(), out_dtype=torch.float32)
     return made.view(*x.shape[:-1], len(weight))
+
+
+def row_of(x: torch.Tensor, spatial: int) -> tuple[int, ...]:
+    """Return the dimensions of a row of a layer's output: its channels; where these are few, all."""
+    return (-1 - spatial,) if x.shape[-1 - spatial] >= FEW else tuple(range(x.ndim))
 
 
 def _together(numbers: Iterable[torch.Tensor], beside: torch.Tensor) -> torch.Tensor:

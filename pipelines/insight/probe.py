@@ -77,9 +77,10 @@ def keep_profile(handle: PipelineHandle, found: ProbeResult) -> str:
     """Keep the recommendation for later runs with scope 'learned', in this process and others; what to say of it."""
     if found.profile is None or found.profile.learned == NOTHING:
         return "nothing to keep: the recommended precision needs no profile"
-    own, whose = replace(handle, profile=None), (handle.family.denoiser, found.profile.dtype)
-    update_cache(own, *whose, found.profile.learned)
-    save_profile(own, *whose)
+    own = replace(handle, profile=None)
+    key = own.memory_key(handle.family.denoiser, found.profile.dtype)
+    update_cache(own, key, found.profile.learned)
+    save_profile(own, key)
     return f"kept as {found.profile.name}"
 
 

@@ -127,24 +127,23 @@ def read_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> Lora
         up = fitted[parts["B"]] if "B" in parts else torch.zeros(outputs, rank, *[1] * (len(inputs) - 1))
         if "bias difference" in parts:  # which no alpha scales
             up, alphas[layer] = up.float() * (alphas[layer] / unscaled), unscaled
-        if not placed.biased:  # an alpha scales biases as well
-            up, alphas[layer] = _held_by_fp16(up, alphas[layer])
-            down, alphas[layer] = _held_by_fp16(down, alphas[layer])
+        (down, of_down), (up, of_up) = _held_by_fp16(down), _held_by_fp16(up)
+        alphas[layer] /= of_down * of_up
         added |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
         if placed.biased:
             bias = parts.get("bias") or parts.get("bias difference")
-            added[f"{layer}.lora_B.bias"] = fitted[bias] if bias else torch.zeros(outputs)
+            added[f"{layer}.lora_B.bias"] = fitted[bias] * (of_down * of_up) if bias else torch.zeros(outputs)
     differences = {name: fitted[key] for name, key in placed.differences.items()}
     return LoraWeights(added, _config(placed, alphas, is_rs), differences)
 
 
-def _held_by_fp16(matrix: torch.Tensor, alpha: float) -> tuple[torch.Tensor, float]:
-    """Return a matrix of which fp16 would hold few digits, or none, times a power of two, and alpha divided by it."""
+def _held_by_fp16(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return a matrix of which fp16 would hold few digits, or none, times a power of two, and that."""
     peak = matrix.float().abs().max().item() if matrix.numel() else 0.0
     if not 0 < peak < LEAST_NORMAL:
-        return matrix, alpha
-    louder = 2.0 ** -math.floor(math.log2(peak * 2**6))
-    return matrix.float() * louder, alpha / louder
+        return matrix, 1.0
+    louder = 2.0 ** min(-math.floor(math.log2(peak * 2**6)), 100)  # of what float32 holds
+    return matrix.float() * louder, louder
 
 
 def with_loras(denoiser: torch.nn.Module, loras: Sequence[Lora], family: FamilySpec) -> torch.nn.Module:

@@ -177,7 +177,7 @@ class GuardedDenoiser(GuardedCalls):
     def _returned(self, output: Any) -> Any:
         stage, learned = self._stage, self._guard and self._guard.learned
         if learned:
-            update_cache(stage.handle, stage.name, stage.plan.numerics, learned)
+            update_cache(stage.handle, stage.memory_key, learned)
         stage.report.learned = (
             self._earlier.with_component(stage.name, learned) if self._earlier and learned else learned
         )
@@ -210,5 +210,5 @@ def _known(stage: ComponentStage) -> tuple[PrecisionOverrides, tuple[str, ...]]:
     """What earlier runs taught, where this one learns, and what to say about it."""
     if not stage.learns:
         return NOTHING, ()
-    load = partial(load_profile, stage.handle, stage.name, stage.plan.numerics)
+    load = partial(load_profile, stage.handle, stage.memory_key)
     return stage.handle.ranks.broadcast_from_rank0(load)

@@ -18,56 +18,59 @@ from typing import TYPE_CHECKING, Any
 from ...precision.overrides import NOTHING, PrecisionOverrides
 from ...precision.profile_store import Profile, ProfileFile
 from ...trust.text import shown
-from ..models.lora import keys
 from ..models.on_disk import StoredModel
 from ..safetensors_header import header_text
 
 if TYPE_CHECKING:
     from ..models.lora import Lora
+    from ..weights.components import MemoryKey
     from .handle import PipelineHandle
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file's weights
 
 
-def load_profile(handle: PipelineHandle, denoiser: str, dtype: str) -> tuple[PrecisionOverrides, tuple[str, ...]]:
+def load_profile(handle: PipelineHandle, key: MemoryKey) -> tuple[PrecisionOverrides, tuple[str, ...]]:
     """What is known of a denoiser, and lines for the report."""
-    key = handle.memory_key(denoiser, dtype)
     if key in handle.store.learned:
         return handle.store.learned[key], ()
-    learned, notes = _profile_file(handle, denoiser, dtype).load()
+    learned, notes = _profile_file(handle, key).load()
     handle.store.learned[key] = learned
     if handle.profile is None and learned != NOTHING:
         handle.store.recalled.add(key)
     return learned, notes
 
 
-def update_cache(handle: PipelineHandle, denoiser: str, dtype: str, learned: PrecisionOverrides) -> None:
+def update_cache(handle: PipelineHandle, key: MemoryKey, learned: PrecisionOverrides) -> None:
     """What is known from now on, for as long as the store lives. That a run went on in fp32 is of that run alone."""
-    handle.store.learned[handle.memory_key(denoiser, dtype)] = replace(learned, whole_run_fp32=False)
+    handle.store.learned[key] = replace(learned, whole_run_fp32=False)
 
 
-def save_profile(handle: PipelineHandle, denoiser: str, dtype: str) -> None:
+def save_profile(handle: PipelineHandle, key: MemoryKey) -> None:
     """Write what is known to a profile. Nothing is written too, where runs forgot what the kept profile says. Of ranks,
     the first one writes it for all."""
     if not handle.ranks.first:
         return
-    key = handle.memory_key(denoiser, dtype)
     learned = handle.store.learned.get(key, NOTHING)
     if learned.to_share != NOTHING or key in handle.store.recalled:
-        _profile_file(handle, denoiser, dtype).save(learned)
+        _profile_file(handle, key).save(learned)
 
 
-def _profile_file(handle: PipelineHandle, denoiser: str, dtype: str) -> ProfileFile:
-    return ProfileFile(profile_of(handle, denoiser, dtype), handle.profiles, handle.profile)
+def _profile_file(handle: PipelineHandle, key: MemoryKey) -> ProfileFile:
+    return ProfileFile(_identity(handle, key), handle.profiles, handle.profile)
 
 
 def profile_of(handle: PipelineHandle, denoiser: str, dtype: str) -> Profile:
-    """The profile of a denoiser of which nothing is known yet. Files are read for it when it is first asked for, as a
-    run begins: at its end they may be gone, or others."""
-    profiles, loras = handle.store.profiles, handle.loras_of(denoiser)
-    if (whose := (denoiser, dtype, keys(loras))) not in profiles:
-        profiles[whose] = identify(handle.store.model, denoiser, loras, handle.architecture.name, dtype)
-    return profiles[whose]
+    """The profile of a denoiser of which nothing is known yet."""
+    return _identity(handle, handle.memory_key(denoiser, dtype))
+
+
+def _identity(handle: PipelineHandle, key: MemoryKey) -> Profile:
+    """Read files when it is first asked for, as a run begins: at its end they may be gone, or others."""
+    profiles, (denoiser, dtype, _, _) = handle.store.profiles, key
+    if key[:3] not in profiles:
+        loras = handle.loras_of(denoiser)
+        profiles[key[:3]] = identify(handle.store.model, denoiser, loras, handle.architecture.name, dtype)
+    return profiles[key[:3]]
 
 
 def identify(model: StoredModel, denoiser: str, loras: Sequence[Lora], architecture: str, dtype: str) -> Profile:

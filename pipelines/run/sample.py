@@ -174,7 +174,7 @@ def sample(
         handle.store.empty_quantised()
         handle.finish(*family.denoisers, *ENCODERS)
         for stage in stages:
-            save_profile(handle, stage.name, stage.plan.numerics)
+            save_profile(handle, stage.memory_key)
     latents = result.frames if family.layout.counts_frames else result.images
     config = handle.store.model.vae_config
     latents = family.layout.unscaled(latents, settings.frames, config)

@@ -22,6 +22,7 @@ from ..weights.placement import bytes_of, of_layout
 from ..weights.quantising import quantised_bytes
 
 if TYPE_CHECKING:
+    from ..weights.components import MemoryKey
     from .handle import PipelineHandle
 
 CallTold = Callable[[int, int, str], None]  # calls done, calls in all, a line of text; may raise, to interrupt
@@ -59,6 +60,11 @@ class ComponentStage(Stage):
     @property
     def loras(self) -> tuple[Lora, ...]:
         return self.handle.loras_of(self.name) if self.plan.component is Component.DENOISER else ()
+
+    @lazy_property
+    def memory_key(self) -> MemoryKey:
+        """Whose is what its run learns: of the LoRA files as they are when it is first asked for."""
+        return self.handle.memory_key(self.name, self.plan.numerics)
 
     @lazy_property
     def module(self) -> torch.nn.Module:

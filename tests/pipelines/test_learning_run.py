@@ -13,6 +13,7 @@ import pytest
 import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.models.folder import family_of
+from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run.denoiser import guarded_denoiser
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import load
@@ -162,19 +163,24 @@ def test_a_block_that_fails_again_and_again_is_given_up_after_one_rerun(
     assert error(latents, expected) < 5e-2
 
 
-@pytest.mark.parametrize("then", ["gone", "gone, and stopped", "replaced"])
-def test_what_a_run_learned_is_of_the_weights_that_it_began_with(model_folder, open_pipeline, tmp_path, then):
+@pytest.mark.parametrize("then", ["gone", "gone, and stopped", "replaced", "its LoRA gone", "its LoRA replaced"])
+def test_what_a_run_learned_is_of_the_weights_that_it_began_with(model_folder, open_pipeline, trained, tmp_path, then):
     """Its files may be gone by its end, or be another model's."""
     folder = shared_models.copied(model_folder("2b"), tmp_path / "model")
-    opened = replace(open_pipeline(folder, "bf16"), policy=LEARNED, profiles=tmp_path / "kept")
+    model, lora = open_pipeline(folder).store.module("transformer", "fp32"), tmp_path / "a.safetensors"
+    shutil.copy(trained(model), lora)
+    loras = (Lora(lora),) if "LoRA" in then else ()
+    opened = replace(open_pipeline(folder, "bf16"), policy=LEARNED, profiles=tmp_path / "kept", loras=loras)
     (positive, negative), _ = encode_prompts(opened, ["a red kite", ""])
     block = opened.store.module("transformer", "bf16").transformer_blocks[1]
     block.ff.net[0].register_forward_hook(fails_unscaled)
-    name = profile_of(open_pipeline(folder, "bf16"), "transformer", "bf16").name
+    name = profile_of(replace(open_pipeline(folder, "bf16"), loras=loras), "transformer", "bf16").name
     (weights,) = (folder / "transformer").glob("*.safetensors")
 
     def step_done(done, _total, _report):
-        if done == 2 and then == "replaced":
+        if done == 2 and loras:
+            lora.unlink() if "gone" in then else shutil.copy(trained(model, seed=2), lora)
+        elif done == 2 and then == "replaced":
             save_file({key: value * 1.5 for key, value in load_file(weights).items()}, tmp_path / "other")
             (tmp_path / "other").replace(weights)
         elif done == 2:

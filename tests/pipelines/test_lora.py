@@ -81,17 +81,29 @@ def test_what_a_files_header_says_of_scaling_is_honoured(config, trained):
     assert torch.equal(found, by_diffusers(denoiser, diffusers.CogVideoXPipeline, [path], [0.5]))
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("small", ["lora_A", "lora_B"])
-def test_a_matrix_too_small_for_fp16_acts_as_in_fp32(small, trained, tmp_path):
+def test_a_matrix_too_small_for_fp16_acts_as_in_fp32(small, biased, trained, tmp_path):
     """What is lost of it would be most of the LoRA, where its alpha is as large."""
-    path, factor = trained.__wrapped__(metadata=True, lora_alpha=4), 2.0**17
-    tensors = {key: value / factor if small in key else value for key, value in load_file(path).items()}
-    settings = {f"transformer.{key}": value for key, value in {"r": 4, "lora_alpha": 4 * factor}.items()}
+    path, factor = trained.__wrapped__(metadata=True, lora_alpha=4, lora_bias=biased), 2.0**17
+    scaled = (f"{small}.weight", "lora_B.bias")
+    tensors = {key: value / factor if key.endswith(scaled) else value for key, value in load_file(path).items()}
+    settings = {"r": 4, "lora_alpha": 4 * factor, "lora_bias": biased}
+    settings = {f"transformer.{key}": value for key, value in settings.items()}
     quiet = saved(tmp_path, tensors, {"lora_adapter_metadata": json.dumps(settings)})
     assert torch.equal(ours([quiet], [1.0])(**call)[0], ours([path], [1.0])(**call)[0])
     half, given = copy.deepcopy(denoiser).half(), dict(call)
     exact = run_in_fp32(ours([path], [1.0], half), **given)[0]
     assert torch.allclose(run_in_fp32(ours([quiet], [1.0], half), **given)[0], exact, atol=1e-5)
+
+
+def test_a_matrix_of_denormal_numbers_acts_as_nothing(trained, tmp_path):
+    path = trained()
+    tensors = load_file(path)
+    first = next(key for key in tensors if "lora_B" in key)
+    shell = ours([saved(tmp_path, tensors | {first: torch.full_like(tensors[first], 1e-41)})], [1.0])
+    nothing = ours([saved(tmp_path, tensors | {first: torch.zeros_like(tensors[first])})], [1.0])
+    assert torch.allclose(shell(**call)[0], nothing(**call)[0])
 
 
 def test_no_lora_and_scale_0_are_the_denoiser_itself(trained):

@@ -321,6 +321,7 @@ def spread(token: float) -> torch.Tensor:
 
 
 ONE, TINY = torch.ones(64), 2.0**-22
+AT_3 = torch.arange(8)[:, None] == 3
 LOUDER, QUIETER = (1.0, 1.0, 2.0**17), (1.0, 2.0**-16, 2.0**-20, 2.0**-30)
 STEPS: dict[str, tuple[Any, tuple[float, ...]]] = {  # → a network, and by how much its inputs are louder, step by step
     "a weight's copy changed in place": (lambda: Fn(weight_changed_in_place, g=ONE.clone()), (1, 1, 1)),
@@ -345,6 +346,13 @@ STEPS: dict[str, tuple[Any, tuple[float, ...]]] = {  # → a network, and by how
     "quieter steps": (lambda: Fn(lambda s, x, _: s.l[1](renormed(s.l[0](x)))), QUIETER),
     "quieter steps behind a small gain": (
         lambda: Fn(lambda s, x, _: s.l[1](renormed(F.gelu(s.l[0](x)))), (2.0**-8, 1)), (1, 2.0**-11)
+    ),
+    "the same, of which fp16 holds nothing": (
+        lambda: Fn(lambda s, x, _: renormed(s.l[0](x)), (2.0**-12,)), (1, 2.0**-13, 2.0**-15)
+    ),
+    "one quiet token behind a small gain": (
+        lambda: Fn(lambda s, x, step: renormed(s.l[0](x * torch.where(AT_3, 2.0 ** (-15 * step), 1))), (2.0**-11,)),
+        (1, 1),
     ),
     "the same of three layers": (
         lambda: Fn(lambda s, x, _: renormed(s.l[2](F.gelu(s.l[1](F.gelu(s.l[0](x)))))), (0.25, 0.25, 0.25)),
@@ -446,6 +454,20 @@ def test_a_later_step_is_right_or_made_again(make: Any, gains: tuple[float, ...]
             found = products.run(module, x.clone(), step)
         assert found.dtype is exact.dtype and error(found, exact) <= allowed
     assert all(torch.equal(now, before[name]) for name, now in module.state_dict().items())
+
+
+def test_a_gate_that_crosses_zero_is_no_reason_for_another_plan() -> None:
+    """Of a row with one channel, nothing tells that it was louder before."""
+    torch.manual_seed(0)
+    gate = nn.Linear(64, 1, bias=False)
+    gate.weight.data.mul_(0.01)
+    module = nn.Sequential(nn.Linear(64, 64), gate).half().requires_grad_(False)
+    products = LearnedProducts()
+    for seed in range(30):
+        x = torch.randn(2, 4096, 64, generator=torch.Generator().manual_seed(seed))
+        found = products.run(module, x)
+        assert found.isfinite().all() and error(found, run_in_fp32(module, x)) < 2e-3
+    assert products._planned
 
 
 def queries_and_keys(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
@@ -653,6 +675,7 @@ DECISIONS = {
     "healthy": (PLAIN, {}, Scale(half=True)),
     "a quiet output": (PLAIN._replace(faint=16.0, strain=8.0), {}, Scale(half=True, looks=True)),
     "a small gain": (PLAIN._replace(strain=2.0**-4), {}, Scale(half=True, looks=True)),
+    "a gain that makes 0 of what fp16 holds": (PLAIN._replace(strain=2.0**-11), {}, -8),
     "a loud input": (PLAIN._replace(input=2.0**20), {}, 11),
     "a loud output": (PLAIN._replace(output=2.0**20), {}, -8),
     "a loud output of a convolution": (PLAIN._replace(output=2.0**20), {"convolves": True}, 9),
