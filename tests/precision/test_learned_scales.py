@@ -460,11 +460,11 @@ def test_a_gate_that_crosses_zero_is_no_reason_for_another_plan() -> None:
     """Of a row with one channel, nothing tells that it was louder before."""
     torch.manual_seed(0)
     gate = nn.Linear(64, 1, bias=False)
-    gate.weight.data.mul_(0.01)
+    gate.weight.data.mul_(0.1)
     module = nn.Sequential(nn.Linear(64, 64), gate).half().requires_grad_(False)
     products = LearnedProducts()
     for seed in range(30):
-        x = torch.randn(2, 4096, 64, generator=torch.Generator().manual_seed(seed))
+        x = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(seed))
         found = products.run(module, x)
         assert found.isfinite().all() and error(found, run_in_fp32(module, x)) < 2e-3
     assert products._planned
