@@ -267,9 +267,9 @@ class _PlannedLayer(torch.nn.Module):
             made = super().forward(x.half() if fused else _loud_rows(x, spatial))  # pyright: ignore[reportAttributeAccessIssue]
             if self.planned == "looked at":
                 made = torch.where(_are_quiet(made, row_of(made, spatial)), torch.nan, made)
-            return (
-                torch.where(_are_quiet(x, (-1,)), torch.nan, made) if fused else made
-            )  # which a compiler fuses with the next
+            if fused:  # by a compiler, with what comes after
+                made = torch.where(_are_quiet(x, (-1,)), torch.nan, made)
+            return made
         if self.planned == "rows":
             of_rows, least = self.planned_numbers.split(1)
 

@@ -80,9 +80,7 @@ class Scale(NamedTuple):
     half: bool = False  # it hands on fp16
     loudness: float = 1.0  # its weight is divided by that, a power of two, before it is cast to fp16
     least: float = 0.0  # a row whose product reaches less, before it is scaled back, has lost digits
-    looks: bool = (
-        False  # where it hands on fp16: whether rows of its output are looked at, which are quieter than given
-    )
+    looks: bool = False  # where it hands on fp16: rows of its output are looked at, whether they are too quiet
 
 
 @dataclass
