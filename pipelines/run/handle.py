@@ -79,7 +79,8 @@ class PipelineHandle:
     def memory_key(self, denoiser: str, dtype: str) -> MemoryKey:
         """The key under which the store remembers what runs taught about a denoiser in `dtype`."""
         loras = self.loras_of(denoiser)
-        return denoiser, dtype, keys(loras) if loras else (), self.profile.text() if self.profile else ""
+        given = self.profile.text() if self.profile else ""
+        return denoiser, dtype, keys(loras) if loras else (), self.architecture.name, given
 
     def plan(self, component: Component, request: Precision | None = None) -> Plan:
         """The plan of one component; `request` overrides the loader's precision, None inherits it. Raises

@@ -66,11 +66,10 @@ def profile_of(handle: PipelineHandle, denoiser: str, dtype: str) -> Profile:
 
 def _identity(handle: PipelineHandle, key: MemoryKey) -> Profile:
     """Read files when it is first asked for, as a run begins: at its end they may be gone, or others."""
-    profiles, (denoiser, dtype, _, _) = handle.store.profiles, key
-    if key[:3] not in profiles:
-        loras = handle.loras_of(denoiser)
-        profiles[key[:3]] = identify(handle.store.model, denoiser, loras, handle.architecture.name, dtype)
-    return profiles[key[:3]]
+    profiles, (denoiser, dtype, _, architecture, _) = handle.store.profiles, key
+    if (whose := key[:4]) not in profiles:
+        profiles[whose] = identify(handle.store.model, denoiser, handle.loras_of(denoiser), architecture, dtype)
+    return profiles[whose]
 
 
 def identify(model: StoredModel, denoiser: str, loras: Sequence[Lora], architecture: str, dtype: str) -> Profile:

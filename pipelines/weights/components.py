@@ -49,7 +49,7 @@ from .placement import (
 
 logger = logging.getLogger(__name__)
 
-MemoryKey = tuple[str, str, tuple[LoraKey, ...], str]  # denoiser, numerics, LoRAs, a profile that was given
+MemoryKey = tuple[str, str, tuple[LoraKey, ...], str, str]  # denoiser, numerics, LoRAs, card, a profile that was given
 _CompiledKey = tuple[str, tuple[LoraKey, ...], tuple[str, bool], CompileOptions, str, str, Hashable]
 
 
@@ -89,7 +89,7 @@ class ComponentStore:
         self.scales: dict[tuple[str, tuple[LoraKey, ...]], KnownScales] = {}  # what runs showed, by denoiser and LoRAs
         self.quantised: dict[tuple[str, tuple[LoraKey, ...], str], QuantisedLinears] = {}  # by denoiser, LoRAs and kind
         self.learned: dict[MemoryKey, PrecisionOverrides] = {}  # what runs taught about a denoiser
-        self.profiles: dict[tuple[str, str, tuple[LoraKey, ...]], Profile] = {}  # of denoisers, with nothing learned
+        self.profiles: dict[tuple[str, str, tuple[LoraKey, ...], str], Profile] = {}  # with nothing learned
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
         self.room: dict[Any, int] = {}  # what a call of a component takes beside its weights, by what tells calls apart
         self.lacks: dict[Any, str] = {}  # of these, why they take more than with lean kernels

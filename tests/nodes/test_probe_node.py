@@ -12,6 +12,7 @@ import torch
 from as_comfyui import GRAPHS, Refused, call, picture
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.pipelines.errors import BadSize
+from comfyui_onediff_guard.pipelines.run.profiles import profile_of
 from comfyui_onediff_guard.precision.overrides import ALL_LAYERS_SCALED
 from comfyui_onediff_guard.precision.policy import Component
 from comfyui_onediff_guard.precision.profile_store import parse
@@ -52,6 +53,8 @@ def test_another_card_changes_the_recommendation_and_not_the_pipeline(folder: Pa
     pipeline = GRAPHS["5b"].load(folder)
     (told,) = probed(pipeline, architecture="sm80")["ui"]["onediff_guard"]
     assert (told["plan"], told["architecture"]) == ("bf16", "sm80") and pipeline.architecture.name == "cpu"
+    whose = profile_of(pipeline, pipeline.family.denoiser, "fp16")
+    assert whose.architecture == "cpu", "nor what a profile of the pipeline's own card is called"
 
 
 @pytest.mark.parametrize("model", ["5b", "svd"])
