@@ -24,10 +24,12 @@ from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from measure import Step, arguments, build, device_and_dtype, interleave, machine, medians, quartiles, ratio, write_json
 from networks import NETWORKS
+from scaled_layers import in_compiled_blocks
 from torch.overrides import TorchFunctionMode
 
 PLAIN, AGAIN, FP32, RERUN = "plain", "plain again", "fp32 copy", "fp32 rerun"
 SCALED, LEARNED, UNSCALED = "scaled", "learned", "unscaled"
+COMPILED, LEARNED_COMPILED = "compiled blocks", "learned, compiled blocks"
 HOST = ("cogvideox-2b", "sdxl")
 Subject = tuple[Any, dict[str, Any]]  # a network and one call's arguments
 
@@ -127,16 +129,21 @@ def host(name: str, rounds: int, device: torch.device) -> dict[str, Any]:
     """Of networks that are nothing but layers, in fp16."""
     module, call = subject = made(name, "deep", device, "fp16")
     learned = LearnedProducts()
+    blocks = tuple(part for part, _ in module.named_modules() if part.rpartition(".")[2] == "transformer_blocks")
+    compiled, learned_compiled = in_compiled_blocks(module, blocks, device)
     with Counting() as counted:
         module(**call)
     contestants: dict[str, Step] = {
         PLAIN: lambda: module(**call),
         SCALED: scaled(Scaled(torch.float16), subject),
         LEARNED: lambda: learned.run(module, **call),
+        COMPILED: lambda: compiled(**call),
+        LEARNED_COMPILED: lambda: learned_compiled(**call),
         RERUN: lambda: run_in_fp32(module, **call),
         AGAIN: lambda: module(**call),
     }
     learned.run(module, **call)
+    learned_compiled(**call)
     seconds = interleave(contestants, 3 * rounds, device)
     pairs = {f"{title} / {PLAIN}": (title, PLAIN) for title in contestants if title != PLAIN}
     milliseconds = {title: round(1e3 * min(taken), 2) for title, taken in seconds.items()}

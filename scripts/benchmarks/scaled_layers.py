@@ -30,25 +30,17 @@ CPU = torch.device("cpu")
 def main() -> None:
     args = arguments(__doc__, rounds=1, rounds_help="not used").parse_args()
     denoiser, call = build(args.blocks, args.heads, CPU, "fp16")
-    backend = choose_backend("inductor", CPU)
-    blocks = block_names(denoiser, COGVIDEOX.blocks)
-
-    def in_blocks(shell: torch.nn.Module, _plan: Any, inside: Any) -> torch.nn.Module:
-        return compiled(shell, COGVIDEOX.blocks, backend, None, inside)
-
-    def protected() -> Callable[..., Any]:
-        options: dict[str, Any] = {"compiled": in_blocks, "blocks": blocks}
-        return build_half_precision_forward(denoiser, NOTHING, "fp16", all_layers_scaled=True, **options).run
-
     rows: dict[str, dict[str, Any]] = {}
     with torch.no_grad():
-        rows["plain"] = counted(compiled(denoiser, COGVIDEOX.blocks, backend), denoiser, call)
-        rows["learned scales, room in every layer"] = counted(protected(), denoiser, call)
-        feed_forward: Any = denoiser.get_submodule(blocks[len(blocks) // 2]).get_submodule("ff")
+        plain, learned = in_compiled_blocks(denoiser, COGVIDEOX.blocks)
+        rows["plain"] = counted(plain, denoiser, call)
+        rows["learned scales, room in every layer"] = counted(learned, denoiser, call)
+        feed_forward: Any = denoiser.get_submodule(f"transformer_blocks.{args.blocks // 2}.ff")
         feed_forward.net[0].proj.weight.mul_(2.0**10)
         feed_forward.net[2].weight.mul_(2.0**6)
-        rows["plain, a hot block"] = counted(compiled(denoiser, COGVIDEOX.blocks, backend), denoiser, call)
-        rows["learned scales, a hot block"] = counted(protected(), denoiser, call)
+        plain, learned = in_compiled_blocks(denoiser, COGVIDEOX.blocks)
+        rows["plain, a hot block"] = counted(plain, denoiser, call)
+        rows["learned scales, a hot block"] = counted(learned, denoiser, call)
     for name, row in rows.items():
         print(f"{name:40}" + ", ".join(f"{value:.4g} {what}" for what, value in row.items()))
     result = {
@@ -60,6 +52,20 @@ def main() -> None:
         "rows": rows,
     }
     print(f"written to {write_json(result, args.out, 'cpu')}")
+
+
+def in_compiled_blocks(
+    denoiser: torch.nn.Module, parts: tuple[str, ...], device: torch.device = CPU
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The denoiser with compiled blocks as it is, and with learned scales. parts: its lists of blocks."""
+    backend = choose_backend("inductor", device)
+
+    def in_blocks(shell: torch.nn.Module, _plan: Any, inside: Any) -> torch.nn.Module:
+        return compiled(shell, parts, backend, None, inside)
+
+    options: dict[str, Any] = {"compiled": in_blocks, "blocks": block_names(denoiser, parts)}
+    learned = build_half_precision_forward(denoiser, NOTHING, "fp16", all_layers_scaled=True, **options)
+    return compiled(denoiser, parts, backend), learned.run
 
 
 def counted(run: Callable[..., Any], denoiser: torch.nn.Module, call: dict[str, Any]) -> dict[str, float]:
