@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,10 +63,14 @@ def version() -> str:
     """The version of the ComfyUI that this process is, else of the one whose custom_nodes hold the pack; or ""."""
     if not _comfy("folder_paths"):
         return _version_of_checkout(Path(__file__).parents[2])
-    if told := getattr(sys.modules.get("comfyui_version"), "__version__", ""):
-        return told
+    return getattr(sys.modules.get("comfyui_version"), "__version__", "") or _installed_version()
+
+
+@cache
+def _installed_version() -> str:
+    """Of the package from PyPI."""
     try:
-        return metadata.version("comfyui")  # from PyPI
+        return metadata.version("comfyui")
     except metadata.PackageNotFoundError:
         return "of an unknown version"
 
@@ -78,7 +83,12 @@ def check_absence(name: str, since: tuple[int, ...]) -> None:
 
 def release() -> tuple[int, ...]:
     """(0, 33, 0); () where it is not known."""
-    found = re.match(r"\d+(?:\.\d+)*", version())
+    return _numbers(version())
+
+
+@cache
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
 

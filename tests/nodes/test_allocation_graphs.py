@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.comfyui_host import calls
+from comfyui_onediff_guard.comfyui_host import calls, host
 from comfyui_onediff_guard.comfyui_host.layers import products_in_fp32
 from comfyui_onediff_guard.precision import scaled_products, shared
 from comfyui_onediff_guard.precision.learned_scales import LearnedProducts, LearningMode
@@ -68,6 +68,22 @@ def test_what_one_thread_recomputes_is_not_planned_and_what_others_compute_is(pl
     with products_in_fp32(torch.nn.Linear(1, 1)), ThreadPoolExecutor(1) as others:
         assert not asked() and others.submit(asked).result()
     assert module.malloc_graph_enabled is enabled
+
+
+def test_a_comfyui_without_plans_is_asked_for_its_version_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step asks for each of its layers, and reading a package's files each time would take longer than a layer."""
+    asked: list[str] = []
+    monkeypatch.setitem(sys.modules, "folder_paths", ModuleType("folder_paths"))
+    monkeypatch.delitem(sys.modules, "comfyui_version", raising=False)
+    monkeypatch.setattr(host.metadata, "version", lambda package: asked.append(package) or "0.33.0")
+    host._installed_version.cache_clear()
+    try:
+        for _ in range(3):
+            with shared.lasting():
+                assert host.version() == "0.33.0"
+    finally:
+        host._installed_version.cache_clear()
+    assert asked == ["comfyui"]
 
 
 def test_limits_of_weights_outlive_the_block(plan: Allocations) -> None:
