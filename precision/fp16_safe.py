@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .overflow import COMPARES
+from .overflow import COMPARES, OPERATORS
 from .upcast import ALIASING, METADATA
 
 FP16 = torch.float16
@@ -36,6 +36,22 @@ def keeps_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     if func is F.interpolate:
         return kwargs.get("mode", "nearest") == "nearest" and len(args) < 4
     return True
+
+
+def turns(func: Any) -> bool:
+    """Return whether a kernel of ComfyUI's turns pairs of values, which are no larger and no smaller then."""
+    return isinstance(func, OPERATORS) and func.__name__ in _TURNS
+
+
+def is_noted(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether what a function puts out is noted in the first step, so that a plan may hand it on in fp16."""
+    if func in PRODUCTS:
+        return both_floating(args)
+    return func in NORMS or func in MODULATIONS or norms_and_turns(func)
+
+
+def norms_and_turns(func: Any) -> bool:
+    return isinstance(func, OPERATORS) and func.__name__ in _NORM_TURNS
 
 
 def to_integers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -104,8 +120,15 @@ PRODUCTS = frozenset({torch.mul, torch.multiply, _T.mul, _T.multiply, _T.__mul__
 REVERSED = frozenset({_T.__rsub__})
 DIFFERENCES = frozenset({torch.sub, torch.subtract, _T.sub, _T.subtract, _T.__sub__, _T.__rsub__})
 SUMS = frozenset({torch.add, _T.add, _T.__add__, _T.__radd__}) | DIFFERENCES
+MODULATIONS = frozenset({torch.addcmul, _T.addcmul})  # a · b + c, and sums with a gate
+# ComfyUI's kernels for rotary positions, by name: those that turn pairs of values, and those that are a norm as well
+_ROPES = ("rope", "rope1", "rope_split_half", "rope_split_half1")
+_TURNS, _NORM_TURNS = (frozenset(f"{kind}_{name}" for name in _ROPES) for kind in ("apply", "rms"))
+# what adds to a tensor in place, or multiplies it: in float32 where that is, whatever the others are
+SUMS_IN_PLACE = frozenset({_T.add_, _T.sub_, _T.mul_, _T.addcmul_, _T.__iadd__, _T.__isub__, _T.__imul__})
 QUOTIENTS = frozenset({torch.div, torch.true_divide, _T.div, _T.true_divide, _T.__truediv__})
 CASTS = frozenset({_T.to, _T.half, _T.bfloat16, _T.float})
+CASTS_LIKE = frozenset({_T.to, _T.type_as})  # another tensor
 COPIES = frozenset({torch.cat, torch.concat, torch.stack, torch.clone, _T.clone})
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _ARITHMETIC)})

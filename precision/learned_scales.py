@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from . import shared
-from .fp16_safe import COPIES, FP16, KEEPS_RANGE, MOVES, NORMS, POINTS, PRODUCTS, ROOM, both_floating, writes
+from .fp16_safe import COPIES, FP16, KEEPS_RANGE, MOVES, POINTS, ROOM, is_noted, writes
 from .fp32_settings import TF32, autocast_off_where_on, device_types
 from .observe import Agree, alone
 from .planned_products import (
@@ -144,8 +144,10 @@ class LearningMode(LocatedMode):
             self._makers[storage_of(made)] = id(self._anchor), 0, ""
         elif func in COPIES:
             self._makers[storage_of(made)] = self.next_key(func)
-        elif func in NORMS or (func in PRODUCTS and both_floating(args)):
-            self._note_output(self.next_key(func), made)
+        elif is_noted(func, args):
+            key = self.next_key(func)
+            for each in made if isinstance(made, tuple) else (made,):
+                self._note_output(key, each)
         elif func not in MOVES and func is not F.scaled_dot_product_attention and not name and _is_floating(made):
             given = args[0] if args else kwargs.get("input")
             maker = None

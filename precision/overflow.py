@@ -202,7 +202,7 @@ _ALSO_DIVIDE = frozenset({torch.divide, _T.divide, torch.addcdiv, _T.addcdiv})
 _RSQRT = frozenset({torch.rsqrt, torch.rsqrt_, _T.rsqrt, _T.rsqrt_})
 _POWERS = frozenset({torch.pow, _T.pow, _T.__pow__})
 _INVERTS = frozenset({torch.reciprocal, _T.reciprocal, _T.__rtruediv__}) | _POWERS
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # of a library: comfy_kitchen's quantize_fp8
+OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # of a library: comfy_kitchen's quantize_fp8
 # what asks where a tensor is not finite, to put something else there, or leaves out what is NaN
 _ASKS = frozenset(
     {
@@ -379,7 +379,7 @@ def _rounds_its_input(func: Any, args: tuple[Any, ...]) -> bool:
     weights."""
     if func is torch.nn.functional.linear:
         return len(args) > 1 and is_quantised(args[1])
-    return isinstance(func, _OPERATORS) and func.__name__[:9] == "quantize_"  # dynamo traces no method of such a name
+    return isinstance(func, OPERATORS) and func.__name__[:9] == "quantize_"  # dynamo traces no method of such a name
 
 
 def _device_of(inputs: Any) -> torch.device | None:

@@ -10,6 +10,7 @@ What makes something finite of it is looked at before, and so is what a constant
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,11 +27,13 @@ from . import shared
 from .accumulation import fp16_accumulation
 from .fp16_safe import (
     CASTS,
+    CASTS_LIKE,
     CHOOSES,
     COPIES,
     DIFFERENCES,
     FP16,
     KEEPS_RANGE,
+    MODULATIONS,
     MOVES,
     NORM_ARGUMENTS,
     NORMS,
@@ -39,6 +42,7 @@ from .fp16_safe import (
     QUOTIENTS,
     REVERSED,
     SUMS,
+    SUMS_IN_PLACE,
     both_floating,
     by_number,
     casts_alone,
@@ -47,7 +51,9 @@ from .fp16_safe import (
     is_fp16_and_number,
     is_small,
     keeps_range,
+    norms_and_turns,
     to_integers,
+    turns,
     writes,
 )
 from .fp32_settings import autocast_off_where_on
@@ -64,7 +70,7 @@ _MOVES_ALONE -= POINTS | {torch.Tensor.view, torch.Tensor.__setitem__, F.dropout
 _ALIASES = {torch.Tensor.numpy, torch.Tensor.__array__}
 # what changes no tensor, unless it is told to
 _CHANGES_NONE = KEEPS_RANGE | COPIES | PRODUCTS | NORMS | SUMS | QUOTIENTS | CASTS | LAYER_CALLS
-_CHANGES_NONE |= {F.scaled_dot_product_attention, torch.Tensor.view, F.dropout}
+_CHANGES_NONE |= MODULATIONS | {F.scaled_dot_product_attention, torch.Tensor.view, F.dropout}
 # the id of a weight, or of the layer that has it; how many other functions were called since; the name of the last one
 Key = tuple[int, int, str]
 
@@ -216,11 +222,12 @@ class PlannedMode(LocatedMode):
     ) -> Any:
         kwargs = kwargs or {}
         made = func(*args, **kwargs) if func in _MOVES_ALONE else self.computed(func, args, kwargs)
-        if self._way.writes and isinstance(made, torch.Tensor) and made.dtype is FP16:
-            of = storage_of(made)
-            is_view = bool(args) and isinstance(args[0], torch.Tensor) and storage_of(args[0]) == of
-            if not is_view:  # a view of a weight is of what was there before
-                self._made.add(of)
+        if self._way.writes:
+            halves = [made] if isinstance(made, torch.Tensor) else made if isinstance(made, tuple) else ()
+            of = {storage_of(each) for each in halves if isinstance(each, torch.Tensor) and each.dtype is FP16}
+            if of and args and isinstance(args[0], torch.Tensor):
+                of.discard(storage_of(args[0]))  # a view of a weight is of what was there before
+            self._made |= of
         return made
 
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -228,6 +235,8 @@ class PlannedMode(LocatedMode):
             return Fp32Mode.computed(self, func, args, kwargs)
         if self._halves and (kwargs or func not in _CHANGES_NONE):
             self._share_less(func, args, kwargs)
+        if kwargs and not self._way.writes and writes(func, args, kwargs):
+            raise LeftPlan("the network changes a tensor in place")
         if func in MOVES or (func in KEEPS_RANGE and keeps_range(func, args, kwargs)):
             return self._moved(func, args, kwargs)
         if func in COPIES:
@@ -237,18 +246,29 @@ class PlannedMode(LocatedMode):
             return self._product(func, args, kwargs)
         if func in NORMS:
             return self._norm(func, args, kwargs)
+        if func in MODULATIONS:
+            return self._modulated(func, args, kwargs)
+        if turns(func) or norms_and_turns(func):
+            safe = turns(func) or self._is_safe(func)
+            turned = args[: 1 if func.__name__.endswith("1") else 2]
+            in_fp16 = safe and turned and all(each.dtype is FP16 for each in turned)
+            return func(*args, **kwargs) if in_fp16 else Fp32Mode.computed(self, func, args, kwargs)
         if func in SUMS and both_floating(args) and not kwargs:
             return self._sum(func, *args)
         if func in SUMS and not kwargs and is_fp16_and_number(args):
             return self._plus_number(func, *args)
         if func in QUOTIENTS and by_number(args, kwargs):
             return func(*args)
+        if func in CASTS_LIKE and not kwargs and both_floating(args) and args[0].device == args[1].device:
+            func, args = torch.Tensor.to, (args[0], self._dtype_seen(args[1]), *args[2:])
         if func in CASTS and casts_alone(args, kwargs):
             return self._cast(func, args, kwargs)
         if func is torch.view_as_complex:
             return func(args[0].float())
         if not self._way.writes and writes(func, args, kwargs):
             raise LeftPlan("the network changes a tensor in place")
+        if func in SUMS_IN_PLACE and args[0].dtype is torch.float32 and not any(map(_is_wider, args)):
+            return func(*args, **kwargs)
         self._shares &= func not in _ALIASES
         chooses = func in CHOOSES or (func is torch.Tensor.to and to_integers(args, kwargs))
         for given in (made_finite(func, args, kwargs), *(args[:2] if chooses else ())):
@@ -271,10 +291,13 @@ class PlannedMode(LocatedMode):
         if not self._way.writes:
             return args[0]
         to_float32 = func is torch.Tensor.float or torch.float32 in (*args[1:], *kwargs.values())
-        is_float32 = args[0].dtype is torch.float32 or storage_of(args[0]) in self._made
-        if to_float32 == is_float32:
+        if to_float32 == (self._dtype_seen(args[0]) is torch.float32):
             return args[0]
         return args[0].float() if to_float32 else args[0].clone()
+
+    def _dtype_seen(self, of: torch.Tensor) -> torch.dtype:
+        """Return the dtype that a tensor has to the network, where that changes tensors in place."""
+        return torch.float32 if storage_of(of) in self._made else of.dtype
 
     def _look(self, given: Any) -> None:
         """Note the extremes of a tensor. What a network that is on a card makes of numbers may be on the host."""
@@ -409,6 +432,26 @@ class PlannedMode(LocatedMode):
             return func(*args)
         return Fp32Mode.computed(self, func, args, kwargs)
 
+    def _modulated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Compute a + b · c in float32. It is fp16 where it has room and `a` is a few numbers for all of its rows, as
+        of a norm's output, and not a residual stream. In that, rows are looked at as in what a layer is given."""
+        safe = self._is_safe(func)
+        plain = len(args) == 3 and not kwargs.keys() - {"value"}
+        if not plain or any(_is_wider(each) or not each.ndim for each in args):
+            return Fp32Mode.computed(self, func, args, kwargs)
+        shape = torch.broadcast_shapes(*(each.shape for each in args))
+        if safe and FP16 in (args[1].dtype, args[2].dtype) and 8 * args[0].numel() <= math.prod(shape):
+            if args[0].device.type == "cpu":
+                made = func(*(each.float() for each in args), **kwargs).to(FP16)
+            else:
+                out = torch.empty(shape, dtype=FP16, device=args[0].device)
+                made = torch.addcmul(*args, **kwargs, out=out)
+            self._look_at_rows(made)
+            return made
+        if all(each.dtype is FP16 for each in args):
+            args = args[0].float(), *args[1:]
+        return func(*args, **kwargs)
+
     def _plus_number(self, func: Any, *args: Any) -> torch.Tensor:
         """Return the sum of a tensor in fp16 and a number, in float32."""
         if func in REVERSED or not isinstance(args[0], torch.Tensor):
@@ -505,6 +548,11 @@ def _affine(
         return made.to(dtype)
     out = torch.empty_like(x, dtype=dtype)
     return torch.mul(x, weight, out=out) if bias is None else torch.addcmul(bias, x, weight, out=out)
+
+
+def _is_wider(value: Any) -> bool:
+    """Return whether a value is a tensor, and neither fp16 nor float32."""
+    return isinstance(value, torch.Tensor) and value.dtype not in (FP16, torch.float32)
 
 
 def _is_modulated(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from blocky import build, guarded, latents, overflow_stream
 from comfyui_onediff_guard.precision import planned_products
-from comfyui_onediff_guard.precision.learned_scales import RENEWALS, LearnedProducts, Seen, scale_for
+from comfyui_onediff_guard.precision.learned_scales import RENEWALS, LearnedProducts, LearningMode, Seen, scale_for
 from comfyui_onediff_guard.precision.planned_products import LeftPlan, PlannedMode, Scale
-from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
 from guards import error
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -255,6 +255,12 @@ def copied_and_changed_later(s: Any, x: torch.Tensor, step: int) -> torch.Tensor
     return h + 0 * copied
 
 
+def put_in_place_later(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+    h = s.l[0](x)
+    made = torch.mul(h, s.g, out=h) if step else torch.mul(h, s.g)
+    return renormed(made)
+
+
 def other_way(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
     h = s.l[0](x)
     h = h if step == 0 else h * s.g
@@ -308,6 +314,23 @@ def test_weights_that_are_stored_as_bytes_are_no_reason_to_leave_a_plan() -> Non
 def as_complex(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
     z = torch.view_as_complex(s.l[0](x).float().unflatten(-1, (-1, 2)))
     return s.l[1](torch.view_as_real(z.exp()).flatten(-2))
+
+
+@torch.library.custom_op("comfy_kitchen::apply_rope1", mutates_args=())
+def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Pairs of values turned, in their own dtype, as ComfyUI's kernels of these names do."""
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = angles.float().cos(), angles.float().sin()
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).type_as(x)
+
+
+@torch.library.custom_op("comfy_kitchen::rms_rope1", mutates_args=())
+def normed_and_turned(x: torch.Tensor, angles: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return turned(F.rms_norm(x.float(), (64,), weight.float()).type_as(x), angles)
+
+
+for kernel in (turned, normed_and_turned):
+    kernel.register_fake(lambda x, *_: torch.empty_like(x))
 
 
 def signs(x: torch.Tensor) -> torch.Tensor:
@@ -414,6 +437,7 @@ STEPS: dict[str, tuple[Any, tuple[float, ...]]] = {  # → a network, and by how
     "quiet factors in place": (
         lambda: Fn(lambda s, x, _: renormed(F.silu(s.l[0](x)).mul_(s.g)), g=ONE * TINY), (1, 1)
     ),
+    "a product put in place from the second step on": (lambda: Fn(put_in_place_later, g=ONE * TINY), (1, 1)),
     "another way from the second step on": (lambda: Fn(other_way, g=ONE, q=ONE * TINY), (1, 1, 1)),
     "a part left out from the second step on": (lambda: Fn(part_left_out, g=ONE, q=ONE * TINY), (1, 1, 1)),
     "a layer that puts out nothing": (lambda: Fn(lambda s, x, _: x + s.l[0](x * 4096), (0,)), (1, 1)),
@@ -428,6 +452,31 @@ STEPS: dict[str, tuple[Any, tuple[float, ...]]] = {  # → a network, and by how
     "bits": (lambda: Fn(as_bits), (1, 1)),
     "complex numbers": (lambda: Fn(as_complex), (1, 1)),
     "in float64": (lambda: Fn(lambda s, x, _: renormed(s.l[0](x).double()).float()), (1, 1)),
+    "modulated": (
+        lambda: Fn(lambda s, x, _: s.l[1](torch.addcmul(s.q, s.l[0](x), s.g)), g=3 * ONE, q=ONE / 8), LOUDER
+    ),
+    "modulated, by a factor that is quiet from the second step on": (
+        lambda: Fn(lambda s, x, step: renormed(torch.addcmul(s.q, s.l[0](x), s.g * TINY**step)), g=ONE, q=0 * ONE),
+        (1, 1),
+    ),
+    "a gated sum": (
+        lambda: Fn(lambda s, x, _: s.l[1](torch.addcmul(s.l[0](x), s.l[1](x), s.g)), g=ONE * 2.0**9), LOUDER
+    ),
+    "a gated sum of quiet and loud": (
+        lambda: Fn(lambda s, x, _: torch.addcmul(h := s.l[0](x), s.l[1](x), s.g) - h, g=ONE / 64), (1, 1)
+    ),
+    "gated sums in place": (lambda: Fn(written(lambda s, h, y: h.addcmul_(y, s.g).add_(y)), g=ONE * 2.0**9), LOUDER),
+    "by another's dtype": (lambda: Fn(lambda s, x, _: s.l[1](s.l[0](x).to(x).type_as(s.g)), g=ONE), LOUDER),
+    "by another's dtype, and changed": (
+        lambda: Fn(written(lambda s, h, y: h.add_(y.to(s.g).mul_(2)).add_(y.type_as(h))), g=ONE), (1, 1)
+    ),
+    "turned": (
+        lambda: Fn(lambda s, x, _: s.l[1](torch.ops.comfy_kitchen.apply_rope1(s.l[0](x), s.q)), q=ONE[:32]), LOUDER
+    ),
+    "a norm, and turned": (
+        lambda: Fn(lambda s, x, _: s.l[1](torch.ops.comfy_kitchen.rms_rope1(s.l[0](x), s.q, s.g)), g=ONE, q=ONE[:32]),
+        LOUDER,
+    ),
     "values of both signs near the end": (
         lambda: Fn(lambda s, x, _: s.l[1](s.l[0](x).clamp(-65504, 65504))),
         (1, 2.0**15),
@@ -585,17 +634,33 @@ def test_layers_that_share_an_input_cast_it_once(network: Any, casts: int, hot: 
 
 
 class Casts(TorchDispatchMode):
-    """Counts casts to fp16 by shape."""
+    """Counts casts to a dtype by shape."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = FP16) -> None:
         super().__init__()
         self.of: Counter[Any] = Counter()
+        self._dtype = dtype
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and made.dtype is FP16:
+        if func is torch.ops.aten._to_copy.default and made.dtype is self._dtype:
             self.of[made.shape] += 1
         return made
+
+
+@pytest.mark.parametrize(
+    "name", ["modulated", "gated sums in place", "by another's dtype", "turned", "a norm, and turned"]
+)
+def test_what_has_room_is_widened_for_no_function_on_a_card(name: str) -> None:
+    """Counted without values: a CPU has casts of its own."""
+    module, x = STEPS[name][0]().half().requires_grad_(False).to("meta"), torch.empty(2, 8, 64, device="meta")
+    first = LearningMode()
+    run_in(first, module, (x, 0), {})
+    plan = {key: Scale(half=key not in first.way.summed) for key, _ in first.notes.of}
+    later = PlannedMode(plan, first.way)
+    with Casts(torch.float32) as counted:
+        run_in(later, module, (x, 1), {})
+    assert not counted.of[x.shape]
 
 
 @pytest.mark.parametrize("network", [lambda s, x, _: s.l[0](x).argmax(-1), lambda s, x, _: x.copy_(s.l[0](x)) and None])

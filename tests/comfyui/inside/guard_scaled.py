@@ -35,6 +35,10 @@ SQUARE = dict.fromkeys(("Lumina2", "ZImage"), "feed_forward.w2.weight")  # their
 AS_PLAIN = {"kandinsky5": 1.2}  # times plain fp16's: all that later steps run plain, where the first showed room
 AS_PREPARED = {("sensenova", "bf16 in fp32"): 1.2}  # times ComfyUI's own, which prepares a prompt's keys in bf16
 PROTECTED = "overflow protection; "
+LARGE = 256  # values: more than a gate has here
+# once or twice a step, or in a few families; they are no part of a block's way, or a product that is written out
+WIDENED = {"mul", "to", "tanh", "sigmoid", "einsum", "bmm", "baddbmm", "matmul", "index_select", "clip", "embedding"}
+WIDENED |= {"add", "where"}
 HEAD = """\
 How far from fp32 the plain run is / the guard's with precision fp16, overflow protection / the guard's
 with precision bf16. Distances are norms, as shares of the norm. Weights in bf16 are computed in fp32 by the plain
@@ -92,6 +96,24 @@ def test_scaled_layers_are_right_without_a_rerun(cells: Cells, family: str, heat
     elif weights == "fp16":
         assert math.isnan(off(plain)) or off(plain) > 5e-3
     cells[family, f"{weights}, {heat}"] = figures(off(plain), protected, in_bf16, between=" / ")
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_later_steps_widen_what_few_functions_are_given(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be read and written twice as wide, and ComfyUI's kernels take half precision alone."""
+    mode, widened = module("precision.upcast").Fp32Mode, set[str]()
+    computed = mode.computed
+
+    def told(self: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [each for each in args if isinstance(each, torch.Tensor) and each.dtype is torch.float16]
+        if type(self).__name__ == "PlannedMode" and any(each.numel() >= LARGE for each in tensors):
+            widened.add(func.__name__)
+        return computed(self, func, args, kwargs)
+
+    monkeypatch.setattr(mode, "computed", told)
+    run(make_model(LAYOUTS[family]), replace(LAYOUTS[family], cfg=1.0))
+    check_said(PROTECTED)
+    assert widened - {"__get__"} <= WIDENED
 
 
 def check_learned(layout: Layout, patcher: Any, exact: Any, check: Callable[[str], None]) -> None:
