@@ -201,7 +201,8 @@ _DIVIDE = frozenset(
 _ALSO_DIVIDE = frozenset({torch.divide, _T.divide, torch.addcdiv, _T.addcdiv})
 _RSQRT = frozenset({torch.rsqrt, torch.rsqrt_, _T.rsqrt, _T.rsqrt_})
 _POWERS = frozenset({torch.pow, _T.pow, _T.__pow__})
-_INVERTS = frozenset({torch.reciprocal, _T.reciprocal, _T.__rtruediv__}) | _POWERS
+_RECIPROCAL = frozenset({torch.reciprocal, _T.reciprocal})
+_INVERTS = _RECIPROCAL | _POWERS | {_T.__rtruediv__}
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # of a library: comfy_kitchen's quantize_fp8
 # what asks where a tensor is not finite, to put something else there, or leaves out what is NaN
 _ASKS = frozenset(
@@ -277,10 +278,10 @@ class Clips(TraceableMode):
         elif func is torch.nn.functional.hardtanh:
             self._see(_given(args, named), args[2] if len(args) > 2 else named.get("max_val", 1.0))
         elif func in _MINIMUM:
-            self._see(_given(args, named), args[1] if len(args) > 1 else named.get("other"))
+            self._see_minimum(_given(args, named), args[1] if len(args) > 1 else named.get("other"))
         elif func is torch.nn.functional.normalize:
             self._see_norm(*args, **named)
-        elif func in _RSQRT:
+        elif func in _RSQRT or _is_one_over(func, args):
             self._see_divisor(_given(args, named))
         elif func in _DIVIDE and _is_norm_of(*args[:2]):
             self._see_divisor(args[1])
@@ -310,6 +311,14 @@ class Clips(TraceableMode):
         if isinstance(counts, torch.Tensor):
             peak = torch.where(counts, peak, 0.0)
         self._keep(peak)
+
+    def _see_minimum(self, given: Any, other: Any) -> None:
+        """Note what is clipped to a bound, and what is infinite where either of two tensors has many values."""
+        if isinstance(other, torch.Tensor) and other.numel() > 1:
+            self._see_divisor(given)
+            self._see_divisor(other)
+        else:
+            self._see(given, other)
 
     def _see_asked(self, given: Any) -> None:
         """Note what is not finite where the model asks for it: it goes on with something else there, which is finite,
@@ -371,7 +380,14 @@ def _asks_for_the_end(values: Any = None, bound: Any = None) -> bool:
 def _is_norm_of(values: Any = None, divisor: Any = None) -> bool:
     """Return whether many of the values share one divisor, as those that are normalised do."""
     both = isinstance(values, torch.Tensor) and isinstance(divisor, torch.Tensor)
-    return both and 0 < divisor.dim() == values.dim() and divisor.numel() < values.numel()
+    return both and divisor.numel() < values.numel()
+
+
+def _is_one_over(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether a function inverts a tensor, as a norm is inverted that values are multiplied by."""
+    if func in _POWERS:
+        return len(args) > 1 and isinstance(args[1], (int, float)) and args[1] < 0
+    return func in _RECIPROCAL or (func is _T.__rtruediv__ and (not args[0].dim() or 1 in args[0].shape))
 
 
 def _rounds_its_input(func: Any, args: tuple[Any, ...]) -> bool:

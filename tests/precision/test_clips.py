@@ -92,11 +92,25 @@ def test_what_is_asked_of_a_mask_or_of_finite_values_is_no_failure(asked: list[f
     assert peak_of(asks, torch.tensor(asked).half())[0] == 0
 
 
+def by_attention(x: torch.Tensor) -> torch.Tensor:
+    """ComfyUI's Normalized Attention Guidance: a ratio of norms that is kept below a bound."""
+    ratio = (x**2).mean(1, keepdim=True).sqrt() / x[:, :1].abs()
+    return x * (torch.minimum(ratio, torch.full_like(ratio, 2.5)) / ratio)
+
+
 NORMS: dict[str, Clip] = {
     "normalize": lambda x: torch.nn.functional.normalize(x, dim=1),
     "divided": lambda x: x / (x**2).mean(1, keepdim=True).sqrt(),
     "in place": lambda x: x.clone().div_((x * x).mean(1, keepdim=True).sqrt_()),
     "rsqrt": lambda x: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True)),
+    "a power": lambda x: x * x.pow(2).mean(1, keepdim=True).pow(-0.5),
+    "a power by its sign": lambda x: x * (x**2).mean(1, keepdim=True) ** -0.5,
+    "reciprocal": lambda x: x * (x**2).mean(1, keepdim=True).sqrt().reciprocal(),
+    "one over it": lambda x: x * (1 / (x**2).mean(1, keepdim=True).sqrt()),
+    "one over it, of all": lambda x: x * (1 / (x**2).mean().sqrt()),
+    "of all": lambda x: x / (x**2).mean().sqrt(),
+    "of a column": lambda x: x / (x**2).mean(0).sqrt(),
+    "guidance by attention": by_attention,
 }
 
 
