@@ -159,7 +159,8 @@ _SAMPLE = 2**12  # values of a tensor that are counted; all of them would take l
 def mend_narrowed(module: torch.nn.Module, stored: Stored) -> list[str]:
     """Repair what the cast to fp16 did to a component that was just loaded. Returns a line for each thing found.
 
-    - Layers with weights beyond fp16's range get them back in fp32, and compute in it.
+    - Layers with weights beyond fp16's range get them back in fp32, and compute in it. So do those with a weight of
+      which fp16 keeps fewer digits than bf16 would.
     - Weights that fp16 made 0, or took digits from as they are subnormal there, are counted where they exceed 1 %.
 
     A tensor whose stored values are not finite stays as it is: that is damage, which the guard names.
@@ -167,7 +168,8 @@ def mend_narrowed(module: torch.nn.Module, stored: Stored) -> list[str]:
     stored: reads a parameter's values from the checkpoint.
     """
     named = _named(module)
-    return [*_bring_back(module, named, stored), *_count_small(named, stored)]
+    shares = {weight: _small_share(weight) for weight in named}
+    return [*_bring_back(module, named, shares, stored), *_count_small(named, shares, stored)]
 
 
 _Weights = Mapping[torch.nn.Parameter, tuple[str, ...]]  # each once, with all of its names
@@ -182,37 +184,56 @@ def _named(module: torch.nn.Module) -> _Weights:
     return weights
 
 
-def _bring_back(module: torch.nn.Module, named: _Weights, stored: Stored) -> Iterator[str]:
+_Shares = Mapping[torch.nn.Parameter, float]  # of values that are 0 or subnormal
+
+
+def _bring_back(module: torch.nn.Module, named: _Weights, shares: _Shares, stored: Stored) -> Iterator[str]:
     if not named:
         return
+    beyond: dict[str, float] = {}  # → its largest value
+    faint: dict[str, float] = {}
     largest = torch.stack([torch.stack(torch.aminmax(weight)).abs().amax() for weight in named])
-    back: list[str] = []
-    peak = 0.0
     for (weight, names), finite in zip(named.items(), torch.isfinite(largest).tolist(), strict=True):
-        values = None if finite else stored(names).float()
-        if values is None or not torch.isfinite(values).all():
+        owner, own = names[0].rpartition(".")[::2]
+        counts = own != "bias" or isinstance(module.get_submodule(owner), KeptInFp32)
+        is_faint = finite and counts and shares[weight] > 0.5
+        values = None if finite and not is_faint else stored(names).float()
+        if values is None or not torch.isfinite(values).all() or (is_faint and not _loses_digits(values)):
             continue
         for name in names:
             keep_in_fp32(module.get_submodule(name.rpartition(".")[0]), torch.float16)
         weight.data = values.to(weight.device, torch.float32)
-        back.append(names[0])
-        peak = max(peak, values.abs().max().item())
-    if back:
-        which = (
-            Message("'{}' holds", back[0])
-            if len(back) == 1
-            else Message("'{}' and {} more hold", back[0], len(back) - 1)
-        )
+        (faint if is_faint else beyond)[names[0]] = values.abs().max().item()
+    if beyond:
         yield Message(
-            "{} values of up to {:.3g}, which fp16 cannot hold: kept in fp32, and computed in it", which, peak
+            "{} values of up to {:.3g}, which fp16 cannot hold: kept in fp32, and computed in it",
+            _which_hold(beyond),
+            max(beyond.values()),
+        )
+    if faint:
+        yield Message(
+            "{} values of up to {:.3g}, of which fp16 keeps few digits: kept in fp32, and computed in it",
+            _which_hold(faint),
+            max(faint.values()),
         )
 
 
-def _count_small(named: _Weights, stored: Stored) -> Iterator[str]:
-    shares = [_small_share(weight) for weight in named]
+def _which_hold(names: Mapping[str, float]) -> str:
+    first = next(iter(names))
+    return Message("'{}' holds", first) if len(names) == 1 else Message("'{}' and {} more hold", first, len(names) - 1)
+
+
+def _loses_digits(values: torch.Tensor) -> bool:
+    """Return whether fp16 is farther off than bf16 may be, 2^-9, in most rows that are not 0."""
+    rows = values.flatten(1) if values.ndim > 1 else values[None]
+    size, off = rows.norm(dim=1), (rows - rows.half()).norm(dim=1)
+    return (off > size * 2.0**-9).sum().item() > 0.5 * torch.count_nonzero(size).item()
+
+
+def _count_small(named: _Weights, shares: _Shares, stored: Stored) -> Iterator[str]:
     total = sum(weight.numel() for weight in named)
-    suspects = [weight for weight, share in zip(named, shares, strict=True) if share > TRACE]
-    if sum(share * weight.numel() for weight, share in zip(named, shares, strict=True)) <= TRACE * total:
+    suspects = [weight for weight in named if weight.dtype is torch.float16 and shares[weight] > TRACE]
+    if sum(shares[weight] * weight.numel() for weight in suspects) <= TRACE * total:
         return
     lost: dict[str, int] = {}
     flushed = 0

@@ -171,7 +171,8 @@ def _check(handle: PipelineHandle, latents: torch.Tensor, made_by: str | None, p
     if broken and policy.on_failure is not OnFailure.OFF:
         raise GuardStopped(
             "There is nothing to decode: {} of the latents' {} values are NaN or infinite already. Set the loader's "
-            "precision to 'auto' and sample again. Where they came from a file, it is damaged.",
+            "precision to 'auto' and sample again. If no step fails then, choose another scheduler. Where they came "
+            "from a file, it is damaged.",
             broken,
             latents.numel(),
         )

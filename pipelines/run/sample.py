@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...precision.observe import non_finite
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport, counted
 from ...precision.shallow_copy import reporting, with_forward
@@ -176,6 +177,16 @@ def sample(
         for stage in stages:
             save_profile(handle, stage.memory_key)
     latents = result.frames if family.layout.counts_frames else result.images
+    if (broken := non_finite(latents)) and not report.failed:
+        report.warnings += (
+            Message(
+                "{} of the latents' {} values are NaN or infinite, although the model was finite in each step: its {} "
+                "made them. Choose another scheduler, or mend 'scheduler_config.json' in the model's folder.",
+                broken,
+                latents.numel(),
+                type(pipe.scheduler).__name__,
+            ),
+        )
     config = handle.store.model.vae_config
     latents = family.layout.unscaled(latents, settings.frames, config)
     return latents.cpu().contiguous(), report  # ComfyUI 0.0.1's SaveLatent takes no other

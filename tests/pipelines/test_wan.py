@@ -291,6 +291,19 @@ def test_what_one_transformer_teaches_is_of_that_one_alone(model_folder, tmp_pat
     assert handle.store.learned[handle.memory_key("transformer", "bf16")] == NOTHING
 
 
+def test_latents_that_the_scheduler_broke_in_its_last_step_are_no_fine_result(model_folder, tmp_path):
+    """No call of the model is given them."""
+    folder = shared_models.copied(model_folder("wan"), tmp_path / "model")
+    config = folder / "scheduler" / "scheduler_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"solver_type": "bh1"}))
+    handle = opened(folder)
+    latents, report = sample(handle, *prompts(handle), SMALL)
+    assert latents.isnan().all()
+    (warning,) = report.warnings
+    assert warning.startswith(f"{latents.numel()} of the latents' {latents.numel()} values are NaN or infinite")
+    assert "UniPCMultistepScheduler" in warning
+
+
 def test_a_lora_is_added_to_one_transformer_or_to_both(model_folder, tmp_path):
     file = lora(tmp_path / "lora.safetensors", "transformer.blocks.{block}.{layer}")
     sampling, found = replace(SMALL, steps=4), {}
