@@ -307,6 +307,15 @@ class PlannedMode(LocatedMode):
             with shared.lasting():
                 self._asked.append(torch.aminmax(given))
 
+    def _look_at_both(self, *given: torch.Tensor) -> None:
+        """Note whether tensors that attention is given are finite: on a card, by one kernel."""
+        if given[0].device.type == "cpu" or given[0].dtype is not given[1].dtype:
+            for each in given:
+                self._look(each)
+        elif all(each.numel() for each in given):
+            with shared.lasting():
+                self._asked += [(norm, norm) for norm in torch._foreach_norm(given, torch.inf)]
+
     def _look_at_rows(
         self, given: torch.Tensor, spatial: int = 0, factor: float = 1.0, *, few_are_one: bool = False
     ) -> None:
@@ -384,8 +393,7 @@ class PlannedMode(LocatedMode):
         )
         if not safe or (mask is not None and mask.is_floating_point()):
             return super()._attention(query, key, value, *args, **kwargs)
-        self._look(query)  # a row of logits that are all -inf is 0 in some kernels
-        self._look(key)
+        self._look_at_both(query, key)  # a row of logits that are all -inf is 0 in some kernels
         if value.dtype is not FP16:
             rows = largest_of(value, (-1,))  # of each head: the least alone is kept
             with shared.lasting():
