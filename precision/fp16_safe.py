@@ -39,19 +39,13 @@ def keeps_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 
 def turns(func: Any) -> bool:
-    """Return whether a kernel of ComfyUI's turns pairs of values, which are no larger and no smaller then."""
+    """Return whether this is a kernel of ComfyUI's for rotary positions."""
     return isinstance(func, OPERATORS) and func.__name__ in _TURNS
 
 
 def is_noted(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether what a function puts out is noted in the first step, so that a plan may hand it on in fp16."""
-    if func in PRODUCTS:
-        return both_floating(args)
-    return func in NORMS or func in MODULATIONS or norms_and_turns(func)
-
-
-def norms_and_turns(func: Any) -> bool:
-    return isinstance(func, OPERATORS) and func.__name__ in _NORM_TURNS
+    return both_floating(args) if func in PRODUCTS else func in NORMS or func in MODULATIONS or turns(func)
 
 
 def to_integers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -121,9 +115,9 @@ REVERSED = frozenset({_T.__rsub__})
 DIFFERENCES = frozenset({torch.sub, torch.subtract, _T.sub, _T.subtract, _T.__sub__, _T.__rsub__})
 SUMS = frozenset({torch.add, _T.add, _T.__add__, _T.__radd__}) | DIFFERENCES
 MODULATIONS = frozenset({torch.addcmul, _T.addcmul})  # a · b + c, and sums with a gate
-# ComfyUI's kernels for rotary positions, by name: those that turn pairs of values, and those that are a norm as well
+# ComfyUI's kernels for rotary positions, by name: those that turn pairs of values, and those that are a norm before
 _ROPES = ("rope", "rope1", "rope_split_half", "rope_split_half1")
-_TURNS, _NORM_TURNS = (frozenset(f"{kind}_{name}" for name in _ROPES) for kind in ("apply", "rms"))
+_TURNS = frozenset(f"{kind}_{name}" for kind in ("apply", "rms") for name in _ROPES)
 # what adds to a tensor in place, or multiplies it: in float32 where that is, whatever the others are
 SUMS_IN_PLACE = frozenset({_T.add_, _T.sub_, _T.mul_, _T.addcmul_, _T.__iadd__, _T.__isub__, _T.__imul__})
 QUOTIENTS = frozenset({torch.div, torch.true_divide, _T.div, _T.true_divide, _T.__truediv__})

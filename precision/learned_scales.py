@@ -18,7 +18,20 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from . import shared
-from .fp16_safe import COPIES, FP16, KEEPS_RANGE, MOVES, POINTS, ROOM, is_noted, writes
+from .fp16_safe import (
+    CASTS,
+    CASTS_LIKE,
+    COPIES,
+    FP16,
+    KEEPS_RANGE,
+    MOVES,
+    POINTS,
+    PRODUCTS,
+    QUOTIENTS,
+    ROOM,
+    is_noted,
+    writes,
+)
 from .fp32_settings import TF32, autocast_off_where_on, device_types
 from .observe import Agree, alone
 from .planned_products import (
@@ -148,12 +161,11 @@ class LearningMode(LocatedMode):
             key = self.next_key(func)
             for each in made if isinstance(made, tuple) else (made,):
                 self._note_output(key, each)
-        elif func not in MOVES and func is not F.scaled_dot_product_attention and not name and _is_floating(made):
+        elif func is not F.scaled_dot_product_attention and not name and _is_floating(made):
             given = args[0] if args else kwargs.get("input")
-            maker = None
-            if func in KEEPS_RANGE and isinstance(given, torch.Tensor):
-                maker = self._makers.get(storage_of(given))
-            self._makers[storage_of(made)] = maker  # a storage may be where another one was
+            of, own = storage_of(given) if isinstance(given, torch.Tensor) else None, storage_of(made)
+            if of != own:  # a storage may be where another one was
+                self._makers[own] = self._makers.get(of) if of is not None and func in _STAYS_FP16 else None
         return made
 
     def _note_output(self, key: Key, made: torch.Tensor) -> None:
@@ -324,4 +336,6 @@ def _peak(x: torch.Tensor) -> torch.Tensor:
     return largest_of(x, tuple(range(x.ndim))).reshape(())
 
 
+# what may hand on fp16 of fp16 by no plan of its own: who writes to that writes to what made it
+_STAYS_FP16 = MOVES | KEEPS_RANGE | CASTS | CASTS_LIKE | PRODUCTS | QUOTIENTS
 _OVERWRITES = frozenset({"__setitem__", "copy_", "fill_", "zero_", "masked_fill_"})

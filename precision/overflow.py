@@ -193,16 +193,18 @@ _DIVIDE = frozenset(
         _T.addcdiv,
         _T.div,
         _T.div_,
+        _T.divide_,
         _T.true_divide,
+        _T.true_divide_,
         _T.__truediv__,
         _T.__itruediv__,
     }
 )
 _ALSO_DIVIDE = frozenset({torch.divide, _T.divide, torch.addcdiv, _T.addcdiv})
+_NORMS = frozenset({torch.norm, _T.norm, torch.linalg.norm, torch.linalg.vector_norm})
 _RSQRT = frozenset({torch.rsqrt, torch.rsqrt_, _T.rsqrt, _T.rsqrt_})
 _POWERS = frozenset({torch.pow, _T.pow, _T.__pow__})
-_RECIPROCAL = frozenset({torch.reciprocal, _T.reciprocal})
-_INVERTS = _RECIPROCAL | _POWERS | {_T.__rtruediv__}
+_INVERTS = frozenset({torch.reciprocal, _T.reciprocal, _T.__rtruediv__}) | _POWERS
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # of a library: comfy_kitchen's quantize_fp8
 # what asks where a tensor is not finite, to put something else there, or leaves out what is NaN
 _ASKS = frozenset(
@@ -283,8 +285,12 @@ class Clips(TraceableMode):
             self._see_norm(*args, **named)
         elif func in _RSQRT or _is_one_over(func, args):
             self._see_divisor(_given(args, named))
-        elif func in _DIVIDE and _is_norm_of(*args[:2]):
-            self._see_divisor(args[1])
+        elif func in _DIVIDE and (divisor := _norm_in(args, named)) is not None:
+            self._see_divisor(divisor)
+        elif func in _NORMS:
+            made = func(*args, **named)
+            self._see_divisor(made)
+            return made
         elif _rounds_its_input(func, args):
             self._see_rounded(_given(args, named))
         return func(*args, **named)
@@ -314,11 +320,12 @@ class Clips(TraceableMode):
 
     def _see_minimum(self, given: Any, other: Any) -> None:
         """Note what is clipped to a bound, and what is infinite where either of two tensors has many values."""
-        if isinstance(other, torch.Tensor) and other.numel() > 1:
-            self._see_divisor(given)
-            self._see_divisor(other)
-        else:
+        if not (isinstance(other, torch.Tensor) and other.numel() > 1):
             self._see(given, other)
+            return
+        for each in filter(_is_fp16, (given, other)):
+            most = each.detach().amax().float()
+            self._keep(torch.where(most.isinf() & (most > 0), most, 0.0))  # -inf stays what it is, as of masks
 
     def _see_asked(self, given: Any) -> None:
         """Note what is not finite where the model asks for it: it goes on with something else there, which is finite,
@@ -377,17 +384,20 @@ def _asks_for_the_end(values: Any = None, bound: Any = None) -> bool:
     return values is bound
 
 
-def _is_norm_of(values: Any = None, divisor: Any = None) -> bool:
-    """Return whether many of the values share one divisor, as those that are normalised do."""
-    both = isinstance(values, torch.Tensor) and isinstance(divisor, torch.Tensor)
-    return both and divisor.numel() < values.numel()
+def _norm_in(args: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor | None:
+    """Return a divisor that many values share, as those that are normalised do, or that is reduced as a norm is."""
+    values, divisor = args[0] if args else None, args[-1] if len(args) > 1 else named.get("other")
+    if not (isinstance(values, torch.Tensor) and isinstance(divisor, torch.Tensor)):
+        return None
+    return divisor if divisor.numel() < values.numel() or divisor.shape[-1:].numel() == 1 else None
 
 
 def _is_one_over(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether a function inverts a tensor, as a norm is inverted that values are multiplied by."""
-    if func in _POWERS:
+    name = getattr(func, "__name__", "")  # dynamo takes Tensor.__pow__ for another function than a set has
+    if name in ("pow", "pow_", "__pow__", "float_power"):
         return len(args) > 1 and isinstance(args[1], (int, float)) and args[1] < 0
-    return func in _RECIPROCAL or (func is _T.__rtruediv__ and (not args[0].dim() or 1 in args[0].shape))
+    return name in ("reciprocal", "reciprocal_", "__rdiv__", "__rtruediv__")
 
 
 def _rounds_its_input(func: Any, args: tuple[Any, ...]) -> bool:

@@ -2,7 +2,8 @@
 
 Where a layer's input and output have room, it is plain fp16, and hands on fp16. Elsewhere its input is divided by a
 constant power of two, and its product is float32: no output can overflow, so no weight has to be read and nothing is
-scaled back by rows. Sums of two tensors are float32, norms compute in it, and so does what is not known to be safe.
+scaled back by rows. Sums of two tensors of one shape are float32, norms compute in it, and so does what is not known to
+be safe.
 
 What leaves a plan's range is infinite, and stays so or becomes NaN on its way to the output, where the guard sees it.
 What makes something finite of it is looked at before, and so is what a constant scale may have flushed.
@@ -51,7 +52,6 @@ from .fp16_safe import (
     is_fp16_and_number,
     is_small,
     keeps_range,
-    norms_and_turns,
     to_integers,
     turns,
     writes,
@@ -223,17 +223,17 @@ class PlannedMode(LocatedMode):
         kwargs = kwargs or {}
         made = func(*args, **kwargs) if func in _MOVES_ALONE else self.computed(func, args, kwargs)
         if self._way.writes:
-            halves = [made] if isinstance(made, torch.Tensor) else made if isinstance(made, tuple) else ()
-            of = {storage_of(each) for each in halves if isinstance(each, torch.Tensor) and each.dtype is FP16}
-            if of and args and isinstance(args[0], torch.Tensor):
-                of.discard(storage_of(args[0]))  # a view of a weight is of what was there before
-            self._made |= of
+            for each in [made] if isinstance(made, torch.Tensor) else made if turns(func) else ():
+                of = storage_of(each)
+                is_view = bool(args) and isinstance(args[0], torch.Tensor) and storage_of(args[0]) == of
+                if each.dtype is FP16 and not is_view:  # a view of a weight is of what was there before
+                    self._made.add(of)
         return made
 
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(func, "__name__", "") == "__get__":  # a dtype, most often
             return Fp32Mode.computed(self, func, args, kwargs)
-        if self._halves and (kwargs or func not in _CHANGES_NONE):
+        if self._halves and (kwargs or not (func in _CHANGES_NONE or turns(func))):
             self._share_less(func, args, kwargs)
         if kwargs and not self._way.writes and writes(func, args, kwargs):
             raise LeftPlan("the network changes a tensor in place")
@@ -248,10 +248,9 @@ class PlannedMode(LocatedMode):
             return self._norm(func, args, kwargs)
         if func in MODULATIONS:
             return self._modulated(func, args, kwargs)
-        if turns(func) or norms_and_turns(func):
-            safe = turns(func) or self._is_safe(func)
+        if turns(func):
             turned = args[: 1 if func.__name__.endswith("1") else 2]
-            in_fp16 = safe and turned and all(each.dtype is FP16 for each in turned)
+            in_fp16 = self._is_safe(func) and turned and all(each.dtype is FP16 for each in turned)
             return func(*args, **kwargs) if in_fp16 else Fp32Mode.computed(self, func, args, kwargs)
         if func in SUMS and both_floating(args) and not kwargs:
             return self._sum(func, *args)
@@ -324,6 +323,12 @@ class PlannedMode(LocatedMode):
         with shared.lasting():
             rows = largest_of(given, row_of(given, spatial) if few_are_one else (-1 - spatial,))
             self._rows.append(rows if factor == 1 else rows * factor)
+
+    def _look_at_factor(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        """Note whether of two factors the one with fewer numbers is so quiet that their product may be 0 in fp16."""
+        few = min(one, other, key=torch.Tensor.numel)
+        if few.ndim:
+            self._look_at_rows(few, few_are_one=True)
 
     def _layer(self, func: Any, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         anchor = self.at_layer(weight)
@@ -435,6 +440,7 @@ class PlannedMode(LocatedMode):
         if all(halves) and not kwargs:
             return func(*args) if safe else torch.addcmul(number(0.0, args[0].device), *args)
         if safe and not kwargs and any(halves) and _is_modulated(*args):
+            self._look_at_factor(*args)
             return _product_in_fp16(*args)
         if not kwargs and not (any(halves) and 0 in (args[0].ndim, args[1].ndim)):  # else a number's dtype would count
             return func(*args)
@@ -455,6 +461,7 @@ class PlannedMode(LocatedMode):
                 out = torch.empty(shape, dtype=FP16, device=args[0].device)
                 made = torch.addcmul(*args, **kwargs, out=out)
             self._look_at_rows(made)
+            self._look_at_factor(*args[1:])
             return made
         if all(each.dtype is FP16 for each in args):
             args = args[0].float(), *args[1:]

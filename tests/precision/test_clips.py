@@ -111,6 +111,11 @@ NORMS: dict[str, Clip] = {
     "of all": lambda x: x / (x**2).mean().sqrt(),
     "of a column": lambda x: x / (x**2).mean(0).sqrt(),
     "guidance by attention": by_attention,
+    "a ratio of norms": lambda x: x * (x[:, :1] * 0 + 1 / (x**2).mean(1, keepdim=True).sqrt()),
+    "without its dimension": lambda x: x * (1 / (x**2).mean(1).sqrt())[:, None],
+    "addcdiv": lambda x: torch.addcdiv(torch.zeros_like(x), x, (x**2).mean(1, keepdim=True).sqrt()),
+    "by name": lambda x: torch.div(x, other=(x**2).mean(1, keepdim=True).sqrt()),
+    "weights over it": lambda x: x * (torch.ones(64).half() / (x**2).mean(1, keepdim=True).sqrt()),
 }
 
 
@@ -124,6 +129,33 @@ def test_a_norm_counts_where_fp16_cannot_hold_it_or_the_square_that_is_written_o
     peak, made = peak_of(NORMS[norm], torch.full((2, 64), value).half())
     assert made.isfinite().all() == math.isfinite(value) and made.any() == (value not in (1.5e4, 300.0))
     assert peak is not None and peak.item() == pytest.approx(found)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_that_is_compiled_is_seen_as_well(norm: str) -> None:
+    torch.compiler.reset()
+    x = torch.full((2, 64), 1.5e4 if norm == "normalize" else 300.0).half()
+    compiled = torch.compile(NORMS[norm], backend="eager", fullgraph=True)
+    assert peak_of(compiled, x)[0] == peak_of(NORMS[norm], x)[0] != 0
+
+
+def test_guidance_whose_norms_leave_fp16_while_their_values_do_not_is_seen() -> None:
+    """As ComfyUI-NAG writes it, with a bound of one number, and norms that are expanded."""
+    x = torch.full((2, 1280), 20.0).half()
+
+    def guided(x: torch.Tensor) -> torch.Tensor:
+        norms = [torch.norm(each, p=1, dim=-1, keepdim=True).expand_as(each) for each in (5 * x, x)]
+        s = norms[0] / norms[1]
+        return 5 * x * torch.minimum(s, s.new_full((1,), 2.5)) / s
+
+    peak, made = peak_of(guided, x)
+    assert not made.any() and peak is not None and peak.isinf()
+
+
+def test_the_lesser_of_masks_is_no_failure() -> None:
+    mask = torch.tensor([0.0, -math.inf, 0.0]).half()
+    peak, _ = peak_of(lambda x: torch.minimum(x, x.flip(0)), mask)
+    assert peak == 0
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -333,6 +334,23 @@ for kernel in (turned, normed_and_turned):
     kernel.register_fake(lambda x, *_: torch.empty_like(x))
 
 
+def quieter(how: str, exponent: int) -> Any:
+    def network(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+        factor, h = s.g.view(1, 1, 64) * 2.0 ** (exponent * step), s.l[0](x)
+        return renormed(torch.addcmul(s.q, h, factor) if how == "modulated" else h * factor)
+
+    return Fn(network, g=torch.ones(64), q=torch.zeros(64))
+
+
+def cast_and_changed(cast: Any) -> Any:
+    def network(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
+        h = cast(s.l[0](x))
+        h.mul_(TINY)
+        return renormed(h)
+
+    return Fn(network)
+
+
 def signs(x: torch.Tensor) -> torch.Tensor:
     return x - x.mean(-1, keepdim=True)
 
@@ -455,10 +473,26 @@ STEPS: dict[str, tuple[Any, tuple[float, ...]]] = {  # → a network, and by how
     "modulated": (
         lambda: Fn(lambda s, x, _: s.l[1](torch.addcmul(s.q, s.l[0](x), s.g)), g=3 * ONE, q=ONE / 8), LOUDER
     ),
-    "modulated, by a factor that is quiet from the second step on": (
-        lambda: Fn(lambda s, x, step: renormed(torch.addcmul(s.q, s.l[0](x), s.g * TINY**step)), g=ONE, q=0 * ONE),
-        (1, 1),
-    ),
+    **{
+        f"{how}, by a factor of 2^{exponent} from the second step on": (partial(quieter, how, exponent), (1, 1))
+        for how in ("modulated", "multiplied")
+        for exponent in (-16, -22, -30)
+        if (how, exponent) != ("multiplied", -16)  # some digits: as far off as bf16
+    },
+    **{
+        f"{way}, and quiet in place": (partial(cast_and_changed, cast), (1, 1))
+        for way, cast in {
+            "float": torch.Tensor.float,
+            "to a dtype": lambda h: h.to(torch.float32),
+            "to another's": lambda h: h.to(h),
+            "type as": lambda h: h.type_as(h),
+            "half": torch.Tensor.half,
+            "by 2": lambda h: h * 2,
+            "over 2": lambda h: h / 2,
+            "laid out": lambda h: h.transpose(0, 1).contiguous().transpose(0, 1),
+            "turned": lambda h: torch.ops.comfy_kitchen.apply_rope1(h, torch.ones(32)),
+        }.items()
+    },
     "a gated sum": (
         lambda: Fn(lambda s, x, _: s.l[1](torch.addcmul(s.l[0](x), s.l[1](x), s.g)), g=ONE * 2.0**9), LOUDER
     ),
