@@ -38,14 +38,14 @@ def keeps_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return True
 
 
-def turns(func: Any) -> bool:
+def is_rope_kernel(func: Any) -> bool:
     """Return whether this is a kernel of ComfyUI's for rotary positions."""
-    return isinstance(func, OPERATORS) and func.__name__ in _TURNS
+    return isinstance(func, OPERATORS) and func.__name__ in _ROPE_KERNELS
 
 
 def is_noted(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether what a function puts out is noted in the first step, so that a plan may hand it on in fp16."""
-    return both_floating(args) if func in PRODUCTS else func in NORMS or func in MODULATIONS or turns(func)
+    return both_floating(args) if func in PRODUCTS else func in NORMS or func in MODULATIONS or is_rope_kernel(func)
 
 
 def to_integers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -117,7 +117,7 @@ SUMS = frozenset({torch.add, _T.add, _T.__add__, _T.__radd__}) | DIFFERENCES
 MODULATIONS = frozenset({torch.addcmul, _T.addcmul})  # a · b + c, and sums with a gate
 # ComfyUI's kernels for rotary positions, by name: those that turn pairs of values, and those that are a norm before
 _ROPES = ("rope", "rope1", "rope_split_half", "rope_split_half1")
-_TURNS = frozenset(f"{kind}_{name}" for kind in ("apply", "rms") for name in _ROPES)
+_ROPE_KERNELS = frozenset(f"{kind}_{name}" for kind in ("apply", "rms") for name in _ROPES)
 # what adds to a tensor in place, or multiplies it: in float32 where that is, whatever the others are
 SUMS_IN_PLACE = frozenset({_T.add_, _T.sub_, _T.mul_, _T.addcmul_, _T.__iadd__, _T.__isub__, _T.__imul__})
 QUOTIENTS = frozenset({torch.div, torch.true_divide, _T.div, _T.true_divide, _T.__truediv__})

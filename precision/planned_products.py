@@ -50,10 +50,10 @@ from .fp16_safe import (
     changes_in_place,
     is_bf16,
     is_fp16_and_number,
+    is_rope_kernel,
     is_small,
     keeps_range,
     to_integers,
-    turns,
     writes,
 )
 from .fp32_settings import autocast_off_where_on
@@ -223,7 +223,7 @@ class PlannedMode(LocatedMode):
         kwargs = kwargs or {}
         made = func(*args, **kwargs) if func in _MOVES_ALONE else self.computed(func, args, kwargs)
         if self._way.writes:
-            for each in [made] if isinstance(made, torch.Tensor) else made if turns(func) else ():
+            for each in [made] if isinstance(made, torch.Tensor) else made if is_rope_kernel(func) else ():
                 of = storage_of(each)
                 is_view = bool(args) and isinstance(args[0], torch.Tensor) and storage_of(args[0]) == of
                 if each.dtype is FP16 and not is_view:  # a view of a weight is of what was there before
@@ -233,7 +233,7 @@ class PlannedMode(LocatedMode):
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(func, "__name__", "") == "__get__":  # a dtype, most often
             return Fp32Mode.computed(self, func, args, kwargs)
-        if self._halves and (kwargs or not (func in _CHANGES_NONE or turns(func))):
+        if self._halves and (kwargs or not (func in _CHANGES_NONE or is_rope_kernel(func))):
             self._share_less(func, args, kwargs)
         if kwargs and not self._way.writes and writes(func, args, kwargs):
             raise LeftPlan("the network changes a tensor in place")
@@ -248,9 +248,9 @@ class PlannedMode(LocatedMode):
             return self._norm(func, args, kwargs)
         if func in MODULATIONS:
             return self._modulated(func, args, kwargs)
-        if turns(func):
-            turned = args[: 1 if func.__name__.endswith("1") else 2]
-            in_fp16 = self._is_safe(func) and turned and all(each.dtype is FP16 for each in turned)
+        if is_rope_kernel(func):
+            rotated = args[: 1 if func.__name__.endswith("1") else 2]
+            in_fp16 = self._is_safe(func) and rotated and all(each.dtype is FP16 for each in rotated)
             return func(*args, **kwargs) if in_fp16 else Fp32Mode.computed(self, func, args, kwargs)
         if func in SUMS and both_floating(args) and not kwargs:
             return self._sum(func, *args)
