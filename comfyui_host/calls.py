@@ -191,6 +191,22 @@ def apply_model(
     return executor(x, timestep, c_concat, c_crossattn, control, memory.of_a_call(options), **more)
 
 
+def calls_others(*, executor: Any, memory: CallMemory, **_: Any) -> bool:
+    """Return whether a call runs other nodes' and packs' code amid the network: what they put into its options, or in
+    place of a module's methods. Many such patches begin to work in a later step."""
+    if any(map(_is_patched, executor.class_obj.diffusion_model.modules())):
+        return True
+    within = pytree.tree_leaves_with_path(memory.options)
+    return any(callable(value) and pytree.MappingKey(KEY) not in path for path, value in within)
+
+
+def _is_patched(module: torch.nn.Module) -> bool:
+    own = vars(module)
+    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return True
+    return any(callable(value) and callable(getattr(type(module), name, None)) for name, value in own.items())
+
+
 def apply_model_in_full(*, executor: Any, **call: Any) -> Any:
     """From the weights as they are stored, by layers and kernels that take float32."""
     call["memory"].in_full = True

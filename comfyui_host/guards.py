@@ -28,6 +28,7 @@ from .calls import (
     apply_model_in_fp32,
     apply_model_in_full,
     around_apply_model,
+    calls_others,
     load_anew,
     wrapped,
 )
@@ -161,6 +162,7 @@ def denoiser_of(call: ModelCall) -> ComfyNetwork:
         renew=load_anew,
         patched=call.patched,
         snapshot=lambda *_: Snapshot(),  # CallMemory has it all
+        calls_others=calls_others,
     )
 
 

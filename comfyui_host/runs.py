@@ -287,7 +287,7 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
     plan, report = stage.plan, stage.report
     in_fp16 = plan.dtype == "fp16"
     switched = partial(accumulation, stage.architecture, others=present()) if in_fp16 else partial(nullcontext, ())
-    clips, quantised = Clips(plan.dtype), OwnProducts()
+    clips, quantised = Clips(plan.dtype, of.calls_others), OwnProducts()
     products = LearnedProducts(DTYPES[plan.dtype], kernel_of=quantised.kernel_of)
 
     def in_half(*args: Any, **kwargs: Any) -> Any:

@@ -234,10 +234,12 @@ class Clips(TraceableMode):
     nor asked for infinities, the next ones run without it. Compiled code has none of that cost, and would be made anew.
 
     dtype: the dtype of the stage's plan. Only "fp16" is watched.
+    may_clip_later: is given what the first call was given; returns whether later calls may do what it did not.
     """
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, may_clip_later: Callable[..., bool] = lambda *_, **__: False) -> None:
         super().__init__()
+        self._may_clip_later = may_clip_later
         # the largest |x| that was clipped: one tensor, since compiled code would be made anew for each length of a list
         self.peak = torch.zeros(())
         self._needed = False
@@ -253,6 +255,7 @@ class Clips(TraceableMode):
         self.peak = torch.zeros((), device=_device_of((args, kwargs)))
         with self:
             made = stage(*args, **kwargs)
+        self._needed = self._needed or self._may_clip_later(*args, **kwargs)
         self._idle = not self._needed and not _compiled_something()
         return made
 

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from guard_beside import lora_on
-from in_comfyui import difference, error_of, guarded, on, said
+from in_comfyui import difference, error_of, guarded, module, on, said
 from native_models import LAYOUTS, in_fp32, make_model, sample
 
 SD15, FLUX = LAYOUTS["sd15"], LAYOUTS["flux"]
 KINDS = import_module("comfy.patcher_extension").WrappersMP
+guards = module("comfyui_host.guards")
 HALF, SINGLE = torch.float16, torch.float32
 ATTENTIONS = {"sd15": 14, "flux": 4}  # of a step
 
@@ -223,3 +224,65 @@ def test_a_fault_in_one_step_costs_one_step(family: str) -> None:
     made = sample(guarded(faulty), layout)
     assert 0 < difference(made, sample(in_fp32(healthy, layout), layout)) <= 2e-2
     assert "3 steps, 1 recomputed in fp32." in said[-1]
+
+
+def _by_wrapper(patcher: Any, hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    wrapper = lambda executor, *args, **kwargs: hide(executor(*args, **kwargs))  # noqa: E731
+    patcher.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "another pack", wrapper)
+
+
+def _by_patch(patcher: Any, hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    patcher.set_model_attn1_output_patch(lambda made, options: hide(made))
+
+
+def _by_attention(patcher: Any, hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    override = lambda chosen, *args, **kwargs: hide(chosen(*args, **kwargs))  # noqa: E731
+    patcher.model_options["transformer_options"]["optimized_attention_override"] = override
+
+
+def _by_method(patcher: Any, hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    block = patcher.model.diffusion_model.out
+    block.forward = lambda x, forward=block.forward: hide(forward(x))
+
+
+def _by_hook(patcher: Any, hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    patcher.model.diffusion_model.out.register_forward_hook(lambda module, args, made: hide(made))
+
+
+@pytest.mark.parametrize("put", [_by_wrapper, _by_patch, _by_attention, _by_method, _by_hook])
+def test_a_patch_that_hides_an_overflow_in_a_later_step_alone_is_seen(
+    put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ComfyUI-NAG normalises from one timestep on to another, by a method in place of the network's."""
+    patcher, calls = make_model(SD15), list[int]()
+    exact = sample(in_fp32(patcher, SD15), SD15)
+    network = type(patcher.model.diffusion_model)
+    plain = network.forward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        return plain(self, *args, **kwargs)
+
+    def hide(made: torch.Tensor) -> torch.Tensor:
+        end = torch.finfo(made.dtype).max
+        return (made * 1e9).clamp(-end, end) / 1e9 if len(calls) > 1 else made
+
+    monkeypatch.setattr(network, "forward", counted)
+    put(patcher, hide)
+    made = sample(guarded(patcher), SD15)
+    assert difference(made, exact) <= 2e-2
+    assert "3 steps, 2 recomputed in fp32" in said[-1]
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_a_model_alone_calls_no_code_of_others(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    calls_others = guards.calls_others
+
+    def noted(**call: Any) -> bool:
+        seen.append(calls_others(**call))
+        return seen[-1]
+
+    monkeypatch.setattr(guards, "calls_others", noted)
+    sample(guarded(make_model(LAYOUTS[family])), LAYOUTS[family])
+    assert not any(seen)
