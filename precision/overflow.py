@@ -220,7 +220,7 @@ COMPARES = frozenset(
         _T.__eq__, _T.__ne__, _T.__lt__, _T.__le__, _T.__gt__, _T.__ge__,
     }
 )  # fmt: skip
-_MINIMUM = frozenset({torch.minimum, _T.minimum})
+_MINIMUM = frozenset({torch.minimum, _T.minimum, torch.min, _T.min})  # of two tensors; also of one, along a dimension
 _MAKES_FINITE = frozenset(
     {*_ASKS, *_NAN_TO_NUM, *_CLAMP, *_CLAMP_MAX, *_MINIMUM, *_RSQRT, *_INVERTS, torch.nn.functional.hardtanh}
 )
@@ -283,10 +283,10 @@ class Clips(TraceableMode):
         elif func is torch.nn.functional.hardtanh:
             self._see(_given(args, named), args[2] if len(args) > 2 else named.get("max_val", 1.0))
         elif func in _MINIMUM:
-            self._see_minimum(_given(args, named), args[1] if len(args) > 1 else named.get("other"))
+            self._see(_given(args, named), args[1] if len(args) > 1 else named.get("other"))
         elif func is torch.nn.functional.normalize:
             self._see_norm(*args, **named)
-        elif func in _RSQRT or _is_one_over(func, args):
+        elif func in _RSQRT or _is_one_over(func, args, named):
             self._see_divisor(_given(args, named))
         elif func in _DIVIDE and (divisor := _norm_in(args, named)) is not None:
             self._see_divisor(divisor)
@@ -299,7 +299,13 @@ class Clips(TraceableMode):
         return func(*args, **named)
 
     def _see(self, given: Any, bound: Any) -> None:
-        """Note what is clipped to an upper bound. One that is not near fp16's end is the model's own, in fp32 too."""
+        """Note what is clipped to an upper bound. One that is not near fp16's end is the model's own, in fp32 too.
+        Where it has many values, either tensor may be the clipped one."""
+        if isinstance(bound, torch.Tensor) and bound.numel() > 1:
+            for each in filter(_is_fp16, (given, bound)):
+                most = each.detach().amax().float()
+                self._keep(torch.where(most.isinf() & (most > 0), most, 0.0))  # -inf stays what it is, as of masks
+            return
         if not _is_fp16(given):
             return
         counts: bool | torch.Tensor = False
@@ -320,15 +326,6 @@ class Clips(TraceableMode):
         if isinstance(counts, torch.Tensor):
             peak = torch.where(counts, peak, 0.0)
         self._keep(peak)
-
-    def _see_minimum(self, given: Any, other: Any) -> None:
-        """Note what is clipped to a bound, and what is infinite where either of two tensors has many values."""
-        if not (isinstance(other, torch.Tensor) and other.numel() > 1):
-            self._see(given, other)
-            return
-        for each in filter(_is_fp16, (given, other)):
-            most = each.detach().amax().float()
-            self._keep(torch.where(most.isinf() & (most > 0), most, 0.0))  # -inf stays what it is, as of masks
 
     def _see_asked(self, given: Any) -> None:
         """Note what is not finite where the model asks for it: it goes on with something else there, which is finite,
@@ -370,7 +367,7 @@ def _is_fp16(value: Any) -> bool:
 
 def made_finite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what a function is given of which it may make something finite where that is not; None of most."""
-    if func in _POWERS and len(args) > 1 and isinstance(args[1], (int, float)) and args[1] > 0:
+    if func in _POWERS and not _is_one_over(func, args, kwargs):
         return None
     if func in _MAKES_FINITE or (func in COMPARES and _asks_for_the_end(*args[:2])):
         return _given(args, kwargs)
@@ -395,11 +392,12 @@ def _norm_in(args: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor | Non
     return divisor if divisor.numel() < values.numel() or divisor.shape[-1:].numel() == 1 else None
 
 
-def _is_one_over(func: Any, args: tuple[Any, ...]) -> bool:
+def _is_one_over(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
     """Return whether a function inverts a tensor, as a norm is inverted that values are multiplied by."""
     name = getattr(func, "__name__", "")  # dynamo takes Tensor.__pow__ for another function than a set has
     if name in ("pow", "pow_", "__pow__", "float_power"):
-        return len(args) > 1 and isinstance(args[1], (int, float)) and args[1] < 0
+        exponent = args[1] if len(args) > 1 else named.get("exponent", 0)
+        return isinstance(exponent, torch.Tensor) or exponent < 0
     return name in ("reciprocal", "reciprocal_", "__rdiv__", "__rtruediv__")
 
 

@@ -42,6 +42,8 @@ CLIPS: dict[str, Clip] = {
     "below the end": lambda x: torch.where(x.abs() < END, x, 0),
     "differs from itself": lambda x: (lambda nan: torch.where(nan != nan, 0, x))(x - x),
     "minimum": lambda x: torch.minimum(x, torch.tensor(END).half()).clamp(min=-END),
+    "min of two": lambda x: torch.min(x, torch.full_like(x, END)).clamp(min=-END),
+    "bounds of many values": lambda x: x.clamp(torch.full_like(x, -END), torch.full_like(x, END)),
     "hardtanh": lambda x: nn.functional.hardtanh(x, -END, END),
     "fmax": lambda x: torch.fmin(torch.fmax(x, torch.tensor(-END).half()), torch.tensor(END).half()),
     "torch.nan_to_num": lambda x: torch.nan_to_num(x, nan=0.0, posinf=END, neginf=-END),

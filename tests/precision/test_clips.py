@@ -104,6 +104,8 @@ NORMS: dict[str, Clip] = {
     "in place": lambda x: x.clone().div_((x * x).mean(1, keepdim=True).sqrt_()),
     "rsqrt": lambda x: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True)),
     "a power": lambda x: x * x.pow(2).mean(1, keepdim=True).pow(-0.5),
+    "a power by name": lambda x: x * torch.pow((x**2).mean(1, keepdim=True), exponent=-0.5),
+    "a power in a tensor": lambda x: x * (x**2).mean(1, keepdim=True) ** torch.tensor(-0.5),
     "a power by its sign": lambda x: x * (x**2).mean(1, keepdim=True) ** -0.5,
     "reciprocal": lambda x: x * (x**2).mean(1, keepdim=True).sqrt().reciprocal(),
     "one over it": lambda x: x * (1 / (x**2).mean(1, keepdim=True).sqrt()),
