@@ -2,6 +2,8 @@
 
 A MODEL is guarded through ComfyUI's wrappers: around `apply_model`, around what loads the model for a sampling run, and
 around the whole run, for its report.
+ControlNets of the prompts are guarded with it: they overflow as well, and Flux's clip that, as Flux does. They have no
+wrappers, so while the run goes on, one has a `get_control` of its own, amid which its network has its own `forward`.
 A VAE has no wrappers, so it and its network get classes derived from their own: the VAE's methods are a run each, and
 the network's `decode` and `encode` are guarded tile by tile.
 """
@@ -10,17 +12,20 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, nullcontext
-from functools import wraps
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
 from types import MethodType, NoneType
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from ..precision.dtypes import DTYPES, FP16_MAX, dtype_name
 from ..precision.policy import Component
 from ..precision.snapshot import Snapshot
 from ..trust.message import BadInput, Message
+from . import host
 from .calls import (
     KEY,
     ModelCall,
@@ -118,6 +123,7 @@ class _ModelGuard:
         run: Run | None = (options.get("transformer_options") or {}).get(KEY) if isinstance(options, dict) else None
         if run is None or type(made) is not tuple:
             return made
+        run.until_end.enter_context(_guarded_controlnets(run, made[1]))
         return run.refining(made[0]), *made[1:]
 
     def apply(self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -164,6 +170,118 @@ def denoiser_of(call: ModelCall) -> ComfyNetwork:
         snapshot=lambda *_: Snapshot(),  # CallMemory has it all
         calls_others=calls_others,
     )
+
+
+# --- ControlNets ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _guarded_controlnets(run: Run, conds: Mapping[str, Any]) -> Generator[None]:
+    """conds: what a sampling is given, by name, as ComfyUI's PREPARE_SAMPLING returns it."""
+    guards: dict[torch.nn.Module, _NetworkGuard] = {}  # several may share a network
+
+    def get_control(control: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        network, dtype = _network_of(control)
+        if network is None:
+            return plain(*args, **kwargs)
+        guards[network] = guards.get(network) or _NetworkGuard(network, run.of_controlnet())
+        with guards[network].guarded(dtype):
+            return plain(*args, **kwargs)
+
+    with ExitStack() as put_back:
+        for control, plain in _controlnets(conds):
+            put_back.enter_context(_in_place(control, get_control=partial(get_control, control, plain)))
+        yield
+
+
+@unless_changed("guarding ControlNets", ())
+def _controlnets(conds: Mapping[str, Any]) -> Sequence[tuple[Any, Callable[..., Any]]]:
+    """All of them, with those that each is chained to, each with its `get_control`."""
+    found: dict[int, Any] = {}
+    more = [cond["control"] for several in conds.values() for cond in several if "control" in cond]
+    while more:
+        control = more.pop()
+        if control is not None and id(control) not in found:
+            found[id(control)] = control
+            more += [control.previous_controlnet, *_on_other_devices(control)]
+    return [(control, control.get_control) for control in found.values()]
+
+
+@unless_changed("guarding ControlNets on other devices", ())
+def _on_other_devices(control: Any) -> Sequence[Any]:
+    if not hasattr(control, "multigpu_clones"):
+        host.check_absence("comfy.controlnet.ControlNet.multigpu_clones", since=(0, 33))
+        return ()
+    return [*control.multigpu_clones.values()]
+
+
+@unless_changed("guarding ControlNets", (None, None))
+def _network_of(control: Any) -> tuple[Any, Any]:
+    """A ControlNet's network, and the dtype that it computes in. A T2I-Adapter computes in float32."""
+    if type(control).__name__ == "T2IAdapter" or control.control_model is None:
+        return None, None
+    return control.control_model, control.manual_cast_dtype or control.control_model.dtype
+
+
+@contextmanager
+def _in_place(of: Any, **methods: Callable[..., Any]) -> Generator[None]:
+    own = vars(of)
+    before = {name: own[name] for name in methods if name in own}
+    own.update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del own[name]
+        own.update(before)
+
+
+class _NetworkGuard:
+    def __init__(self, network: torch.nn.Module, run: Run):
+        self._network, self._run = network, run
+        self._plain: Callable[..., Any] | None = None  # what computes it, where it is guarded now
+
+    @contextmanager
+    def guarded(self, dtype: torch.dtype) -> Generator[None]:
+        """dtype: the network computes in."""
+        if self._plain:
+            yield
+            return
+        self._plain = self._network.forward
+        try:
+            with _in_place(self._network, forward=partial(self._forward, dtype)):
+                yield
+        finally:
+            self._plain = None
+
+    def _forward(self, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+        def guarded() -> Any:
+            given = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            how = {"dtype": dtype, "device": given.device, "attempt": self._attempt, "in_full": self._in_full}
+            kind = type(self._network).__name__
+            of = ComfyNetwork(kind, Component.DENOISER, self._network, rerun=self._in_full, **how)
+            made = self._run.call(of, *args, **kwargs)
+            largest = self._run.latest.largest
+            if dtype_name(dtype) in DTYPES and largest is not None and largest < FP16_MAX:
+                made = [each.to(dtype) if isinstance(each, torch.Tensor) else each for each in made]
+            return pytree.tree_unflatten([made[at] for at in self._at], self._structure)
+
+        return self._run.or_plain(guarded, partial(self._computed, *args, **kwargs))
+
+    def _computed(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._plain
+        return self._plain(*args, **kwargs)
+
+    def _attempt(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call the network. Returns what is in its output, each once: Flux's is a few tensors many times."""
+        leaves, self._structure = pytree.tree_flatten(self._computed(*args, **kwargs))
+        once = {id(leaf): leaf for leaf in leaves}
+        self._at = [[*once].index(id(leaf)) for leaf in leaves]
+        return [*once.values()]
+
+    def _in_full(self, *args: Any, **kwargs: Any) -> list[Any]:
+        with products_in_fp32(self._network), weights_as_stored():
+            return self._attempt(*args, **kwargs)
 
 
 # --- VAE --------------------------------------------------------------------------------------------------------------

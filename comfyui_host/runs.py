@@ -6,7 +6,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Generator, MutableMapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from ..precision.overflow import Clips
 from ..precision.overrides import NOTHING, PrecisionOverrides
 from ..precision.policy import Component, Precision
 from ..precision.profile_store import Profile, ProfileFile
-from ..precision.report import PROBLEMS, StepRecord, together
+from ..precision.report import PROBLEMS, RunReport, StepRecord, together
 from ..precision.upcast import RerunUnsupported
 from ..trust.message import BadInput, Message, Told, joined, message_of
 from ..trust.text import shown
@@ -58,7 +58,7 @@ def guarded_run(settings: Settings, steps: int = 0) -> Generator[Run]:
     run = Run(settings, steps)
     ended_by: BaseException | None = None
     try:
-        with speaking():
+        with speaking(), run.until_end:
             yield run
     except BaseException as error:
         run.ended_by(ended_by := error)
@@ -76,9 +76,10 @@ class Run:
     """Its calls may come from several threads at the same time. How far a rerun reaches (the policy's scope), each
     executor decides for itself: what another one does at that moment is chance."""
 
-    def __init__(self, settings: Settings, steps: int):
+    def __init__(self, settings: Settings, steps: int, node: tuple[str | None, str] | None = None):
         self._settings = settings
-        self._node_id, self._node_type = host.executing_node() if settings.inserted else (settings.node_id, "")
+        node = node or (host.executing_node() if settings.inserted else (settings.node_id, ""))
+        self._node_id, self._node_type = node
         self._steps = steps
         self._executors: dict[tuple[torch.nn.Module, int], _Executor] = {}  # by network and thread
         self._calls: list[StepRecord] = []  # of all executors, in the order in which they ended
@@ -87,6 +88,8 @@ class Run:
         self._replaced = False  # an executor by one that computes as ComfyUI does
         self._before: list[str] = []  # what had to be made again before the first call
         self._given_up: str = ""  # why an inserted guard lets the rest of the run through
+        self._controlnets: list[Run] = []
+        self.until_end = ExitStack()
         self._stopped: StepRecord | None = None  # the call that a guard has ended
         self._ended_by: str = ""  # what ended the run before its end
         self.retried = False  # ComfyUI makes a call that runs out of memory again, tiled
@@ -104,6 +107,17 @@ class Run:
         if self._replaced or any(executor.own_way for executor in self._executors.values()):
             for model in self._models:
                 forget_earlier_runs(model)
+
+    def of_controlnet(self) -> Run:
+        """The run of a ControlNet beside this one, which has it in its report."""
+        made = Run(replace(self._settings, learned={}, profile=None), 0, (self._node_id, self._node_type))
+        self._controlnets.append(made)
+        return made
+
+    @property
+    def latest(self) -> StepRecord:
+        """The call that ended last."""
+        return self._calls[-1]
 
     def refining(self, model: Any) -> Any:
         """A loaded BaseModel, whose text refiner is guarded too."""
@@ -198,17 +212,35 @@ class Run:
             else:
                 after = Message("ended by an error after call {}", done)
                 self._ended_by = after if done else Message("ended by an error at call 1")
+        for of_controlnet in self._controlnets:
+            if of_controlnet._stopped:
+                of_controlnet.ended_by(error)
 
     def end(self, given_up: str = "") -> None:
         """Show the report on the node, and write it to the log. given_up: why there was no guard."""
         with self._lock:
             self._given_up = self._given_up or given_up
-            executors, steps = [*self._executors.values()], [*self._calls]
-        if not steps and not (executors and self._ended_by):
+        report = self._report()
+        if report is None:
             if self._given_up:
                 self._say(self._given_up)
                 self._tell(joined("\n", (*self._before, self._given_up)))
             return
+        notes = dict.fromkeys(_what_happened(step) for step in report.steps if step.note)
+        text = joined("\n", (report.summary(), *list(notes)[:1], *report.notes))
+        self._say(text)
+        self._tell(text, report.as_dict(), eventful=self._is_eventful())
+
+    def _is_eventful(self) -> bool:
+        happened = self._before or self._given_up or any(step.note or step.outcome in PROBLEMS for step in self._calls)
+        return bool(happened) or any(each._is_eventful() for each in self._controlnets)
+
+    def _report(self) -> RunReport | None:
+        """What its calls came to; None where there were none."""
+        with self._lock:
+            executors, steps = [*self._executors.values()], [*self._calls]
+        if not steps and not (executors and self._ended_by):
+            return None
         for executor in executors:
             executor.keep()
         report = together([executor.guard.report for executor in executors], steps)
@@ -217,7 +249,6 @@ class Run:
         report.calls_per_step = -(-len(steps) // self._steps) if self._steps and not report.in_calls else 1
         for line in self._before:
             report.note(line)
-        notes = dict.fromkeys(_what_happened(step) for step in steps if step.note)
         if report.reruns and (reference := executors[0].reference):
             report.note(reference)
         if (report.reruns or any(executor.own_way for executor in executors)) and host.plans_memory():
@@ -229,12 +260,14 @@ class Run:
         if any(switch.set_by == "onediff-guard" for switch in report.switches):
             plan = report.plan
             report.note(Message("half-precision accumulation: {} ({})", plan.accumulation, plan.accumulation_reason))
+        for of in filter(None, (each._report() for each in self._controlnets)):
+            of.in_calls = True  # it may work in some steps alone
+            for line in (of.summary(), *of.notes):
+                if line not in report.notes:
+                    report.note(Message("ControlNet: {}", line))
         if self._given_up:
             report.note(self._given_up)
-        text = joined("\n", (report.summary(), *list(notes)[:1], *report.notes))
-        eventful = bool(notes or self._before or report.failed or self._given_up)
-        self._say(text)
-        self._tell(text, report.as_dict(), eventful=eventful)
+        return report
 
     def _tell(self, text: str, *reports: Any, eventful: bool = True) -> None:
         if eventful or not self._settings.inserted:

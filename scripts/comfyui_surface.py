@@ -36,7 +36,7 @@ _MANAGEMENT, _LOADED = "comfy.model_management", "comfy.model_management.LoadedM
 _PATCHER, _MODEL, _VAE = "comfy.model_patcher.ModelPatcher", "comfy.model_base.BaseModel", "comfy.sd.VAE"
 _KINDS, _EXECUTOR = "comfy.patcher_extension.WrappersMP", "comfy.patcher_extension.WrapperExecutor"
 _GUIDER, _LAYER = "comfy.samplers.CFGGuider", "comfy.ops.CastWeightBiasOp"
-_QUANTISED = "comfy.quant_ops.QuantizedTensor"
+_QUANTISED, _CONTROLNET = "comfy.quant_ops.QuantizedTensor", "comfy.controlnet.ControlNet"
 _QWEN = "comfy.ldm.qwen_image21.model.QwenImage21Transformer2DModel"
 _FORMAT = "comfy.latent_formats.LatentFormat"
 _SERVER, _QUEUE = "server.PromptServer", "execution.PromptQueue"
@@ -45,6 +45,7 @@ _PROVIDER = "comfy_execution.cache_provider"
 _MODEL_OFF = "the guard of a MODEL"
 _PLAN_OFF = "reruns apart from a plan for memory"
 _VAE_OFF = "the guard of a VAE"
+_CONTROLNET_OFF = "guarding ControlNets"
 _RERUN_OFF = "reruns: the model goes on unguarded"
 _FRESH_OFF = "loading anew what may be stale"
 _LISTS = "lists of models are empty"
@@ -186,6 +187,11 @@ USES: dict[str, Use] = {
         f"{_VAE}.{name}": Use(REPLACE, "one report for a run", _VAE_OFF)
         for name in ("decode", "decode_tiled", "encode", "encode_tiled")
     },
+    f"{_CONTROLNET}.get_control": Use(REPLACE, "the guard of a ControlNet's network", _CONTROLNET_OFF),
+    f"{_CONTROLNET}.control_model": Use(READ, "the network", _CONTROLNET_OFF),
+    f"{_CONTROLNET}.manual_cast_dtype": Use(READ, "what it computes in", _CONTROLNET_OFF),
+    f"{_CONTROLNET}.previous_controlnet": Use(READ, "the others of a chain", _CONTROLNET_OFF),
+    f"{_CONTROLNET}.multigpu_clones": Use(READ, "those for other devices", "guarding them there"),
     "comfy.ldm.models.autoencoder.AutoencoderKL.decode": Use(REPLACE, "a tile of a picture", _VAE_OFF),
     "comfy.ldm.models.autoencoder.AutoencoderKL.encode": Use(REPLACE, "a tile of a picture", _VAE_OFF),
     # --- the probe
@@ -231,7 +237,7 @@ OWNERS: dict[str, dict[str, str]] = {  # what an expression stands for, by file;
         "ops": "comfy.ops",
     },
     "calls.py": {"kinds": _KINDS, "self.model": _MODEL, "executor.class_obj": _MODEL},
-    "guards.py": {"executor.class_obj": _GUIDER, "of": _PATCHER},
+    "guards.py": {"executor.class_obj": _GUIDER, "of": _PATCHER, "control": _CONTROLNET},
     "layers.py": {
         "each": _LOADED,
         "each.model": _PATCHER,

@@ -13,7 +13,7 @@ import native_models
 import torch
 from native_models import HOT_DECODER, HOT_ENCODER, LAYOUTS, in_fp32, make_model, make_vae, prompts, vae_in_fp32
 
-video = import_module("guard_video_vae")
+controlnets, video = import_module("guard_controlnets"), import_module("guard_video_vae")
 STATES = ["healthy", "hot", "hot in fp32"]
 STATE = (STATES,)
 IMAGES = ("image", "temporal")  # VAEs that are no video's
@@ -34,6 +34,21 @@ class SmallModel:
             model = in_fp32(model, layout) if state == STATES[2] else model
         start = native_models._nested([torch.zeros(shape) for shape in layout.streams])
         return model, *prompts(layout), {"samples": start}
+
+
+class Controlled:
+    RETURN_TYPES = ("CONDITIONING",)
+    FUNCTION = "apply"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {"conditioning": ("CONDITIONING",), "name": ([*controlnets.HOT],), "state": STATE}}
+
+    def apply(self, conditioning: list[Any], name: str, state: str) -> tuple[Any]:
+        dtype = torch.float32 if state == STATES[2] else torch.float16
+        with torch.inference_mode(False):
+            control = controlnets.applied(controlnets.controlnet(name, dtype, hot=state != "healthy"))
+        return ([[text, more | {"control": control}] for text, more in conditioning],)
 
 
 class SmallVAE:
@@ -88,3 +103,4 @@ class Keep:
 
 
 NODE_CLASS_MAPPINGS = {"TestSmallModel": SmallModel, "TestSmallVAE": SmallVAE, "TestKeep": Keep}
+NODE_CLASS_MAPPINGS["TestControlled"] = Controlled
