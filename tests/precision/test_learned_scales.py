@@ -334,6 +334,18 @@ for kernel in (turned, normed_and_turned):
     kernel.register_fake(lambda x, *_: torch.empty_like(x))
 
 
+def overwritten(by: Any) -> Any:
+    """A norm's output, of which a part is replaced, as CogVideoX-5B turns those queries that are of images."""
+
+    def network(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+        y = F.layer_norm(s.l[0](x), (64,))
+        part = y[:, 3:]
+        y[:, 3:] = (part.float() * s.g.float() + part.flip(-1).float()).to(part.dtype) * by(step)
+        return s.l[1](renormed(y))
+
+    return Fn(network, g=ONE / 2)
+
+
 def quieter(how: str, exponent: int) -> Any:
     def network(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
         factor, h = s.g.view(1, 1, 64) * 2.0 ** (exponent * step), s.l[0](x)
@@ -363,6 +375,7 @@ def spread(token: float) -> torch.Tensor:
 
 ONE, TINY = torch.ones(64), 2.0**-22
 AT_3 = torch.arange(8)[:, None] == 3
+PART = "a part of a norm's output"
 LOUDER, QUIETER = (1.0, 1.0, 2.0**17), (1.0, 2.0**-16, 2.0**-20, 2.0**-30)
 STEPS: dict[str, tuple[Any, tuple[float, ...]]] = {  # → a network, and by how much its inputs are louder, step by step
     "a weight's copy changed in place": (lambda: Fn(weight_changed_in_place, g=ONE.clone()), (1, 1, 1)),
@@ -500,6 +513,10 @@ STEPS: dict[str, tuple[Any, tuple[float, ...]]] = {  # → a network, and by how
         lambda: Fn(lambda s, x, _: torch.addcmul(h := s.l[0](x), s.l[1](x), s.g) - h, g=ONE / 64), (1, 1)
     ),
     "gated sums in place": (lambda: Fn(written(lambda s, h, y: h.addcmul_(y, s.g).add_(y)), g=ONE * 2.0**9), LOUDER),
+    PART: (lambda: overwritten(lambda _: 1), (1, 1, 1)),
+    "the same, louder": (lambda: overwritten(lambda step: 2.0 ** (18 * step)), (1, 1, 1)),
+    "the same, quieter": (lambda: overwritten(lambda step: 2.0 ** (-18 * step)), (1, 1, 1)),
+    "the same, beyond fp16": (lambda: overwritten(lambda _: 2.0**18), (1, 1, 1)),
     "by another's dtype": (lambda: Fn(lambda s, x, _: s.l[1](s.l[0](x).to(x).type_as(s.g)), g=ONE), LOUDER),
     "by another's dtype, and changed": (
         lambda: Fn(written(lambda s, h, y: h.add_(y.to(s.g).mul_(2)).add_(y.type_as(h))), g=ONE), (1, 1)
@@ -683,7 +700,8 @@ class Casts(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "name", ["modulated", "gated sums in place", "by another's dtype", "turned", "a norm, and turned"]
+    "name",
+    ["modulated", "gated sums in place", "by another's dtype", "turned", "a norm, and turned", PART],
 )
 def test_what_has_room_is_widened_for_no_function_on_a_card(name: str) -> None:
     """Counted without values: a CPU has casts of its own."""
