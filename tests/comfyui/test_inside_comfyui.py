@@ -16,6 +16,7 @@ HERE = Path(__file__).resolve().parent / "inside"
 CARD, STREAMED = ("--second-device",), ("--second-device", "--novram", "--async-offload")
 WHOLE = {"": (), ", card": CARD}
 OPTIONS = {  # of ComfyUI, by file and what it is called; each other file runs on the CPU
+    "guard_controlnets": WHOLE,
     "guard_families": WHOLE | {", streamed to the card": STREAMED},
     "guard_vae": WHOLE,
     "guard_video_vae": WHOLE,
