@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import wraps
 from inspect import signature
 from types import CellType, MappingProxyType
 from typing import Any
@@ -28,6 +29,7 @@ from ..precision import shared
 from ..precision.dtypes import HALF_DTYPES
 from ..precision.guard import GuardStopped
 from ..precision.observe import floating, non_finite
+from ..precision.planned_products import go_on_from, place_in_network
 from ..precision.scaled_products import dtype_of_products
 from ..precision.snapshot import Snapshot
 from ..trust.message import message_of
@@ -211,7 +213,8 @@ def apply_model_in_full(*, executor: Any, **call: Any) -> Any:
     """From the weights as they are stored, by layers and kernels that take float32."""
     call["memory"].in_full = True
     with products_in_fp32(executor.class_obj.diffusion_model), weights_as_stored():
-        return apply_model(executor=executor, options={ATTENTION_OVERRIDE: _attention_in_fp32}, **call)
+        attention = _attention_beside(call["memory"].options.get(ATTENTION_OVERRIDE))
+        return apply_model(executor=executor, options={ATTENTION_OVERRIDE: attention}, **call)
 
 
 def apply_model_in_fp32(*, memory: CallMemory, **call: Any) -> Any:
@@ -227,6 +230,56 @@ def load_anew(*, executor: Any, timestep: Any, memory: CallMemory, **given: Any)
         return False
     memory.renewed()
     return True
+
+
+def _attention_beside(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return an override for one call of the model. theirs: another pack's, if there is one.
+
+    One that adds to attention, or takes from it, asks for the attention that it is around, which is ours then, or
+    makes something else than that. One that makes the same is another kernel, which gives way, as one does that
+    refuses what it is given. That is asked once for each shape.
+    """
+    if theirs is None:
+        return _attention_in_fp32
+    gives_way: set[tuple[torch.Size, ...]] = set()
+
+    def override(chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        asked: list[bool] = []
+
+        @wraps(chosen)
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            asked.append(True)
+            return _attention_in_fp32(chosen, *args, **kwargs)
+
+        shapes, place, made = tuple(each.shape for each in floating(args)), place_in_network(), None
+        if shapes not in gives_way:
+            try:
+                made = theirs(ours, *args, **kwargs)
+            except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+                if asked or isinstance(error, torch.OutOfMemoryError):
+                    raise
+        if asked:
+            return made
+        after = place_in_network()
+        go_on_from(place)
+        plain = _attention_in_fp32(chosen, *args, **kwargs)
+        if made is None or _is_another_kernel(made, plain):
+            gives_way.add(shapes)
+            return plain
+        go_on_from(after)
+        return made
+
+    return override
+
+
+_SAME = 0.02  # of a norm: SageAttention's error, which computes in 8 bits, is about that
+
+
+def _is_another_kernel(made: Any, plain: torch.Tensor) -> bool:
+    """Return whether an attention made what PyTorch's makes, or what no precision of its own makes finite."""
+    if not isinstance(made, torch.Tensor) or made.shape != plain.shape:
+        return False
+    return not bool((made.float() - plain.float()).norm() > _SAME * plain.float().norm())
 
 
 def _attention_in_fp32(chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -176,6 +176,7 @@ class PlannedMode(LocatedMode):
     def __init__(self, plan: dict[Key, Scale], way: Way, kernel_of: KernelOf = no_kernel):
         super().__init__(kernel_of)
         self._plan, self._way = plan, way
+        self._left = ""  # why the call has left the plan, once it has
         self._made: set[int] = set()  # storages of this call's tensors in fp16, where the network writes in place
         self._lost: list[torch.Tensor] = []  # bool []: whether a constant scale flushed digits
         self._rows: list[torch.Tensor] = []  # the largest values of rows that were cast to fp16
@@ -192,14 +193,25 @@ class PlannedMode(LocatedMode):
         self._on_card = any(tensor.device.type != "cpu" for tensor in tensors)
         self._inputs, self._shares = set(map(id, tensors)), True
 
+    def _leave(self, why: str) -> LeftPlan:
+        """Return what to raise. A network may catch it: ComfyUI's does where it adds what a ControlNet gives."""
+        self._left = why
+        return LeftPlan(why)
+
+    def end(self) -> None:
+        super().end()
+        if self._left:
+            raise LeftPlan(self._left)
+
     def clear(self) -> None:
+        self._left = ""
         self._lost, self._rows, self._asked = [], [], []
         self._made.clear()
         self._halves.clear()
 
     def _leave_layer(self, layer: int, since: int) -> None:
         if since not in self._way.counts.get(layer, (since,)):
-            raise LeftPlan("the network goes another way than in the first step")
+            raise self._leave("the network goes another way than in the first step")
 
     def finished(self, made: torch.Tensor) -> torch.Tensor:
         """Return an output in float32; NaN where something finite was made of what had left the range."""
@@ -236,7 +248,7 @@ class PlannedMode(LocatedMode):
         if self._halves and (kwargs or not (func in _CHANGES_NONE or is_rope_kernel(func))):
             self._share_less(func, args, kwargs)
         if kwargs and not self._way.writes and writes(func, args, kwargs):
-            raise LeftPlan("the network changes a tensor in place")
+            raise self._leave("the network changes a tensor in place")
         if func in MOVES or (func in KEEPS_RANGE and keeps_range(func, args, kwargs)):
             return self._moved(func, args, kwargs)
         if func in COPIES:
@@ -265,7 +277,7 @@ class PlannedMode(LocatedMode):
         if func is torch.view_as_complex:
             return func(args[0].float())
         if not self._way.writes and writes(func, args, kwargs):
-            raise LeftPlan("the network changes a tensor in place")
+            raise self._leave("the network changes a tensor in place")
         if func in SUMS_IN_PLACE and args[0].dtype is torch.float32 and not any(map(_is_wider, args)):
             return func(*args, **kwargs)
         self._shares &= func not in _ALIASES
@@ -277,9 +289,9 @@ class PlannedMode(LocatedMode):
     def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that computes on no value, or keeps the range."""
         if func in POINTS:
-            raise LeftPlan("the network starts a kernel that the first step did not start")
+            raise self._leave("the network starts a kernel that the first step did not start")
         if not self._way.writes and (func is torch.Tensor.__setitem__ or changes_in_place(func, args, kwargs)):
-            raise LeftPlan("the network changes a tensor in place")
+            raise self._leave("the network changes a tensor in place")
         if func is torch.Tensor.view and any(isinstance(each, torch.dtype) for each in (*args[1:], *kwargs.values())):
             return func(args[0].float() if args[0].dtype is FP16 else args[0], *args[1:], **kwargs)
         if func is torch.Tensor.__setitem__ and args[0].dtype is FP16 and _narrows(args[2]):

@@ -346,6 +346,15 @@ def overwritten(by: Any) -> Any:
     return Fn(network, g=ONE / 2)
 
 
+def catching(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+    """As ComfyUI adds a ControlNet's residual."""
+    h = s.l[0](x)
+    with contextlib.suppress(Exception):
+        if step:
+            h += s.g
+    return s.l[1](h)
+
+
 def quieter(how: str, exponent: int) -> Any:
     def network(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
         factor, h = s.g.view(1, 1, 64) * 2.0 ** (exponent * step), s.l[0](x)
@@ -513,6 +522,7 @@ STEPS: dict[str, tuple[Any, tuple[float, ...]]] = {  # → a network, and by how
         lambda: Fn(lambda s, x, _: torch.addcmul(h := s.l[0](x), s.l[1](x), s.g) - h, g=ONE / 64), (1, 1)
     ),
     "gated sums in place": (lambda: Fn(written(lambda s, h, y: h.addcmul_(y, s.g).add_(y)), g=ONE * 2.0**9), LOUDER),
+    "a write that a later step begins, and no error ends": (lambda: Fn(catching, g=3 * ONE), (1, 1, 1)),
     PART: (lambda: overwritten(lambda _: 1), (1, 1, 1)),
     "the same, louder": (lambda: overwritten(lambda step: 2.0 ** (18 * step)), (1, 1, 1)),
     "the same, quieter": (lambda: overwritten(lambda step: 2.0 ** (-18 * step)), (1, 1, 1)),

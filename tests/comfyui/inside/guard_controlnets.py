@@ -86,6 +86,23 @@ def test_a_controlnet_has_overflow_protection_where_the_model_has(family: str, h
     assert "3 steps, all fine." in said[-1] and "3 calls, all fine." in said[-1]
 
 
+@pytest.mark.parametrize("where", ["positive", "negative"])
+@family
+def test_a_controlnet_that_begins_late_is_applied(family: str, where: str) -> None:
+    """ComfyUI's SD and SDXL go on without what a ControlNet gives, where adding it raises."""
+    layout, model = LAYOUTS[family], make_model(LAYOUTS[family])
+
+    def made(of: Any, dtype: torch.dtype, *, controlled: bool = True) -> torch.Tensor:
+        control = applied(controlnet(family, dtype), 1.0, (0.3 if where == "positive" else 0.0, 1.0))
+        given = {"control": control} if controlled else {}
+        return sample(of, layout, steps=4, **given if where == "positive" else {"negatives": given})
+
+    right, without = (made(in_fp32(model, layout), torch.float32, controlled=on) for on in (True, False))
+    assert difference(without, right) > 5e-2 or (family == "flux" and where == "negative")  # which has no guidance
+    assert difference(made(guarded(model, precision="fp16"), torch.float16), right) <= 1e-2
+    assert "4 steps, all fine." in said[-1]
+
+
 def test_each_of_a_chain_is_guarded() -> None:
     """Two have the same network, as where one is applied to two pictures; one works in the last steps alone."""
     layout, model = LAYOUTS["sd15"], make_model(LAYOUTS["sd15"])

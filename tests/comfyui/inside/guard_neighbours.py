@@ -150,6 +150,44 @@ def _chosen(attention: Any, name: str) -> Iterator[list[torch.dtype]]:
         vars(attention).update(before)
 
 
+def _as_before(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, *_: Any, **more: Any) -> torch.Tensor:
+    return import_module("comfy.ldm.modules.attention").attention_pytorch(q, k, v, heads, **more)
+
+
+def _around(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return 1.5 * chosen(*args, **kwargs) + 0.3
+
+
+def _in_its_own_way(_chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _as_before(3 * q, *args, **kwargs)
+
+
+def _of_some(chosen: Any, q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Of prompts alone."""
+    return (_in_its_own_way if q.shape != k.shape else _as_it_is)(chosen, q, k, *args, **kwargs)
+
+
+def _as_it_is(_chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _as_before(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("precision", "hot"), [("inherit", True), ("fp16", False), ("fp16", True)])
+@pytest.mark.parametrize(
+    ("family", "override"),
+    [("sd15", _around), ("flux", _around), ("sd15", _in_its_own_way), ("flux", _in_its_own_way), ("sd15", _of_some)],
+)
+def test_what_another_pack_does_to_attention_stays(family: str, override: Any, precision: str, hot: bool) -> None:
+    """Regional prompts are such: in a rerun, and with every layer protected."""
+    layout, model = LAYOUTS[family], make_model(LAYOUTS[family], hot=hot)
+    exact = in_fp32(model, layout)
+    without = sample(exact, layout)
+    for each in (exact, model):
+        each.model_options["transformer_options"]["optimized_attention_override"] = override
+    right = sample(exact, layout)
+    assert difference(without, right) > 5e-2
+    assert difference(sample(guarded(model, precision=precision), layout), right) <= 1e-2
+
+
 def test_another_packs_attention_gives_way_in_the_rerun() -> None:
     """It is for half precision alone, and set by ComfyUI's own way."""
     seen: list[torch.dtype] = []
@@ -162,7 +200,7 @@ def test_another_packs_attention_gives_way_in_the_rerun() -> None:
     patcher = guarded(hot)
     patcher.model_options["transformer_options"]["optimized_attention_override"] = override
     assert torch.equal(sample(patcher, SD15), sample(in_fp32(hot, SD15), SD15))
-    assert set(seen) == {HALF}
+    assert seen.count(SINGLE) < seen.count(HALF) / 2  # once for each shape
 
 
 @pytest.mark.parametrize(

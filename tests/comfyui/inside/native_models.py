@@ -117,9 +117,11 @@ def random_weights(network: torch.nn.Module, hot: Mapping[str, float]) -> dict[s
     return drawn
 
 
-def prompts(layout: Layout, **conditions: Any) -> tuple[list[Any], list[Any]]:
+def prompts(
+    layout: Layout, negatives: Mapping[str, Any] | None = None, **conditions: Any
+) -> tuple[list[Any], list[Any]]:
     """Random, as text encoders give them: some models round them to half precision before the first step. Positive and
-    negative. conditions: further ones of the positive."""
+    negative. conditions: further ones of the positive. negatives: of the negative."""
     generator = torch.Generator().manual_seed(6)
 
     def random(shape: tuple[int, ...]) -> torch.Tensor:
@@ -129,6 +131,7 @@ def prompts(layout: Layout, **conditions: Any) -> tuple[list[Any], list[Any]]:
     given |= {name: torch.ones(shape, dtype=torch.long) for name, shape in layout.ones.items()}
     positive, negative = ([[random(layout.context), dict(given)]] for _ in range(2))
     positive[0][1].update(conditions)
+    negative[0][1].update(negatives or {})
     return positive, negative
 
 
