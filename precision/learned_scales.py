@@ -148,7 +148,9 @@ class LearningMode(LocatedMode):
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name := writes(func, args, kwargs):
             self.way.writes = True
-            self._note_write(name, args)
+            numbers = name not in _OVERWRITES or any(map(_is_floating, args[1:]))
+            if numbers and (maker := self._makers.get(storage_of(args[0]))):
+                self.way.summed.add(maker)
         self.way.points |= func in POINTS
         made = super().computed(func, args, kwargs)
         if func in LAYER_CALLS:
@@ -166,21 +168,8 @@ class LearningMode(LocatedMode):
                 self._makers[own] = self._makers.get(of) if of is not None and func in _STAYS_FP16 else None
         return made
 
-    def _note_write(self, name: str, args: tuple[Any, ...]) -> None:
-        maker = self._makers.get(storage_of(args[0]))
-        values = [value for value in args[1:] if _is_floating(value)]
-        if maker is None or (name in _OVERWRITES and not values):
-            return
-        if name == "__setitem__" and maker[1:] != (0, "") and any(key == maker for key, _ in self.notes.of):
-            self._note(maker, values[-1])  # as if what made the tensor had made that as well
-        else:
-            self.way.summed.add(maker)
-
     def _note_output(self, key: Key, made: torch.Tensor) -> None:
         self._makers[storage_of(made)] = key
-        self._note(key, made)
-
-    def _note(self, key: Key, made: torch.Tensor) -> None:
         if made.numel():
             rows = largest_of(made, (-1,)) if made.ndim else made.abs()
             self.notes.add(key, rows.amax(), rows.amax(), _faint(rows), 0.0)

@@ -294,8 +294,6 @@ class PlannedMode(LocatedMode):
             raise self._leave("the network changes a tensor in place")
         if func is torch.Tensor.view and any(isinstance(each, torch.dtype) for each in (*args[1:], *kwargs.values())):
             return func(args[0].float() if args[0].dtype is FP16 else args[0], *args[1:], **kwargs)
-        if func is torch.Tensor.__setitem__ and args[0].dtype is FP16 and _narrows(args[2]):
-            self._look_at_least(args[2])
         return func(*args, **kwargs)
 
     def _cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -337,12 +335,6 @@ class PlannedMode(LocatedMode):
         with shared.lasting():
             rows = largest_of(given, row_of(given, spatial) if few_are_one else (-1 - spatial,))
             self._rows.append(rows if factor == 1 else rows * factor)
-
-    def _look_at_least(self, given: torch.Tensor) -> None:
-        """Note the same of the quietest row alone, where there are many."""
-        rows = largest_of(given, row_of(given, 0))
-        with shared.lasting():
-            self._rows.append(torch.where(rows > 0, rows, 1).amin())
 
     def _look_at_factor(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """Note whether of two factors the one with fewer numbers is so quiet that their product may be 0 in fp16."""
@@ -420,7 +412,9 @@ class PlannedMode(LocatedMode):
             return super()._attention(query, key, value, *args, **kwargs)
         self._look_at_both(query, key)  # a row of logits that are all -inf is 0 in some kernels
         if value.dtype is not FP16:
-            self._look_at_least(value)  # of each head
+            rows = largest_of(value, (-1,))  # of each head: the least alone is kept
+            with shared.lasting():
+                self._rows.append(torch.where(rows > 0, rows, 1).amin())
         with autocast_off_where_on((query.device.type,)):
             return F.scaled_dot_product_attention(query.to(FP16), key.to(FP16), value.to(FP16), *args, **kwargs)
 
@@ -581,12 +575,6 @@ def _affine(
         return made.to(dtype)
     out = torch.empty_like(x, dtype=dtype)
     return torch.mul(x, weight, out=out) if bias is None else torch.addcmul(bias, x, weight, out=out)
-
-
-def _narrows(value: Any) -> bool:
-    """Return whether a value loses digits where it is written into fp16."""
-    floats = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return floats and value.dtype is not FP16 and value.ndim > 0 and value.numel() > 0
 
 
 def _is_wider(value: Any) -> bool:

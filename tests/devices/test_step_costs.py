@@ -14,7 +14,7 @@ import step_costs
 pytestmark = pytest.mark.skipif(bool(second_device.why_not()), reason=second_device.why_not() or "it can be built")
 
 # Kernels of a step of the small model: diffusers' own; what the guard adds; what guard and learned scales add
-KERNELS = {"2b": (169, 13, 61), "wan": (530, 31, 119), "cogview3": (166, 13, 66), "cogview4": (384, 24, 142)}
+KERNELS = {"2b": (169, 13, 61), "wan": (530, 31, 119), "cogview3": (166, 13, 66), "cogview4": (384, 24, 118)}
 PER_CALL = 40  # bytes that the guard hands the host at each call of the denoiser, at most
 
 
