@@ -193,18 +193,25 @@ def apply_model(
     return executor(x, timestep, c_concat, c_crossattn, control, memory.of_a_call(options), **more)
 
 
-def calls_others(*, executor: Any, memory: CallMemory, **_: Any) -> bool:
+def calls_others(thorough: bool, *, executor: Any, memory: CallMemory, **_: Any) -> bool:
     """Return whether a call runs other nodes' and packs' code amid the network: what they put into its options, or in
-    place of a module's methods. Many such patches begin to work in a later step."""
-    if any(map(_is_patched, executor.class_obj.diffusion_model.modules())):
+    place of modules or their methods. Many such patches begin to work in a later step.
+
+    thorough: whether all modules are looked at (for SDXL's, 3 ms), or the network itself alone.
+    """
+    network = executor.class_obj.diffusion_model
+    if any(map(_is_patched, network.modules() if thorough else [network])):
         return True
     within = pytree.tree_leaves_with_path(memory.options)
     return any(callable(value) and pytree.MappingKey(KEY) not in path for path, value in within)
 
 
+_OF_COMFYUI = ("comfy.", "torch.", "einops.")
+
+
 def _is_patched(module: torch.nn.Module) -> bool:
     own = vars(module)
-    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or not type(module).__module__.startswith(_OF_COMFYUI):
         return True
     return any(callable(value) and callable(getattr(type(module), name, None)) for name, value in own.items())
 

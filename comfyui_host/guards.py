@@ -11,6 +11,7 @@ the network's `decode` and `encode` are guarded tile by tile.
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from ..precision.dtypes import DTYPES, FP16_MAX, dtype_name
 from ..precision.policy import Component
+from ..precision.report import StepRecord
 from ..precision.snapshot import Snapshot
 from ..trust.message import BadInput, Message
 from . import host
@@ -179,16 +181,19 @@ def denoiser_of(call: ModelCall) -> ComfyNetwork:
 def _guarded_controlnets(run: Run, conds: Mapping[str, Any]) -> Generator[None]:
     """conds: what a sampling is given, by name, as ComfyUI's PREPARE_SAMPLING returns it."""
     guards: dict[torch.nn.Module, _NetworkGuard] = {}  # several may share a network
+    over: list[bool] = []
 
     def get_control(control: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         network, dtype = _network_of(control)
-        if network is None:
+        if network is None or over:  # another pack may have kept this method, in one of its own
             return plain(*args, **kwargs)
         guards[network] = guards.get(network) or _NetworkGuard(network, run.of_controlnet())
         with guards[network].guarded(dtype):
             return plain(*args, **kwargs)
 
     with ExitStack() as put_back:
+        put_back.callback(guards.clear)
+        put_back.callback(over.append, True)
         for control, plain in _controlnets(conds):
             put_back.enter_context(_in_place(control, get_control=partial(get_control, control, plain)))
         yield
@@ -217,23 +222,33 @@ def _on_other_devices(control: Any) -> Sequence[Any]:
 
 @unless_changed("guarding ControlNets", (None, None))
 def _network_of(control: Any) -> tuple[Any, Any]:
-    """A ControlNet's network, and the dtype that it computes in. A T2I-Adapter computes in float32."""
-    if type(control).__name__ == "T2IAdapter" or control.control_model is None:
+    """A ControlNet's network, and the dtype that it computes in. Others have none that ComfyUI calls: other packs' own,
+    and a T2I-Adapter, which computes in float32."""
+    ours = isinstance(control, sys.modules["comfy.controlnet"].ControlNet)
+    if not ours or not isinstance(control.control_model, torch.nn.Module):
         return None, None
     return control.control_model, control.manual_cast_dtype or control.control_model.dtype
 
 
 @contextmanager
 def _in_place(of: Any, **methods: Callable[..., Any]) -> Generator[None]:
-    own = vars(of)
+    own = getattr(of, "__dict__", {})  # one with slots keeps its methods
     before = {name: own[name] for name in methods if name in own}
     own.update(methods)
     try:
         yield
     finally:
-        for name in methods:
+        for name in (
+            name for name, method in methods.items() if own.get(name) is method
+        ):  # else another pack's is there
             del own[name]
-        own.update(before)
+            own.update({name: before[name]} if name in before else {})
+
+
+def _has_room(call: StepRecord) -> bool:
+    """Return whether half precision holds what a ControlNet gave, times its strength, and with what others give."""
+    asked_for_fp32 = call.dtype == "fp32" and call.outcome != "rerun"
+    return not asked_for_fp32 and call.largest is not None and call.largest < FP16_MAX / 16
 
 
 class _NetworkGuard:
@@ -261,8 +276,7 @@ class _NetworkGuard:
             kind = type(self._network).__name__
             of = ComfyNetwork(kind, Component.DENOISER, self._network, rerun=self._in_full, **how)
             made = self._run.call(of, *args, **kwargs)
-            largest = self._run.latest.largest
-            if dtype_name(dtype) in DTYPES and largest is not None and largest < FP16_MAX:
+            if dtype_name(dtype) in DTYPES and _has_room(self._run.latest):
                 made = [each.to(dtype) if isinstance(each, torch.Tensor) else each for each in made]
             return pytree.tree_unflatten([made[at] for at in self._at], self._structure)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Generator, MutableMapping
+from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -70,6 +70,8 @@ def guarded_run(settings: Settings, steps: int = 0) -> Generator[Run]:
             if not (settings.inserted or ended_by or what_changed(error)):  # what ended the run is what is told
                 raise
             logger.exception("NaN Guard: no report of this run")
+        for of_controlnet in run._controlnets:
+            of_controlnet._executors.clear()  # a circle would keep its network
 
 
 class Run:
@@ -110,7 +112,11 @@ class Run:
 
     def of_controlnet(self) -> Run:
         """The run of a ControlNet beside this one, which has it in its report."""
-        made = Run(replace(self._settings, learned={}, profile=None), 0, (self._node_id, self._node_type))
+        request = (
+            None if self._settings.request is Precision.FP16_PLAIN else self._settings.request
+        )  # which it may not be
+        settings = replace(self._settings, learned={}, profile=None, request=request)
+        made = Run(settings, 0, (self._node_id, self._node_type))
         self._controlnets.append(made)
         return made
 
@@ -222,9 +228,10 @@ class Run:
             self._given_up = self._given_up or given_up
         report = self._report()
         if report is None:
-            if self._given_up:
-                self._say(self._given_up)
-                self._tell(joined("\n", (*self._before, self._given_up)))
+            if self._is_eventful():
+                lines = [*self._before, *self._of_controlnets(), *filter(None, [self._given_up])]
+                self._say(lines[-1])
+                self._tell(joined("\n", lines))
             return
         notes = dict.fromkeys(_what_happened(step) for step in report.steps if step.note)
         text = joined("\n", (report.summary(), *list(notes)[:1], *report.notes))
@@ -260,14 +267,22 @@ class Run:
         if any(switch.set_by == "onediff-guard" for switch in report.switches):
             plan = report.plan
             report.note(Message("half-precision accumulation: {} ({})", plan.accumulation, plan.accumulation_reason))
-        for of in filter(None, (each._report() for each in self._controlnets)):
-            of.in_calls = True  # it may work in some steps alone
-            for line in (of.summary(), *of.notes):
-                if line not in report.notes:
-                    report.note(Message("ControlNet: {}", line))
+        for line in self._of_controlnets(report.notes):
+            report.note(line)
         if self._given_up:
             report.note(self._given_up)
         return report
+
+    def _of_controlnets(self, said: Sequence[str] = ()) -> list[Message]:
+        """What became of them, in words. said: what need not be repeated."""
+        lines: list[str] = []
+        for each in self._controlnets:
+            if report := each._report():
+                report.in_calls = True  # it may work in some steps alone
+                lines += (report.summary(), *report.notes)
+            else:
+                lines.append(each._given_up)
+        return [Message("ControlNet: {}", line) for line in lines if line and line not in said]
 
     def _tell(self, text: str, *reports: Any, eventful: bool = True) -> None:
         if eventful or not self._settings.inserted:

@@ -234,28 +234,29 @@ class Clips(TraceableMode):
     nor asked for infinities, the next ones run without it. Compiled code has none of that cost, and would be made anew.
 
     dtype: the dtype of the stage's plan. Only "fp16" is watched.
-    may_clip_later: is given what the first call was given; returns whether later calls may do what it did not.
+    may_clip: returns whether a call may do what those before it did not. Is given whether to look closely, as once for
+        the first call, and what the call is given.
     """
 
-    def __init__(self, dtype: str, may_clip_later: Callable[..., bool] = lambda *_, **__: False) -> None:
+    def __init__(self, dtype: str, may_clip: Callable[..., bool] = lambda _closely, *_, **__: False) -> None:
         super().__init__()
-        self._may_clip_later = may_clip_later
+        self._may_clip = may_clip
         # the largest |x| that was clipped: one tensor, since compiled code would be made anew for each length of a list
         self.peak = torch.zeros(())
         self._needed = False
-        self._idle = dtype != "fp16"
+        self._off, self._idle = dtype != "fp16", False
 
     def watched(self, stage: Callable[..., Any]) -> Callable[..., Any]:
         """Return the stage such that each call of it is watched."""
         return partial(self._attempt, stage)
 
     def _attempt(self, stage: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._idle:
+        if self._off or (self._idle and not self._may_clip(False, *args, **kwargs)):
             return stage(*args, **kwargs)
         self.peak = torch.zeros((), device=_device_of((args, kwargs)))
         with self:
             made = stage(*args, **kwargs)
-        self._needed = self._needed or self._may_clip_later(*args, **kwargs)
+        self._needed = self._needed or self._may_clip(not self._idle, *args, **kwargs)
         self._idle = not self._needed and not _compiled_something()
         return made
 
@@ -277,13 +278,17 @@ class Clips(TraceableMode):
         if func in _NAN_TO_NUM:
             self._see(_given(args, named), FP16_MAX)
         elif func in _CLAMP:
-            self._see(_given(args, named), args[2] if len(args) > 2 else named.get("max"))
+            low = args[1] if len(args) > 1 else named.get("min")
+            self._see(_given(args, named), args[2] if len(args) > 2 else named.get("max"), low)
         elif func in _CLAMP_MAX:
             self._see(_given(args, named), args[1] if len(args) > 1 else named.get("max"))
         elif func is torch.nn.functional.hardtanh:
             self._see(_given(args, named), args[2] if len(args) > 2 else named.get("max_val", 1.0))
         elif func in _MINIMUM:
-            self._see(_given(args, named), args[1] if len(args) > 1 else named.get("other"))
+            other = args[1] if len(args) > 1 else named.get("other")
+            self._see(_given(args, named), other)
+            if isinstance(other, torch.Tensor) and other.numel() > 1:
+                self._see(other, _given(args, named))
         elif func is torch.nn.functional.normalize:
             self._see_norm(*args, **named)
         elif func in _RSQRT or _is_one_over(func, args, named):
@@ -298,15 +303,14 @@ class Clips(TraceableMode):
             self._see_rounded(_given(args, named))
         return func(*args, **named)
 
-    def _see(self, given: Any, bound: Any) -> None:
+    def _see(self, given: Any, bound: Any, low: Any = None) -> None:
         """Note what is clipped to an upper bound. One that is not near fp16's end is the model's own, in fp32 too.
-        Where it has many values, either tensor may be the clipped one."""
-        if isinstance(bound, torch.Tensor) and bound.numel() > 1:
-            for each in filter(_is_fp16, (given, bound)):
-                most = each.detach().amax().float()
-                self._keep(torch.where(most.isinf() & (most > 0), most, 0.0))  # -inf stays what it is, as of masks
-            return
+        Where it has many values, infinity alone tells. low: a lower bound; without one, -inf stays, as of masks."""
         if not _is_fp16(given):
+            return
+        if isinstance(bound, torch.Tensor) and bound.numel() > 1:
+            beyond = given.detach() if low is None else given.detach().abs()
+            self._keep(torch.where(((beyond == torch.inf) & (bound.detach() < BEYOND)).any(), torch.inf, 0.0))
             return
         counts: bool | torch.Tensor = False
         to_fp8 = False
@@ -397,7 +401,7 @@ def _is_one_over(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> boo
     name = getattr(func, "__name__", "")  # dynamo takes Tensor.__pow__ for another function than a set has
     if name in ("pow", "pow_", "__pow__", "float_power"):
         exponent = args[1] if len(args) > 1 else named.get("exponent", 0)
-        return isinstance(exponent, torch.Tensor) or exponent < 0
+        return isinstance(exponent, torch.Tensor) or (isinstance(exponent, (int, float)) and exponent < 0)
     return name in ("reciprocal", "reciprocal_", "__rdiv__", "__rtruediv__")
 
 

@@ -187,6 +187,7 @@ USES: dict[str, Use] = {
         f"{_VAE}.{name}": Use(REPLACE, "one report for a run", _VAE_OFF)
         for name in ("decode", "decode_tiled", "encode", "encode_tiled")
     },
+    _CONTROLNET: Use(READ, "which have a network", _CONTROLNET_OFF),
     f"{_CONTROLNET}.get_control": Use(REPLACE, "the guard of a ControlNet's network", _CONTROLNET_OFF),
     f"{_CONTROLNET}.control_model": Use(READ, "the network", _CONTROLNET_OFF),
     f"{_CONTROLNET}.manual_cast_dtype": Use(READ, "what it computes in", _CONTROLNET_OFF),
