@@ -247,8 +247,7 @@ def _in_place(of: Any, **methods: Callable[..., Any]) -> Generator[None]:
 
 def _has_room(call: StepRecord) -> bool:
     """Return whether half precision holds what a ControlNet gave, times its strength, and with what others give."""
-    asked_for_fp32 = call.dtype == "fp32" and call.outcome != "rerun"
-    return not asked_for_fp32 and call.largest is not None and call.largest < FP16_MAX / 16
+    return call.largest is not None and call.largest < FP16_MAX / 16
 
 
 class _NetworkGuard:

@@ -229,9 +229,9 @@ class Run:
         report = self._report()
         if report is None:
             if self._is_eventful():
-                lines = [*self._before, *self._of_controlnets(), *filter(None, [self._given_up])]
-                self._say(lines[-1])
-                self._tell(joined("\n", lines))
+                text = joined("\n", filter(None, (*self._before, *self._of_controlnets(), self._given_up)))
+                self._say(text)
+                self._tell(text)
             return
         notes = dict.fromkeys(_what_happened(step) for step in report.steps if step.note)
         text = joined("\n", (report.summary(), *list(notes)[:1], *report.notes))

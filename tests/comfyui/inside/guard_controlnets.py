@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
-from in_comfyui import difference, error_of, guarded, said
+from in_comfyui import difference, error_of, guarded, module, said
 from native_models import CARD, CPU, LAYOUTS, SUPPORTED, in_fp32, make_model, random_weights, sample
 
+guards = module("comfyui_host.guards")
 HOT = {"sd15": {"input_blocks.1.0.in_layers.2.weight": 1e5}, "flux": {"double_blocks.0.img_mlp.2.weight": 8e4}}
 CLASSES = {"sd15": ("comfy.cldm.cldm", "ControlNet"), "flux": ("comfy.ldm.flux.controlnet", "ControlNetFlux")}
 family = pytest.mark.parametrize("family", HOT)
@@ -140,6 +143,7 @@ def test_a_guard_set_to_stop_stops_at_a_controlnet() -> None:
     control = applied(controlnet("sd15", hot=True))
     model = guarded(make_model(LAYOUTS["sd15"]), on_failure="stop")
     assert error_of(lambda: sample(model, LAYOUTS["sd15"], control=control)).startswith("GuardStopped")
+    assert said[-1].startswith("ControlNet: ") and "ended by the NaN Guard at call 1" in said[-1]
 
 
 @pytest.mark.parametrize("precision", ["inherit", "fp16"])
@@ -157,3 +161,82 @@ def test_what_a_controlnet_gives_several_times_takes_its_memory_once(precision: 
     depth = len({*given[0]})
     assert [len({*each}) for each in given] == [depth] * 3 and depth < len(given[0]) / 5
     assert {each.dtype for each in given[-1]} == {torch.float16}
+
+
+def test_a_method_that_another_pack_has_kept_guards_nothing_after_the_run() -> None:
+    """ComfyUI-TiledDiffusion keeps a ControlNet's `get_control` under another name, and puts its own in its place."""
+    control, model = applied(controlnet("sd15", hot=True)), make_model(LAYOUTS["sd15"])
+
+    def keep(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        if "kept" not in vars(control):
+            control.kept = control.get_control
+            control.get_control = lambda *args: control.kept(*args)
+        return executor(*args, **kwargs)
+
+    keeping = model.clone()
+    keeping.add_wrapper_with_key(import_module("comfy.patcher_extension").WrappersMP.CALC_COND_BATCH, "another", keep)
+    stopped = error_of(lambda: sample(guarded(keeping, on_failure="stop"), LAYOUTS["sd15"], control=control))
+    assert stopped.startswith("GuardStopped") and control.get_control.__name__ == "<lambda>"
+    assert not sample(model, LAYOUTS["sd15"], control=control).isfinite().all()
+
+
+@pytest.mark.parametrize("strength", [0.5, 2.0, 10.0])
+def test_loud_residuals_times_a_strength_stay_finite(strength: float) -> None:
+    layout, model = LAYOUTS["sd15"], make_model(LAYOUTS["sd15"])
+
+    def loud(dtype: torch.dtype) -> Any:
+        made = controlnet("sd15", dtype, hot=True)
+        made.control_model.middle_block_out[0].weight.mul_(4e3)
+        return applied(made, strength)
+
+    right = sample(in_fp32(model, layout), layout, control=loud(torch.float32))
+    assert difference(sample(guarded(model), layout, control=loud(torch.float16)), right) <= 2e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_plain_fp16_of_a_model_takes_any_controlnet(dtype: torch.dtype) -> None:
+    layout, model, control = LAYOUTS["sd15"], make_model(LAYOUTS["sd15"]), applied(controlnet("sd15", dtype))
+    plain = sample(model, layout, control=control)
+    assert torch.equal(sample(guarded(model, precision="fp16 (plain)"), layout, control=control), plain)
+
+
+class NoNetwork(import_module("comfy.controlnet").ControlNet):
+    """As another pack's may be: it computes without a network, or one that is no module."""
+
+    def __init__(self, network: Any = None) -> None:
+        super().__init__()
+        self.control_model = network
+
+    def get_control(self, x: torch.Tensor, *_: Any) -> dict[str, list[torch.Tensor]]:
+        return {"middle": [torch.full((x.shape[0], 64, 4, 4), 0.1, dtype=torch.float16)]}
+
+    def get_models(self) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize("inserted", [False, True])
+@pytest.mark.parametrize("network", [None, print])
+def test_a_controlnet_without_a_network_goes_on(network: Any, inserted: bool) -> None:
+    layout, model = LAYOUTS["sd15"], make_model(LAYOUTS["sd15"])
+    plain = sample(model, layout, control=NoNetwork(network))
+    assert torch.equal(sample(guarded(model, inserted=inserted), layout, control=NoNetwork(network)), plain)
+
+
+def test_what_a_controlnets_guard_gives_up_is_in_the_report(monkeypatch: Any, caplog: Any) -> None:
+    layout, model, control = LAYOUTS["sd15"], make_model(LAYOUTS["sd15"]), applied(controlnet("sd15"))
+    plain = sample(model, layout, control=control)
+    monkeypatch.setattr(guards._NetworkGuard, "_attempt", lambda *_, **__: 1 / 0)
+    assert torch.equal(sample(guarded(model, inserted=True), layout, control=control), plain)
+    assert "ControlNet: Not guarded from call 1 on: ZeroDivisionError" in caplog.text
+
+
+def test_a_control_loras_network_is_gone_after_the_run() -> None:
+    control, seen = applied(as_lora(controlnet("sd15", hot=True))), list[Any]()
+    get_control = control.get_control
+    control.get_control = lambda *args: (seen.append(weakref.ref(control.control_model)), get_control(*args))[1]
+    gc.disable()
+    try:
+        sample(guarded(make_model(LAYOUTS["sd15"])), LAYOUTS["sd15"], control=control)
+        assert seen and not any(network() is not None for network in seen)
+    finally:
+        gc.enable()

@@ -285,8 +285,8 @@ def _by_method(patcher: Any, hide: Callable[[torch.Tensor], torch.Tensor]) -> No
 
 def _by_module(patcher: Any, hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
     class Another(torch.nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return hide(super().forward(x))
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+            return hide(super().forward(input))
 
     patcher.add_object_patch("diffusion_model.out", Another(*patcher.model.diffusion_model.out))
 
