@@ -68,12 +68,12 @@ class PreviewedRun(Feature):
         if self._to_picture:
             watch_predictions(pipe.scheduler, self._show)
 
-    def _show(self, finished: torch.Tensor) -> None:
+    def _show(self, finished: Callable[[], torch.Tensor]) -> None:
         if self._to_picture is None:
             return
         try:
             family, config = self._handle.family, self._handle.store.model.vae_config
-            latents = family.layout.unscaled(finished, self._frames, config)
+            latents = family.layout.unscaled(finished(), self._frames, config)
             middle = latents[len(latents) // 2] if latents.ndim == 4 else latents[0, :, latents.shape[2] // 2]
             self._previews.show(self._to_picture(middle))
         except Exception as error:  # noqa: BLE001
@@ -86,9 +86,9 @@ class PreviewedRun(Feature):
         self._to_picture = None
 
 
-def watch_predictions(scheduler: Any, seen: Callable[[torch.Tensor], None]) -> None:
-    """Have `seen` given the finished latents that a diffusers scheduler predicts at each step, in the shape of its
-    samples.
+def watch_predictions(scheduler: Any, seen: Callable[[Callable[[], torch.Tensor]], None]) -> None:
+    """Have `seen` given, at each step, what returns the finished latents that a diffusers scheduler predicts, in the
+    shape of its samples.
 
     scheduler: used for this run alone, since its `step` is replaced.
     """
@@ -98,7 +98,7 @@ def watch_predictions(scheduler: Any, seen: Callable[[torch.Tensor], None]) -> N
     @wraps(step)
     def stepped(*args: Any, **kwargs: Any) -> Any:
         made = step(*args, **kwargs)
-        seen(_finished(scheduler, made, signature.bind(*args, **kwargs).arguments))
+        seen(lambda: _finished(scheduler, made, signature.bind(*args, **kwargs).arguments))
         return made
 
     scheduler.step = stepped
@@ -109,7 +109,7 @@ def _finished(scheduler: Any, made: Any, given: Mapping[str, Any]) -> torch.Tens
     told = made[1:] if isinstance(made, tuple) else [getattr(made, "pred_original_sample", None)]
     if told and told[0] is not None:
         return told[0]
-    if scheduler.config.get("predict_x0"):  # UniPC, which solves for it
+    if scheduler.config.get("predict_x0") and hasattr(scheduler, "model_outputs"):  # UniPC, which solves for it
         return scheduler.model_outputs[-1]
     sigma = scheduler.sigmas[scheduler.step_index - 1]  # of a flow
     return given["sample"] - sigma * given["model_output"]

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -148,6 +148,8 @@ def sample(
                 around.enter_context(feature.around_run())
             around.enter_context(handle.switched(report))
             pipe = _pipeline(stages, run, denoiser or partial(guarded_denoiser, features=features), request, video)
+            generator = torch.Generator("cpu").manual_seed(settings.seed)
+            _draw_from(generator, pipe.scheduler)
             for feature in features:
                 feature.wrap_pipeline(pipe)
             if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
@@ -166,7 +168,7 @@ def sample(
                 width=settings.width,
                 height=settings.height,
                 num_inference_steps=settings.steps,
-                generator=torch.Generator("cpu").manual_seed(settings.seed),
+                generator=generator,
                 callback_on_step_end=on_step_end,
                 output_type="latent",
                 **{name: value for name, value in given.items() if value is not None},
@@ -190,6 +192,17 @@ def sample(
     config = handle.store.model.vae_config
     latents = family.layout.unscaled(latents, settings.frames, config)
     return latents.cpu().contiguous(), report  # ComfyUI 0.0.1's SaveLatent takes no other
+
+
+def _draw_from(generator: torch.Generator, scheduler: Any) -> None:
+    """Have a scheduler draw noise from a run's seed. Pipelines of flows give theirs no generator, and one that samples
+    stochastically would draw from PyTorch's own.
+
+    scheduler: used for this run alone, since its `step` is replaced.
+    """
+    step = scheduler.step
+    if "generator" in inspect.signature(step).parameters:
+        scheduler.step = wraps(step)(partial(step, generator=generator))
 
 
 def _pipeline(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run import previews
@@ -17,6 +19,7 @@ from comfyui_onediff_guard.pipelines.run.previews import Previews
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
+from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from small_runs import SIZES, sampled
 
@@ -45,8 +48,8 @@ def test_each_step_is_shown_and_the_last_is_what_the_run_returns(
     watched: list[torch.Tensor] = []
     watch = previews.watch_predictions
 
-    def listening(scheduler: Any, seen: Callable[[torch.Tensor], None]) -> None:
-        watch(scheduler, lambda latents: (watched.append(latents), seen(latents)))
+    def listening(scheduler: Any, seen: Callable[[Callable[[], torch.Tensor]], None]) -> None:
+        watch(scheduler, lambda finished: (watched.append(finished()), seen(finished)))
 
     monkeypatch.setattr(previews, "watch_predictions", listening)
     latents, _ = sampled(handle, model, previews=Previews(shown.append, of_the_host))
@@ -164,7 +167,7 @@ def test_every_scheduler_ends_at_what_it_predicts_last(name: str) -> None:
     draw, seen = torch.Generator().manual_seed(0), []
     scheduler = getattr(diffusers, name)()
     scheduler.set_timesteps(4)
-    previews.watch_predictions(scheduler, seen.append)
+    previews.watch_predictions(scheduler, lambda finished: seen.append(finished()))
     latents, before, earlier = torch.randn(1, 4, 8, 8, generator=draw), None, None
     for timestep in scheduler.timesteps:
         output = torch.randn(latents.shape, generator=draw)
@@ -173,3 +176,29 @@ def test_every_scheduler_ends_at_what_it_predicts_last(name: str) -> None:
         before, earlier = (more or [None])[0], timestep
     assert len(seen) == 4 and not torch.allclose(seen[0], latents, atol=0.1)
     assert torch.allclose(seen[-1], latents, atol=1e-4)
+
+
+def with_flow_scheduler(folder: Path, **settings: Any) -> Path:
+    """A folder with diffusers' FlowMatchEulerDiscreteScheduler, made from the one that it had: its settings stay."""
+    config, index = folder / "scheduler" / "scheduler_config.json", folder / "model_index.json"
+    kept = json.loads(config.read_text(encoding="utf-8")) | settings
+    made = FlowMatchEulerDiscreteScheduler.from_config(kept)
+    made.save_pretrained(config.parent)
+    named = json.loads(index.read_text(encoding="utf-8")) | {"scheduler": ["diffusers", type(made).__name__]}
+    index.write_text(json.dumps(named), encoding="utf-8")
+    return folder
+
+
+def test_a_scheduler_with_another_ones_settings_is_previewed(model_folder: Any, tmp_path: Path) -> None:
+    shown: list[Any] = []
+    handle = opened(with_flow_scheduler(shared_models.copied(model_folder("wan"), tmp_path / "model")))
+    expected, _ = sampled(handle, "wan")
+    latents, _ = sampled(handle, "wan", previews=Previews(shown.append, of_the_host))
+    assert torch.equal(latents, expected) and len(shown) == STEPS
+
+
+def test_a_scheduler_that_draws_noise_draws_it_by_the_seed(model_folder: Any, tmp_path: Path) -> None:
+    folder = shared_models.copied(model_folder("wan"), tmp_path / "model")
+    handle = opened(with_flow_scheduler(folder, stochastic_sampling=True))
+    found = [sampled(handle, "wan", steps=3, seed=seed)[0] for seed in (1, 1, 2)]
+    assert torch.equal(*found[:2]) and not torch.equal(*found[1:])

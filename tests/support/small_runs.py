@@ -55,11 +55,13 @@ def prompts(handle: PipelineHandle) -> Any:
     return encode_prompts(handle, ["a red kite", "grey"])[0] if handle.family.prompt else (None, None)
 
 
-def sampled(handle: PipelineHandle, model: str, *, steps: int = 2, **more: Any) -> tuple[torch.Tensor, Any]:
+def sampled(
+    handle: PipelineHandle, model: str, *, steps: int = 2, seed: int = 3, **more: Any
+) -> tuple[torch.Tensor, Any]:
     """Latents and report, at the model's size in SIZES."""
     width, height, frames = SIZES[model]
     positive, negative = prompts(handle)
-    settings = SampleSettings(width, height, steps=steps, seed=3, frames=frames, guidance_scale=5.0)
+    settings = SampleSettings(width, height, steps=steps, seed=seed, frames=frames, guidance_scale=5.0)
     return sample(handle, positive, negative, settings, **start_of(handle, width, height), **more)
 
 
