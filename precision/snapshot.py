@@ -12,7 +12,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -52,6 +52,7 @@ class _Reachable:
 
     opaque: tuple[str, ...]
     on_meta: bool = False  # whether tensors without values count, too
+    in_functions: bool = False  # whether what functions, methods and hooks keep counts, too
     held: dict[int, _Held] = field(default_factory=dict)
     tensors: dict[int, tuple[torch.Tensor, Path]] = field(default_factory=dict)
     generators: dict[int, Any] = field(default_factory=dict)
@@ -74,6 +75,8 @@ class _Reachable:
 
     def _looked_at(self, kind: type) -> _Look | None:
         """Return what looks at values of a class; None where they cannot change, or are nobody's state."""
+        if self.in_functions and kind in _IN_FUNCTIONS:
+            return _IN_FUNCTIONS[kind]
         if issubclass(kind, _LEAVES):
             return None
         if issubclass(kind, torch.Tensor):
@@ -105,6 +108,25 @@ class _Reachable:
         self.generators[id(value)] = value
         return ()
 
+    def _function(self, value: Any, _path: Path) -> Iterable[tuple[Any, Any]]:
+        if f"{value.__module__}.".startswith((*_FOREIGN, *self.opaque)):
+            return ()
+        return zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+
+    def _method(self, value: Any, _path: Path) -> Iterable[tuple[Any, Any]]:
+        of = value.__self__
+        yield "function", value.__func__
+        if not isinstance(of, torch.nn.Module):  # a network is a root of its own
+            yield "self", of
+
+    def _cell(self, value: Any, path: Path) -> Iterable[tuple[Any, Any]]:
+        try:
+            held = {_CONTENTS: value.cell_contents}
+        except ValueError:  # it is empty
+            held = {}
+        inside = self._hold(value, held, path)
+        return () if isinstance(held.get(_CONTENTS), torch.nn.Module) else inside
+
     def _dict(self, value: dict[Any, Any], path: Path) -> Iterable[tuple[Any, Any]]:
         return self._hold(value, dict(value), path)
 
@@ -130,6 +152,8 @@ class _Reachable:
         if foreign and not children and not buffers:
             self.held[id(value)] = _Held(None, [], path)
             return
+        if self.in_functions:
+            yield from (("hook", hook) for hook in (*value._forward_hooks.values(), *value._forward_pre_hooks.values()))
         yield from self._hold(value, _own(vars(value)), path)
         yield from self._hold(buffers, dict(buffers), path)
         yield from children.items()
@@ -140,6 +164,14 @@ class _Reachable:
             return ()
         self.held[id(container)] = _Held(container, items, path)
         return items.items() if isinstance(items, dict) else enumerate(items)
+
+
+_CONTENTS = "cell_contents"
+_IN_FUNCTIONS: dict[type, _Look] = {
+    types.FunctionType: _Reachable._function,
+    types.MethodType: _Reachable._method,
+    types.CellType: _Reachable._cell,
+}
 
 
 class _Copy(NamedTuple):
@@ -159,10 +191,13 @@ class Snapshot:
     roots: arguments, modules, and whatever else a call may change.
     opaque: where classes come from ("package.module.") whose instances are no state of the call.
     rewritten: roots whose tensors are not copied, since every call writes what it reads there.
+    in_functions: whether functions, methods and hooks are looked into, for what they keep.
     """
 
-    def __init__(self, *roots: Any, opaque: tuple[str, ...] = (), rewritten: Iterable[Any] = ()):
-        found = _Reachable(opaque)
+    def __init__(
+        self, *roots: Any, opaque: tuple[str, ...] = (), rewritten: Iterable[Any] = (), in_functions: bool = False
+    ):
+        found = _Reachable(opaque, in_functions=in_functions)
         with _AS_IT_IS():
             found.walk(rewritten)
             left_out = {*found.tensors}
@@ -170,7 +205,8 @@ class Snapshot:
             self._tensors = [*_copied(found.tensors[each] for each in found.tensors if each not in left_out)]
         self._held = [held for held in found.held.values() if held.container is not None]
         self._random = _RandomState(found.generators.values(), {copy.alias.device for copy in self._tensors})
-        self._roots, self._opaque, self._rewritten = roots, opaque, tuple(rewritten)
+        self._roots, self._rewritten = roots, tuple(rewritten)
+        self._how: dict[str, Any] = {"opaque": opaque, "in_functions": in_functions}
 
     @property
     def whole(self) -> bool:
@@ -210,7 +246,7 @@ class Snapshot:
         made: what the call has put out, which may share memory with its arguments.
         Gives False, and changes nothing, where something is too large to be put back.
         """
-        after = Snapshot(*self._roots, *made, opaque=self._opaque, rewritten=self._rewritten)
+        after = Snapshot(*self._roots, *made, rewritten=self._rewritten, **self._how)
         if not (self.whole and after.whole):
             yield False
             return
@@ -244,11 +280,13 @@ class Snapshot:
                         continue
                     if isinstance(container, (dict, list, deque)):
                         container[key] = narrowed
+                    elif isinstance(container, types.CellType):
+                        container.cell_contents = narrowed
                     elif not isinstance(container, set):
                         object.__setattr__(container, str(key), narrowed)
 
     def _now(self) -> _Reachable:
-        found = _Reachable(self._opaque)
+        found = _Reachable(**self._how)
         found.walk((*self._roots, *self._rewritten))
         return found
 
@@ -354,7 +392,9 @@ def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _put_back(container: Any, items: Any) -> None:
-    if isinstance(container, torch.nn.Module):
+    if isinstance(container, types.CellType):
+        _put_back_cell(container, items)
+    elif isinstance(container, torch.nn.Module):
         _put_back_names(vars(container), _own(vars(container)), items)
     elif isinstance(container, dict):
         _put_back_names(container, container, items)
@@ -372,6 +412,15 @@ def _put_back(container: Any, items: Any) -> None:
     elif [*map(id, container)] != [*map(id, items)]:
         container.clear()
         (container.update if isinstance(container, set) else container.extend)(items)
+
+
+def _put_back_cell(cell: types.CellType, items: dict[str, Any]) -> None:
+    with suppress(ValueError):  # it is empty
+        if cell.cell_contents is items.get(_CONTENTS, _ABSENT):
+            return
+        del cell.cell_contents
+    if items:
+        cell.cell_contents = items[_CONTENTS]
 
 
 def _put_back_names(state: dict[Any, Any], now: dict[Any, Any], items: dict[Any, Any]) -> None:

@@ -15,9 +15,10 @@ import torch
 from guard_beside import lora_on
 from in_comfyui import difference, error_of, guarded, module, said, same
 from native_layouts import IMAGE_LAYOUTS, WAN, Layout
-from native_models import SUPPORTED, in_fp32, make_model, sample
+from native_models import LAYOUTS, SUPPORTED, in_fp32, make_model, sample
 from probe import facts, probed
 
+WRAPPERS = import_module("comfy.patcher_extension").WrappersMP
 HOT = {"blocks.0.ffn.0.weight": 1e5}
 CAUSAL = Layout(
     "WAN21_CausalAR_T2V",
@@ -75,13 +76,12 @@ def test_frames_after_frames_attend_to_what_the_rerun_made_of_those_before(
     """fails: of the model's calls in half precision, those that come out infinite."""
     how = ("ar_video", {"num_frame_per_block": 1}), [1.0, 0.6, 0.0]
     model = make_model(CAUSAL, hot=hot)
-    calls: list[int] = []
+    calls = itertools.count()  # which nobody puts back
 
     def spoil(_network: torch.nn.Module, _given: Any, result: torch.Tensor) -> torch.Tensor:
         if result.dtype == torch.float32:
             return result
-        calls.append(1)
-        return result * float("inf") if len(calls) - 1 in fails else result
+        return result * float("inf") if next(calls) in fails else result
 
     model.model.diffusion_model.register_forward_hook(spoil)
     made = sampled(guarded(model), CAUSAL, *how)
@@ -266,7 +266,7 @@ def test_nan_that_a_network_keeps_where_nobody_has_it_forgotten_is_named() -> No
     kept = network.prefix.layers[0][0]
     error = error_of(lambda: sampled(guarded(model), *how))
     assert "is NaN or infinite in fp32 too" in error
-    assert "the model keeps NaN from before this call, in 'prefix.layers.0.0'" in error
+    assert "the model keeps NaN from before this call, in 'blocks.0.ffn.hook.self.layers.0.0'" in error
     assert network.prefix.layers[0][0] is kept and kept.isnan().any()
     network.prefix.layers.clear()
     assert sampled(guarded(model), *how).isfinite().all()
@@ -428,3 +428,71 @@ def test_what_a_nodes_function_keeps_has_the_dtype_of_a_call_without_a_guard(hot
     sample(guarded(model, **how), layout)
     assert kept.dtype is torch.float16 and kept.shape != (3,)
     assert marked.dtype is torch.float32, "what it held before stays"
+
+
+def _mixed(made: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    return made if before is None else made + 0.5 * before.to(made.dtype)
+
+
+def _in_a_closure(patcher: Any) -> None:
+    kept: dict[str, torch.Tensor] = {}
+
+    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        kept["made"] = made = _mixed(executor(*args, **kwargs), kept.get("made"))
+        return made
+
+    patcher.add_wrapper_with_key(WRAPPERS.DIFFUSION_MODEL, "cache", wrapper)
+
+
+def _in_a_variable(patcher: Any) -> None:
+    kept: torch.Tensor | None = None
+
+    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal kept
+        kept = _mixed(executor(*args, **kwargs), kept)
+        return kept
+
+    patcher.add_wrapper_with_key(WRAPPERS.DIFFUSION_MODEL, "cache", wrapper)
+
+
+class Bank:
+    kept: torch.Tensor | None = None
+
+    def wrapper(self, executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.kept = _mixed(executor(*args, **kwargs), self.kept)
+        return self.kept
+
+    def hook(self, _module: Any, _given: Any, made: torch.Tensor) -> torch.Tensor:
+        self.kept = _mixed(made, self.kept)
+        return self.kept
+
+
+def _in_an_object(patcher: Any) -> None:
+    patcher.add_wrapper_with_key(WRAPPERS.DIFFUSION_MODEL, "cache", Bank().wrapper)
+
+
+def _in_a_hook(patcher: Any) -> None:
+    patcher.model.diffusion_model.out.register_forward_hook(Bank().hook)
+
+
+def _on_the_network(patcher: Any) -> None:
+    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        network = executor.class_obj
+        network.kept = _mixed(executor(*args, **kwargs), getattr(network, "kept", None))
+        return network.kept
+
+    patcher.add_wrapper_with_key(WRAPPERS.DIFFUSION_MODEL, "cache", wrapper)
+
+
+@pytest.mark.parametrize("how", [{}, {"scope": "learned"}, {"precision": "fp16"}])
+@pytest.mark.parametrize("put", [_in_a_closure, _in_a_variable, _in_an_object, _in_a_hook, _on_the_network])
+def test_what_another_pack_keeps_from_step_to_step_is_what_the_call_that_counts_left(put: Any, how: Any) -> None:
+    """As step caches do: in whatever a function or a module of theirs reaches, a failed call's values are put back."""
+    layout, model = LAYOUTS["sd15"], make_model(LAYOUTS["sd15"], hot=True)
+    exact = in_fp32(model, layout)
+    without = sample(exact, layout, steps=4)
+    for each in (exact, model):
+        put(each)
+    right = sample(exact, layout, steps=4)
+    assert difference(without, right) > 5e-2
+    assert difference(sample(guarded(model, **how), layout, steps=4), right) <= 1e-2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from in_comfyui import difference, error_of, guarded, module, on, said
 from native_models import LAYOUTS, in_fp32, make_model, sample
 
 SD15, FLUX = LAYOUTS["sd15"], LAYOUTS["flux"]
+FOUND: set[Any] = set()
+SEEN: list[torch.dtype] = []
 KINDS = import_module("comfy.patcher_extension").WrappersMP
 guards = module("comfyui_host.guards")
 HALF, SINGLE = torch.float16, torch.float32
@@ -190,17 +193,17 @@ def test_what_another_pack_does_to_attention_stays(family: str, override: Any, p
 
 def test_another_packs_attention_gives_way_in_the_rerun() -> None:
     """It is for half precision alone, and set by ComfyUI's own way."""
-    seen: list[torch.dtype] = []
+    SEEN.clear()
 
     def override(_chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        seen.append(q.dtype)
+        SEEN.append(q.dtype)
         return import_module("comfy.ldm.modules.attention").attention_pytorch(q, *args, **kwargs)
 
     hot = make_model(SD15, hot=True)
     patcher = guarded(hot)
     patcher.model_options["transformer_options"]["optimized_attention_override"] = override
     assert torch.equal(sample(patcher, SD15), sample(in_fp32(hot, SD15), SD15))
-    assert seen.count(SINGLE) < seen.count(HALF) / 2  # once for each shape
+    assert SEEN.count(SINGLE) < SEEN.count(HALF) / 2  # once for each shape
 
 
 @pytest.mark.parametrize(
@@ -216,10 +219,10 @@ def test_the_accumulation_switches_are_held_while_a_call_runs(
     card: str, dtype: torch.dtype, hot: bool, seen: set[Any]
 ) -> None:
     """On a card that sums wrong in half precision, and on one that does not."""
-    found: set[Any] = set()
+    FOUND.clear()  # not what the function keeps: that is put back where a call is made again
 
     def look(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found.add((x.dtype, _switches()))
+        FOUND.add((x.dtype, _switches()))
         return executor(x, *args, **kwargs)
 
     before = _switches()
@@ -227,7 +230,7 @@ def test_the_accumulation_switches_are_held_while_a_call_runs(
     patcher.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "look", look)
     with on(card):
         sample(guarded(patcher), SD15)
-    assert found == seen and _switches() == before
+    assert seen == FOUND and _switches() == before
     assert ("half-precision accumulation" in said[-1]) == (dtype is HALF)
 
 
@@ -249,12 +252,10 @@ def _switches() -> str:
 
 @pytest.mark.parametrize("family", ["sd15", "svd", "flux"])
 def test_a_fault_in_one_step_costs_one_step(family: str) -> None:
-    layout, calls = LAYOUTS[family], list[int]()
+    layout, calls = LAYOUTS[family], itertools.count()  # which nobody puts back
 
     def fault(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        made = executor(*args, **kwargs)
-        return made * torch.inf if len(calls) == 2 else made
+        return executor(*args, **kwargs) * (torch.inf if next(calls) == 1 else 1.0)
 
     healthy = make_model(layout)
     faulty = healthy.clone()
