@@ -37,8 +37,8 @@ NODE_CLASS_MAPPINGS = MODELS | hidden.NODE_CLASS_MAPPINGS
 hidden.add_routes()
 """
 SAMPLING = {"seed": 1, "steps": 2, "cfg": 4.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
-BROKEN = "broken"
-STATES = ("healthy", "hot", BROKEN)
+BROKEN, CONTROLLED = "broken", "controlled"
+STATES = ("healthy", "hot", BROKEN, CONTROLLED)
 WAYS = ("wired", "every workflow")
 MODULES = sorted({comfyui_surface.module_of(name) for name in USES})
 CASES = [
@@ -116,7 +116,7 @@ class Runs:
 
 def graph(salt: int, *, guarded: bool) -> dict[str, Any]:
     """A healthy and an overflowing MODEL and VAE, each with a guard that is wired, and with none: it gets one where the
-    prompt says that it is guarded."""
+    prompt says that it is guarded. And an overflowing ControlNet of a healthy MODEL."""
     made: dict[str, Any] = {}
 
     def add(kind: str, **inputs: Any) -> str:
@@ -130,17 +130,17 @@ def graph(salt: int, *, guarded: bool) -> dict[str, Any]:
         wires = {"model": [model, 0], "vae": [vae, 0], "latent": [vae, 1]}
         salted = add("TestSalted", **wires, salt=salt, broken=state == BROKEN)
         guards = {WAYS[1]: salted} if guarded else {"": salted}
-        if guarded and state != BROKEN:  # which a wired guard ends
+        if guarded and state not in (BROKEN, CONTROLLED):  # which a wired guard ends
             guards[WAYS[0]] = add(GUARD, model=[salted, 0], vae=[salted, 1])
         for way, used in guards.items():
-            wires = {"model": [used, 0], "positive": [model, 1], "negative": [model, 2], "latent_image": [model, 3]}
+            text = [model, 1]
+            if state == CONTROLLED:
+                text = [add("TestControlled", conditioning=text, name=name, state="hot"), 0]
+            wires = {"model": [used, 0], "positive": text, "negative": [model, 2], "latent_image": [model, 3]}
             branches = {
                 "model": add("KSampler", **wires, **SAMPLING),
                 "vae": add("VAEDecode", vae=[used, 1], samples=[salted, 2]),
             }
-            if state == "hot" and way != WAYS[0]:  # which ends where a ControlNet breaks that is not guarded
-                text = add("TestControlled", conditioning=[model, 1], name=name, state=state)
-                branches["controlnet"] = add("KSampler", **wires | {"positive": [text, 0]}, **SAMPLING)
             for part, node in branches.items():
                 add("TestKeep", made=[node, 0], file=f"{state} {part} {way}.pt")
     return made

@@ -13,7 +13,6 @@ import torch
 from in_comfyui import difference, error_of, guarded, module, said
 from native_models import CARD, CPU, LAYOUTS, SUPPORTED, in_fp32, make_model, random_weights, sample
 
-guards = module("comfyui_host.guards")
 HOT = {"sd15": {"input_blocks.1.0.in_layers.2.weight": 1e5}, "flux": {"double_blocks.0.img_mlp.2.weight": 8e4}}
 CLASSES = {"sd15": ("comfy.cldm.cldm", "ControlNet"), "flux": ("comfy.ldm.flux.controlnet", "ControlNetFlux")}
 family = pytest.mark.parametrize("family", HOT)
@@ -225,7 +224,7 @@ def test_a_controlnet_without_a_network_goes_on(network: Any, inserted: bool) ->
 def test_what_a_controlnets_guard_gives_up_is_in_the_report(monkeypatch: Any, caplog: Any) -> None:
     layout, model, control = LAYOUTS["sd15"], make_model(LAYOUTS["sd15"]), applied(controlnet("sd15"))
     plain = sample(model, layout, control=control)
-    monkeypatch.setattr(guards._NetworkGuard, "_attempt", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(module("comfyui_host.guards")._NetworkGuard, "_attempt", lambda *_, **__: 1 / 0)
     assert torch.equal(sample(guarded(model, inserted=True), layout, control=control), plain)
     assert "ControlNet: Not guarded from call 1 on: ZeroDivisionError" in caplog.text
 
