@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
 from types import CellType, MappingProxyType
 from typing import Any
@@ -321,14 +321,13 @@ OPAQUE = (
     *("comfy.model_prefetch.", "comfy.pinned_memory.", "comfy_aimdo."),
     *("comfy.samplers.", "comfy.utils.", "comfy_execution.", "execution.", "server.", "aiohttp.", "tqdm."),
 )
-_snapshot = partial(Snapshot, opaque=OPAQUE, in_functions=True)
 
 
 class CallMemory:
     """For one call of a network, made once or several times: each begins with what was remembered before the first.
 
-    The rerun that counts leaves what it wrote, in half precision where a call in half precision would have it so and it
-    fits. Prompts that a network remembers of it are forgotten, and where every call failed, all is.
+    The rerun that counts leaves what it wrote beside the network, in half precision where a call in half precision
+    would have it so and it fits. What it wrote on the network itself is forgotten, and where every call failed, all is.
 
     options: ComfyUI's transformer_options. dtype: the network computes in. given: what else it is called with.
     in_full: a call was made in float32, all of it or in part.
@@ -341,10 +340,10 @@ class CallMemory:
         self._dtype = dtype
         self._easycache = _EasyCache(options.get(_EASYCACHE))
         self._network = network
-        self._states = {name: value for name, value in options.items() if name not in (_EASYCACHE, *_REWRITTEN)}, given
+        beside = {name: value for name, value in options.items() if name not in (_EASYCACHE, *_REWRITTEN)}
+        self._states = beside, given
         self._called = False
         self._kept: Snapshot | None = None
-        self._kept_within: Snapshot | None = None
         self._captured = _captured(options)
         self._look()
 
@@ -353,7 +352,7 @@ class CallMemory:
         self._dtypes = self._beside.dtypes  # and those of tensors that failed calls left there
         prefixes = getattr(self._network, _PREFIXES, None)
         rewritten = [prefixes] if hasattr(prefixes, "slots") else []
-        self._within = _snapshot(self._network, rewritten=rewritten)
+        self._within = Snapshot(self._network, opaque=OPAQUE, rewritten=rewritten)
         self._pinned = {id(tensor): tensor for pinned in self._pinned_now() for tensor in pinned}
 
     @unless_changed("knowing what memory a cache has pinned", ())
@@ -376,7 +375,7 @@ class CallMemory:
 
     def _beside_now(self) -> Snapshot:
         rewritten = [self.options.get(name) for name in _REWRITTEN]
-        return _snapshot(*self._states, rewritten=rewritten)
+        return Snapshot(*self._states, opaque=OPAQUE, rewritten=rewritten, in_functions=True)  # of patches and wrappers
 
     def of_a_call(self, more: Mapping[str, Any]) -> dict[str, Any]:
         """Options for one more call. They hold what the network's caches are in, and no copy of it in float32: what a
@@ -399,13 +398,11 @@ class CallMemory:
         self._easycache.keep()
         self._unpin()
         self._kept = self._beside_now()
-        if not any(hasattr(self._network, name) for name in ("clear_kv_cache", _PREFIXES)):
-            self._kept_within = _snapshot(self._network)
 
     def forget(self) -> None:
         """No call that was made counts."""
         self._easycache.forget()
-        self._kept = self._kept_within = None
+        self._kept = None
         self._rewind()
         self._called = False
 
@@ -429,9 +426,6 @@ class CallMemory:
         self._easycache.settle()
         if self._kept is not None:
             self._within.restore()
-            if self._kept_within:
-                self._kept_within.restore()
-                self._kept_within.narrow({}, self._dtype)
             self._kept.restore()
             self._kept.narrow(self._dtypes, self._dtype)
         if self.in_full and self._dtype in HALF_DTYPES:

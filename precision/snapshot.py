@@ -52,7 +52,7 @@ class _Reachable:
 
     opaque: tuple[str, ...]
     on_meta: bool = False  # whether tensors without values count, too
-    in_functions: bool = False  # whether what functions, methods and hooks keep counts, too
+    in_functions: bool = False  # whether what functions and methods keep counts, too
     held: dict[int, _Held] = field(default_factory=dict)
     tensors: dict[int, tuple[torch.Tensor, Path]] = field(default_factory=dict)
     generators: dict[int, Any] = field(default_factory=dict)
@@ -152,8 +152,6 @@ class _Reachable:
         if foreign and not children and not buffers:
             self.held[id(value)] = _Held(None, [], path)
             return
-        if self.in_functions:
-            yield from (("hook", hook) for hook in (*value._forward_hooks.values(), *value._forward_pre_hooks.values()))
         yield from self._hold(value, _own(vars(value)), path)
         yield from self._hold(buffers, dict(buffers), path)
         yield from children.items()
@@ -191,7 +189,7 @@ class Snapshot:
     roots: arguments, modules, and whatever else a call may change.
     opaque: where classes come from ("package.module.") whose instances are no state of the call.
     rewritten: roots whose tensors are not copied, since every call writes what it reads there.
-    in_functions: whether functions, methods and hooks are looked into, for what they keep.
+    in_functions: whether functions and methods are looked into, for what they keep.
     """
 
     def __init__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,12 +14,10 @@ from typing import Any
 import pytest
 import torch
 from guard_beside import lora_on
-from in_comfyui import difference, error_of, guarded, module, on, said
+from in_comfyui import difference, error_of, guarded, module, on, said, witness
 from native_models import LAYOUTS, in_fp32, make_model, sample
 
 SD15, FLUX = LAYOUTS["sd15"], LAYOUTS["flux"]
-FOUND: set[Any] = set()
-SEEN: list[torch.dtype] = []
 KINDS = import_module("comfy.patcher_extension").WrappersMP
 guards = module("comfyui_host.guards")
 HALF, SINGLE = torch.float16, torch.float32
@@ -193,17 +190,18 @@ def test_what_another_pack_does_to_attention_stays(family: str, override: Any, p
 
 def test_another_packs_attention_gives_way_in_the_rerun() -> None:
     """It is for half precision alone, and set by ComfyUI's own way."""
-    SEEN.clear()
+    seen: list[torch.dtype] = []
 
+    @witness
     def override(_chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        SEEN.append(q.dtype)
+        seen.append(q.dtype)
         return import_module("comfy.ldm.modules.attention").attention_pytorch(q, *args, **kwargs)
 
     hot = make_model(SD15, hot=True)
     patcher = guarded(hot)
     patcher.model_options["transformer_options"]["optimized_attention_override"] = override
     assert torch.equal(sample(patcher, SD15), sample(in_fp32(hot, SD15), SD15))
-    assert SEEN.count(SINGLE) < SEEN.count(HALF) / 2  # once for each shape
+    assert seen.count(SINGLE) < seen.count(HALF) / 2  # once for each shape
 
 
 @pytest.mark.parametrize(
@@ -219,10 +217,11 @@ def test_the_accumulation_switches_are_held_while_a_call_runs(
     card: str, dtype: torch.dtype, hot: bool, seen: set[Any]
 ) -> None:
     """On a card that sums wrong in half precision, and on one that does not."""
-    FOUND.clear()  # not what the function keeps: that is put back where a call is made again
+    found: set[Any] = set()
 
+    @witness
     def look(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        FOUND.add((x.dtype, _switches()))
+        found.add((x.dtype, _switches()))
         return executor(x, *args, **kwargs)
 
     before = _switches()
@@ -230,7 +229,7 @@ def test_the_accumulation_switches_are_held_while_a_call_runs(
     patcher.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "look", look)
     with on(card):
         sample(guarded(patcher), SD15)
-    assert seen == FOUND and _switches() == before
+    assert found == seen and _switches() == before
     assert ("half-precision accumulation" in said[-1]) == (dtype is HALF)
 
 
@@ -252,10 +251,13 @@ def _switches() -> str:
 
 @pytest.mark.parametrize("family", ["sd15", "svd", "flux"])
 def test_a_fault_in_one_step_costs_one_step(family: str) -> None:
-    layout, calls = LAYOUTS[family], itertools.count()  # which nobody puts back
+    layout, calls = LAYOUTS[family], list[int]()
 
+    @witness
     def fault(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        return executor(*args, **kwargs) * (torch.inf if next(calls) == 1 else 1.0)
+        calls.append(1)
+        made = executor(*args, **kwargs)
+        return made * torch.inf if len(calls) == 2 else made
 
     healthy = make_model(layout)
     faulty = healthy.clone()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from guard_beside import lora_on
 from guard_streamed import KINDS, LINEAR, SD15, with_lora
-from in_comfyui import difference, error_of, guarded, module, said
+from in_comfyui import difference, error_of, guarded, module, said, witness
 from native_models import LAYOUTS, in_fp32, make_model, sample
 from simulated_card import CARD, DYNAMIC, HOST, MANAGEMENT, card, on_host
 
@@ -26,6 +26,7 @@ def spoiled(patcher: Any, spoil: Spoil) -> Any:
     """A clone whose weights on the card are made stale before the third call of the network."""
     calls: list[int] = []
 
+    @witness
     def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
