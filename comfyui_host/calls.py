@@ -12,6 +12,7 @@ written there already, and the same call again would go on from that.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -29,7 +30,7 @@ from ..precision import shared
 from ..precision.dtypes import HALF_DTYPES
 from ..precision.guard import GuardStopped
 from ..precision.observe import floating, non_finite
-from ..precision.planned_products import go_on_from, place_in_network
+from ..precision.planned_products import so_far
 from ..precision.scaled_products import dtype_of_products
 from ..precision.snapshot import Snapshot
 from ..trust.message import message_of
@@ -244,11 +245,10 @@ def _attention_beside(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
 
     One that adds to attention, or takes from it, asks for the attention that it is around, which is ours then, or
     makes something else than that. One that makes the same is another kernel, which gives way, as one does that
-    refuses what it is given. That is asked once for each shape.
+    refuses what it is given, and one that is known for a kernel by its name.
     """
-    if theirs is None:
+    if theirs is None or _KERNELS.search(f"{getattr(theirs, '__module__', '')}.{getattr(theirs, '__qualname__', '')}"):
         return _attention_in_fp32
-    gives_way: set[tuple[torch.Size, ...]] = set()
 
     def override(chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         asked: list[bool] = []
@@ -258,28 +258,28 @@ def _attention_beside(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
             asked.append(True)
             return _attention_in_fp32(chosen, *args, **kwargs)
 
-        shapes, place, made = tuple(each.shape for each in floating(args)), place_in_network(), None
-        if shapes not in gives_way:
-            try:
-                made = theirs(ours, *args, **kwargs)
-            except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-                if asked or isinstance(error, torch.OutOfMemoryError):
-                    raise
+        before, made = so_far(), None
+        try:
+            made = theirs(ours, *args, **kwargs)
+        except Exception as error:
+            if asked or isinstance(error, torch.OutOfMemoryError) or host.is_interrupt(error):
+                raise
         if asked:
             return made
-        after = place_in_network()
-        go_on_from(place)
+        after = so_far()
+        before()
         plain = _attention_in_fp32(chosen, *args, **kwargs)
         if made is None or _is_another_kernel(made, plain):
-            gives_way.add(shapes)
             return plain
-        go_on_from(after)
+        after()
         return made
 
     return override
 
 
-_SAME = 0.02  # of a norm: SageAttention's error, which computes in 8 bits, is about that
+# other packs', by how they are named, and those that ComfyUI's own node puts in
+_KERNELS = re.compile(r"sage|flash|xformers|^comfy\.model_patcher\.", re.IGNORECASE)
+_SAME = 0.02  # of a norm
 
 
 def _is_another_kernel(made: Any, plain: torch.Tensor) -> bool:
@@ -319,7 +319,7 @@ OPAQUE = (
     *("comfy.ops.", "comfy.quant_ops.", "comfy.model_patcher.", "comfy.model_management.", "comfy.model_base."),
     *("comfy.multigpu.", "comfy.patcher_extension.", "comfy.hooks.", "comfy.sd.", "comfy.memory_management."),
     *("comfy.model_prefetch.", "comfy.pinned_memory.", "comfy_aimdo."),
-    *("comfy.samplers.", "comfy.utils.", "comfy_execution.", "execution.", "server.", "aiohttp.", "tqdm."),
+    *("comfy.samplers.", "comfy.utils.", "comfy_execution.", "execution.", "server.", "aiohttp.", "tqdm.", "PIL."),
 )
 
 

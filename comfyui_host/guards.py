@@ -231,8 +231,8 @@ def _network_of(control: Any) -> tuple[Any, Any]:
 
 
 @contextmanager
-def _in_place(of: Any, **methods: Callable[..., Any]) -> Generator[None]:
-    own = getattr(of, "__dict__", {})  # one with slots keeps its methods
+def _in_place(owner: Any, **methods: Callable[..., Any]) -> Generator[None]:
+    own = getattr(owner, "__dict__", {})  # one with slots keeps its methods
     before = {name: own[name] for name in methods if name in own}
     own.update(methods)
     try:

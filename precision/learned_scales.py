@@ -138,6 +138,17 @@ class LearningMode(LocatedMode):
         self.notes = _Notes()
         self._makers.clear()
 
+    def so_far(self) -> Callable[[], None]:
+        above, way, values, of = super().so_far(), self.way, [*self.notes.values], [*self.notes.of]
+        writes, points, summed = way.writes, way.points, {*way.summed}
+
+        def back() -> None:
+            above()
+            self.notes.values, self.notes.of = [*values], [*of]
+            way.writes, way.points, way.summed = writes, points, {*summed}
+
+        return back
+
     def end(self) -> None:
         super().end()
         self._anchor = None

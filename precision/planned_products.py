@@ -144,6 +144,14 @@ class LocatedMode(ScaledHalfMatmulMode):
         self._layer_at_hand = None
         self._leave_layer(self._at, self._since)
 
+    def so_far(self) -> Callable[[], None]:
+        at, since = self._at, self._since
+
+        def back() -> None:
+            self._at, self._since = at, since
+
+        return back
+
     def clear(self) -> None:
         """Hold no tensor of the call any more."""
 
@@ -161,6 +169,12 @@ def go_on_from(place: tuple[int, int] | None) -> None:
     """Let the network go on from where it once was: what lies between is left out in this call."""
     if (mode := _running()) and place:
         mode._at, mode._since = place
+
+
+def so_far() -> Callable[[], None]:
+    """Return what takes back all that such a mode notes from here on, in this call: as if nothing were computed."""
+    mode = _running()
+    return mode.so_far() if mode else lambda: None
 
 
 def _running() -> LocatedMode | None:
@@ -202,6 +216,16 @@ class PlannedMode(LocatedMode):
         super().end()
         if self._left:
             raise LeftPlan(self._left)
+
+    def so_far(self) -> Callable[[], None]:
+        above, left, looks = super().so_far(), self._left, [[*self._lost], [*self._rows], [*self._asked]]
+
+        def back() -> None:
+            above()
+            self._left = left
+            self._lost, self._rows, self._asked = map(list, looks)
+
+        return back
 
     def clear(self) -> None:
         self._left = ""

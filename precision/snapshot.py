@@ -24,6 +24,7 @@ from .dtypes import HALF_DTYPES
 
 COPIED = 2**29  # bytes of tensors that a snapshot copies. Of what is beyond, it notices that it changed
 _ENTRIES = 200_000  # of containers, that a snapshot looks at
+_SMALL, _FEW = 2**25, 32  # bytes of a tensor that is copied where a function keeps it, and how many are
 _OWN = f"{__name__.rpartition('.precision.')[0]}."  # this package: guards and reports are no state of a model
 _FOREIGN = ("torch.", "threading.", "queue.", "concurrent.", "asyncio.", "logging.", "weakref.", "accelerate.", _OWN)
 _LEAVES = (
@@ -52,7 +53,8 @@ class _Reachable:
 
     opaque: tuple[str, ...]
     on_meta: bool = False  # whether tensors without values count, too
-    in_functions: bool = False  # whether what functions and methods keep counts, too
+    functions: list[tuple[Any, Path]] | None = None  # met so far, to be looked into later; None: they keep nothing
+    _in_functions: bool = False
     held: dict[int, _Held] = field(default_factory=dict)
     tensors: dict[int, tuple[torch.Tensor, Path]] = field(default_factory=dict)
     generators: dict[int, Any] = field(default_factory=dict)
@@ -60,9 +62,16 @@ class _Reachable:
     _left: int = _ENTRIES
 
     def walk(self, roots: Iterable[Any]) -> None:
-        """Look at all that can be reached from the roots."""
-        ahead: list[tuple[Any, Path]] = [(root, (number,)) for number, root in enumerate(roots)]
-        ahead.reverse()
+        """Look at all that can be reached from the roots, but through functions."""
+        self._walk([(root, (number,)) for number, root in enumerate(roots)])
+
+    def walk_functions(self) -> None:
+        """Look at all that can be reached through the functions that were met."""
+        self._in_functions = True
+        self._walk(self.functions or [])
+
+    def _walk(self, ahead: list[tuple[Any, Path]]) -> None:
+        ahead = ahead[::-1]
         while ahead:
             value, path = ahead.pop()
             kind = type(value)
@@ -75,7 +84,7 @@ class _Reachable:
 
     def _looked_at(self, kind: type) -> _Look | None:
         """Return what looks at values of a class; None where they cannot change, or are nobody's state."""
-        if self.in_functions and kind in _IN_FUNCTIONS:
+        if self.functions is not None and kind in _IN_FUNCTIONS:
             return _IN_FUNCTIONS[kind]
         if issubclass(kind, _LEAVES):
             return None
@@ -108,16 +117,22 @@ class _Reachable:
         self.generators[id(value)] = value
         return ()
 
-    def _function(self, value: Any, _path: Path) -> Iterable[tuple[Any, Any]]:
-        if f"{value.__module__}.".startswith((*_FOREIGN, *self.opaque)):
+    def _function(self, value: Any, path: Path) -> Iterable[tuple[Any, Any]]:
+        if f"{value.__module__}.".startswith((*_FOREIGN, *self.opaque)) or self._put_off(value, path):
             return ()
         return zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
 
-    def _method(self, value: Any, _path: Path) -> Iterable[tuple[Any, Any]]:
+    def _method(self, value: Any, path: Path) -> Iterable[tuple[Any, Any]]:
         of = value.__self__
-        yield "function", value.__func__
-        if not isinstance(of, torch.nn.Module):  # a network is a root of its own
-            yield "self", of
+        if not self._put_off(value, path):
+            yield "function", value.__func__
+            if not isinstance(of, torch.nn.Module):  # a network is a root of its own
+                yield "self", of
+
+    def _put_off(self, function: Any, path: Path) -> bool:
+        if not self._in_functions and self.functions is not None:
+            self.functions.append((function, path))
+        return not self._in_functions
 
     def _cell(self, value: Any, path: Path) -> Iterable[tuple[Any, Any]]:
         try:
@@ -157,9 +172,9 @@ class _Reachable:
         yield from children.items()
 
     def _hold(self, container: Any, items: Any, path: Path) -> Iterable[tuple[Any, Any]]:
-        self._left -= len(items)
-        if self._left < 0 or id(container) in self.held:
+        if len(items) > self._left or id(container) in self.held:
             return ()
+        self._left -= len(items)
         self.held[id(container)] = _Held(container, items, path)
         return items.items() if isinstance(items, dict) else enumerate(items)
 
@@ -189,22 +204,27 @@ class Snapshot:
     roots: arguments, modules, and whatever else a call may change.
     opaque: where classes come from ("package.module.") whose instances are no state of the call.
     rewritten: roots whose tensors are not copied, since every call writes what it reads there.
-    in_functions: whether functions and methods are looked into, for what they keep.
+    in_functions: whether functions and methods are looked into, for what they keep: little of it is copied.
     """
 
     def __init__(
         self, *roots: Any, opaque: tuple[str, ...] = (), rewritten: Iterable[Any] = (), in_functions: bool = False
     ):
-        found = _Reachable(opaque, in_functions=in_functions)
+        found = _Reachable(opaque, functions=[] if in_functions else None)
         with _AS_IT_IS():
             found.walk(rewritten)
             left_out = {*found.tensors}
             found.walk(roots)
             self._tensors = [*_copied(found.tensors[each] for each in found.tensors if each not in left_out)]
+            left_out |= {*found.tensors}
+            found.walk_functions()
+            in_them = (found.tensors[each] for each in found.tensors if each not in left_out)
+            small = [(tensor, path) for tensor, path in in_them if tensor.nbytes <= _SMALL]
+            self._tensors += _copied(small[:_FEW])
         self._held = [held for held in found.held.values() if held.container is not None]
         self._random = _RandomState(found.generators.values(), {copy.alias.device for copy in self._tensors})
         self._roots, self._rewritten = roots, tuple(rewritten)
-        self._how: dict[str, Any] = {"opaque": opaque, "in_functions": in_functions}
+        self._opaque, self._in_functions = opaque, in_functions
 
     @property
     def whole(self) -> bool:
@@ -244,7 +264,9 @@ class Snapshot:
         made: what the call has put out, which may share memory with its arguments.
         Gives False, and changes nothing, where something is too large to be put back.
         """
-        after = Snapshot(*self._roots, *made, rewritten=self._rewritten, **self._how)
+        after = Snapshot(
+            *self._roots, *made, opaque=self._opaque, rewritten=self._rewritten, in_functions=self._in_functions
+        )
         if not (self.whole and after.whole):
             yield False
             return
@@ -284,8 +306,9 @@ class Snapshot:
                         object.__setattr__(container, str(key), narrowed)
 
     def _now(self) -> _Reachable:
-        found = _Reachable(**self._how)
+        found = _Reachable(self._opaque, functions=[] if self._in_functions else None)
         found.walk((*self._roots, *self._rewritten))
+        found.walk_functions()
         return found
 
 
@@ -407,6 +430,9 @@ def _put_back(container: Any, items: Any) -> None:
         for name in state:
             if name not in items and hasattr(container, name):
                 object.__delattr__(container, name)
+    elif isinstance(container, list):
+        if [*map(id, container)] != [*map(id, items)]:
+            container[:] = items  # at once, for other threads
     elif [*map(id, container)] != [*map(id, items)]:
         container.clear()
         (container.update if isinstance(container, set) else container.extend)(items)
@@ -423,7 +449,7 @@ def _put_back_cell(cell: types.CellType, items: dict[str, Any]) -> None:
 
 def _put_back_names(state: dict[Any, Any], now: dict[Any, Any], items: dict[Any, Any]) -> None:
     for added in now.keys() - items.keys():
-        del state[added]
+        dict.__delitem__(state, added)  # a subclass may forbid it
     for name, value in items.items():
         if state.get(name, _ABSENT) is not value:
             state[name] = value

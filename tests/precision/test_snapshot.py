@@ -9,6 +9,7 @@ import random
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -295,3 +296,43 @@ def test_nothing_of_a_call_waits_for_the_garbage_collector():
         assert seen() is None
     finally:
         gc.enable()
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.kept = [torch.zeros(2)]
+
+    def keep(self, x: torch.Tensor) -> None:
+        self.kept.append(x)
+        self.kept[0].add_(1)
+
+
+def test_what_functions_and_methods_keep_is_put_back_where_they_are_looked_into() -> None:
+    keeper, counts, large = Keeper(), {"calls": 0}, torch.zeros(2**23 + 1)
+    last: torch.Tensor | None = None
+
+    def keep(x: torch.Tensor) -> None:
+        nonlocal last
+        last = x
+        counts["calls"] += 1
+        large.add_(1)
+
+    def run(*, in_functions: bool) -> tuple[int, Any, int, float]:
+        roots: list[Any] = [{"patches": [keep, keeper.keep, [partial(keep)]]}]
+        before = Snapshot(*roots, in_functions=in_functions)
+        for function in (keep, keeper.keep):
+            function(torch.ones(2))
+        before.restore()
+        return counts["calls"], last, len(keeper.kept), keeper.kept[0].sum().item()
+
+    assert run(in_functions=True) == (0, None, 1, 0.0) and large.any()  # too large to be copied with each call
+    assert run(in_functions=False)[0] == 1 and len(keeper.kept) == 2
+
+
+def test_a_container_that_is_too_large_to_be_looked_at_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comfyui_onediff_guard.precision.snapshot._Reachable._left", 50)
+    large, small = {number: number for number in range(100)}, {"a": 1}
+    before = Snapshot(large, small)
+    small["a"] = 2
+    before.restore()
+    assert small == {"a": 1}
