@@ -23,6 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..precision.dtypes import DTYPES, FP16_MAX, dtype_name
+from ..precision.observe import floating
 from ..precision.policy import Component
 from ..precision.report import StepRecord
 from ..precision.snapshot import Snapshot
@@ -141,7 +142,13 @@ class _ModelGuard:
             return _apply(run, executor, x, *args, **kwargs)
 
 
+def _wants_gradient(*inputs: Any) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in floating(inputs))
+
+
 def _apply(run: Run, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if _wants_gradient(x, args, kwargs):
+        return run.unguarded(lambda: executor(x, *args, **kwargs))
     guarded = around_apply_model(lambda call: run.call(denoiser_of(call), **call.arguments))
     return run.or_plain(
         lambda: guarded(executor, x, *args, **kwargs),
@@ -269,6 +276,9 @@ class _NetworkGuard:
             self._plain = None
 
     def _forward(self, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+        if _wants_gradient(args, kwargs):
+            return self._computed(*args, **kwargs)
+
         def guarded() -> Any:
             given = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
             how = {"dtype": dtype, "device": given.device, "attempt": self._attempt, "in_full": self._in_full}
@@ -388,6 +398,8 @@ class _VaeGuard(threading.local):
         _INSIDE.call = True
         try:
             with nullcontext(self._run) if self._run else self._running() as run:
+                if _wants_gradient(args, kwargs):
+                    return run.unguarded(lambda: method(*args, **kwargs))
                 return run.or_plain(guarded, lambda: method(*args, **kwargs))
         finally:
             _INSIDE.call = False

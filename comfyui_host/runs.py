@@ -110,6 +110,13 @@ class Run:
             for model in self._models:
                 forget_earlier_runs(model)
 
+    def unguarded(self, plain: Callable[[], Any]) -> Any:
+        """What is computed without the guard, since a rerun has no gradient."""
+        said = Message("Not guarded: calls that a node computes a gradient through")
+        with self._lock:
+            self._before += [] if said in self._before else [said]
+        return plain()
+
     def of_controlnet(self) -> Run:
         """The run of a ControlNet beside this one, which has it in its report."""
         request = (
@@ -162,7 +169,7 @@ class Run:
         self.forget()
         made = plain()
         with self._lock:
-            self._given_up = Message("Not guarded from call {} on: {}", len(self._calls) + 1, why)
+            self._given_up = Message("Not guarded from call {} on: {}", self._at(), why)
         logger.warning("NaN Guard: %s", self._given_up)
         logger.debug("%s", details)
         return made
@@ -171,7 +178,10 @@ class Run:
         try:
             return self._call(of, *args, **kwargs)
         except GuardStopped:
-            self._stopped = self._executor(of).guard.report.steps[-1]
+            last = self._executor(of).guard.report.steps[-1]
+            with self._lock:  # a sampler may catch it, and go on
+                self._stopped = replace(last, step=len(self._calls))
+                self._calls.append(self._stopped)
             raise
 
     def _call(self, of: ComfyNetwork, *args: Any, **kwargs: Any) -> Any:
@@ -205,14 +215,16 @@ class Run:
                 self._executors[key] = _executor(of, settings or self._settings)
             return self._executors[key]
 
+    def _at(self) -> int:
+        """The number of the call that is going on, from 1; one that a guard has stopped is counted already."""
+        return len(self._calls) + (not (self._calls and self._calls[-1] is self._stopped))
+
     def ended_by(self, error: BaseException) -> None:
         """Have the report say that the run did not come to its end."""
         with self._lock:
             done = len(self._calls)
             if isinstance(error, GuardStopped):
-                self._ended_by = Message("ended by the NaN Guard at call {}", done + 1)
-                if self._stopped:
-                    self._calls.append(replace(self._stopped, step=done))
+                self._ended_by = Message("ended by the NaN Guard at call {}", self._at())
             elif host.is_interrupt(error) or not isinstance(error, Exception):
                 self._ended_by = Message("stopped after call {}", done) if done else Message("stopped at call 1")
             else:

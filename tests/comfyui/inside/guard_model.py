@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
@@ -144,3 +144,41 @@ def test_what_a_newer_comfyui_gives_the_sampler_is_handed_on() -> None:
     executor = EXTENSION.WrapperExecutor.new_class_executor(ends_in, guider, wrappers)
     executor.execute(None, None, None, [1.0, 0.0], latent_shapes=[(1, 4)])
     assert handed_on == {"latent_shapes": [(1, 4)]}
+
+
+@pytest.mark.parametrize("policy", [{}, {"inserted": True}, {"precision": "fp16"}])
+@pytest.mark.parametrize("hot", [False, True])
+def test_a_call_that_a_gradient_is_computed_through_is_left_to_comfyui(hot: bool, policy: dict[str, Any]) -> None:
+    """As guidance by a loss computes it. A rerun has none, so the gradient would be that of the other calls alone."""
+    model, gradients = make_model(SD15, hot=hot), list[torch.Tensor]()
+
+    def guided(apply_model: Any, call: dict[str, Any]) -> torch.Tensor:
+        with torch.inference_mode(False), torch.enable_grad():
+            given = {name: value.clone() for name, value in call["c"].items() if isinstance(value, torch.Tensor)}
+            x = call["input"].clone().requires_grad_()
+            made = apply_model(x, call["timestep"].clone(), **call["c"] | given)
+            (gradient,) = torch.autograd.grad(made.square().mean(), x)
+        gradients.append(gradient)
+        return made.detach()
+
+    model.set_model_unet_function_wrapper(guided)
+    plain = sample(model, SD15)
+    made = sample(guarded(model, **policy), SD15)
+    assert torch.equal(made.nan_to_num(), plain.nan_to_num())
+    assert all(map(torch.equal, *([each.nan_to_num() for each in part] for part in (gradients[:3], gradients[3:]))))
+    assert policy.get("inserted") or "Not guarded: calls that a node computes a gradient through" in said[-1]
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "rerun"])
+def test_what_stopped_is_in_the_report_where_a_sampler_goes_on(on_failure: str) -> None:
+    model = make_model(SD15, hot=True)
+
+    def catches(apply_model: Any, call: dict[str, Any]) -> torch.Tensor:
+        x = call["input"] if on_failure == "stop" else call["input"] * torch.inf
+        with suppress(Exception):
+            return apply_model(x, call["timestep"], **call["c"])
+        return torch.zeros_like(x)
+
+    model.set_model_unet_function_wrapper(catches)
+    assert sample(guarded(model, on_failure=on_failure), SD15).isfinite().all()
+    assert f"{STEPS} with NaN, infinite or clipped values: the result is broken" in said[-1]
