@@ -245,11 +245,10 @@ def _in_place(owner: Any, **methods: Callable[..., Any]) -> Generator[None]:
     try:
         yield
     finally:
-        for name in (
-            name for name, method in methods.items() if own.get(name) is method
-        ):  # else another pack's is there
+        ours = [name for name, method in methods.items() if own.get(name) is method]  # else another pack's is there
+        for name in ours:
             del own[name]
-            own.update({name: before[name]} if name in before else {})
+        own.update({name: before[name] for name in ours if name in before})
 
 
 def _has_room(call: StepRecord) -> bool:

@@ -133,9 +133,7 @@ class ComfyNetwork:
     fp32_alone: bool = False  # ComfyUI computes it in nothing less, on any card
     patched: frozenset[str] = frozenset()  # names of the network's weights that LoRAs and their kind change
     snapshot: Callable[..., Snapshot] = _snapshot  # of what a call is given, and of the network
-    calls_others: Callable[..., bool] = lambda _thorough, *_, **__: (
-        False
-    )  # whether a call runs other packs' code within
+    calls_others: Callable[..., bool] = lambda *_, **__: False  # whether a call runs other packs' code amid the network
 
     def stage(self, policy: GuardPolicy, request: Precision | None = None) -> Stage:
         """It, set up to compute as is asked. request: None for what ComfyUI chose. Raises BadInput."""

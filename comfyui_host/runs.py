@@ -119,9 +119,8 @@ class Run:
 
     def of_controlnet(self) -> Run:
         """The run of a ControlNet beside this one, which has it in its report."""
-        request = (
-            None if self._settings.request is Precision.FP16_PLAIN else self._settings.request
-        )  # which it may not be
+        asked = self._settings.request
+        request = None if asked is Precision.FP16_PLAIN else asked  # of fp16 (plain), ComfyUI has to have chosen fp16
         settings = replace(self._settings, learned={}, profile=None, request=request)
         made = Run(settings, 0, (self._node_id, self._node_type))
         self._controlnets.append(made)

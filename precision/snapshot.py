@@ -24,7 +24,7 @@ from .dtypes import HALF_DTYPES
 
 COPIED = 2**29  # bytes of tensors that a snapshot copies. Of what is beyond, it notices that it changed
 _ENTRIES = 200_000  # of containers, that a snapshot looks at
-_SMALL, _FEW = 2**25, 32  # bytes of a tensor that is copied where a function keeps it, and how many are
+_COPIED_IN_FUNCTIONS = 2**25  # bytes of tensors that a snapshot copies of what functions keep
 _OWN = f"{__name__.rpartition('.precision.')[0]}."  # this package: guards and reports are no state of a model
 _FOREIGN = ("torch.", "threading.", "queue.", "concurrent.", "asyncio.", "logging.", "weakref.", "accelerate.", _OWN)
 _LEAVES = (
@@ -215,12 +215,12 @@ class Snapshot:
             found.walk(rewritten)
             left_out = {*found.tensors}
             found.walk(roots)
-            self._tensors = [*_copied(found.tensors[each] for each in found.tensors if each not in left_out)]
+            given = [found.tensors[each] for each in found.tensors if each not in left_out]
+            self._tensors = [*_copied(given, COPIED)]
             left_out |= {*found.tensors}
             found.walk_functions()
-            in_them = (found.tensors[each] for each in found.tensors if each not in left_out)
-            small = [(tensor, path) for tensor, path in in_them if tensor.nbytes <= _SMALL]
-            self._tensors += _copied(small[:_FEW])
+            in_them = [found.tensors[each] for each in found.tensors if each not in left_out]
+            self._tensors += _copied(in_them, _COPIED_IN_FUNCTIONS, only_what_fits=True)
         self._held = [held for held in found.held.values() if held.container is not None]
         self._random = _RandomState(found.generators.values(), {copy.alias.device for copy in self._tensors})
         self._roots, self._rewritten = roots, tuple(rewritten)
@@ -350,13 +350,16 @@ def _slots(kind: type) -> list[str]:
     return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
-def _copied(entries: Iterable[tuple[torch.Tensor, Path]]) -> Generator[_Copy]:
-    left = COPIED
+def _copied(
+    entries: Iterable[tuple[torch.Tensor, Path]], left: int, *, only_what_fits: bool = False
+) -> Generator[_Copy]:
     for tensor, path in entries:
         alias = tensor.detach()
         values = _distinct(alias)
         fits = values.nbytes <= left and torch._debug_has_internal_overlap(values) != 1
         left -= values.nbytes * fits
+        if only_what_fits and not fits:
+            continue
         mark = None if fits and tensor.is_inference() else _mark(tensor)
         yield _Copy(tensor, alias, values.clone() if fits else None, mark, path)
 
@@ -366,7 +369,7 @@ def copies(*roots: Any) -> list[torch.Tensor]:
     found = _Reachable((), on_meta=True)
     with _AS_IT_IS():
         found.walk(roots)
-        return [copy.values for copy in _copied(found.tensors.values()) if copy.values is not None]
+        return [copy.values for copy in _copied(found.tensors.values(), COPIED) if copy.values is not None]
 
 
 def _distinct(tensor: torch.Tensor) -> torch.Tensor:
