@@ -427,7 +427,7 @@ class CallMemory:
         if self._kept is not None:
             self._within.restore()
             self._kept.restore()
-            self._kept.narrow(self._dtypes, self._dtype)
+            self._kept.narrow(self._dtypes, self._dtype, self._beside.holds())
         if self.in_full and self._dtype in HALF_DTYPES:
             for at, (cell, value) in _captured(self.options).items():
                 made = isinstance(value, torch.Tensor) and value.dtype is torch.float32

@@ -11,7 +11,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -287,16 +287,22 @@ class Snapshot:
         with _AS_IT_IS():
             return {path: tensor.dtype for tensor, path in self._now().tensors.values()}
 
-    def narrow(self, dtypes: dict[Path, torch.dtype], otherwise: torch.dtype | None = None) -> None:
+    def holds(self) -> set[int]:
+        """Return the ids of the tensors that were there."""
+        return {id(copy.tensor) for copy in self._tensors}
+
+    def narrow(
+        self, dtypes: dict[Path, torch.dtype], otherwise: torch.dtype | None = None, but: Collection[int] = ()
+    ) -> None:
         """Bring tensors that are float32 now to half precision, where a call in half precision left them so, and where
         they fit.
 
-        dtypes: what that call left. otherwise: where it left nothing; None: as it is.
+        dtypes: what that call left. otherwise: where it left nothing; None: as it is. but: ids of tensors that stay.
         """
         with _AS_IT_IS():
             for container, items, path in self._now().held.values():
                 for key, value in items.items() if isinstance(items, dict) else enumerate(items):
-                    if (narrowed := _narrowed(value, (*path, key), dtypes, otherwise)) is value:
+                    if (narrowed := _narrowed(value, (*path, key), dtypes, otherwise, but)) is value:
                         continue
                     if isinstance(container, (dict, list, deque)):
                         container[key] = narrowed
@@ -458,14 +464,18 @@ def _put_back_names(state: dict[Any, Any], now: dict[Any, Any], items: dict[Any,
             state[name] = value
 
 
-def _narrowed(value: Any, path: Path, dtypes: dict[Path, torch.dtype], otherwise: torch.dtype | None) -> Any:
+def _narrowed(
+    value: Any, path: Path, dtypes: dict[Path, torch.dtype], otherwise: torch.dtype | None, but: Collection[int]
+) -> Any:
     if isinstance(value, tuple):
-        made = [_narrowed(each, (*path, at), dtypes, otherwise) for at, each in enumerate(value)]
+        made = [_narrowed(each, (*path, at), dtypes, otherwise, but) for at, each in enumerate(value)]
         if all(new is old for new, old in zip(made, value, strict=True)):
             return value
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     dtype = dtypes.get(path, otherwise)
     if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32 or dtype not in HALF_DTYPES:
+        return value
+    if id(value) in but:
         return value
     narrowed = value.to(dtype)
     return narrowed if torch.isfinite(narrowed).all() else value
