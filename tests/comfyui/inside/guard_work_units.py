@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from in_comfyui import difference, error_of, guarded, module, said
+from in_comfyui import difference, error_of, guarded, module, said, witness
 from native_models import CPU, LAYOUTS, RECENT, Layout, in_fp32, make_model, sample
 from probe import facts, probed
 
@@ -104,6 +104,7 @@ def test_a_fault_in_one_half_costs_one_call() -> None:
     healthy, calls = on_two(SD15), list[torch.dtype]()
     exact = sample(in_fp32(healthy, SD15), SD15, steps=STEPS)
 
+    @witness
     def fault(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         made = executor(x, *args, **kwargs)
         if args[-1]["multigpu_thread_device"] != OTHER:
@@ -155,6 +156,7 @@ def begun_together() -> Callable[..., Any]:
     """Both first calls begin before one of them ends: else the other would know already what that one learned."""
     met, seen = threading.Barrier(2), set[int]()
 
+    @witness
     def meet(executor: Any, *args: Any, **kwargs: Any) -> Any:
         if (thread := threading.get_ident()) not in seen:
             seen.add(thread)
