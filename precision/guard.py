@@ -154,20 +154,21 @@ class StageGuard:
         before = self._snapshot(args, kwargs, self._owner, self._attempt)
         started = time.perf_counter()
         try:
-            return self._called(args, kwargs, before)
+            try:
+                return self._call(args, kwargs, before)
+            except _BrokenInFp32:
+                self._restore(before)
+                if not self._renew(*args, **kwargs):
+                    raise GuardStopped(self._diagnose(args, kwargs)) from None
+            return self._with_new_weights(args, kwargs)
         except BaseException as error:
             before.restore()
             if isinstance(error, GuardStopped):
                 self._recorded(None, started, None, self.dtype, error.outcome, Range(False, None))
             raise
 
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Snapshot) -> Any:
-        try:
-            return self._call(args, kwargs, before)
-        except _BrokenInFp32:
-            self._restore(before)
-            if not self._renew(*args, **kwargs):
-                raise GuardStopped(self._diagnose(args, kwargs)) from None
+    def _with_new_weights(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call again whose weights were loaded again."""
         logger.warning("%s: NaN or infinite in fp32 too, so its weights were loaded again", self._where())
         before = self._snapshot(args, kwargs, self._owner, self._attempt)  # its buffers may be loaded anew, too
         try:

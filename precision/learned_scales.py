@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -156,14 +156,17 @@ class LearningMode(LocatedMode):
     def _leave_layer(self, layer: int, since: int) -> None:
         self.way.counts.setdefault(layer, set()).add(since)
 
-    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
         if name := writes(func, args, kwargs):
             self.way.writes = True
             numbers = name not in _OVERWRITES or any(map(_is_floating, args[1:]))
             if numbers and (maker := self._makers.get(storage_of(args[0]))):
                 self.way.summed.add(maker)
         self.way.points |= func in POINTS
-        made = super().computed(func, args, kwargs)
+        made = self.computed(func, args, kwargs)
         if func in LAYER_CALLS:
             self._makers[storage_of(made)] = id(self._anchor), 0, ""
         elif func in COPIES:
@@ -172,7 +175,9 @@ class LearningMode(LocatedMode):
             key = self.next_key(func)
             for each in made if isinstance(made, tuple) else (made,):
                 self._note_output(key, each)
-        elif func is not F.scaled_dot_product_attention and not name and _is_floating(made):
+        elif func is F.scaled_dot_product_attention:
+            self._note_attention(made, *args, **kwargs)
+        elif not name and _is_floating(made):
             given = args[0] if args else kwargs.get("input")
             of, own = storage_of(given) if isinstance(given, torch.Tensor) else None, storage_of(made)
             if of != own:  # a storage may be where another one was
@@ -185,9 +190,8 @@ class LearningMode(LocatedMode):
             rows = largest_of(made, (-1,)) if made.ndim else made.abs()
             self.notes.add(key, rows.amax(), rows.amax(), _faint(rows), 0.0)
 
-    def _layer(self, func: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+    def begin_layer(self, weight: torch.Tensor) -> None:
         self._anchor = self.at_layer(weight)
-        return super()._layer(func, input, weight, *args, **kwargs)
 
     def note(self, func: Any, weight: torch.Tensor, x: torch.Tensor, made: torch.Tensor, of_weight: Limit) -> None:
         anchor = self._anchor
@@ -201,8 +205,7 @@ class LearningMode(LocatedMode):
         convolves = func is not F.linear
         self.notes.add((id(anchor), 0, ""), _peak(x), rows.amax(), faint, strain, loudness, convolves=convolves)
 
-    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        made = super()._attention(query, key, value, *args, **kwargs)
+    def _note_attention(self, made: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> None:
         at = self._makers[storage_of(made)] = self.next_key(F.scaled_dot_product_attention)
         if all(each.numel() for each in (query, key, value)):
             peaks = [_peak(each) for each in (query, key, value)]
@@ -212,7 +215,6 @@ class LearningMode(LocatedMode):
             logits = (channels[0].flatten() * channels[1].flatten()).sum() * size
             peak = torch.stack([*peaks, logits / 16]).amax()  # logits may reach more: they are not kept
             self.notes.add(at, peak, peak, _faint(largest_of(value, (-1,))), 0.0)
-        return made
 
 
 class LearnedProducts:
@@ -262,13 +264,12 @@ class LearnedProducts:
         if self._planned:
             try:
                 made = run_in(self._planned, function, args, kwargs, tf32=tf32)
-                self._planned.end()
                 if not _can_be_marked(made):
                     raise LeftPlan("the network returns something else than in the first step")
                 return pytree.tree_map_only(torch.Tensor, self._planned.finished, made)
             finally:
                 self._planned.clear()
-        made = self.run_by_rows(function, *args, tf32=tf32, **kwargs)
+        made = run_in(self._by_rows, function, args, kwargs, tf32=tf32)
         if isinstance(self._by_rows, LearningMode) and self._renewals < RENEWALS and _can_be_marked(made):
             self._calls += 1
             planned = self._plan(self._by_rows.notes, self._by_rows.way)
@@ -277,10 +278,7 @@ class LearnedProducts:
 
     def run_by_rows(self, function: Callable[..., Result], *args: Any, tf32: bool = False, **kwargs: Any) -> Result:
         """Do the same as in a first call, whatever is known."""
-        made = run_in(self._by_rows, function, args, kwargs, tf32=tf32)
-        if isinstance(self._by_rows, LearningMode):
-            self._by_rows.end()
-        return made
+        return run_in(self._by_rows, function, args, kwargs, tf32=tf32)
 
     def renew(self) -> bool:
         """Forget the plan after a call that failed: the next one scales each row again, and makes another plan. Returns

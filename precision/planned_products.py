@@ -118,10 +118,8 @@ class LocatedMode(ScaledHalfMatmulMode):
         self._layer_at_hand: Any = None
         self._at, self._since = 0, 0
 
-    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(func, OneOperation) and func.for_products:
-            self._layer_at_hand = args[0] if args else next(iter(kwargs.values()), None)
-        return super().computed(func, args, kwargs)
+    def casts_for(self, layer: Any) -> None:
+        self._layer_at_hand = layer
 
     def begin(self, inputs: Any) -> None:
         super().begin(inputs)

@@ -74,19 +74,13 @@ def times(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Te
 def limit_of(largest: torch.Tensor) -> torch.Tensor:
     """Return what the values of a scaled row may reach, so that no product leaves fp16's range. float32 [].
 
-    largest: what `reach` says of the weights.
+    largest: of what `reaches` says of the weights.
     """
     return (ROOM / largest.clamp(min=ROOM / LARGEST)).log2().floor().exp2()
 
 
-def reach(weight: torch.Tensor) -> torch.Tensor:
-    """Return the most that an output may be where inputs are at most 1: the largest sum of |w|. float32 []."""
-    largest = reaches(weight)
-    return largest.amax() if len(largest) else largest.new_zeros(())
-
-
 def reaches(weight: torch.Tensor) -> torch.Tensor:
-    """Return the same for each output. float32 [outputs]."""
+    """Return the most that each output may be where inputs are at most 1: the sum of |w|. float32 [outputs]."""
     return torch.linalg.vector_norm(weight.detach().flatten(1), 1, 1, dtype=torch.float32)
 
 

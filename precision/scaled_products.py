@@ -27,7 +27,7 @@ from . import shared
 from .fp32_settings import autocast_off_where_on
 from .observe import sampled
 from .quantised import error_of
-from .scaled_layers import LAYERS, LEAST, largest_of, limit_of, reach, reaches, scaled_product, times
+from .scaled_layers import LAYERS, LEAST, largest_of, limit_of, reaches, scaled_product, times
 from .upcast import Fp32Mode, OneOperation, dequantised, is_quantised, run_in
 
 Result = TypeVar("Result")
@@ -90,11 +90,13 @@ class ScaledHalfMatmulMode(Fp32Mode):
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if isinstance(func, OneOperation) and func.for_products:
+            self.casts_for(args[0] if args else next(iter(kwargs.values()), None))
             args, kwargs = func.for_products(self._dtype, *args, **kwargs)
             return func(*args, **kwargs)
         return super().computed(func, args, kwargs)
 
     def _layer(self, func: Any, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+        self.begin_layer(weight)
         if not (_is_single(input) and _is_single(weight)):
             return super().computed(func, (input, weight, bias, *args), kwargs)
         if func is F.linear and input.numel() and is_quantised(weight) and (kernel := self._kernel_of(weight)):
@@ -115,7 +117,8 @@ class ScaledHalfMatmulMode(Fp32Mode):
                 nonlocal lost
                 made = func(scaled, half, None, *args, **kwargs)
                 if is_new or looks:
-                    lost = lost_digits(made, input, scaled, of_weight.least, spatial)
+                    with torch._C.DisableTorchFunction():  # no other mode need see a look
+                        lost = lost_digits(made, input, scaled, of_weight.least, spatial)
                 if loudness is not None and lost is not None and not looks:
                     loudness.masked_fill_(lost, torch.nan)
                 return made
@@ -128,6 +131,12 @@ class ScaledHalfMatmulMode(Fp32Mode):
                 return made
         self._limits.forget(weight)
         return super().computed(func, (input, weight, bias, *args), kwargs)
+
+    def casts_for(self, layer: Any) -> None:
+        """Told of a layer whose weights are cast next."""
+
+    def begin_layer(self, weight: Any) -> None:
+        """Told of each layer that is computed."""
 
     def note(self, func: Any, weight: torch.Tensor, x: torch.Tensor, made: torch.Tensor, of_weight: Limit) -> None:
         """Told of each scaled product of a layer."""
@@ -345,11 +354,10 @@ class Limit(NamedTuple):
 def limit(weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool) -> Limit:
     by_output = weight.transpose(0, 1) if transposed else weight
     addends = max(1, by_output[:1].numel())
-    if weight.dtype is dtype:
-        largest = reach(by_output)
-        return Limit(limit_of(largest), largest * LOST * addends**-0.5)
     sums = reaches(by_output)
-    largest = largest_of(sums, (0,))[0]
+    largest = sums.amax() if len(sums) else sums.new_zeros(())
+    if weight.dtype is dtype:
+        return Limit(limit_of(largest), largest * LOST * addends**-0.5)
     loudness = (largest.clamp(min=LEAST).log2().floor() + 1).exp2() / _NORMAL
     least = largest / loudness * LOST * addends**-0.5
     if _can_look(weight) and ((sums < largest * (addends * _FLUSHED)) & (sums > 0)).any():

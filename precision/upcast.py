@@ -15,8 +15,8 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
-from functools import update_wrapper
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial, update_wrapper
 from types import CodeType, TracebackType
 from typing import Any, TypeVar
 
@@ -53,6 +53,7 @@ def _compile_what_it_calls_alone(code: CodeType) -> None:
 
 
 Result = TypeVar("Result")
+_Memo = dict[int, tuple[torch.Tensor, torch.Tensor]]  # id of a half tensor → that, and its copy in float32
 _Copied = tuple[Any, Any, list[Any]]  # a list or dict of the caller's, its copy, and what that held at first
 
 
@@ -89,7 +90,7 @@ def run_in(
     module = getattr(function, "__self__", function)
     if isinstance(module, torch.nn.Module) and mode.is_first:
         _refuse_scripted(module)
-    memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    memo: _Memo = {}
     copies: list[_Copied] = []
     fp32_args, fp32_kwargs = _with_copies(args, memo, copies), _with_copies(kwargs, memo, copies)
     mode.begin((fp32_args, fp32_kwargs))
@@ -108,15 +109,16 @@ def run_in(
             culprit,
             complaint,
         ) from error
+    mode.end()
     _write_back(memo.values())
     _write_containers_back(copies, {id(single): half for half, single in memo.values()})
     return result
 
 
-def _with_copies(value: Any, memo: dict[int, Any], copies: list[_Copied]) -> Any:
+def _with_copies(value: Any, memo: _Memo, copies: list[_Copied]) -> Any:
     """Return arguments with half tensors upcast, for which lists and dicts have to be copied."""
     if (kind := type(value)) not in (list, dict, tuple):
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: _upcast(tensor, memo), value)
+        return pytree.tree_map_only(torch.Tensor, partial(_upcast, memo), value)
     items = [_with_copies(inside, memo, copies) for inside in (value.values() if kind is dict else value)]
     made = dict(zip(value, items, strict=True)) if kind is dict else kind(items)
     if kind is not tuple:
@@ -183,6 +185,9 @@ class Fp32Mode(TraceableMode):
     def begin(self, inputs: Any) -> None:
         """Told what the call is given that is made next."""
 
+    def end(self) -> None:
+        """Told that the call was made. May raise."""
+
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -200,27 +205,27 @@ class Fp32Mode(TraceableMode):
         if func in _CONVERSIONS and args and isinstance(args[0], torch.Tensor):
             return _converted(func, args[0], args[1:], kwargs)
         if func in ALIASING and args:
-            return _detached_is_fp32(func(*args, **kwargs), args[0])
+            return _mapped(partial(_fp32_unless_alias, args[0]), func(*args, **kwargs))
         if func is torch.nn.functional.embedding and _max_norm(args, kwargs) is None:
             return _mapped(_float, func(*args, **kwargs))
         if func in _PRODUCTS:
             args, kwargs = _mapped(dequantised, (args, kwargs))
 
-        memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-        def in_fp32(leaf: Any) -> Any:
-            return _upcast(leaf, memo) if isinstance(leaf, torch.Tensor) else _fp32_dtype(leaf)
-
-        fp32_args, fp32_kwargs = _mapped(in_fp32, (args, kwargs), (torch.Tensor, torch.dtype))
+        memo: _Memo = {}
+        in_fp32 = partial(_mapped, partial(_upcast, memo), only=(torch.Tensor, torch.dtype))
+        with torch._C.DisableTorchFunction():  # no other mode need see a cast, which the model does not ask for
+            fp32_args = tuple(map(in_fp32, args))
+            fp32_kwargs = dict(zip(kwargs, map(in_fp32, kwargs.values()), strict=True))
         with autocast_off_where_on(self._device_types):
             attends = func in _ATTENTION
             result = _call_attention(func, fp32_args, fp32_kwargs) if attends else func(*fp32_args, **fp32_kwargs)
-        if not memo:
-            return _mapped(_float, result)
-        written = _write_back(memo.values())
-        if not written and _shares_storage(result, memo.values()):  # a view: return one of the half tensor instead
-            return func(*args, **kwargs)
-        return _mapped(lambda t: written.get(id(t)) if id(t) in written else _float(t), result)
+        with torch._C.DisableTorchFunction():
+            written = _write_back(memo.values())
+            if written:
+                return _mapped(lambda made: written[id(made)] if id(made) in written else _float(made), result)
+            if not _shares_storage(result, memo.values()):
+                return _mapped(_float, result)
+        return func(*args, **kwargs)  # a view: one of the half tensor instead
 
 
 def _mapped(change: Callable[[Any], Any], tree: Any, only: Any = torch.Tensor) -> Any:
@@ -229,9 +234,9 @@ def _mapped(change: Callable[[Any], Any], tree: Any, only: Any = torch.Tensor) -
     if kind in _LEAVES:
         return change(tree) if issubclass(kind, only) else tree
     if kind is tuple or kind is list:
-        return kind([_mapped(change, part, only) for part in tree])
+        return kind(map(partial(_mapped, change, only=only), tree))
     if kind is dict:
-        return {name: _mapped(change, part, only) for name, part in tree.items()}
+        return dict(zip(tree, map(partial(_mapped, change, only=only), tree.values()), strict=True))
     return pytree.tree_map_only(only, change, tree)
 
 
@@ -254,17 +259,24 @@ def _given_in_fp32(argument: Any) -> Any:
     return _float(argument) if isinstance(argument, torch.Tensor) else _fp32_dtype(argument)
 
 
-def _upcast(tensor: torch.Tensor, memo: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Return a float32 copy of a half tensor, whose version counter tells afterwards whether it was written to. Any
-    other tensor is returned as it is."""
-    if tensor.dtype not in HALF_DTYPES:
-        return tensor
-    if id(tensor) not in memo:
-        with torch.inference_mode(False), torch.no_grad():
-            single = tensor.float()
+def _upcast(memo: _Memo, value: Any) -> Any:
+    """Return a float32 copy of a half tensor, whose version counter tells afterwards whether it was written to, and
+    float32 for a half dtype. Anything else is returned as it is."""
+    if not isinstance(value, torch.Tensor):
+        return _fp32_dtype(value)
+    if value.dtype not in HALF_DTYPES:
+        return value
+    if id(value) not in memo:
+        with ExitStack() as stack:
+            if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+            if type(value) not in _LEAVES:  # of a class of its own
+                stack.enter_context(_ENABLE_TORCH_FUNCTION())
+            single = value.float()
             single = single.data if single._version else single  # that of an inference tensor begins at 1
-        memo[id(tensor)] = (tensor, single)
-    return memo[id(tensor)][1]
+        memo[id(value)] = (value, single)
+    return memo[id(value)][1]
 
 
 def _write_back(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> dict[int, torch.Tensor]:
@@ -282,7 +294,7 @@ def _converted(func: Any, source: torch.Tensor, args: tuple[Any, ...], kwargs: d
     else a copy in float32: code may write to a copy in half precision, and later read what it was made of.
     """
     if func is torch.Tensor.float or (func is torch.Tensor.to and args and args[0] is torch.float32):
-        return _detached_is_fp32(func(source, *args, **kwargs), source)
+        return _fp32_unless_alias(source, func(source, *args, **kwargs))
     asked = func(torch.empty((0,) * source.dim(), dtype=source.dtype, device=source.device), *args, **kwargs)
     to_half = isinstance(asked, torch.Tensor) and asked.dtype in HALF_DTYPES
     if to_half and source.dtype != asked.dtype:
@@ -290,22 +302,19 @@ def _converted(func: Any, source: torch.Tensor, args: tuple[Any, ...], kwargs: d
         return source.to(asked.device, torch.float32, copy=True, memory_format=layout)
     if isinstance(asked, str):  # `.type()`
         return _TENSOR_TYPES.get(asked, asked)
-    return _detached_is_fp32(func(source, *args, **kwargs), source)
+    return _fp32_unless_alias(source, func(source, *args, **kwargs))
 
 
 def _fp32_dtype(value: Any) -> Any:
     return torch.float32 if isinstance(value, torch.dtype) and value in HALF_DTYPES else value
 
 
-def _detached_is_fp32(result: Any, source: torch.Tensor) -> Any:
-    """Leave aliases of a half tensor in half, so that writes reach it, and make copies float32 like all results."""
-
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype not in HALF_DTYPES or is_quantised(tensor):
-            return tensor
-        return tensor if storage_of(tensor) == storage_of(source) else tensor.float()
-
-    return _mapped(convert, result)
+def _fp32_unless_alias(source: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """Leave an alias of a half tensor in half, so that writes reach it, and make a copy float32 like all results."""
+    with torch._C.DisableTorchFunction():
+        if made.dtype not in HALF_DTYPES or is_quantised(made):
+            return made
+        return made if storage_of(made) == storage_of(source) else made.float()
 
 
 def _access_property(func: Any, name: str, args: tuple[Any, ...]) -> Any:
@@ -344,6 +353,7 @@ def _call_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 _T = torch.Tensor
+_ENABLE_TORCH_FUNCTION = getattr(torch._C, "_EnableTorchFunction", nullcontext)  # later than PyTorch 2.6
 _LEAVES = frozenset(
     {_T, torch.nn.Parameter, torch.dtype, torch.device, torch.Size, type(None), bool, int, float, str, slice}
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision.learned_scales import LearnedProducts
-from comfyui_onediff_guard.precision.scaled_layers import limit_of, reach, scaled_product, times
+from comfyui_onediff_guard.precision.scaled_layers import limit_of, reaches, scaled_product, times
 from guards import error
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,7 +38,7 @@ def scaled(layer: Any, x: torch.Tensor) -> torch.Tensor:
     def product(x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, weight) if weight.ndim == 2 else layer._conv_forward(x, weight, None)
 
-    return scaled_product(product, x, weight.dtype, limit_of(reach(weight)), weight.ndim - 2, layer.bias)
+    return scaled_product(product, x, weight.dtype, limit_of(reaches(weight).amax()), weight.ndim - 2, layer.bias)
 
 
 def drawn_layer(name: str, seed: int = 0) -> tuple[Any, torch.Tensor]:
