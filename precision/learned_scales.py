@@ -44,8 +44,7 @@ from .planned_products import (
     has_float32_products,
     scaled_by_rows,
 )
-from .scaled_layers import largest_of
-from .scaled_products import LAYER_CALLS, LOST, KernelOf, Limit, ScaledHalfMatmulMode, no_kernel
+from .scaled_products import LAYER_CALLS, LOST, KernelOf, Limit, ScaledHalfMatmulMode, largest_of, no_kernel
 from .upcast import is_quantised, run_in, storage_of
 
 if TYPE_CHECKING:

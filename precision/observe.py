@@ -164,3 +164,13 @@ def has_children(module: torch.nn.Module) -> bool:
     """Return whether a module has children. Its truth does not tell, which is its length: a compiled module has none,
     and says so by an error."""
     return next(module.children(), None) is not None
+
+
+def error_of(made: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return how far [rows, features] are off: the root mean square of each row's error as a share of its norm, so that
+    a large row hides no other. float32 []; inf where a value is not finite, and should be."""
+    whole = right.isfinite().all(dim=1, keepdim=True)
+    off = torch.linalg.vector_norm(torch.where(whole, made - right, 0.0), dim=1)
+    norms = torch.linalg.vector_norm(torch.where(whole, right, 0.0), dim=1)
+    least = (norms.median() / 100).clamp(min=torch.finfo(torch.float32).tiny)  # rows that cancel to less do not count
+    return (off / norms.maximum(least)).square().mean().sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf)

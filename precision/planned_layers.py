@@ -30,8 +30,7 @@ from .learned_scales import Seen, scale_for, widened
 from .overrides import covered, covers
 from .overrides import largest_of as outermost
 from .planned_products import FAINT, Key, Scale, Way, float32_product, has_float32_products, row_of, scaled_by_rows
-from .scaled_layers import LAYERS, NORMS, largest_of, scaled_product, times
-from .scaled_products import limit, lost_digits, scaled_attention
+from .scaled_products import LAYERS, NORMS, largest_of, limit, lost_digits, scaled_attention, scaled_product, times
 from .shallow_copy import KeptInFp32, Make, copy_with_base, replace_submodules, with_forward
 from .upcast import TraceableMode
 

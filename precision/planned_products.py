@@ -58,8 +58,16 @@ from .fp16_safe import (
 )
 from .fp32_settings import autocast_off_where_on
 from .overflow import made_finite
-from .scaled_layers import largest_of
-from .scaled_products import LAYER_CALLS, KernelOf, ScaledHalfMatmulMode, lost_digits, no_kernel, number, state_of
+from .scaled_products import (
+    LAYER_CALLS,
+    KernelOf,
+    ScaledHalfMatmulMode,
+    largest_of,
+    lost_digits,
+    no_kernel,
+    number,
+    state_of,
+)
 from .upcast import Fp32Mode, OneOperation, storage_of
 
 FEW = 4  # channels of a row, of which the largest may be near to 0 by chance

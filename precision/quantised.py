@@ -29,9 +29,9 @@ import torch
 from torch.nn import functional as F
 
 from .dtypes import HALF_DTYPES
-from .observe import Agree, alone, sampled
+from .observe import Agree, alone, error_of, sampled
 from .overrides import covered
-from .scaled_layers import largest_of
+from .scaled_products import largest_of
 from .shallow_copy import copy_with_base, replace_submodules
 
 TORCHAO = "torchao==0.18.0"
@@ -145,16 +145,6 @@ class MeasuredLinear(torch.nn.Module):
         made, right = F.linear(rows, self.quantised[0].quantised_weight), F.linear(rows, self.weight)
         self.quantised_errors.append(error_of(made.float(), right.float()))
         return super().forward(x)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def error_of(made: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return how far [rows, features] are off: the root mean square of each row's error as a share of its norm, so that
-    a large row hides no other. float32 []; inf where a value is not finite, and should be."""
-    whole = right.isfinite().all(dim=1, keepdim=True)
-    off = torch.linalg.vector_norm(torch.where(whole, made - right, 0.0), dim=1)
-    norms = torch.linalg.vector_norm(torch.where(whole, right, 0.0), dim=1)
-    least = (norms.median() / 100).clamp(min=torch.finfo(torch.float32).tiny)  # rows that cancel to less do not count
-    return (off / norms.maximum(least)).square().mean().sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 class QuantisedLinears:

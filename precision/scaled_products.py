@@ -25,12 +25,16 @@ from torch.overrides import _get_current_function_mode_stack
 
 from . import shared
 from .fp32_settings import autocast_off_where_on
-from .observe import sampled
-from .quantised import error_of
-from .scaled_layers import LAYERS, LEAST, largest_of, limit_of, reaches, scaled_product, times
+from .observe import error_of, sampled
 from .upcast import Fp32Mode, OneOperation, dequantised, is_quantised, run_in
 
 Result = TypeVar("Result")
+ROOM = 3e4  # of fp16's 65504: the largest product of a scaled row, so that rounding on the way does not pass the end
+LARGEST = 2.0**14  # of a scaled row's values, so that small ones beside the largest keep digits
+LEAST = 2.0**-100  # what a row's largest value counts for at least: float32 does not hold what would scale up a smaller
+CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+LAYERS = (torch.nn.Linear, *CONVOLUTIONS)
+NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm)
 _OUTSIDE = 16  # log2 of the part of attention's scale that its kernel multiplies by, in float32
 _VALUES = 2.0**14  # of attention's values; what comes out is no larger
 _FLOAT32 = 110.0  # log2 of products of a query's channel with a key's whose sums fit in float32, whatever the head
@@ -42,6 +46,75 @@ _ROUNDED = 2.0**8  # rows of a quantised product reach half of it, and never it:
 # of a quantised weight [outputs, inputs]: what multiplies rows by it. Given float32 [rows, inputs] below _ROUNDED,
 # returns float32 [rows, outputs]. None where there is no such kernel
 KernelOf = Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor] | None]
+
+
+def scaled_product(
+    product: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    limit: torch.Tensor,
+    spatial: int = 0,
+    bias: torch.Tensor | None = None,
+    loudness: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute a layer's output in float32, by a product in half precision that stays in its range.
+
+    product: the layer's product without its bias. Takes and returns `dtype`.
+    x: [..., channels, *spatial], of any floating dtype.
+    limit: what the values of a scaled row may reach. float32 [].
+    spatial: how many dimensions there are behind the channels.
+    bias: [channels], of any floating dtype; None where there is none.
+    loudness: what the product has to be multiplied by beside. float32 []; None: 1.
+    """
+    scale = _scale(largest_of(x, tuple(range(-1 - spatial, 0))), limit)
+    factor = scale.reciprocal()
+    if x.dtype is torch.bfloat16:  # which holds every power of two
+        factor = factor.to(x.dtype)
+    made = product(times(x, factor, dtype))
+    if loudness is not None:
+        scale = scale * loudness
+    if bias is None:
+        return made * scale
+    return torch.addcmul(bias.float().view(-1, *[1] * spatial), made, scale)
+
+
+def largest_of(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """Return max |x| over dimensions, which are kept, in float32. On the CPU, a norm takes 30 times as long as two
+    extremes."""
+    if not x.numel():
+        return x.new_zeros([1 if i - x.ndim in dims or i in dims else n for i, n in enumerate(x.shape)]).float()
+    if x.device.type == "cpu":
+        return torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True)).float()
+    return torch.linalg.vector_norm(x, torch.inf, dims, keepdim=True, dtype=torch.float32)
+
+
+def times(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return x · factor in `dtype`, computed in float32: in one pass, but for the CPU, where that takes 20 times as
+    long."""
+    if x.dtype is factor.dtype is dtype:
+        return x * factor
+    if x.device.type == "cpu" or torch.compiler.is_compiling():
+        return (x.float() * factor).type(dtype)  # which no mode takes for the network's own cast
+    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+
+
+def limit_of(largest: torch.Tensor) -> torch.Tensor:
+    """Return what the values of a scaled row may reach, so that no product leaves fp16's range. float32 [].
+
+    largest: of what `reaches` says of the weights.
+    """
+    return (ROOM / largest.clamp(min=ROOM / LARGEST)).log2().floor().exp2()
+
+
+def reaches(weight: torch.Tensor) -> torch.Tensor:
+    """Return the most that each output may be where inputs are at most 1: the sum of |w|. float32 [outputs]."""
+    return torch.linalg.vector_norm(weight.detach().flatten(1), 1, 1, dtype=torch.float32)
+
+
+def _scale(largest: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """Return the power of two that rows which reach `largest` are divided by to stay below `limit`."""
+    above = largest.clamp(min=LEAST).log2().floor() + 1.0
+    return above.exp2() / limit
 
 
 def no_kernel(_weight: torch.Tensor) -> None:

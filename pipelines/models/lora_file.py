@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ...precision.scaled_layers import LAYERS
+from ...precision.scaled_products import LAYERS
 from ...trust.foreign import Foreign, Unreadable, fitting, object_in, parse, read
 from ...trust.text import shown
 from ..families.spec import FamilySpec

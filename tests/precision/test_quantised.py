@@ -12,7 +12,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.precision import quantised
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, build_half_precision_forward
-from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.observe import block_names, error_of
 from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.quantised import (
     QuantisedLinears,
@@ -282,7 +282,7 @@ def test_a_layer_that_is_far_off_on_its_first_input_is_left_unquantised(change, 
 )
 def test_each_row_is_off_by_a_share_of_its_own_norm(right: list[float], made: list[float], error: float) -> None:
     rows = (torch.tensor(each)[:, None].expand(-1, 3) for each in (made, right))
-    assert float(quantised.error_of(*rows)) == pytest.approx(error, rel=1e-4, abs=1e-6)
+    assert float(error_of(*rows)) == pytest.approx(error, rel=1e-4, abs=1e-6)
 
 
 class Broken(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision.learned_scales import LearnedProducts
-from comfyui_onediff_guard.precision.scaled_layers import limit_of, reaches, scaled_product, times
+from comfyui_onediff_guard.precision.scaled_products import limit_of, reaches, scaled_product, times
 from guards import error
 from hypothesis import given, settings
 from hypothesis import strategies as st
