@@ -14,8 +14,8 @@ from ..precision.accumulation import decide
 from ..precision.arch import Architecture, present
 from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.guard import GuardPolicy
+from ..precision.overrides import Profile
 from ..precision.policy import Component, Plan, Precision, unless_failed, with_failure
-from ..precision.profile_store import Profile
 from ..precision.report import RunReport
 from ..precision.self_test import verified_architecture
 from ..precision.snapshot import Snapshot

@@ -20,9 +20,8 @@ from ..precision.fallback import HalfPrecisionForward
 from ..precision.guard import GuardPolicy, GuardStopped, Scope, StageGuard
 from ..precision.learned_scales import LearnedProducts
 from ..precision.overflow import Clips
-from ..precision.overrides import NOTHING, PrecisionOverrides
+from ..precision.overrides import NOTHING, PrecisionOverrides, Profile, ProfileFile
 from ..precision.policy import Component, Precision
-from ..precision.profile_store import Profile, ProfileFile
 from ..precision.report import PROBLEMS, RunReport, StepRecord, together
 from ..precision.upcast import RerunUnsupported
 from ..trust.message import BadInput, Message, Told, joined, message_of

@@ -14,7 +14,7 @@ from .node import Node
 
 if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle
-    from ..precision.profile_store import Profile
+    from ..precision.overrides import Profile
 
 
 logger = logging.getLogger(__name__)
@@ -96,14 +96,14 @@ class NaNGuard(Node):
 
 def parsed(profile: str) -> Profile | None:
     """Parse the text of a `profile` input, which gives None where it is empty. Raises BadProfile."""
-    from ..precision.profile_store import parse
+    from ..precision.overrides import parse
 
     return parse(profile, PROFILE) if profile.strip() else None
 
 
 def what_is_wrong_with(profile: str | None) -> str:
     """Say what is wrong with a `profile` input; "" where it can be used. profile: None where it is wired."""
-    from ..precision.profile_store import BadProfile
+    from ..precision.overrides import BadProfile
 
     try:
         parsed(profile or "")

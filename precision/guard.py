@@ -22,7 +22,6 @@ from ..trust.message import Message, Told
 from .accumulation import fp16_accumulation
 from .dtypes import DTYPES
 from .fallback import FallbackAdapter, HalfPrecisionForward
-from .fp32_settings import tf32_off
 from .memory import extra_peak
 from .observe import Agree, alone, broken_weight, first_broken, floating, non_finite
 from .overflow import Extremes, Pending, Places, Range, measured, only_minus_inf, places, propagate_nonfinite_attention
@@ -30,7 +29,7 @@ from .overrides import STAY, OverflowDiagnosis, PrecisionOverrides
 from .report import PROBLEMS, Rerun, RunReport, StepRecord
 from .shallow_copy import IdentityMemo
 from .snapshot import Snapshot
-from .upcast import run_in_fp32
+from .upcast import run_in_fp32, tf32_off
 
 
 class OnFailure(str, Enum):

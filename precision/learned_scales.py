@@ -32,7 +32,6 @@ from .fp16_safe import (
     is_noted,
     writes,
 )
-from .fp32_settings import TF32, autocast_off_where_on, device_types
 from .observe import Agree, alone
 from .planned_products import (
     Key,
@@ -45,7 +44,7 @@ from .planned_products import (
     scaled_by_rows,
 )
 from .scaled_products import LAYER_CALLS, LOST, KernelOf, Limit, ScaledHalfMatmulMode, largest_of, no_kernel
-from .upcast import is_quantised, run_in, storage_of
+from .upcast import TF32, autocast_off_where_on, device_types, is_quantised, run_in, storage_of
 
 if TYPE_CHECKING:
     from .planned_layers import LayeredNetwork

@@ -56,7 +56,6 @@ from .fp16_safe import (
     to_integers,
     writes,
 )
-from .fp32_settings import autocast_off_where_on
 from .overflow import made_finite
 from .scaled_products import (
     LAYER_CALLS,
@@ -68,7 +67,7 @@ from .scaled_products import (
     number,
     state_of,
 )
-from .upcast import Fp32Mode, OneOperation, storage_of
+from .upcast import Fp32Mode, OneOperation, autocast_off_where_on, storage_of
 
 FEW = 4  # channels of a row, of which the largest may be near to 0 by chance
 FAINT = 2.0**-14  # a row whose largest value is smaller has fewer digits in fp16 than in bf16, or soon will

@@ -23,12 +23,12 @@ from .overrides import (
     RANGE,
     Peak,
     PrecisionOverrides,
+    Profile,
     diagnose_from_fp32_peaks,
     order,
     reach,
 )
 from .policy import Plan
-from .profile_store import Profile
 from .scaled_products import error_beside_bf16
 
 WORST = 10  # layers that are named

@@ -24,9 +24,8 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 
 from . import shared
-from .fp32_settings import autocast_off_where_on
 from .observe import error_of, sampled
-from .upcast import Fp32Mode, OneOperation, dequantised, is_quantised, run_in
+from .upcast import Fp32Mode, OneOperation, autocast_off_where_on, dequantised, is_quantised, run_in
 
 Result = TypeVar("Result")
 ROOM = 3e4  # of fp16's 65504: the largest product of a scaled row, so that rounding on the way does not pass the end

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch._dynamo
 from comfyui_onediff_guard.comfyui_host import host
-from comfyui_onediff_guard.precision.fp32_settings import EAGER_ONLY
+from comfyui_onediff_guard.precision.upcast import EAGER_ONLY
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

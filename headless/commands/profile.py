@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from ...comfyui_host.host import PROFILES_VARIABLE, profiles_directory
-from ...precision.profile_store import BadProfile, Profile, read, read_all, write, write_text
+from ...precision.overrides import BadProfile, Profile, read, read_all, write, write_text
 from . import kept_files
 from .answer import Answer
 

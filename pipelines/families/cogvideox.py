@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...precision.policy import Variant
 from ..parallel.plan import ContextPlan
-from .components import T5_TOKENIZER, diffusers_model, scheduler, t5_encoder
 from .spec import (
     ROTARY,
+    T5_TOKENIZER,
     VIDEO,
     Config,
     FamilySpec,
@@ -17,7 +17,10 @@ from .spec import (
     PromptRule,
     SizeRule,
     decoded_video,
+    diffusers_model,
     latent_channels,
+    scheduler,
+    t5_encoder,
     without_values,
 )
 

@@ -8,16 +8,23 @@ from typing import Any
 
 from ...precision.policy import Variant
 from ..parallel.plan import ContextPlan
-from .components import (
+from .spec import (
+    IMAGE,
+    IMAGES,
     T5_TOKENIZER,
     TOKENIZER_ALSO,
     TOKENIZER_FIELDS,
     ComponentSpec,
+    Config,
+    FamilySpec,
+    Guidance,
+    PromptRule,
+    SizeRule,
     diffusers_model,
     scheduler,
     t5_encoder,
+    without_values,
 )
-from .spec import IMAGE, IMAGES, Config, FamilySpec, Guidance, PromptRule, SizeRule, without_values
 
 _TOKENS, _MOST_TOKENS = 224, 1024  # of a prompt: CogView3-Plus pads to them, CogView4 does not
 

@@ -7,8 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from ...precision.policy import Variant
 from ...trust.message import Message
-from .components import ComponentSpec, diffusers_model, scheduler
-from .spec import FROM_IMAGE, Config, Decode, FamilySpec, Guidance, Layout, SizeRule, latent_channels, without_values
+from .spec import (
+    FROM_IMAGE,
+    ComponentSpec,
+    Config,
+    Decode,
+    FamilySpec,
+    Guidance,
+    Layout,
+    SizeRule,
+    diffusers_model,
+    latent_channels,
+    scheduler,
+    without_values,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -11,8 +11,21 @@ from pydantic import Field
 from ...precision.policy import Variant
 from ...trust.foreign import Foreign
 from ..parallel.plan import ContextPlan
-from .components import T5_TOKENIZER, diffusers_model, scheduler, t5_encoder
-from .spec import IMAGE, Config, FamilySpec, Guidance, Layout, PromptRule, SizeRule, decoded_video, without_values
+from .spec import (
+    IMAGE,
+    T5_TOKENIZER,
+    Config,
+    FamilySpec,
+    Guidance,
+    Layout,
+    PromptRule,
+    SizeRule,
+    decoded_video,
+    diffusers_model,
+    scheduler,
+    t5_encoder,
+    without_values,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -19,16 +19,13 @@ from ...precision.policy import Variant, as_stored
 from ...trust.foreign import Unreadable, fitting
 from ...trust.message import Message, joined
 from ...trust.text import listed, shown
-from ..config_fields import fields_of
 from ..errors import BadFolder, LibraryFailed
 from ..families import svd_keys
-from ..families.components import ComponentSpec
-from ..families.spec import FamilySpec
+from ..families.spec import ComponentSpec, FamilySpec
 from ..families.svd import SVD
 from ..families.table import FAMILIES, VARIANTS
-from ..safetensors_header import header_text
-from ..small_files import check_loads, explaining, load, read_json, reading_file
-from .on_disk import StoredModel, Weights, name_of
+from ..small_files import check_loads, explaining, fields_of, load, read_json, reading_file
+from .on_disk import StoredModel, Weights, header_text, name_of
 from .weight_files import check_fit, weights_of
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from ...precision.scaled_products import LAYERS
 from ...trust.foreign import Foreign, Unreadable, fitting, object_in, parse, read
 from ...trust.text import shown
 from ..families.spec import FamilySpec
-from ..safetensors_header import FLOATS, read_header
+from .on_disk import FLOATS, read_header
 
 if TYPE_CHECKING:
     import torch

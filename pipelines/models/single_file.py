@@ -17,15 +17,13 @@ from safetensors import safe_open
 from ...precision.policy import as_stored
 from ...trust.message import Message
 from ...trust.text import listed, shown
-from ..config_fields import fields_of
 from ..errors import BadFolder
 from ..families import svd_keys
 from ..families.svd import SVD
 from ..families.svd_keys import PREFIXES
 from ..families.table import VARIANTS
-from ..safetensors_header import Tensor, bytes_by_dtype, read_header
-from ..small_files import reading_file
-from .on_disk import StoredModel, Weights
+from ..small_files import fields_of, reading_file
+from .on_disk import StoredModel, Tensor, Weights, bytes_by_dtype, read_header
 from .weight_files import check_fit
 
 _GET = "Get svd_xt.safetensors from https://huggingface.co/stabilityai/stable-video-diffusion-img2vid-xt."

@@ -17,9 +17,8 @@ from ...trust.foreign import Foreign, check_whole, fitting, parse, read_bytes
 from ...trust.message import Message
 from ...trust.text import listed, shown
 from ..errors import BadFolder
-from ..safetensors_header import FLOATS, Tensor, bytes_by_dtype, read_header
 from ..small_files import MOST_VOCABULARY_BYTES, reading_file
-from .on_disk import Weights, name_of
+from .on_disk import FLOATS, Tensor, Weights, bytes_by_dtype, name_of, read_header
 
 if TYPE_CHECKING:
     import torch

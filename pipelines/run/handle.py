@@ -13,16 +13,16 @@ from typing import Concatenate, ParamSpec, TypeVar
 from ...precision.accumulation import Accumulation, accumulation, without_fp16_accumulation
 from ...precision.arch import Architecture, present
 from ...precision.error_estimate import CachePolicy
-from ...precision.fp32_settings import tf32_off
 from ...precision.guard import GuardPolicy, OnFailure
 from ...precision.machine import check_torch, first_line
 from ...precision.memory import Memory, peak_memory
 from ...precision.observe import alone
+from ...precision.overrides import Profile
 from ...precision.policy import Component, Plan, PlanImpossible, Precision, choose
-from ...precision.profile_store import Profile
 from ...precision.report import RunReport
 from ...precision.self_test import verified_architecture
 from ...precision.shared import PROCESS_GATE
+from ...precision.upcast import tf32_off
 from ...trust.message import Message
 from ..compile.backends import BackendChoice, CompileOptions, choose_backend
 from ..errors import BadLora

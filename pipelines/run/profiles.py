@@ -1,5 +1,5 @@
 """The precision overrides of a pipeline's runs: in its store for this process, in a profile
-(`precision/profile_store.py`) for later ones.
+(`precision/overrides.py`) for later ones.
 
 A profile belongs to a model by its denoiser's config, safetensors headers, sizes and a sample of the weights: not by a
 hash of 11 GB, and headers alone would not tell a fine-tune from its base.
@@ -15,11 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...precision.overrides import NOTHING, PrecisionOverrides
-from ...precision.profile_store import Profile, ProfileFile
+from ...precision.overrides import NOTHING, PrecisionOverrides, Profile, ProfileFile
 from ...trust.text import shown
-from ..models.on_disk import StoredModel
-from ..safetensors_header import header_text
+from ..models.on_disk import StoredModel, header_text
 
 if TYPE_CHECKING:
     from ..models.lora import Lora

@@ -16,11 +16,10 @@ import torch
 
 from ...precision.activations import ActivationMemoryMode, on_meta
 from ...precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
-from ...precision.fp32_settings import TF32, autocast_off_where_on, device_types
 from ...precision.observe import block_names
 from ...precision.overrides import PrecisionOverrides
 from ...precision.shallow_copy import Make, mixin_class, replace_submodules, reporting, with_forward
-from ...precision.upcast import run_in_fp32
+from ...precision.upcast import TF32, autocast_off_where_on, device_types, run_in_fp32
 from ..compile.auto_compile import CallSignature, DecoderCompiler, signature_of
 from ..weights.activation_memory import attempt_on_meta, counted
 from ..weights.oom_fallback import ExecutionOption, OomFallback

@@ -22,9 +22,8 @@ import torch
 
 from ...precision.dtypes import DTYPES
 from ...precision.loaded_weights import DamagedByCast, make_consistent, mend_narrowed
-from ...precision.overrides import PrecisionOverrides
+from ...precision.overrides import PrecisionOverrides, Profile
 from ...precision.planned_layers import KnownScales
-from ...precision.profile_store import Profile
 from ...precision.quantised import QuantisedLinears
 from ...precision.shared import PROCESS_GATE
 from ..compile.backends import CompileOptions

@@ -12,9 +12,16 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.profiles import profile_of
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
+from comfyui_onediff_guard.precision.overrides import (
+    BadProfile,
+    PrecisionOverrides,
+    Profile,
+    parse,
+    read,
+    read_all,
+    write,
+)
 from comfyui_onediff_guard.precision.policy import Precision
-from comfyui_onediff_guard.precision.profile_store import BadProfile, Profile, parse, read, read_all, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutations import mutated, mutated_text

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from comfyui_onediff_guard.precision.profile_store import read_all
+from comfyui_onediff_guard.precision.overrides import read_all
 from tiers import drawn
 
 RUNS = """

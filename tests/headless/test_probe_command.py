@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import shared_models
 from comfyui_onediff_guard.comfyui_host.host import profiles_directory
-from comfyui_onediff_guard.precision.overrides import ALL_LAYERS_SCALED, NOTHING
-from comfyui_onediff_guard.precision.profile_store import read
+from comfyui_onediff_guard.precision.overrides import ALL_LAYERS_SCALED, NOTHING, read
 from PIL import Image
 
 SMALL = ("--steps", "1", "--width", "64", "--height", "48", "--frames", "9")

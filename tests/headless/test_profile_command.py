@@ -8,8 +8,7 @@ from functools import partial
 
 import pytest
 from comfyui_onediff_guard.comfyui_host.host import PROFILES_VARIABLE, profiles_directory
-from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
-from comfyui_onediff_guard.precision.profile_store import Profile, read, write
+from comfyui_onediff_guard.precision.overrides import PrecisionOverrides, Profile, read, write
 
 PROFILE = Profile(
     "CogVideoX-5b",

@@ -13,9 +13,8 @@ from as_comfyui import GRAPHS, Refused, call, picture
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.pipelines.errors import BadSize
 from comfyui_onediff_guard.pipelines.run.profiles import profile_of
-from comfyui_onediff_guard.precision.overrides import ALL_LAYERS_SCALED
+from comfyui_onediff_guard.precision.overrides import ALL_LAYERS_SCALED, parse
 from comfyui_onediff_guard.precision.policy import Component
-from comfyui_onediff_guard.precision.profile_store import parse
 from comfyui_onediff_guard.trust.message import BadInput
 
 SMALL = {"steps": 1, "width": 64, "height": 48, "frames": 9}

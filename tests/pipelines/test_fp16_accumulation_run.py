@@ -25,10 +25,9 @@ from comfyui_onediff_guard.precision import planned_layers, planned_products
 from comfyui_onediff_guard.precision.accumulation import Accumulation
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, named
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
-from comfyui_onediff_guard.precision.overrides import MAX_FP16_ERROR, PrecisionOverrides
+from comfyui_onediff_guard.precision.overrides import MAX_FP16_ERROR, PrecisionOverrides, parse
 from comfyui_onediff_guard.precision.planned_products import float32_product
 from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, choose
-from comfyui_onediff_guard.precision.profile_store import parse
 from fp16_sums_on_cpu import Fp16SumsOnCpu, a_card_with_fp16_sums
 from safetensors.torch import load_file, save_file
 from small_runs import sampled

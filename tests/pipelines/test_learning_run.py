@@ -22,9 +22,8 @@ from comfyui_onediff_guard.pipelines.run.profiles import profile_of
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides
+from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides, read, write
 from comfyui_onediff_guard.precision.policy import Component, Precision
-from comfyui_onediff_guard.precision.profile_store import read, write
 from overflows import fails_in_half, fails_unscaled
 from safetensors.torch import load_file, save_file
 

@@ -12,8 +12,7 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
-from comfyui_onediff_guard.precision.profile_store import read
+from comfyui_onediff_guard.precision.overrides import PrecisionOverrides, read
 from overflows import fails_unscaled
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")

@@ -16,9 +16,8 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.overrides import ALL_LAYERS_SCALED, PrecisionOverrides
+from comfyui_onediff_guard.precision.overrides import ALL_LAYERS_SCALED, PrecisionOverrides, parse
 from comfyui_onediff_guard.precision.policy import Precision
-from comfyui_onediff_guard.precision.profile_store import parse
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
 LEARNED = GuardPolicy(scope=Scope.LEARNED)

@@ -14,8 +14,17 @@ from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.folder import inspect
 from comfyui_onediff_guard.pipelines.run.profiles import identify
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides
-from comfyui_onediff_guard.precision.profile_store import BadProfile, Profile, parse, read, read_all, write, write_text
+from comfyui_onediff_guard.precision.overrides import (
+    NOTHING,
+    BadProfile,
+    PrecisionOverrides,
+    Profile,
+    parse,
+    read,
+    read_all,
+    write,
+    write_text,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 

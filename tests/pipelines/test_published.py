@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.config_fields import fields_of
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.insight.vram_estimate import PUBLISHED
 from comfyui_onediff_guard.pipelines.models.folder import family_of, open_model
+from comfyui_onediff_guard.pipelines.small_files import fields_of
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 
 # Parameters of the denoiser, the encoder and the VAE. Model cards, papers and the bytes of the published files say them

@@ -13,11 +13,11 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.config_fields import fields_of
 from comfyui_onediff_guard.pipelines.errors import BadFolder, LibraryFailed
 from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW4
-from comfyui_onediff_guard.pipelines.families.components import ComponentSpec
+from comfyui_onediff_guard.pipelines.families.spec import ComponentSpec
 from comfyui_onediff_guard.pipelines.models import folder as folders
+from comfyui_onediff_guard.pipelines.small_files import fields_of
 from hostile import checked, file_of, put, rewrite, say
 from safetensors.torch import load_file, save_file
 from sentencepiece import sentencepiece_model_pb2

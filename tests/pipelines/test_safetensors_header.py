@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.safetensors_header import FLOATS, header_text, read_header
+from comfyui_onediff_guard.pipelines.models.on_disk import FLOATS, header_text, read_header
 from comfyui_onediff_guard.trust.foreign import Unreadable
 from safetensors import torch as safetensors
 

@@ -23,8 +23,8 @@ from comfyui_onediff_guard.pipelines.families.svd import SVD
 from comfyui_onediff_guard.pipelines.insight.vram_estimate import PUBLISHED
 from comfyui_onediff_guard.pipelines.models import single_file
 from comfyui_onediff_guard.pipelines.models.folder import is_single_file
+from comfyui_onediff_guard.pipelines.models.on_disk import Tensor
 from comfyui_onediff_guard.pipelines.models.single_file import read_svd
-from comfyui_onediff_guard.pipelines.safetensors_header import Tensor
 from safetensors.torch import load_file, save_file
 
 COMPONENTS = ("unet", "vae", "image_encoder")

@@ -13,15 +13,15 @@ import process_state
 import pytest
 import torch._dynamo  # noqa: F401 - its settings are compared
 from at_once import HANG_SECONDS, at_once
-from comfyui_onediff_guard.precision import fp32_settings
+from comfyui_onediff_guard.precision import upcast
 from comfyui_onediff_guard.precision.shared import NO_WARNINGS, ProcessGate, SharedSetting
 
 HOLD: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "no warnings": NO_WARNINGS.held,
-    "eager only": fp32_settings.EAGER_ONLY.held,
-    "tf32": partial(fp32_settings.TF32.held, True),
-    "no tf32": partial(fp32_settings.TF32.held, False),
-    "attention in fp32": fp32_settings.FP32_ATTENTION.held,
+    "eager only": upcast.EAGER_ONLY.held,
+    "tf32": partial(upcast.TF32.held, True),
+    "no tf32": partial(upcast.TF32.held, False),
+    "attention in fp32": upcast.FP32_ATTENTION.held,
 }
 
 

@@ -194,7 +194,7 @@ def test_the_policy_stops_the_run_from_a_thread() -> None:
 
 def left(patcher: Any) -> list[str]:
     """What is still held or hooked, in any thread."""
-    held = {name: getattr(module("precision.fp32_settings"), name) for name in ("EAGER_ONLY", "TF32", "FP32_ATTENTION")}
+    held = {name: getattr(module("precision.upcast"), name) for name in ("EAGER_ONLY", "TF32", "FP32_ATTENTION")}
     held["_WHOLE_PRODUCTS"] = module("comfyui_host.layers")._WHOLE_PRODUCTS
     found = [name for name, setting in held.items() if setting.is_held]
     found += ["switches"] * len(module("precision.accumulation")._HOLDERS.current)
