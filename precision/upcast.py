@@ -241,7 +241,12 @@ def _mapped(change: Callable[[Any], Any], tree: Any, only: Any = torch.Tensor) -
 
 
 def _float(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
+    if tensor.dtype not in HALF_DTYPES:
+        return tensor
+    if type(tensor) in _LEAVES:
+        return tensor.float()
+    with _ENABLE_TORCH_FUNCTION():  # for a class of its own to make another of its kind
+        return tensor.float()
 
 
 def is_quantised(tensor: torch.Tensor) -> bool:
@@ -271,9 +276,7 @@ def _upcast(memo: _Memo, value: Any) -> Any:
             if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
-            if type(value) not in _LEAVES:  # of a class of its own
-                stack.enter_context(_ENABLE_TORCH_FUNCTION())
-            single = value.float()
+            single = _float(value)
             single = single.data if single._version else single  # that of an inference tensor begins at 1
         memo[id(value)] = (value, single)
     return memo[id(value)][1]
@@ -312,9 +315,8 @@ def _fp32_dtype(value: Any) -> Any:
 def _fp32_unless_alias(source: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     """Leave an alias of a half tensor in half, so that writes reach it, and make a copy float32 like all results."""
     with torch._C.DisableTorchFunction():
-        if made.dtype not in HALF_DTYPES or is_quantised(made):
-            return made
-        return made if storage_of(made) == storage_of(source) else made.float()
+        stays = made.dtype not in HALF_DTYPES or is_quantised(made) or storage_of(made) == storage_of(source)
+        return made if stays else _float(made)
 
 
 def _access_property(func: Any, name: str, args: tuple[Any, ...]) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -183,6 +185,20 @@ def test_the_search_path_is_left_alone() -> None:
     sources = {file: (ROOT / file).read_text(encoding="utf-8") for file in package_files()}
     wrong = [file for file, text in sources.items() if "sys.path.append" in text or "sys.path.insert" in text]
     assert not wrong
+
+
+MOST_ENTERED = {"first": (40, 16), "later": (35, 16)}  # by a sampling run: files of ours, frames on its deepest stack
+MOST_LOADED = 45  # modules of ours, by NaN Guard (MODEL)
+
+
+def test_what_a_run_enters_and_the_guard_loads_stays_small() -> None:
+    command = [sys.executable, "scripts/run_depth.py"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for which, most in MOST_ENTERED.items():
+        (counts,) = re.findall(rf"A {which} run: (\d+) files, (\d+) frames", said)
+        assert all(int(now) <= limit for now, limit in zip(counts, most, strict=True)), said
+    (loaded,) = re.findall(r"loads (\d+) modules", said)
+    assert int(loaded) <= MOST_LOADED
 
 
 IMPORT = """

@@ -89,6 +89,32 @@ def test_nothing_is_left_behind_when_it_raises():
     assert module(x, token)["sample"].dtype == HALF
 
 
+class Marked(torch.Tensor):
+    """Makes tensors of its kind, as those of packs do that say by their class how they are stored."""
+
+
+KEEPS_ITS_KIND = {
+    "a sum": lambda x: x + x,
+    "a layer": lambda x: torch.nn.functional.linear(x, x),
+    "a cast": lambda x: x.float(),
+    "a cast to half": lambda x: x.float().half(),
+    "a copy": lambda x: x.clone(),
+    "an indexed copy": lambda x: x[[0, 1]],
+    "a list": lambda x: torch.cat([x, x]),
+    "parts": lambda x: x.topk(1)[0],
+    "a row of an embedding": lambda x: torch.nn.functional.embedding(torch.tensor([0]), x),
+}
+
+
+@pytest.mark.parametrize("name", KEEPS_ITS_KIND)
+def test_a_tensor_of_a_class_of_its_own_makes_others_of_it(name):
+    half = torch.arange(4, dtype=HALF).reshape(2, 2).as_subclass(Marked)
+    assert type(KEEPS_ITS_KIND[name](half)) is Marked
+    assert type(made := run_in_fp32(KEEPS_ITS_KIND[name], half)) is Marked and made.dtype == SINGLE
+    with fp32_mode(Fp32Mode(), tf32=False):
+        assert type(KEEPS_ITS_KIND[name](half)) is Marked
+
+
 def test_other_threads_stay_in_half():
     module, x, token = build(BFLOAT)
     with fp32_mode(Fp32Mode(), tf32=False), ThreadPoolExecutor(1) as pool:
