@@ -321,6 +321,8 @@ class PlannedMode(LocatedMode):
             raise self._leave("the network starts a kernel that the first step did not start")
         if not self._way.writes and (func is torch.Tensor.__setitem__ or changes_in_place(func, args, kwargs)):
             raise self._leave("the network changes a tensor in place")
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], torch.Tensor) and args[2].dtype is FP16:
+            args = *args[:2], args[2].to(args[0].dtype)  # which a slice does by itself, and a mask or an index does not
         if func is torch.Tensor.view and any(isinstance(each, torch.dtype) for each in (*args[1:], *kwargs.values())):
             return func(args[0].float() if args[0].dtype is FP16 else args[0], *args[1:], **kwargs)
         return func(*args, **kwargs)

@@ -938,3 +938,31 @@ def test_memory_that_runs_out_is_not_made_again(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(PlannedMode, "end", lambda _: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
         run(latents())
+
+
+EVERY_OTHER = torch.arange(8) % 2 == 0
+WRITES_WHERE = {
+    "by a mask": EVERY_OTHER,
+    "by an index": EVERY_OTHER.nonzero().flatten(),
+    "by a list": [0, 2, 4, 6],
+    "by a slice": slice(0, None, 2),
+}
+
+
+@pytest.mark.parametrize("into", ["a buffer of its dtype", "a norm"])
+@pytest.mark.parametrize("at", WRITES_WHERE.values(), ids=WRITES_WHERE)
+def test_what_is_written_at_places_leaves_no_plan(at: Any, into: str) -> None:
+    """HiDream's experts, LTXV's guide frames and HiDream-O1's pictures do that."""
+
+    def network(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
+        h = s.l[0](x)
+        y = F.layer_norm(h, (64,)) if into == "a norm" else torch.zeros(h.shape, dtype=h.dtype)
+        y[:, at] = h[:, at] + h[:, at] if into == "a norm" else h[:, at]
+        return s.l[1](y)
+
+    torch.manual_seed(0)
+    module, products = Fn(network).half().requires_grad_(False), LearnedProducts()
+    for step in range(3):
+        x = torch.randn(2, 8, 64)
+        assert error(products.run(module, x.clone(), step), run_in_fp32(module, x.clone(), step)) < 2e-3
+    assert products.renew(), "it was computed by a plan"
