@@ -18,9 +18,10 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, partial, wraps
 from inspect import signature
-from types import CellType, MappingProxyType
+from pathlib import Path
+from types import CellType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from . import host
 from .compat import NotInComfyUI, unless_changed
 from .layers import loaded_anew, products_in_fp32, weights_as_stored
 
+_OURS = f"{__name__.rpartition('.comfyui_host.')[0]}."  # this pack
 KEY = "onediff_guard"  # of our wrappers on a MODEL
 _KINDS = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "APPLY_MODEL")
 ATTENTION_OVERRIDE = "optimized_attention_override"  # in transformer_options
@@ -326,8 +328,8 @@ OPAQUE = (
 class CallMemory:
     """For one call of a network, made once or several times: each begins with what was remembered before the first.
 
-    The rerun that counts leaves what it wrote beside the network, in half precision where a call in half precision
-    would have it so and it fits. What it wrote on the network itself is forgotten, and where every call failed, all is.
+    The rerun that counts leaves what it wrote, in half precision where a call in half precision would have it so and it
+    fits. Prompts that a network remembers of it are forgotten, and where every call failed, all is.
 
     options: ComfyUI's transformer_options. dtype: the network computes in. given: what else it is called with.
     in_full: a call was made in float32, all of it or in part.
@@ -344,7 +346,9 @@ class CallMemory:
         self._states = beside, given
         self._called = False
         self._kept: Snapshot | None = None
+        self._kept_within: Snapshot | None = None
         self._captured = _captured(options)
+        self._packs = _modules_of_packs(network, options)
         self._look()
 
     def _look(self) -> None:
@@ -353,6 +357,7 @@ class CallMemory:
         prefixes = getattr(self._network, _PREFIXES, None)
         rewritten = [prefixes] if hasattr(prefixes, "slots") else []
         self._within = Snapshot(self._network, opaque=OPAQUE, rewritten=rewritten)
+        self._dtypes_within = self._within.dtypes
         self._pinned = {id(tensor): tensor for pinned in self._pinned_now() for tensor in pinned}
 
     @unless_changed("knowing what memory a cache has pinned", ())
@@ -375,7 +380,8 @@ class CallMemory:
 
     def _beside_now(self) -> Snapshot:
         rewritten = [self.options.get(name) for name in _REWRITTEN]
-        return Snapshot(*self._states, opaque=OPAQUE, rewritten=rewritten, in_functions=True)  # of patches and wrappers
+        roots = *self._states, *self._packs  # and what patches and wrappers keep
+        return Snapshot(*roots, opaque=OPAQUE, rewritten=rewritten, in_functions=True)
 
     def of_a_call(self, more: Mapping[str, Any]) -> dict[str, Any]:
         """Options for one more call. They hold what the network's caches are in, and no copy of it in float32: what a
@@ -383,6 +389,7 @@ class CallMemory:
         if self._called:
             if self._kept is None:  # else it was a rerun
                 self._dtypes |= self._beside.dtypes_now()
+                self._dtypes_within |= self._within.dtypes_now()
             if lost := self._rewind():
                 raise GuardStopped(
                     "A failed call has overwritten '{}', which is too large to be copied beforehand, so the same "
@@ -398,11 +405,13 @@ class CallMemory:
         self._easycache.keep()
         self._unpin()
         self._kept = self._beside_now()
+        if not any(hasattr(self._network, name) for name in ("clear_kv_cache", _PREFIXES)):
+            self._kept_within = Snapshot(self._network, opaque=OPAQUE)
 
     def forget(self) -> None:
         """No call that was made counts."""
         self._easycache.forget()
-        self._kept = None
+        self._kept = self._kept_within = None
         self._rewind()
         self._called = False
 
@@ -426,6 +435,9 @@ class CallMemory:
         self._easycache.settle()
         if self._kept is not None:
             self._within.restore()
+            if self._kept_within is not None:
+                self._kept_within.restore()
+                self._kept_within.narrow(self._dtypes_within, self._dtype, self._within.holds())
             self._kept.restore()
             self._kept.narrow(self._dtypes, self._dtype, self._beside.holds())
         if self.in_full and self._dtype in HALF_DTYPES:
@@ -437,6 +449,39 @@ class CallMemory:
     def _rewind(self) -> str:
         self._unpin()
         return self._beside.restore() or self._within.restore()
+
+
+def _modules_of_packs(network: torch.nn.Module, options: Mapping[str, Any]) -> list[ModuleType]:
+    """Return the modules of other packs whose functions and classes a call runs, and those of the same packs that they
+    use: for what they keep in global variables."""
+    run: list[Any] = [type(module) for module in network.modules()]
+    run += [value for module in network.modules() for value in vars(module).values() if callable(value)]
+    run += filter(callable, pytree.tree_leaves(dict(options)))
+    found: dict[str, ModuleType] = {}
+    ahead = {_module_of(each) for each in run}
+    while ahead:
+        name = ahead.pop()
+        if name in found or not _is_of_a_pack(name) or not (module := sys.modules.get(name)):
+            continue
+        found[name] = module
+        uses = [each for each in vars(module).values() if isinstance(each, (type, ModuleType, FunctionType))]
+        ahead |= {used for used in map(_module_of, uses) if used.partition(".")[0] == name.partition(".")[0]}
+    return [found[name] for name in sorted(found)]
+
+
+def _module_of(value: Any) -> str:
+    value = getattr(value, "func", value) if isinstance(value, partial) else value
+    return str(value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or "")
+
+
+@cache
+def _is_of_a_pack(name: str) -> bool:
+    """Return whether a module is another pack's, and no library's, ComfyUI's or this pack's."""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    root = name.partition(".")[0]
+    if not file or root in sys.stdlib_module_names or f"{name}.".startswith(_OURS) or root.startswith("comfy"):
+        return False
+    return {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _captured(options: Mapping[str, Any]) -> dict[int, tuple[CellType, Any]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -468,15 +470,66 @@ def _in_an_object(patcher: Any) -> None:
     patcher.add_wrapper_with_key(WRAPPERS.DIFFUSION_MODEL, "cache", Bank().wrapper)
 
 
-@pytest.mark.parametrize("how", [{}, {"scope": "learned"}, {"precision": "fp16"}])
-@pytest.mark.parametrize("put", [_in_a_closure, _in_a_variable, _in_an_object])
+A_PACK = """
+import cache_of_a_pack.state
+from cache_of_a_pack.state import Kept, of_all
+
+made_before = None
+
+def in_a_global_variable(executor, *args, **kwargs):
+    global made_before
+    made_before = mixed(executor(*args, **kwargs), made_before)
+    return made_before
+
+def in_a_modules_dict(executor, *args, **kwargs):
+    of_all["made"] = mixed(executor(*args, **kwargs), of_all.get("made"))
+    return of_all["made"]
+
+def in_another_modules_variable(executor, *args, **kwargs):
+    state = cache_of_a_pack.state
+    state.made = mixed(executor(*args, **kwargs), state.made)
+    return state.made
+
+def in_a_class(executor, *args, **kwargs):
+    Kept.made = mixed(executor(*args, **kwargs), Kept.made)
+    return Kept.made
+
+def on_the_network(executor, *args, **kwargs):
+    network = executor.class_obj
+    network.made_before = mixed(executor(*args, **kwargs), getattr(network, "made_before", None))
+    return network.made_before
+"""
+ITS_STATE = "of_all = {}\nmade = None\nclass Kept:\n    made = None"
+
+
+def _by_a_pack(name: str) -> Any:
+    """Puts in a wrapper of another pack, which was just loaded."""
+
+    def put(patcher: Any) -> None:
+        for module_name, text in (("cache_of_a_pack.state", ITS_STATE), ("cache_of_a_pack", A_PACK)):
+            made: Any = ModuleType(module_name)
+            made.__file__, made.mixed = "custom_nodes/cache_of_a_pack", _mixed
+            made.state = sys.modules.get("cache_of_a_pack.state")
+            sys.modules[module_name] = made
+            exec(text, vars(made))
+        wrapper = getattr(sys.modules["cache_of_a_pack"], name)
+        patcher.add_wrapper_with_key(WRAPPERS.DIFFUSION_MODEL, "cache", wrapper)
+
+    return put
+
+
+BY_A_PACK = ("in_a_global_variable", "in_a_modules_dict", "in_another_modules_variable", "in_a_class", "on_the_network")
+
+
+@pytest.mark.parametrize("how", [{}, {"scope": "learned"}, {"precision": "fp16"}, {"inserted": True}])
+@pytest.mark.parametrize("put", [_in_a_closure, _in_a_variable, _in_an_object, *map(_by_a_pack, BY_A_PACK)])
 def test_what_another_pack_keeps_from_step_to_step_is_what_the_call_that_counts_left(put: Any, how: Any) -> None:
     """As step caches do: in whatever a wrapper of theirs reaches, a failed call's values are put back."""
     layout, model = LAYOUTS["sd15"], make_model(LAYOUTS["sd15"], hot=True)
     exact = in_fp32(model, layout)
     without = sample(exact, layout, steps=4)
-    for each in (exact, model):
-        put(each)
+    put(exact)
     right = sample(exact, layout, steps=4)
     assert difference(without, right) > 5e-2
+    put(model)
     assert difference(sample(guarded(model, **how), layout, steps=4), right) <= 1e-2
