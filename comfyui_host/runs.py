@@ -235,6 +235,8 @@ class Run:
     def end(self, given_up: str = "") -> None:
         """Show the report on the node, and write it to the log. given_up: why there was no guard."""
         with self._lock:
+            if self._steps > 0 and not (self._calls or self._executors or self._before or self._ended_by):
+                given_up = given_up or Message("Not guarded: another node computes this model by itself")
             self._given_up = self._given_up or given_up
         report = self._report()
         if report is None:

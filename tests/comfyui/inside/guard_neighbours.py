@@ -379,3 +379,20 @@ def test_a_model_alone_calls_no_code_of_others(family: str, monkeypatch: pytest.
     monkeypatch.setattr(guards, "calls_others", noted)
     sample(guarded(make_model(LAYOUTS[family])), LAYOUTS[family])
     assert not any(seen)
+
+
+@pytest.mark.parametrize("inserted", [False, True])
+def test_a_node_that_computes_the_model_by_itself_is_told(inserted: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """DeepCache calls the network's parts in place of the model."""
+    layout = LAYOUTS["sd15"]
+    model, called = make_model(layout, hot=True), list[int]()
+
+    @witness
+    def by_itself(_apply_model: Any, given: dict[str, Any]) -> torch.Tensor:
+        called.append(1)
+        return torch.zeros_like(given["input"])
+
+    model.set_model_unet_function_wrapper(by_itself)
+    sample(guarded(model, inserted=inserted), layout)
+    assert called and "NaN Guard: Not guarded: another node computes this model by itself" in caplog.messages
+    assert inserted or said[-1].startswith("Not guarded: another node computes")
