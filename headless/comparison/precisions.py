@@ -41,7 +41,9 @@ class Comparable:
         if precision == PLAIN:
             graph = graph.with_inputs({node_id: {GUARD: UNGUARDED} for node_id in self.guards})
         needed = {node_id: graph.nodes[node_id] for node_id in graph.order_for([self.frames.node])}
-        return replace(graph, nodes={**needed, SHOWN: GraphNode(SHOWN, "PreviewImage", {"images": self.frames})})
+        return replace(
+            graph, nodes={**needed, SHOWN: GraphNode(SHOWN, "PreviewImage", {"images": self.frames})}, workflow=None
+        )
 
 
 def comparable(

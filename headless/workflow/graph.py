@@ -46,8 +46,9 @@ class GraphNode:
 class Graph:
     nodes: Mapping[str, GraphNode]
     workflow: Mapping[str, Any] | None = field(default=None, repr=False)  # the UI-format JSON it came from, if it did
-    # by node and input, as the UI-format JSON has them: texts with choices, and file names with a date
+    # by node and input, as the UI-format JSON has them: texts with choices, and file names with patterns, with a date
     prompts: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
+    patterned: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
     dated: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
     guarded: bool = False  # a server is asked to guard it, as with its setting 'Guard every workflow'
 

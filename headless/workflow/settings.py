@@ -15,6 +15,7 @@ from ...trust.text import is_whole, listed, shown
 from ..errors import NodeNotFoundError, WorkflowError
 from .graph import Graph, GraphNode, Link, from_json, whole
 from .schema import NOTHING, InputSpec, Schema, walk
+from .ui_format import with_changes
 from .ui_texts import chosen
 
 JSON: Any = JsonValue
@@ -77,7 +78,8 @@ def apply(graph: Graph, settings: Iterable[Setting], schemas: Mapping[str, Schem
 
     Raises WorkflowError where there is no such node, it has no such input, or the value holds half a character.
     """
-    prompts, dated = dict(graph.prompts), dict(graph.dated)
+    prompts, patterned, dated = dict(graph.prompts), dict(graph.patterned), dict(graph.dated)
+    changed_inputs: set[tuple[str, str]] = set()
     for setting in sorted(settings, key=lambda each: each.depth_in(graph, schemas)):
         node, spec = setting.found_in(graph, schemas)
         value = _value(setting.text, spec)
@@ -85,9 +87,11 @@ def apply(graph: Graph, settings: Iterable[Setting], schemas: Mapping[str, Schem
         if spec.brings and value != node.inputs.get(spec.name):
             changed = _brought(changed, spec, schemas[node.class_type])
         graph = replace(graph, nodes={**graph.nodes, node.id: whole(replace(node, inputs=changed))})
-        for texts in (prompts, dated):
+        changed_inputs |= {(node.id, name) for name in changed if changed[name] != node.inputs.get(name, NOTHING)}
+        for texts in (prompts, patterned, dated):
             texts.pop((node.id, spec.name), None)
-    return chosen(replace(graph, prompts=prompts, dated=dated))
+    made = chosen(replace(graph, prompts=prompts, patterned=patterned, dated=dated))
+    return with_changes(made, changed_inputs, schemas) if changed_inputs else made
 
 
 def _brought(values: Mapping[str, Any], spec: InputSpec, schema: Schema) -> dict[str, Any]:

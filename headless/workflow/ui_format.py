@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ...trust.foreign import Unreadable, fitting
@@ -18,7 +19,7 @@ from .graph import Graph, GraphNode, Link, from_api, is_ui_format, whole
 from .schema import Schema
 from .ui_file import BYPASSED, MUTED, Level, UiFile, UiNode, Unfolded, unfold
 from .ui_texts import PREFIX, SAVERS, FileNames, chosen, types_named
-from .ui_values import HANDS_ON, OF_THE_PAGE, Sources
+from .ui_values import HANDS_ON, OF_THE_PAGE, Sources, with_widgets
 
 FRONTEND_ONLY = HANDS_ON | OF_THE_PAGE.keys()
 DATE = "%date:"
@@ -84,7 +85,7 @@ def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
     names = FileNames(unfolded, schemas, sources.widgets)
     converted: dict[str, GraphNode] = {}
     prompts: dict[tuple[str, str], str] = {}
-    dated: dict[tuple[str, str], str] = {}
+    patterned: dict[tuple[str, str], str] = {}
     for level, node in unfolded.nodes():
         if not _runs(node):
             continue
@@ -108,13 +109,35 @@ def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
                 continue
             for _ in range(patterns.count(name)):
                 inputs[name] = names.fill_in(inputs[name])
-            if name in patterns and DATE in text:
-                dated[node_id, name] = text
+            if name in patterns and "%" in text:
+                patterned[node_id, name] = text
             if name in specs and specs[name].config.get("dynamicPrompts") is True:
                 prompts[node_id, name] = inputs[name]
         converted[node_id] = whole(GraphNode(node_id, node.type, inputs, node.title or None, level.title))
     as_saved = json.loads(json.dumps(data), parse_constant=lambda _: None)  # null for NaN, which JSON has not
-    return chosen(Graph(converted, as_saved, prompts, dated))
+    dated = {place: text for place, text in patterned.items() if DATE in text}
+    return chosen(Graph(converted, as_saved, prompts, patterned, dated))
+
+
+def with_changes(graph: Graph, changed: Iterable[tuple[str, str]], schemas: Mapping[str, Schema]) -> Graph:
+    """The graph with the workflow that it came from changed as some of its inputs were, for whoever opens that from a
+    result, and with file names of what is there now. Where the page could not hold that, or a value is shown by another
+    node, the workflow is left out: the page then opens the nodes as they ran.
+
+    changed: nodes and inputs. schemas: as `convert` has them.
+    """
+    if graph.workflow is None:
+        return graph
+    saved = with_widgets(graph.workflow, {place: graph.nodes[place[0]].inputs[place[1]] for place in changed}, schemas)
+    again = convert(saved, schemas) if saved else None
+    if again is None or again.nodes.keys() != graph.nodes.keys():
+        return replace(graph, workflow=None)
+    for node_id, node in graph.nodes.items():
+        other = again.nodes[node_id].inputs
+        kept = {name: value for name, value in node.inputs.items() if (node_id, name) not in graph.patterned}
+        if kept != {name: value for name, value in other.items() if (node_id, name) not in graph.patterned}:
+            return replace(graph, workflow=None)
+    return replace(again, guarded=graph.guarded)
 
 
 def _read(data: Mapping[str, Any]) -> Unfolded:

@@ -8,6 +8,7 @@ Reroutes, primitives and bypassed nodes hand on what they get, subgraph nodes wh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,37 @@ def widget_values(node: UiNode, schema: Schema) -> dict[str, Any]:
     if by_name:
         values |= {name: each for name, each in stored.items() if name not in known and not _is_page_only(name)}
     return values
+
+
+def with_widgets(
+    data: Mapping[str, Any], values: Mapping[tuple[str, str], Any], schemas: Mapping[str, Schema]
+) -> dict[str, Any] | None:
+    """A copy of a UI-format workflow with other values in widgets of nodes that are in no subgraph; None where one has
+    no place in it. values: by node and input."""
+    made = json.loads(json.dumps(data))
+    nodes = {str(node.get("id")): node for node in made["nodes"]}
+    for (node_id, name), value in values.items():
+        node = nodes.get(node_id)
+        stored = _with_widget(node, schemas[node["type"]], name, value) if node and node["type"] in schemas else None
+        if node is None or stored is None:
+            return None
+        node["widgets_values"] = stored
+    return made
+
+
+def _with_widget(node: Mapping[str, Any], schema: Schema, name: str, value: Any) -> list[Any] | dict[str, Any] | None:
+    """What a node stores with another value in one widget, wherever that stands; None where it stands nowhere."""
+    stored: Any = node.get("widgets_values")
+
+    def read(these: Any) -> dict[str, Any]:
+        return widget_values(UiNode.model_validate({**node, "widgets_values": these}), schema)
+
+    wanted = {**read(stored), name: value}
+    if isinstance(stored, dict):
+        places: list[Any] = [{**stored, name: value}]
+    else:
+        places = [[*stored[:place], value, *stored[place + 1 :]] for place in range(len(stored or ()))]
+    return next((these for these in places if read(these) == wanted), None)
 
 
 def _by_name(stored: Mapping[str, Any]) -> Callable[[InputSpec], Any]:

@@ -491,6 +491,77 @@ def test_a_date_in_a_file_name_does_not_make_another_job(monkeypatch: pytest.Mon
     assert content("2.filename_prefix=2026") != today
 
 
+# Inputs that are set
+
+
+def as_set(nodes: list[Json], *links: Any, changes: list[str], **more: Any) -> tuple[Graph, Json | None]:
+    """The graph with inputs set, and the nodes of the workflow that results have with them, by id."""
+    graph = settings.apply(convert(nodes, *links, **more), list(map(Setting.parse, changes)), SCHEMAS)
+    if graph.workflow is None:
+        return graph, None
+    return graph, {str(each["id"]): each["widgets_values"] for each in graph.workflow["nodes"]}
+
+
+COMBINED = {"format": "image/gif", "filename_prefix": "%Empty.width%", "frame_rate": 8}
+INSIDE = {"id": "s", "nodes": [empty(9)]}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "changes", "expected"),
+    [
+        ([noise()], ["1.seed=8"], {"1": [48, 8, "randomize", "nan", "a cat", 0.5]}),
+        ([noise()], ["1.width=7", "1.gain=1"], {"1": [7, 7, "randomize", "nan", "a cat", 1]}),
+        ([noise()], ["1.seed=8", "1.seed=9"], {"1": [48, 9, "randomize", "nan", "a cat", 0.5]}),
+        ([noise()], ["1.seed=7"], {"1": [48, 7, "randomize", "nan", "a cat", 0.5]}),
+        ([empty()], ["1.batch=32"], {"1": [64, 32, 32, 0]}),  # which another widget holds
+        ([node(1, "VHS_VideoCombine", COMBINED)], ["1.frame_rate=9"], {"1": COMBINED | {"frame_rate": 9}}),
+        ([node(1, "Noise", [48])], ["1.gain=2"], None),  # the file has no place for it
+        (
+            [node(1, "Empty", [64, 32, 1, 0], [("width", "INT", 1)]), node(2, "PrimitiveNode", [48])],
+            ["1.width=5"],
+            None,
+        ),
+        ([node(1, "s")], ["1:9.width=5"], None),  # in a subgraph
+        ([node(1, "Encode", ["x"])], ["1.text={a|b}"], None),  # the page would choose
+        ([node(1, "Encode", ["{a|b}"]), noise(2)], ["2.seed=8"], {"1": ["{a|b}"], "2": noise()["widgets_values"]}),
+    ],
+)
+def test_the_workflow_in_a_result_has_what_was_set_or_is_left_out(
+    nodes: list[Json], changes: list[str], expected: Json | None
+) -> None:
+    linked = [link(1, 2, 1)] if nodes[0]["inputs"] else []
+    graph, found = as_set(nodes, *linked, changes=changes, definitions={"subgraphs": [INSIDE]})
+    if expected and "2" in expected:
+        expected["2"] = [48, 8, *expected["2"][2:]]
+    assert found == expected
+    for change in map(Setting.parse, changes[-1:]):
+        assert str(graph.find(change.node).inputs[change.input]) == change.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        (["1.width=5"], "2026_5"),
+        (["1.height=5"], "2026_64"),
+        (["2.filename_prefix=mine"], "mine"),
+        (["2.filename_prefix=%Empty.width%"], "%Empty.width%"),  # as it was typed
+        (["1.width=5", "1.width=6"], "2026_6"),
+    ],
+)
+@pytest.mark.usefixtures("noon")
+def test_file_names_have_what_was_set(changes: list[str], name: str) -> None:
+    graph, found = as_set([empty(), save(1, "%date:yyyy%_%Empty.width%")], link(1, 1, 2), changes=changes)
+    assert graph.nodes["2"].inputs["filename_prefix"] == name
+    assert found is None or convert([*(graph.workflow or {})["nodes"]], link(1, 1, 2)).to_api() == graph.to_api()
+
+
+def test_settings_in_turn_come_to_the_same_as_together() -> None:
+    nodes, changes = [empty(), save(1, "%Empty.width%_%Empty.height%")], ["1.width=5", "1.height=6"]
+    at_once = as_set(nodes, link(1, 1, 2), changes=changes)[0]
+    in_turn = settings.apply(as_set(nodes, link(1, 1, 2), changes=changes[:1])[0], [Setting.parse(changes[1])], SCHEMAS)
+    assert at_once == in_turn and at_once.nodes["2"].inputs["filename_prefix"] == "5_6"
+
+
 def test_file_names_that_grow_without_end_are_refused() -> None:
     words = node(1, "Words", ["w" * 10_000])
     with pytest.raises(WorkflowError, match=r"more than 100,000 letters"):
