@@ -463,6 +463,15 @@ class StageGuard:
         for name, value in named.items():
             broken = sum(non_finite(t) for t in floating(value))
             if broken:
+                before = self.report.steps[-1:] if self.stage == "denoiser" else []
+                if any(step.outcome in ("finite", "rerun") for step in before):
+                    raise GuardStopped(
+                        "{}: its input '{}' holds {} NaN or infinite values, and the call before came out right, so "
+                        "the scheduler or sampler made them. Choose another one, or another guidance scale.",
+                        self._where(),
+                        name,
+                        broken,
+                    )
                 raise GuardStopped(
                     "{}: its input '{}' holds {} NaN or infinite values already, so the stage before it made them. "
                     "Guard that one (precision 'auto', or a NaN Guard), or run it in fp32.",

@@ -41,6 +41,25 @@ class Portions(NamedTuple):
         said = [*([f"{self.chunk} at once"] if self.chunk else []), *(["tiling"] if self.tiling else [])]
         return ", ".join(said) or "whole"
 
+    def that_work(self, stage: ComponentStage) -> Portions:
+        """Return those that a VAE can do something with. What else was asked for is told in the report."""
+        can = {
+            "chunk": stage.handle.family.layout.takes_chunks,
+            "tiling": hasattr(stage.module, "tiled_decode"),
+            "slicing": hasattr(stage.module, "use_slicing"),
+        }
+        idle = [name for name, value in self._asdict().items() if value and not can[name]]
+        for name in idle:
+            stage.report.warnings += (
+                Message(
+                    "'{}' does nothing here: the VAE of {} has no such thing. Set '{}' to save memory.",
+                    name,
+                    stage.handle.store.model.variant.name,
+                    "chunk" if can["chunk"] else "tiling",
+                ),
+            )
+        return self._replace(**dict.fromkeys(idle, 0))
+
     def smaller(self, stage: ComponentStage, latents: torch.Tensor) -> Iterator[Portions]:
         """Yield those that take less memory, the largest first."""
         portions, layout = self, stage.handle.family.layout
@@ -109,7 +128,6 @@ def decode(
     """
     stage = handle.stage(Component.VAE_DECODE, request)
     _check(handle, latents, made_by, policy=stage.policy)
-    portions = Portions(chunk, tiling, slicing)
     together = handle.family.layout.takes_chunks and 0 < chunk < len(latents)
     ranks = handle.ranks if together else ALONE  # `TOGETHER` of the console command hangs on that a chunk is set
     if not ranks.alone:
@@ -119,6 +137,7 @@ def decode(
         stage.report.note(
             Message("the first {} frames are cut: of an even number of latents the VAE repeats the first", surplus)
         )
+    portions = Portions(chunk, tiling, slicing).that_work(stage)
     calls = Calls("decoding part {} of {}", progress or (lambda *_: None))
     compiler = DecoderCompiler(handle, stage.plan, stage.report, backend)
     vae = guarded(stage, "decoder", calls, compiler if compiler.backend.name != EAGER else None)

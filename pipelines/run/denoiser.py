@@ -17,6 +17,7 @@ from ...precision.fallback import HalfPrecisionForward, build_half_precision_for
 from ...precision.guard import StageGuard
 from ...precision.overrides import NOTHING, PrecisionOverrides
 from ...precision.shallow_copy import reporting, with_forward
+from ...trust.message import Message
 from ..families.spec import ENCODERS, PROMPT
 from ..parallel.group import ALONE, ProcessGroup
 from ..weights.activation_memory import estimate_activation_bytes
@@ -25,6 +26,11 @@ from .feature import CallFeature, Feature, RunContext, options_of, setup_of, wra
 from .features import features_of
 from .profiles import load_profile, update_cache
 from .stage import ComponentStage
+
+PROFILE_UNUSED = Message(
+    "the profile that was given is not used: that takes the guard's scope 'learned', and precision 'fp16' or 'bf16' "
+    "under the guard"
+)
 
 
 def guarded_denoiser(stage: ComponentStage, features: Sequence[Feature] | None = None) -> torch.nn.Module:
@@ -209,6 +215,6 @@ def build_attempt(
 def _known(stage: ComponentStage) -> tuple[PrecisionOverrides, tuple[str, ...]]:
     """What earlier runs taught, where this one learns, and what to say about it."""
     if not stage.learns:
-        return NOTHING, ()
+        return NOTHING, (PROFILE_UNUSED,) * bool(stage.handle.profile)
     load = partial(load_profile, stage.handle, stage.memory_key)
     return stage.handle.ranks.broadcast_from_rank0(load)

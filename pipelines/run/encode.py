@@ -65,10 +65,12 @@ def encode_prompts(
                 encoded = handle.ranks.broadcast_from_rank0(
                     lambda: _encode_all(stage, [prompt for prompt, *_ in new], calls)
                 )
-                found |= zip(new, encoded, strict=True)
+                found |= {key: made for key, (made, _) in zip(new, encoded, strict=True)}
+                # a broken one is not worth keeping, and its next report has to say so again
+                kept = {key: made for key, (made, is_right) in zip(new, encoded, strict=True) if is_right}
         finally:
             handle.store.offload_or_unload("text_encoder")
-    memo |= {key: found[key] for key in new if torch.isfinite(found[key]).all()}  # a broken one is not worth keeping
+        memo |= kept
     while len(memo) > _REMEMBERED:
         del memo[next(iter(memo))]
     made = zeros | {place: found[key] for place, key in keys.items()}
@@ -76,7 +78,8 @@ def encode_prompts(
 
 
 @torch.no_grad()
-def _encode_all(stage: ComponentStage, prompts: list[str], calls: Calls) -> list[torch.Tensor]:
+def _encode_all(stage: ComponentStage, prompts: list[str], calls: Calls) -> list[tuple[torch.Tensor, bool]]:
+    """Return the embeddings of each prompt, and whether they are right: finite, and nothing in them was clipped."""
     import diffusers
 
     handle, device = stage.handle, stage.handle.store.placement.device
@@ -92,7 +95,9 @@ def _encode_all(stage: ComponentStage, prompts: list[str], calls: Calls) -> list
     embeddings = []
     for prompt in prompts:
         logger.info("encoding prompt of %d characters in %s", len(prompt), stage.plan.dtype)
-        embeddings.append(encode(prompt)[0].cpu())
+        failed = stage.report.failed
+        made = encode(prompt)[0].cpu()
+        embeddings.append((made, bool(torch.isfinite(made).all()) and stage.report.failed == failed))
     return embeddings
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
+from comfyui_onediff_guard.pipelines.run.denoiser import PROFILE_UNUSED
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.run.profiles import profile_of
@@ -72,5 +73,15 @@ def test_no_claim_makes_the_result_worse(model_folder, learned, precision, overf
 def test_where_nothing_is_learned_no_profile_is_read(model_folder):
     folder = model_folder("5b")
     latents, report = sampled(folder, "bf16", STEP, SCALED)
-    assert not any("profile" in note for note in report.notes)
+    assert [note for note in report.notes if "profile" in note] == [PROFILE_UNUSED]
     assert report.learned is None and not report.protection and torch.equal(latents, unlearned(folder, "bf16"))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16 (plain)", "fp32"])
+@pytest.mark.parametrize("policy", [STEP, LEARNED], ids=["step", "learned"])
+def test_a_profile_that_is_not_used_is_told(model_folder, policy, precision):
+    folder = model_folder("2b")
+    for learned in (SCALED, None):
+        _, report = sampled(folder, precision, policy, learned)
+        unused = precision != "fp16" or policy is STEP
+        assert (PROFILE_UNUSED in report.notes) == (unused and learned is not None)

@@ -84,3 +84,20 @@ def test_a_vae_that_makes_more_frames_of_a_latent_is_asked_for_what_it_can_make(
     monkeypatch.setitem(handle.store.model.vae_config, "scale_factor_temporal", 8)
     with pytest.raises(BadSize, match=r"frames is 13, but .* 8·k \+ 1"):
         latents_of(handle, "wan", 13)
+
+
+IDLE = {"2b": {"chunk"}, "svd": {"tiling", "slicing"}, "cogview3": set[str](), "wan": {"chunk"}}  # settings of a VAE
+
+
+@pytest.mark.parametrize("model", IDLE)
+def test_a_setting_that_a_vae_has_nothing_for_is_told(model_folder, model):
+    handle = opened(model_folder(model))
+    layout, config = handle.family.layout, handle.store.model.vae_config
+    sizes = {4: (2, layout.channels(config), 8, 8), 5: (1, layout.channels(config), 2, 8, 8)}
+    latents = torch.randn(sizes[layout.dimensions], generator=torch.Generator().manual_seed(0))
+    whole, _ = decode(handle, latents)
+    for setting in ("chunk", "tiling", "slicing"):
+        made, report = decode(handle, latents, **{setting: 1})
+        said = [line for line in report.warnings if line.startswith(f"'{setting}' does nothing here")]
+        assert bool(said) == (setting in IDLE[model])
+        assert not said or torch.equal(made, whole)

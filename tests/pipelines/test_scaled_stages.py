@@ -63,3 +63,9 @@ def test_a_text_encoder_in_fp16_clamps_nothing_and_is_not_rerun(clamping_text_en
     for embeddings, wrong, right in zip(found, plain, expected, strict=True):
         assert error(wrong, right) > 0.1, "clamped"
         assert error(embeddings, right) < 5e-3
+
+
+def test_a_clamped_prompt_is_told_each_time(clamping_text_encoder, open_pipeline):
+    handle = open_pipeline(clamping_text_encoder, "fp16 (plain)")
+    reports = [encode_prompts(handle, ["a boat", ""])[1] for _ in range(2)]
+    assert [report.failed for report in reports] == [2, 2]

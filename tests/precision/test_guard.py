@@ -220,6 +220,14 @@ def test_fp32_that_breaks_later_is_diagnosed_where_half_is_not_tried():
         guard(hidden_states=with_nan(1))
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_what_breaks_between_two_calls_that_are_right_is_the_schedulers(dtype):
+    _, guard = build(dtype)
+    guard(hidden_states=latents())
+    with pytest.raises(GuardStopped, match="'hidden_states' holds 1 NaN or infinite values, and the call before"):
+        guard(hidden_states=with_nan(1))
+
+
 def test_the_shell_leaves_the_module_alone():
     module, guard = build("fp32")
     shell, calls = with_forward(module, guard), []
