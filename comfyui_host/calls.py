@@ -18,10 +18,9 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import wraps
 from inspect import signature
-from pathlib import Path
-from types import CellType, FunctionType, MappingProxyType, ModuleType
+from types import CellType, MappingProxyType
 from typing import Any
 
 import torch
@@ -34,12 +33,12 @@ from ..precision.observe import floating, non_finite
 from ..precision.planned_products import so_far
 from ..precision.scaled_products import dtype_of_products
 from ..precision.snapshot import Snapshot
-from ..trust.message import message_of
+from ..trust.message import Told, message_of
 from . import host
 from .compat import NotInComfyUI, unless_changed
 from .layers import loaded_anew, products_in_fp32, weights_as_stored
+from .pack_variables import PackVariables, modules_of_packs
 
-_OURS = f"{__name__.rpartition('.comfyui_host.')[0]}."  # this pack
 KEY = "onediff_guard"  # of our wrappers on a MODEL
 _KINDS = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "APPLY_MODEL")
 ATTENTION_OVERRIDE = "optimized_attention_override"  # in transformer_options
@@ -344,11 +343,12 @@ class CallMemory:
         self._network = network
         beside = {name: value for name, value in options.items() if name not in (_EASYCACHE, *_REWRITTEN)}
         self._states = beside, given
-        self._called = False
+        self._calls = 0
         self._kept: Snapshot | None = None
         self._kept_within: Snapshot | None = None
+        self._kept_variables: PackVariables | None = None
         self._captured = _captured(options)
-        self._packs = _modules_of_packs(network, options)
+        self._packs = modules_of_packs(network, filter(callable, pytree.tree_leaves(dict(options))))
         self._look()
 
     def _look(self) -> None:
@@ -358,6 +358,8 @@ class CallMemory:
         rewritten = [prefixes] if hasattr(prefixes, "slots") else []
         self._within = Snapshot(self._network, opaque=OPAQUE, rewritten=rewritten)
         self._dtypes_within = self._within.dtypes
+        self._variables = PackVariables(self._packs)
+        self._dtypes_of_variables = self._variables.dtypes_now()
         self._pinned = {id(tensor): tensor for pinned in self._pinned_now() for tensor in pinned}
 
     @unless_changed("knowing what memory a cache has pinned", ())
@@ -380,16 +382,16 @@ class CallMemory:
 
     def _beside_now(self) -> Snapshot:
         rewritten = [self.options.get(name) for name in _REWRITTEN]
-        roots = *self._states, *self._packs  # and what patches and wrappers keep
-        return Snapshot(*roots, opaque=OPAQUE, rewritten=rewritten, in_functions=True)
+        return Snapshot(*self._states, opaque=OPAQUE, rewritten=rewritten, in_functions=True)  # of patches and wrappers
 
     def of_a_call(self, more: Mapping[str, Any]) -> dict[str, Any]:
         """Options for one more call. They hold what the network's caches are in, and no copy of it in float32: what a
         rerun writes there, later calls read. Raises GuardStopped where the call before it cannot be undone."""
-        if self._called:
+        if self._calls:
             if self._kept is None:  # else it was a rerun
                 self._dtypes |= self._beside.dtypes_now()
                 self._dtypes_within |= self._within.dtypes_now()
+                self._dtypes_of_variables |= self._variables.dtypes_now()
             if lost := self._rewind():
                 raise GuardStopped(
                     "A failed call has overwritten '{}', which is too large to be copied beforehand, so the same "
@@ -397,7 +399,7 @@ class CallMemory:
                     "it from call to call.",
                     lost,
                 )
-        self._called = True
+        self._calls += 1
         return {**self.options, **self._easycache.of_a_call(), **more}
 
     def keep(self) -> None:
@@ -407,13 +409,14 @@ class CallMemory:
         self._kept = self._beside_now()
         if not any(hasattr(self._network, name) for name in ("clear_kv_cache", _PREFIXES)):
             self._kept_within = Snapshot(self._network, opaque=OPAQUE)
+        self._kept_variables = PackVariables(self._packs)
 
     def forget(self) -> None:
         """No call that was made counts."""
         self._easycache.forget()
-        self._kept = self._kept_within = None
+        self._kept = self._kept_within = self._kept_variables = None
         self._rewind()
-        self._called = False
+        self._calls = 0
 
     def nan_before(self) -> str:
         """Where a network or its caches held NaN before the first call; "" where they did not."""
@@ -429,59 +432,33 @@ class CallMemory:
         try:
             yield
         except BaseException as error:
-            if lost := self._rewind():
+            # other packs' variables may tell of an error of theirs
+            if lost := self._rewind(variables=isinstance(error, Told)):
                 error.lost = lost  # pyright: ignore[reportAttributeAccessIssue] - for Run.or_plain
             raise
         self._easycache.settle()
         if self._kept is not None:
+            otherwise = self._dtype if self._calls > 1 else None  # no call in half precision was made
             self._within.restore()
             if self._kept_within is not None:
                 self._kept_within.restore()
-                self._kept_within.narrow(self._dtypes_within, self._dtype, self._within.holds())
+                self._kept_within.narrow(self._dtypes_within, otherwise, self._within.holds())
             self._kept.restore()
             self._kept.narrow(self._dtypes, self._dtype, self._beside.holds())
+            if self._kept_variables is not None:
+                self._kept_variables.restore()
+                self._kept_variables.narrow(self._dtypes_of_variables, otherwise, self._variables.tensors)
         if self.in_full and self._dtype in HALF_DTYPES:
             for at, (cell, value) in _captured(self.options).items():
                 made = isinstance(value, torch.Tensor) and value.dtype is torch.float32
                 if made and value is not self._captured.get(at, (cell, None))[1]:
                     cell.cell_contents = value.to(self._dtype)
 
-    def _rewind(self) -> str:
+    def _rewind(self, *, variables: bool = True) -> str:
         self._unpin()
+        if variables:
+            self._variables.restore()
         return self._beside.restore() or self._within.restore()
-
-
-def _modules_of_packs(network: torch.nn.Module, options: Mapping[str, Any]) -> list[ModuleType]:
-    """Return the modules of other packs whose functions and classes a call runs, and those of the same packs that they
-    use: for what they keep in global variables."""
-    run: list[Any] = [type(module) for module in network.modules()]
-    run += [value for module in network.modules() for value in vars(module).values() if callable(value)]
-    run += filter(callable, pytree.tree_leaves(dict(options)))
-    found: dict[str, ModuleType] = {}
-    ahead = {_module_of(each) for each in run}
-    while ahead:
-        name = ahead.pop()
-        if name in found or not _is_of_a_pack(name) or not (module := sys.modules.get(name)):
-            continue
-        found[name] = module
-        uses = [each for each in vars(module).values() if isinstance(each, (type, ModuleType, FunctionType))]
-        ahead |= {used for used in map(_module_of, uses) if used.partition(".")[0] == name.partition(".")[0]}
-    return [found[name] for name in sorted(found)]
-
-
-def _module_of(value: Any) -> str:
-    value = getattr(value, "func", value) if isinstance(value, partial) else value
-    return str(value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or "")
-
-
-@cache
-def _is_of_a_pack(name: str) -> bool:
-    """Return whether a module is another pack's, and no library's, ComfyUI's or this pack's."""
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    root = name.partition(".")[0]
-    if not file or root in sys.stdlib_module_names or f"{name}.".startswith(_OURS) or root.startswith("comfy"):
-        return False
-    return {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _captured(options: Mapping[str, Any]) -> dict[int, tuple[CellType, Any]]:

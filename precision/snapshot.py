@@ -129,18 +129,6 @@ class _Reachable:
             if not isinstance(of, torch.nn.Module):  # a network is a root of its own
                 yield "self", of
 
-    def _globals(self, value: types.ModuleType, path: Path) -> Iterable[tuple[Any, Any]]:
-        """Look at the data of a root and of its classes, and not at what else is defined there or imported."""
-        if len(path) > 1 or self._put_off(value, path):
-            return
-        own = value.__name__.partition(".")[0]
-        classes = [
-            each for each in vars(value).values() if isinstance(each, type) and each.__module__ == value.__name__
-        ]
-        for owner in (value, *classes):
-            data = {name: each for name, each in vars(owner).items() if name[:2] != "__" and _is_data(each, own)}
-            yield from self._hold(owner, data, (*path, owner.__name__))
-
     def _put_off(self, function: Any, path: Path) -> bool:
         if not self._in_functions and self.functions is not None:
             self.functions.append((function, path))
@@ -196,16 +184,7 @@ _IN_FUNCTIONS: dict[type, _Look] = {
     types.FunctionType: _Reachable._function,
     types.MethodType: _Reachable._method,
     types.CellType: _Reachable._cell,
-    types.ModuleType: _Reachable._globals,
 }
-
-
-def _is_data(value: Any, own: str) -> bool:
-    """Return whether a global variable of a module may be state of a call: data, or an object of a class of its own
-    package."""
-    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, torch.nn.Module)):
-        return False
-    return type(value).__module__.partition(".")[0] in (own, "builtins", "collections", "torch")
 
 
 class _Copy(NamedTuple):
@@ -222,8 +201,7 @@ class _Copy(NamedTuple):
 class Snapshot:
     """Arguments, state and random state as they are now.
 
-    roots: arguments, modules, and whatever else a call may change; of a module of Python, its global variables, where
-        functions are looked into.
+    roots: arguments, modules, and whatever else a call may change.
     opaque: where classes come from ("package.module.") whose instances are no state of the call.
     rewritten: roots whose tensors are not copied, since every call writes what it reads there.
     in_functions: whether functions and methods are looked into, for what they keep: little of it is copied.
@@ -330,8 +308,6 @@ class Snapshot:
                         container[key] = narrowed
                     elif isinstance(container, types.CellType):
                         container.cell_contents = narrowed
-                    elif isinstance(container, type):
-                        setattr(container, str(key), narrowed)
                     elif not isinstance(container, set):
                         object.__setattr__(container, str(key), narrowed)
 
@@ -448,10 +424,6 @@ def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _put_back(container: Any, items: Any) -> None:
     if isinstance(container, types.CellType):
         _put_back_cell(container, items)
-    elif isinstance(container, (types.ModuleType, type)):
-        for name, value in items.items():
-            if vars(container).get(name, _ABSENT) is not value:
-                setattr(container, name, value)
     elif isinstance(container, torch.nn.Module):
         _put_back_names(vars(container), _own(vars(container)), items)
     elif isinstance(container, dict):
