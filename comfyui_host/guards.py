@@ -104,6 +104,7 @@ class _ModelGuard:
 
     def __init__(self, settings: Settings):
         self._settings = settings
+        self._calls = 0
 
     def sample(self, executor: Any, *args: Any, **by_name: Any) -> Any:
         """Its calls find the run in their options, which are this sampling's own: they may come from other threads,
@@ -113,11 +114,14 @@ class _ModelGuard:
             return executor(*args, **by_name)
         options, steps = found
         with guarded_run(self._settings, steps) as run:
-            options[KEY] = run
+            options[KEY], before = run, self._calls
             try:
-                return executor(*args, **by_name)
+                made = executor(*args, **by_name)
             finally:
                 run.forget()
+            if steps > 0 and self._calls == before:
+                run.saw_no_call()
+            return made
 
     def prepare(self, executor: Any, *args: Any, **by_name: Any) -> Any:
         """Hands on the loaded model, then what it needs."""
@@ -131,6 +135,7 @@ class _ModelGuard:
 
     def apply(self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """A call, guarded; where that fails, as `Run.or_plain` has it."""
+        self._calls += 1
         options: Any = kwargs.get("transformer_options") or (args[4] if len(args) > 4 else None) or {}
         run: Run | None = options.get(KEY)
         if run is not None:

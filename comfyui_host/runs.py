@@ -116,6 +116,12 @@ class Run:
             self._before += [] if said in self._before else [said]
         return plain()
 
+    def saw_no_call(self) -> None:
+        """Told at the end of a sampling in which ComfyUI called no model. DeepCache calls a network's parts itself."""
+        said = Message("Not guarded: ComfyUI made no call of this model; another node may compute it by itself")
+        with self._lock:
+            self._given_up = self._given_up or said
+
     def of_controlnet(self) -> Run:
         """The run of a ControlNet beside this one, which has it in its report."""
         asked = self._settings.request
@@ -235,8 +241,6 @@ class Run:
     def end(self, given_up: str = "") -> None:
         """Show the report on the node, and write it to the log. given_up: why there was no guard."""
         with self._lock:
-            if self._steps > 0 and not (self._calls or self._executors or self._before or self._ended_by):
-                given_up = given_up or Message("Not guarded: another node computes this model by itself")
             self._given_up = self._given_up or given_up
         report = self._report()
         if report is None:
