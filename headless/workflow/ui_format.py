@@ -128,16 +128,17 @@ def with_changes(graph: Graph, changed: Iterable[tuple[str, str]], schemas: Mapp
     """
     if graph.workflow is None:
         return graph
-    saved = with_widgets(graph.workflow, {place: graph.nodes[place[0]].inputs[place[1]] for place in changed}, schemas)
-    again = convert(saved, schemas) if saved else None
-    if again is None or again.nodes.keys() != graph.nodes.keys():
-        return replace(graph, workflow=None)
-    for node_id, node in graph.nodes.items():
-        other = again.nodes[node_id].inputs
-        kept = {name: value for name, value in node.inputs.items() if (node_id, name) not in graph.patterned}
-        if kept != {name: value for name, value in other.items() if (node_id, name) not in graph.patterned}:
-            return replace(graph, workflow=None)
-    return replace(again, guarded=graph.guarded)
+    given = {(node, name): graph.nodes[node].inputs.get(name) for node, name in changed}
+    saved, has_all = with_widgets(graph.workflow, given, schemas)
+    again = convert(saved, schemas)
+    filled_in: dict[str, dict[str, Any]] = {}
+    for node_id, name in graph.patterned:
+        if node_id in again.nodes and name in again.nodes[node_id].inputs:
+            filled_in.setdefault(node_id, {})[name] = again.nodes[node_id].inputs[name]
+    graph = graph.with_inputs(filled_in)
+    if has_all and {i: node.inputs for i, node in again.nodes.items()} == {i: n.inputs for i, n in graph.nodes.items()}:
+        return replace(again, guarded=graph.guarded, workflow=saved)
+    return replace(graph, workflow=None)
 
 
 def _read(data: Mapping[str, Any]) -> Unfolded:

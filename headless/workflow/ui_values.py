@@ -61,23 +61,29 @@ def widget_values(node: UiNode, schema: Schema) -> dict[str, Any]:
 
 def with_widgets(
     data: Mapping[str, Any], values: Mapping[tuple[str, str], Any], schemas: Mapping[str, Schema]
-) -> dict[str, Any] | None:
-    """A copy of a UI-format workflow with other values in widgets of nodes that are in no subgraph; None where one has
-    no place in it. values: by node and input."""
-    made = json.loads(json.dumps(data))
-    nodes = {str(node.get("id")): node for node in made["nodes"]}
+) -> tuple[dict[str, Any], bool]:
+    """A copy of a UI-format workflow with other values in widgets of nodes that are in no subgraph, and whether all
+    have a place in it. values: by node and input. What does not change is the workflow's own."""
+    nodes = {str(node.get("id")): at for at, node in reversed([*enumerate(data["nodes"])])}
+    made, has_all = [*data["nodes"]], True
     for (node_id, name), value in values.items():
-        node = nodes.get(node_id)
-        stored = _with_widget(node, schemas[node["type"]], name, value) if node and node["type"] in schemas else None
-        if node is None or stored is None:
-            return None
-        node["widgets_values"] = stored
-    return made
+        node = made[nodes[node_id]] if node_id in nodes else {}
+        schema = schemas.get(node.get("type", ""))
+        stored = _with_widget(node, schema, name, value) if schema else None
+        if stored is None:
+            has_all = False
+        else:
+            made[nodes[node_id]] = {**node, "widgets_values": stored}
+    return {**data, "nodes": made}, has_all
 
 
 def _with_widget(node: Mapping[str, Any], schema: Schema, name: str, value: Any) -> list[Any] | dict[str, Any] | None:
     """What a node stores with another value in one widget, wherever that stands; None where it stands nowhere."""
     stored: Any = node.get("widgets_values")
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):  # a link, or what JSON has not
+        return None
 
     def read(these: Any) -> dict[str, Any]:
         return widget_values(UiNode.model_validate({**node, "widgets_values": these}), schema)
