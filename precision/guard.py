@@ -19,6 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..trust.message import Message, Told
+from ..trust.text import shown
 from .accumulation import fp16_accumulation
 from .dtypes import DTYPES
 from .fallback import FallbackAdapter, HalfPrecisionForward
@@ -190,7 +191,7 @@ class StageGuard:
             return self._recorded(output, started, timestep, "fp32", "finite", made, note=STAYS)
         casts, self._casts = self._casts, IdentityMemo()  # a call that fails, or raises, leaves none behind
         half_args, half_kwargs, changed = self._half(args, kwargs, casts)
-        failed, output = "", None
+        failed, again, output = "", False, None
         with (
             propagate_nonfinite_attention((half_args, half_kwargs))
             if self.dtype != "fp32"
@@ -202,22 +203,29 @@ class StageGuard:
             try:
                 with fp16_accumulation(self._learner.attempt.fp16_accumulation if self._learner else None):
                     output = self._attempt(*half_args, **half_kwargs)
-            except _OF_A_PLAN as error:  # the first step, which learned scales were made of, did not raise it
-                may_renew = self._agree is alone and not isinstance(error, _NOT_OF_A_PLAN)
-                if not (may_renew and self._learner and self._learner.attempt.renew()):
+            except _OF_A_PLAN as error:
+                if self._agree is not alone or isinstance(error, _NOT_OF_A_PLAN):
                     raise
-                if before.restore():
+                # the first step, which learned scales were made of, did not raise it
+                again = bool(self._learner and self._learner.attempt.renew())
+                in_fp32 = self.dtype != "fp32" and self.policy.on_failure is OnFailure.RERUN
+                if not (again or (in_fp32 and not isinstance(error, Told))) or before.restore():
                     raise
                 failed = f"{type(error).__name__}: {error}"  # and not the error, whose frames hold the step's tensors
-        if failed:
+        if failed and again:
             logger.info("%s: %s, computed again with scales anew", self._where(), failed)
             return self._call(args, kwargs, before, OTHERWISE)
+        if failed:  # code that meets NaN or infinity may raise
+            logger.warning("%s: in %s it raised %s, rerunning in fp32", self._where(), self.dtype, failed)
+            output, made, _, rerun = self._again(args, kwargs, before, None, to_blame=True, saturated=False, runs=False)
+            note = Message("in {} it raised {}", self.dtype, shown(failed, 200))
+            return self._recorded(output, started, None, "fp32", "rerun", made, note=note, rerun=rerun)
         given, made, inside, timestep = self._measured(changed, output, self._peak_inside(), kwargs.get("timestep"))
         dtype = self.dtype if self._narrow else "fp32"
         outcome, ends = made.outcome(dtype, inside), None
         if given.finite and outcome != "finite" and inside.outcome(dtype, inside) == "finite" and self._agree is alone:
             ends = places(output, dtype)
-            if self._extremes.known(ends) or (dtype == "fp32" and self._is_mask(output)):
+            if self._extremes.known(ends) or (self.dtype == "fp32" and self._is_mask(output)):
                 outcome = "finite"
         if given.finite and outcome == "finite":
             if self._learner:
@@ -307,11 +315,12 @@ class StageGuard:
         *,
         to_blame: bool,
         saturated: bool,
+        runs: bool = True,
     ) -> tuple[Any, Range, OverflowDiagnosis | None, Rerun]:
         """Make the call in fp32. Returns its output and the output's range, why it had to be made, and what it cost.
 
         ends: where the output was at the ends of the dtype. Where it is so in fp32 too, nothing follows.
-        to_blame: the stage is, and not what it was given.
+        to_blame: the stage is, and not what it was given. runs: in half precision to its end.
         """
         started, finding = time.perf_counter(), None
         learner = self._learner if to_blame and (self._learns or not self._failures) else None
@@ -325,7 +334,7 @@ class StageGuard:
             return output, made, right, Rerun("", None, "", time.perf_counter() - started, extra_bytes())
         if self.policy.on_failure is OnFailure.STOP:
             self._refuse("saturated" if saturated else "non-finite", args, kwargs, fits=to_blame, may_be_right=False)
-        if learner and finding is None:
+        if learner and finding is None and runs:
             with before.once_more(output) as possible:
                 if possible:
                     half_args, half_kwargs, _ = self._half(args, kwargs, IdentityMemo())
@@ -463,7 +472,8 @@ class StageGuard:
         for name, value in named.items():
             broken = sum(non_finite(t) for t in floating(value))
             if broken:
-                before = self.report.steps[-1:] if self.stage == "denoiser" else []
+                is_latents = self.stage == "denoiser" and name == next(iter(named))  # the first that it is given
+                before = self.report.steps[-1:] if is_latents else []
                 if any(step.outcome in ("finite", "rerun") for step in before):
                     raise GuardStopped(
                         "{}: its input '{}' holds {} NaN or infinite values, and the call before came out right, so "

@@ -160,6 +160,17 @@ def test_a_fault_anywhere_is_found_named_and_recovered(data, dtype, scope, seed,
     )
 
 
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_what_leaves_the_range_of_a_protected_step_is_no_mask(value, place):
+    """Though a layer in fp16 may leave it to one side alone, and fp32 has no more than masks there."""
+    module = build()
+    run = guarded(module, faults=Faults({"out": spoil(value, place)}, [1]), all_layers_scaled=True)
+    for call in range(3):
+        assert (run(latents(call)) - in_fp32(module, latents(call))).abs().max() < 0.15
+    assert [step.note == RENEWED for step in run.report.steps] == [False, True, False]
+
+
 def check_totals(report):
     facts = report.as_dict()
     steps = facts["steps"]
