@@ -48,6 +48,11 @@ def is_noted(func: Any, args: tuple[Any, ...]) -> bool:
     return both_floating(args) if func in PRODUCTS else func in NORMS or func in MODULATIONS or is_rope_kernel(func)
 
 
+def reads_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function views a tensor as one of another dtype, whose bytes it then has."""
+    return func is _T.view and any(isinstance(each, torch.dtype) for each in (*args[1:], *kwargs.values()))
+
+
 def to_integers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(isinstance(each, torch.dtype) and not each.is_floating_point for each in (*args[1:], *kwargs.values()))
 
@@ -129,16 +134,24 @@ _IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _ARITHMETIC)}
 _ACTIVATIONS = frozenset(
     {F.relu, F.relu6, F.silu, F.hardswish, F.hardsigmoid, F.mish, F.selu, F.celu, F.elu, F.leaky_relu}
 )
+# what gives a number for infinity, as it does for what is merely large: not for what is scaled down before
+SATURATES = {
+    torch.sigmoid, torch.tanh, torch.exp, torch.erf, torch.atan, _T.sigmoid, _T.tanh, _T.exp, _T.erf, _T.atan,
+    _T.sigmoid_, _T.tanh_, _T.exp_, _T.erf_, _T.atan_, torch.sigmoid_, torch.tanh_, torch.exp_, torch.erf_, torch.atan_,
+    torch.arctan, _T.arctan, torch.special.expit, torch.special.erf, torch.exp2, _T.exp2, torch.special.exp2,
+    torch.erfc, _T.erfc, torch.special.erfc, torch.expm1, _T.expm1, torch.special.expm1, torch.atan2, _T.atan2,
+    torch.logaddexp, _T.logaddexp, torch.fmod, _T.fmod, torch.remainder, _T.remainder, _T.__mod__, torch.floor_divide,
+    _T.floor_divide, _T.__floordiv__, torch.isclose, torch.allclose, _T.isclose, _T.allclose, _T.__rpow__,
+    F.sigmoid, F.tanh, F.hardsigmoid, F.softsign, F.glu, F.softplus, F.logsigmoid, F.relu6, F.elu, F.selu, F.celu,
+}  # fmt: skip
 # what makes a choice by a value, which is as finite where that is not
-CHOOSES = COMPARES | {
+CHOOSES = COMPARES | SATURATES | {
     torch.sign, torch.sgn, torch.signbit, torch.argmax, torch.argmin, torch.topk, torch.sort, torch.argsort,
     torch.median, torch.bucketize, torch.searchsorted, F.grid_sample,
     torch.max, torch.min, torch.cummax, torch.cummin, torch.kthvalue, torch.mode, torch.heaviside, torch.count_nonzero,
     torch.logical_not, torch.logical_and, torch.logical_or, torch.logical_xor, torch.any, torch.all, torch.nonzero,
     _T.max, _T.min, _T.cummax, _T.cummin, _T.kthvalue, _T.mode, _T.heaviside, _T.count_nonzero, _T.nonzero,
     _T.logical_not, _T.logical_and, _T.logical_or, _T.logical_xor, _T.any, _T.all,
-    torch.sigmoid, torch.tanh, torch.exp, torch.erf, torch.atan, _T.sigmoid, _T.tanh, _T.exp, _T.erf, _T.atan,
-    F.sigmoid, F.tanh, F.hardsigmoid, F.softsign,
     _T.sign, _T.sgn, _T.signbit, _T.argmax, _T.argmin, _T.topk, _T.sort, _T.argsort, _T.median,
     _T.long, _T.int, _T.short, _T.char, _T.byte, _T.bool,
 }  # fmt: skip

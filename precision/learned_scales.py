@@ -30,6 +30,7 @@ from .fp16_safe import (
     QUOTIENTS,
     ROOM,
     is_noted,
+    reads_bytes,
     writes,
 )
 from .observe import Agree, alone
@@ -160,9 +161,11 @@ class LearningMode(LocatedMode):
         kwargs = kwargs or {}
         if name := writes(func, args, kwargs):
             self.way.writes = True
-            numbers = name not in _OVERWRITES or any(map(_is_floating, args[1:]))
-            if numbers and (maker := self._makers.get(storage_of(args[0]))):
-                self.way.summed.add(maker)
+            numbers = name not in _OVERWRITES or not all(map(_is_exact, args[1:]))
+            changed = args[0] if kwargs.get("out") is None else kwargs["out"]
+            makers = (self._makers.get(storage_of(each)) for each in pytree.tree_leaves(changed) if numbers)
+            self.way.summed |= {maker for maker in makers if maker}
+        self.way.writes |= reads_bytes(func, args, kwargs)  # what this call made is told from what was there, too
         self.way.points |= func in POINTS
         made = self.computed(func, args, kwargs)
         if func in LAYER_CALLS:
@@ -176,7 +179,7 @@ class LearningMode(LocatedMode):
         elif func is F.scaled_dot_product_attention:
             self._note_attention(made, *args, **kwargs)
         elif not name and _is_floating(made):
-            given = args[0] if args else kwargs.get("input")
+            given = next((each for each in args if isinstance(each, torch.Tensor)), kwargs.get("input"))
             of, own = storage_of(given) if isinstance(given, torch.Tensor) else None, storage_of(made)
             if of != own:  # a storage may be where another one was
                 self._makers[own] = self._makers.get(of) if of is not None and func in _STAYS_FP16 else None
@@ -325,6 +328,13 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _is_exact(value: Any) -> bool:
+    """Return whether a value that is written into a tensor in fp16 is there what it would be in float32."""
+    if isinstance(value, float):
+        return float(torch.tensor(value, dtype=FP16)) == value or value != value
+    return not _is_floating(value)
 
 
 def _can_be_marked(made: Any) -> bool:

@@ -42,6 +42,7 @@ from .fp16_safe import (
     PRODUCTS,
     QUOTIENTS,
     REVERSED,
+    SATURATES,
     SUMS,
     SUMS_IN_PLACE,
     both_floating,
@@ -53,6 +54,7 @@ from .fp16_safe import (
     is_rope_kernel,
     is_small,
     keeps_range,
+    reads_bytes,
     to_integers,
     writes,
 )
@@ -311,8 +313,9 @@ class PlannedMode(LocatedMode):
             return func(*args, **kwargs)
         self._shares &= func not in _ALIASES
         chooses = func in CHOOSES or (func is torch.Tensor.to and to_integers(args, kwargs))
-        for given in (made_finite(func, args, kwargs), *(args[:2] if chooses else ())):
-            self._look(given)
+        self._look(made_finite(func, args, kwargs))
+        for given in args[:2] if chooses else ():
+            self._look(given, may_be_mask=func not in SATURATES)
         return super().computed(func, args, kwargs)
 
     def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -323,8 +326,11 @@ class PlannedMode(LocatedMode):
             raise self._leave("the network changes a tensor in place")
         if func is torch.Tensor.__setitem__ and isinstance(args[2], torch.Tensor) and args[2].dtype is FP16:
             args = *args[:2], args[2].to(args[0].dtype)  # which a slice does by itself, and a mask or an index does not
-        if func is torch.Tensor.view and any(isinstance(each, torch.dtype) for each in (*args[1:], *kwargs.values())):
-            return func(args[0].float() if args[0].dtype is FP16 else args[0], *args[1:], **kwargs)
+        if reads_bytes(func, args, kwargs):
+            if not self._way.writes:
+                raise self._leave("the network reads a tensor's bytes")
+            made_here = args[0].dtype is FP16 and self._dtype_seen(args[0]) is torch.float32
+            return func(args[0].float() if made_here else args[0], *args[1:], **kwargs)
         return func(*args, **kwargs)
 
     def _cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -341,19 +347,24 @@ class PlannedMode(LocatedMode):
         """Return the dtype that a tensor has to the network, where that changes tensors in place."""
         return torch.float32 if storage_of(of) in self._made else of.dtype
 
-    def _look(self, given: Any) -> None:
+    def _look(self, given: Any, *, may_be_mask: bool = True) -> None:
         """Note the extremes of a tensor. What a network that is on a card makes of numbers may be on the host."""
         if not (isinstance(given, torch.Tensor) and given.is_floating_point() and given.numel()):
             return
         if given.device.type != "cpu" or not self._on_card:
             with shared.lasting():
-                self._asked.append(torch.aminmax(given))
+                if may_be_mask or given.device.type == "cpu":
+                    least, most = torch.aminmax(given)
+                    self._asked.append((least, most if may_be_mask else torch.maximum(-least, most)))
+                else:
+                    peak = torch.linalg.vector_norm(given, torch.inf)
+                    self._asked.append((peak, peak))
 
     def _look_at_both(self, *given: torch.Tensor) -> None:
         """Note whether tensors that attention is given are finite: on a card, by one kernel."""
         if given[0].device.type == "cpu" or given[0].dtype is not given[1].dtype:
             for each in given:
-                self._look(each)
+                self._look(each, may_be_mask=False)
         elif all(each.numel() for each in given):
             with shared.lasting():
                 self._asked += [(norm, norm) for norm in torch._foreach_norm(given, torch.inf)]
@@ -366,6 +377,14 @@ class PlannedMode(LocatedMode):
         with shared.lasting():
             rows = largest_of(given, row_of(given, spatial) if few_are_one else (-1 - spatial,))
             self._rows.append(rows if factor == 1 else rows * factor)
+
+    def _look_at_product(self, made: torch.Tensor) -> None:
+        """Note the same of a layer's output that another one's gates: each may be loud enough, and their product not.
+        Where all of it is 0, it was flushed; some rows may be 0 as it should be."""
+        if made.ndim and made.numel():
+            with shared.lasting():
+                rows = largest_of(made, (-1,))
+                self._rows.append(torch.where(rows.amax() > 0, rows, FAINT / 2))
 
     def _look_at_factor(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """Note whether of two factors the one with fewer numbers is so quiet that their product may be 0 in fp16."""
@@ -481,7 +500,12 @@ class PlannedMode(LocatedMode):
         safe = self._is_safe(func) and args[0] is not args[1]  # a square may leave the range where its root does not
         halves = [each.dtype is FP16 for each in args[:2]]
         if all(halves) and not kwargs:
-            return func(*args) if safe else torch.addcmul(number(0.0, args[0].device), *args)
+            if not safe:
+                return torch.addcmul(number(0.0, args[0].device), *args)
+            made = func(*args)
+            if args[0].shape == args[1].shape:
+                self._look_at_product(made)
+            return made
         if safe and not kwargs and any(halves) and _is_modulated(*args):
             self._look_at_factor(*args)
             return _product_in_fp16(*args)

@@ -355,6 +355,49 @@ OVERWRITES: dict[str, Any] = {
 }
 
 
+GATED: dict[str, Any] = {
+    "a product": lambda a, b: a * b,
+    "swiglu": lambda a, b: F.silu(a) * b,
+    "geglu": lambda a, b: F.gelu(a) * b,
+    "one channel": lambda a, b: a[..., :1] * b,
+}
+SATURATES: dict[str, Any] = {  # and is given what is scaled down after it left fp16's range
+    "exp": lambda h: torch.exp(-h.abs()),
+    "exp2": lambda h: torch.exp2(-h.abs()),
+    "expm1": lambda h: torch.expm1(-h.abs()),
+    "sigmoid of negative values": lambda h: torch.sigmoid(-h.abs()),
+    "sigmoid in place": lambda h: (h * 1).sigmoid_(),
+    "expit": torch.special.expit,
+    "logsigmoid": lambda h: F.logsigmoid(h.abs()),
+    "softplus": lambda h: F.softplus(-h.abs()),
+    "erfc": torch.erfc,
+    "atan2": lambda h: torch.atan2(h, torch.ones_like(h)),
+    "glu": lambda h: F.glu(torch.cat([torch.ones_like(h), h], -1)),
+    "relu6": F.relu6,
+    "elu": lambda h: F.elu(-h.abs()),
+    "a power of a number": lambda h: 0.5 ** h.abs(),
+    "logaddexp": lambda h: torch.logaddexp(-h.abs(), torch.zeros_like(h)),
+    "a remainder": lambda h: torch.remainder(torch.full_like(h, 3.0), 1 + h.abs()),
+}
+EVEN = torch.arange(64) % 2 == 0
+WRITES: dict[str, tuple[Any, Any]] = {  # into a layer's output, and what is made of that
+    "a quiet number": (lambda s, h, x: h[..., ::2].fill_(1e-6), lambda h: h[..., ::2].repeat(1, 1, 2) * 1e6),
+    "where a mask is": (lambda s, h, x: h.masked_fill_(EVEN, 1e-6), lambda h: h[..., EVEN].repeat(1, 1, 2) * 1e6),
+    "at places": (lambda s, h, x: h.__setitem__((..., EVEN), 1e-6), lambda h: h[..., EVEN].repeat(1, 1, 2) * 1e6),
+    "a number with digits": (lambda s, h, x: h[..., ::2].fill_(1000.3), lambda h: h[..., ::2].repeat(1, 1, 2) - 1000),
+    "a product": (lambda s, h, x: torch.mul(s.l[1](x), TINY, out=h), lambda h: renormed(h)),
+    "through another order": (lambda s, h, x: torch.einsum("abc->cba", h).mul_(TINY), lambda h: renormed(h)),
+}
+
+
+def written_into(write: Any, then: Any) -> Any:
+    def network(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
+        write(s, h := s.l[0](x), x)
+        return then(h)
+
+    return network
+
+
 def catching(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
     """As ComfyUI adds a ControlNet's residual."""
     h = s.l[0](x)
@@ -536,6 +579,28 @@ STEPS: dict[str, tuple[Any, tuple[float, ...]]] = {  # → a network, and by how
         for what, write in OVERWRITES.items()
         for exponent in (0, 18, -18)
     },
+    **{
+        f"gated by another layer, {how}, by {exponent}": (
+            lambda gate=gate: Fn(lambda s, x, _: s.l[2](gate(s.l[0](x), s.l[1](x))), (1, 1, 1)),
+            (1, 2.0**exponent),
+        )
+        for how, gate in GATED.items()
+        for exponent in (-8, -10, -12)
+    },
+    **{
+        f"scaled down, {what}": (
+            lambda f=f: Fn(lambda s, x, _: s.l[1](f(s.l[0](x) * s.g)), g=ONE * 2.0**-16), (1, 2.0**13, 2.0**18)
+        )
+        for what, f in SATURATES.items()
+    },
+    **{
+        f"written, {what}": (lambda write=write, then=then: Fn(written_into(write, then)), (1, 1, 2.0**-9))
+        for what, (write, then) in WRITES.items()
+    },
+    "a weight's bytes": (
+        lambda: Fn(lambda s, x, _: s.l[0](x) * (s.q.view(torch.int16).float().sum() * 1e-5), q=ONE / 3),
+        (1, 1),
+    ),
     "by another's dtype": (lambda: Fn(lambda s, x, _: s.l[1](s.l[0](x).to(x).type_as(s.g)), g=ONE), LOUDER),
     "by another's dtype, and changed": (
         lambda: Fn(written(lambda s, h, y: h.add_(y.to(s.g).mul_(2)).add_(y.type_as(h))), g=ONE), (1, 1)
