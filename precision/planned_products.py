@@ -201,6 +201,7 @@ class PlannedMode(LocatedMode):
         self._made: set[int] = set()  # storages of this call's tensors in fp16, where the network writes in place
         self._lost: list[torch.Tensor] = []  # bool []: whether a constant scale flushed digits
         self._rows: list[torch.Tensor] = []  # the largest values of rows that were cast to fp16
+        self._gated: list[torch.Tensor] = []  # those of outputs that others gate
         self._asked: list[tuple[torch.Tensor, torch.Tensor]] = []  # extremes of what something finite may be made of
         self._on_card = False
         self._inputs: set[int] = set()  # ids of the tensors that the call is given
@@ -225,18 +226,19 @@ class PlannedMode(LocatedMode):
             raise LeftPlan(self._left)
 
     def so_far(self) -> Callable[[], None]:
-        above, left, looks = super().so_far(), self._left, [[*self._lost], [*self._rows], [*self._asked]]
+        above, left = super().so_far(), self._left
+        looks = [[*self._lost], [*self._rows], [*self._gated], [*self._asked]]
 
         def back() -> None:
             above()
             self._left = left
-            self._lost, self._rows, self._asked = map(list, looks)
+            self._lost, self._rows, self._gated, self._asked = map(list, looks)
 
         return back
 
     def clear(self) -> None:
         self._left = ""
-        self._lost, self._rows, self._asked = [], [], []
+        self._lost, self._rows, self._gated, self._asked = [], [], [], []
         self._made.clear()
         self._halves.clear()
 
@@ -252,6 +254,9 @@ class PlannedMode(LocatedMode):
         if self._rows:
             rows = torch.cat([each.flatten().to(made.device) for each in self._rows])
             made = made.masked_fill(((rows < FAINT) & (rows > 0)).any(), torch.nan)
+        if self._gated:
+            peaks = torch._foreach_norm(self._gated, torch.inf)
+            made = made.masked_fill(~_together(peaks, made).bool().all(), torch.nan)
         if self._lost:
             made = made.masked_fill(_together(self._lost, made).bool().any(), torch.nan)
         if self._asked:
@@ -383,8 +388,8 @@ class PlannedMode(LocatedMode):
         Where all of it is 0, it was flushed; some rows may be 0 as it should be."""
         if made.ndim and made.numel():
             with shared.lasting():
-                rows = largest_of(made, (-1,))
-                self._rows.append(torch.where(rows.amax() > 0, rows, FAINT / 2))
+                self._gated.append(largest_of(made, (-1,)))
+                self._rows.append(self._gated[-1])
 
     def _look_at_factor(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """Note whether of two factors the one with fewer numbers is so quiet that their product may be 0 in fp16."""
