@@ -236,7 +236,7 @@ def test_a_prefix_that_each_call_makes_is_the_reruns_in_a_rerun(weight: str) -> 
 @pytest.mark.parametrize(
     ("layout", "owner", "name", "off"),
     [
-        (QWEN, "calls.CallMemory", "_rewind", lambda _: ""),
+        (QWEN, "calls.CallMemory", "_rewind", lambda *_, **__: ""),
         (
             replace(SENSENOVA, hot={"text_layers.0.v_proj.weight": 1e5}),
             "runs",
