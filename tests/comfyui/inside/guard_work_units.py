@@ -75,6 +75,7 @@ def test_each_half_is_computed_again_in_every_run(family: str, order: str) -> No
     assert not difference(sample(both, layout, steps=STEPS), exact) <= 0.1  # NaN, or finite and wrong
     threads: set[str] = set()
 
+    @witness
     def look(executor: Any, *args: Any, **kwargs: Any) -> Any:
         threads.add(threading.current_thread().name)
         assert threading.current_thread() is not threading.main_thread()
