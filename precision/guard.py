@@ -476,7 +476,7 @@ class StageGuard:
                 before = self.report.steps[-1:] if is_latents else []
                 if any(step.outcome in ("finite", "rerun") for step in before):
                     raise GuardStopped(
-                        "{}: its input '{}' holds {} NaN or infinite values, and the call before came out right, so "
+                        "{}: its input '{}' holds {} NaN or infinite values, and the call before was finite, so "
                         "the scheduler or sampler made them. Choose another one, or another guidance scale.",
                         self._where(),
                         name,
