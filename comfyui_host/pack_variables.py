@@ -58,7 +58,7 @@ def _module_of(value: Any) -> str:
 
 @lru_cache
 def _is_of_a_pack(file: Any) -> bool:
-    """Return whether a module's file is below a folder that ComfyUI loads packs from, and this pack's is not."""
+    """Return whether a module's file is below a folder that ComfyUI loads packs from, and is not this pack's."""
     if type(file) is not str or Path(__file__).parents[1] in (path := Path(file)).parents:
         return False
     if "custom_nodes" in path.parts:
@@ -92,8 +92,9 @@ class PackVariables:
                 for name, variable in _variables(place, owner):
                     self._before[(*place, name)] = variable
                     for _, tensor in variable.tensors:
-                        fits = tensor.nbytes <= left and tensor.device.type != "meta"
-                        left -= tensor.nbytes * fits
+                        plain = tensor.layout is torch.strided and tensor.device.type != "meta"
+                        fits = plain and tensor.nbytes <= left
+                        left -= tensor.nbytes if fits else 0
                         variable.values.append(tensor.detach().clone() if fits else None)
 
     def _owners(self) -> Iterator[tuple[Place, Any]]:
@@ -144,8 +145,9 @@ class PackVariables:
                 for name, variable in _variables(place, owner):
                     for at, container, items in variable.containers:
                         for key, value in items.items() if isinstance(items, dict) else enumerate(items):
-                            if hasattr(container, "__setitem__") and (made := narrowed((*at, key), value)) is not value:
-                                container[key] = made
+                            made = narrowed((*at, key), value)
+                            if made is not value and type(container) not in (tuple, set):
+                                _attempt(container.__setitem__, key, made)  # another thread may have changed it
                     if (made := narrowed((*place, name), variable.value)) is not variable.value:
                         _attempt(setattr, owner, name, made)
 

@@ -34,6 +34,7 @@ class Block(nn.Module):
 kept, hostile, types, named = Kept(), [Hostile()], {"sizes": list[int]}, Named(a=1)
 calls, share, made, flag, queue, models, frozen = 0, 0.5, None, False, [1], {}, (1, [2])
 cache = {"last": ones(2), "order": [1, 2]}
+sparse, nowhere = ones(2).to_sparse(), ones(2, device="meta")
 """
 
 
