@@ -359,7 +359,7 @@ class CallMemory:
         self._within = Snapshot(self._network, opaque=OPAQUE, rewritten=rewritten)
         self._dtypes_within = self._within.dtypes
         self._variables = PackVariables(self._packs)
-        self._dtypes_of_variables = self._variables.dtypes_now()
+        self._dtypes_of_variables = self._variables.dtypes
         self._pinned = {id(tensor): tensor for pinned in self._pinned_now() for tensor in pinned}
 
     @unless_changed("knowing what memory a cache has pinned", ())

@@ -120,6 +120,12 @@ class PackVariables:
         """The ids of those that were there."""
         return {id(tensor) for variable in self._before.values() for _, tensor in variable.tensors}
 
+    @property
+    def dtypes(self) -> dict[Place, torch.dtype]:
+        """Where tensors were, and of which dtype."""
+        with _PLAIN():
+            return {at: tensor.dtype for variable in self._before.values() for at, tensor in variable.tensors}
+
     def dtypes_now(self) -> dict[Place, torch.dtype]:
         with _PLAIN():
             return {
