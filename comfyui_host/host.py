@@ -7,7 +7,6 @@ one that it runs in. Its modules stand at the top level in ComfyUI itself and un
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from ..pipelines.insight.diagnosis import Flag
     from ..pipelines.weights.components import ComponentStore
     from ..pipelines.weights.placement import PlainPlacement
-
-logger = logging.getLogger(__name__)
 
 
 class Interrupted(Exception):

@@ -6,7 +6,6 @@ they are shown unless somebody said "none".
 
 from __future__ import annotations
 
-import logging
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
     from ..pipelines.run.previews import Previews, ToPicture
 
-logger = logging.getLogger(__name__)
 
 _FLAG = "--preview-method"
 

@@ -185,22 +185,10 @@ _CLAMP = frozenset({torch.clamp, torch.clamp_, torch.clip, torch.clip_, _T.clamp
 _CLAMP_MAX = frozenset({torch.clamp_max, torch.clamp_max_, _T.clamp_max, _T.clamp_max_})
 _DIVIDE = frozenset(
     {
-        torch.div,
-        torch.true_divide,
-        torch.divide,
-        _T.divide,
-        torch.addcdiv,
-        _T.addcdiv,
-        _T.div,
-        _T.div_,
-        _T.divide_,
-        _T.true_divide,
-        _T.true_divide_,
-        _T.__truediv__,
-        _T.__itruediv__,
+        torch.div, torch.divide, torch.true_divide, torch.addcdiv, _T.addcdiv, _T.__truediv__, _T.__itruediv__,
+        _T.div, _T.div_, _T.divide, _T.divide_, _T.true_divide, _T.true_divide_,
     }
-)
-_ALSO_DIVIDE = frozenset({torch.divide, _T.divide, torch.addcdiv, _T.addcdiv})
+)  # fmt: skip
 _NORMS = frozenset({torch.norm, _T.norm, torch.linalg.norm, torch.linalg.vector_norm})
 _RSQRT = frozenset({torch.rsqrt, torch.rsqrt_, _T.rsqrt, _T.rsqrt_})
 _POWERS = frozenset({torch.pow, _T.pow, _T.__pow__})
@@ -375,7 +363,7 @@ def made_finite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return None
     if func in _MAKES_FINITE or (func in COMPARES and _asks_for_the_end(*args[:2])):
         return _given(args, kwargs)
-    if func in _DIVIDE or func in _ALSO_DIVIDE:
+    if func in _DIVIDE:
         return args[-1] if len(args) > 1 else kwargs.get("other")
     return None
 

@@ -124,9 +124,6 @@ class IdentityMemo:
         self._made = [*self._made, (given, made)][-self._kept :]
         return made
 
-    def forget(self) -> None:
-        self._made = []
-
 
 @cache
 def mixin_class(base: type[torch.nn.Module], kind: type[torch.nn.Module]) -> type[Any]:

@@ -53,10 +53,10 @@ def listed(values: Iterable[Any], most: int = 12, *, between: str = ", ", limit:
     return f"{first} and {len(everything) - most} more" if len(everything) > most else first
 
 
-def for_file_name(text: str, instead: str = "unnamed", limit: int = 100) -> str:
+def for_file_name(text: str, limit: int = 100) -> str:
     """Text as a part of a file's name: letters, digits, dots and dashes. limit: in bytes."""
     plain = _NOT_IN_NAMES.sub("-", text[:limit]).encode()[:limit].decode(errors="ignore")
-    return plain.strip("-.") or instead
+    return plain.strip("-.") or "unnamed"
 
 
 def without_password(url: str) -> str:
