@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from ..trust import foreign
-from ..trust.atomic_files import replacing
+from ..trust.atomic_files import write_whole
 from ..trust.foreign import Foreign, Unreadable
 from ..trust.message import Message, Told, joined, message_of
 from ..trust.text import for_file_name, for_terminal, shown
@@ -365,27 +365,17 @@ def _bad(where: str, found: Unreadable) -> BadProfile:
 def write(folder: Path, profile: Profile) -> Path:
     """Into the folder, whole or not at all. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    return write_text(folder / f"{profile.name}.json", profile.text())
-
-
-def write_text(file: Path, text: str) -> Path:
-    """Whole or not at all. Raises OSError."""
-    with replacing(file) as stream:
-        stream.write(text.encode())
-    return file
+    return write_whole(folder / f"{profile.name}.json", profile.text().encode())
 
 
 def read_all(folder: Path) -> Iterator[tuple[Path, Profile | BadProfile]]:
     """Every profile of a folder, by name; in place of one that cannot be used, why."""
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-        yield file, _read_or_why_not(file)
-
-
-def _read_or_why_not(file: Path) -> Profile | BadProfile:
-    try:
-        return read(file)
-    except BadProfile as error:
-        return error
+        try:
+            found = read(file)
+        except BadProfile as error:
+            found = error
+        yield file, found
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from ..trust import foreign
-from ..trust.atomic_files import replacing
+from ..trust.atomic_files import write_whole
 from ..trust.foreign import Foreign, Unreadable
 from ..trust.plain import for_json
 from .arch import COMPILED, Architecture, detect
@@ -94,9 +94,7 @@ def machine_of(device: torch.device, architecture: Architecture) -> dict[str, st
 def keep(result: SelfTestReport, file: Path) -> Path:
     """Write it as JSON, whole or not at all. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as stream:
-        stream.write(json.dumps(result.as_dict(), indent=2, allow_nan=False).encode())
-    return file
+    return write_whole(file, json.dumps(result.as_dict(), indent=2, allow_nan=False).encode())
 
 
 def verified_architecture(device: torch.device, folder: Path | None) -> Architecture:

@@ -28,9 +28,8 @@ _TEMPORARY = ".onediff-guard-{}.tmp"
 _IS_TEMPORARY = re.compile(r"\.onediff-guard-[0-9a-f]{32}\.tmp")
 
 
-@contextmanager
-def replacing(file: Path) -> Iterator[BinaryIO]:
-    """A stream that becomes `file` at the end, or nothing where the body raises.
+def write_whole(file: Path, content: bytes) -> Path:
+    """Make a file of that content, or none, in place of what it was.
 
     Raises OSError; of these FileExistsError where a link, a folder, a pipe or a device is there: somebody put it there
     for something else.
@@ -39,9 +38,10 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
         raise FileExistsError(f"'{file}' is there, and is no file of its own. Name another, or remove it")
     with temporary_in(file.parent) as (temporary, stream):
         temporary.chmod(0o600)  # it may be code that will be run
-        yield stream
+        stream.write(content)
         stream.close()
         temporary.replace(file)
+    return file
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...trust.atomic_files import locked, replacing, temporary_in
+from ...trust.atomic_files import locked, temporary_in, write_whole
 from ...trust.foreign import Foreign, Unreadable, fitting, read
 from ...trust.plain import for_json
 from ...trust.text import for_file_name
@@ -115,8 +115,7 @@ class Outputs:
         facts = {"format": FORMAT, "content": content, "name": name, "error": error, "attempts": attempts}
         with self._writing():
             (self.folder / PARKED).mkdir(parents=True, exist_ok=True)
-            with replacing(self._parked(content)) as stream:
-                stream.write(json.dumps(facts, indent=2).encode() + b"\n")
+            write_whole(self._parked(content), json.dumps(facts, indent=2).encode() + b"\n")
 
     def parked(self, content: str) -> str:
         """Why a job is not tried again, or "". What cannot be read is no reason."""

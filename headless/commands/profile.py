@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 from ...comfyui_host.host import PROFILES_VARIABLE, profiles_directory
-from ...precision.overrides import BadProfile, Profile, read, read_all, write, write_text
+from ...precision.overrides import BadProfile, Profile, read, read_all, write
+from ...trust.atomic_files import write_whole
 from . import kept_files
 from .answer import Answer
 
@@ -40,8 +41,7 @@ def _show(folder: Path, args: argparse.Namespace) -> Answer:
 
 
 def _export(folder: Path, args: argparse.Namespace) -> Answer:
-    write_text(args.file, _the_one(folder, args.name).text())
-    return Answer([args.file])
+    return Answer([write_whole(args.file, _the_one(folder, args.name).text().encode())])
 
 
 def _import(folder: Path, args: argparse.Namespace) -> Answer:

@@ -31,8 +31,8 @@ from ...trust.atomic_files import (
     last_used,
     limit_here,
     limit_of,
-    replacing,
     size_of,
+    write_whole,
 )
 from ...trust.foreign import Foreign, parse_as
 from ...trust.message import Message
@@ -137,8 +137,7 @@ def write(file: Path, target: Target, artifacts: bytes) -> None:
     """Whole or not at all. Raises OSError."""
     digest = hashlib.sha256(artifacts).hexdigest()
     header = {"kind": "onediff-guard compiled code", "format": 2, "for": asdict(target), "sha256": digest}
-    with replacing(file) as stream:
-        stream.write(json.dumps(header).encode() + b"\n" + artifacts)
+    write_whole(file, json.dumps(header).encode() + b"\n" + artifacts)
 
 
 @contextmanager

@@ -23,8 +23,8 @@ from comfyui_onediff_guard.precision.overrides import (
     read,
     read_all,
     write,
-    write_text,
 )
+from comfyui_onediff_guard.trust.atomic_files import write_whole
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -234,7 +234,7 @@ def test_what_is_no_file_is_not_replaced(kind, tmp_path):
         pytest.skip("this system has no pipes with names")
     before = file.lstat().st_mode
     with pytest.raises(FileExistsError, match=r"'.*shared.json' is there, and is no file of its own"):
-        write_text(file, PROFILE.text())
+        write_whole(file, PROFILE.text().encode())
     assert file.lstat().st_mode == before and other.read_text() == "as it was"
     assert {path.name for path in tmp_path.iterdir()} == {"shared.json", "other"}
 
@@ -265,5 +265,5 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
     left = tmp_path / f".onediff-guard-{'a' * 32}.tmp"
     left.touch()
     os.utime(left, (0, 0))
-    write_text(tmp_path / "shared.json", PROFILE.text())
+    write_whole(tmp_path / "shared.json", PROFILE.text().encode())
     assert [path.name for path in tmp_path.iterdir()] == ["shared.json"]
