@@ -35,7 +35,7 @@ class SampleCogVideoX(Sampler):
             "guidance_scale": inputs.guidance(6.0),
             "seed": inputs.seed(),
             "scheduler": inputs.choice(inputs.SCHEDULERS, "DPM is advised for 5B and 1.5, DDIM for 2B."),
-            "precision": inputs.advanced(inputs.precision(inherit=True)),
+            "precision": inputs.precision(inherit=True, advanced=True),
         }
 
     @classmethod
@@ -44,7 +44,7 @@ class SampleCogVideoX(Sampler):
         optional = {
             "image": ("IMAGE", {"tooltip": "The first frame. Only for image-to-video models (I2V), which need one."}),
             "video": ("IMAGE", {"tooltip": "Frames of a video to start from. Only for text-to-video models."}),
-            "strength": inputs.advanced(inputs.number(inputs.STRENGTH, 0.01, 1.0, 0.01, strength)),
-            "fit": inputs.advanced(inputs.fit()),
+            "strength": inputs.number(inputs.STRENGTH, 0.01, 1.0, 0.01, strength, advanced=True),
+            "fit": inputs.fit(),
         }
         return {**super().INPUT_TYPES(), "optional": optional}

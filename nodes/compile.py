@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from . import inputs
-from .node import Node
+from .node import PipelineChange
 
 if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 DYNAMIC = {"auto": None, "on": True, "off": False}  # the names stand in people's workflow files
 
 
-class Compile(Node):
+class Compile(PipelineChange):
     """Pipeline → the same pipeline, compiled otherwise."""
 
     TITLE = "OneDiff Compile"
@@ -24,10 +24,6 @@ class Compile(Node):
         "Says how OneDiff compiles the denoiser. Pipelines are compiled without this node too, as their loader's "
         "backend says; it is here to change how. Nothing is compiled before a step needs it."
     )
-    RETURN_TYPES = ("ONEDIFF_PIPELINE",)
-    RETURN_NAMES = ("pipeline",)
-    OUTPUT_TOOLTIPS = (inputs.TO_SAMPLER,)
-    FUNCTION = "apply"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -39,35 +35,31 @@ class Compile(Node):
                     "inherit: as the loader says. auto: the first that works here, where compiling pays. eager: not "
                     "compiled.",
                 ),
-                "dynamic": inputs.advanced(
-                    inputs.choice(
-                        tuple(DYNAMIC),
-                        "auto: fine for most. on: one graph for all sizes; takes longer to compile, once. off: one "
-                        "graph for each size; fastest if the size never changes.",
-                    )
+                "dynamic": inputs.choice(
+                    tuple(DYNAMIC),
+                    "auto: fine for most. on: one graph for all sizes; takes longer to compile, once. off: one "
+                    "graph for each size; fastest if the size never changes.",
+                    advanced=True,
                 ),
-                "mode": inputs.advanced(
-                    inputs.choice(
-                        inputs.COMPILE_MODES,
-                        "inductor's. max-autotune-no-cudagraphs: tries more kernels, which takes minutes, once.",
-                    )
+                "mode": inputs.choice(
+                    inputs.COMPILE_MODES,
+                    "inductor's. max-autotune-no-cudagraphs: tries more kernels, which takes minutes, once.",
+                    advanced=True,
                 ),
             },
             "optional": {
-                "attention": inputs.advanced(
-                    inputs.choice(
-                        inputs.ATTENTIONS,
-                        "auto: PyTorch's own choice; measured, of earlier versions, is the same. The others: that one, "
-                        "wherever it takes the call. sage has to be installed, and rounds more.",
-                    )
+                "attention": inputs.choice(
+                    inputs.ATTENTIONS,
+                    "auto: PyTorch's own choice; measured, of earlier versions, is the same. The others: that one, "
+                    "wherever it takes the call. sage has to be installed, and rounds more.",
+                    advanced=True,
                 ),
-                "layout": inputs.advanced(
-                    inputs.choice(
-                        inputs.LAYOUTS,
-                        "Of 2D convolutions, in the UNet and the VAE. channels-last: as tensor cores compute them; may "
-                        "be faster and take more memory. auto: as they were read, or as ComfyUI's "
-                        "--force-channels-last says.",
-                    )
+                "layout": inputs.choice(
+                    inputs.LAYOUTS,
+                    "Of 2D convolutions, in the UNet and the VAE. channels-last: as tensor cores compute them; may "
+                    "be faster and take more memory. auto: as they were read, or as ComfyUI's "
+                    "--force-channels-last says.",
+                    advanced=True,
                 ),
             },
         }

@@ -31,6 +31,7 @@ class DecodeLatents(Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
+        chunk_tip = "Frames or images decoded at once (SVD, CogView); fewer need less memory. 0: all."
         return {
             "required": {
                 "pipeline": inputs.pipeline(),
@@ -40,28 +41,19 @@ class DecodeLatents(Node):
                     "Decode in overlapping tiles: much less memory, slower. Off, it is done where the loader's offload "
                     "is auto and the card has no room otherwise.",
                 ),
-                "slicing": inputs.advanced(
-                    inputs.flag(False, "Decode the videos of a batch one after the other: less memory.")
+                "slicing": inputs.flag(
+                    False, "Decode the videos of a batch one after the other: less memory.", advanced=True
                 ),
                 "precision": inputs.precision(inherit=True),
             },
             "optional": {
-                "chunk": inputs.advanced(
-                    inputs.integer(
-                        0,
-                        0,
-                        1024,
-                        1,
-                        "Frames or images decoded at once (SVD, CogView); fewer need less memory. 0: all.",
-                    )
-                ),
-                "backend": inputs.advanced(
-                    inputs.choice(
-                        inputs.BACKENDS,
-                        "How the VAE is compiled. auto: as the pipeline is, where that pays. eager: not compiled. The "
-                        "others: that one, at once. Tiles of one size, and chunks of as many frames, share one graph; "
-                        "what is left at the edges runs as it is.",
-                    )
+                "chunk": inputs.integer(0, 0, 1024, 1, chunk_tip, advanced=True),
+                "backend": inputs.choice(
+                    inputs.BACKENDS,
+                    "How the VAE is compiled. auto: as the pipeline is, where that pays. eager: not compiled. The "
+                    "others: that one, at once. Tiles of one size, and chunks of as many frames, share one graph; "
+                    "what is left at the edges runs as it is.",
+                    advanced=True,
                 ),
             },
             "hidden": inputs.node_id(),

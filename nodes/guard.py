@@ -10,7 +10,7 @@ from ..comfyui_host import host
 from ..comfyui_host.language import translated
 from ..trust.message import message_of
 from . import inputs
-from .node import Node
+from .node import PipelineChange
 
 if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle
@@ -23,7 +23,7 @@ PROFILE = "the NaN Guard's profile"  # what messages call it
 WORDS = ("black image", "black video", "NaN", "infinite", "overflow", "rerun", *inputs.PRECISION_WORDS)  # for searches
 
 
-class NaNGuard(Node):
+class NaNGuard(PipelineChange):
     """Pipeline → the same pipeline with another guard policy."""
 
     TITLE = "NaN Guard"
@@ -33,13 +33,10 @@ class NaNGuard(Node):
         "Says what happens when a step comes out NaN or infinite. Pipelines are guarded without this node too "
         "(rerun); it is here to change the policy. It does not apply to precision 'fp16 (plain)'."
     )
-    RETURN_TYPES = ("ONEDIFF_PIPELINE",)
-    RETURN_NAMES = ("pipeline",)
-    OUTPUT_TOOLTIPS = (inputs.TO_SAMPLER,)
-    FUNCTION = "apply"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
+        give_up_tip = "In scope learned: after so many failing steps, the rest of the run is in fp32."
         return {
             "required": {
                 "pipeline": inputs.pipeline(),
@@ -53,15 +50,11 @@ class NaNGuard(Node):
                     "runs. step: recompute the failing step alone. run: the rest of the run is in fp32.",
                     default="learned",
                 ),
-                "give_up_after": inputs.advanced(
-                    inputs.integer(
-                        3, 1, 1000, 1, "In scope learned: after so many failing steps, the rest of the run is in fp32."
-                    )
+                "give_up_after": inputs.integer(3, 1, 1000, 1, give_up_tip, advanced=True),
+                "report_each_step": inputs.flag(
+                    True, "On: the report has a line for every step. Off: the summary alone.", advanced=True
                 ),
-                "report_each_step": inputs.advanced(
-                    inputs.flag(True, "On: the report has a line for every step. Off: the summary alone.")
-                ),
-                "profile": inputs.advanced(inputs.profile()),
+                "profile": inputs.profile(advanced=True),
             },
             "hidden": inputs.node_id(),
         }

@@ -1,6 +1,9 @@
 """Inputs that several nodes share, built in one place.
 
 The option lists stand in people's workflow files: add at the end, never rename.
+
+more: further options, such as `advanced`: pages with Nodes 2.0 show such an input once a node's advanced inputs are
+    asked for. Only for what nobody has to set or wire in a first run.
 """
 
 from __future__ import annotations
@@ -36,7 +39,6 @@ PRECISION_WORDS = ("fp16", "bf16", "fp32", "precision")  # that nodes are search
 _NONE = "none found: "  # begins what is alone in a list that would be empty, which ComfyUI cannot use
 
 FROM_ENCODE_PROMPT = "From Encode Prompt."
-TO_SAMPLER = "Wire it to a sampler of the same family and to Decode Latents."
 REPORT = "As text: which precision was used and why, and what was rerun. For nodes that show or save text."
 PROBED_STEPS = "Steps of a whole schedule, from noise to result, all measured. More take longer."
 
@@ -48,20 +50,19 @@ _PRECISION_TIP = (
 )
 
 
-def precision(*, inherit: bool = False) -> tuple[list[str], dict[str, Any]]:
+def precision(*, inherit: bool = False, **more: Any) -> tuple[list[str], dict[str, Any]]:
     if inherit:
-        tip = f"inherit: as the loader says. {_PRECISION_TIP}"
-        return [INHERIT, *PRECISIONS], {"default": INHERIT, "tooltip": tip}
-    return list(PRECISIONS), {"default": "auto", "tooltip": _PRECISION_TIP}
+        return choice((INHERIT, *PRECISIONS), f"inherit: as the loader says. {_PRECISION_TIP}", **more)
+    return choice(PRECISIONS, _PRECISION_TIP, **more)
 
 
-def profile(*, wired: bool = False) -> tuple[str, dict[str, Any]]:
+def profile(*, wired: bool = False, **more: Any) -> tuple[str, dict[str, Any]]:
     """What a guard learned elsewhere, as text. wired: it comes through a socket and cannot be typed into the node."""
     tip = (
         "Paste or wire what another machine learned (`onediff-guard profile show`). Optional; used where it fits this "
         "model and card."
     )
-    return "STRING", {"default": "", "tooltip": tip, "forceInput" if wired else "multiline": True}
+    return "STRING", {"default": "", "tooltip": tip, "forceInput" if wired else "multiline": True, **more}
 
 
 def native_precision() -> tuple[list[str], dict[str, Any]]:
@@ -71,7 +72,7 @@ def native_precision() -> tuple[list[str], dict[str, Any]]:
         "card. fp16: fast, protected against overflow. bf16: the same in bf16. fp16 (plain): ComfyUI's own, no "
         "protection, for comparison. fp32: slow."
     )
-    return [INHERIT, *NATIVE_PRECISIONS], {"default": INHERIT, "tooltip": tip}
+    return choice((INHERIT, *NATIVE_PRECISIONS), tip)
 
 
 def none_found(*kinds: str, otherwise: str = "") -> str:
@@ -93,16 +94,9 @@ def pipeline() -> tuple[str, dict[str, Any]]:
     return "ONEDIFF_PIPELINE", {"tooltip": "From Load Pipeline, or through a NaN Guard."}
 
 
-def advanced(made: tuple[Any, dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
-    """The same input, which pages with Nodes 2.0 show once a node's advanced inputs are asked for. Only for what nobody
-    has to set or wire in a first run."""
-    kind, options = made
-    return kind, options | {"advanced": True}
-
-
-def choice(options: tuple[str, ...], tooltip: str, default: str = "") -> tuple[list[str], dict[str, Any]]:
+def choice(options: tuple[str, ...], tooltip: str, default: str = "", **more: Any) -> tuple[list[str], dict[str, Any]]:
     """default: the first where empty."""
-    return list(options), {"default": default or options[0], "tooltip": tooltip}
+    return list(options), {"default": default or options[0], "tooltip": tooltip, **more}
 
 
 class _Least(int):
@@ -156,12 +150,14 @@ def integer(default: int, least: int, most: int, step: int, tooltip: str, **more
     return "INT", {"default": default, "min": least, "max": most, "step": step, "tooltip": tooltip, **more}
 
 
-def number(default: float, least: float, most: float, step: float, tooltip: str) -> tuple[str, dict[str, Any]]:
-    return "FLOAT", {"default": default, "min": least, "max": most, "step": step, "tooltip": tooltip}
+def number(
+    default: float, least: float, most: float, step: float, tooltip: str, **more: Any
+) -> tuple[str, dict[str, Any]]:
+    return "FLOAT", {"default": default, "min": least, "max": most, "step": step, "tooltip": tooltip, **more}
 
 
-def flag(default: bool, tooltip: str) -> tuple[str, dict[str, Any]]:
-    return "BOOLEAN", {"default": default, "tooltip": tooltip}
+def flag(default: bool, tooltip: str, **more: Any) -> tuple[str, dict[str, Any]]:
+    return "BOOLEAN", {"default": default, "tooltip": tooltip, **more}
 
 
 def conditioning() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -194,7 +190,8 @@ def on_failure() -> tuple[list[str], dict[str, Any]]:
 
 
 def exact_fp32() -> tuple[str, dict[str, Any]]:
-    return advanced(flag(False, "Recompute in full fp32 instead of TF32 (RTX 30 and newer). Slower; rarely needed."))
+    tip = "Recompute in full fp32 instead of TF32 (RTX 30 and newer). Slower; rarely needed."
+    return flag(False, tip, advanced=True)
 
 
 def fit() -> tuple[list[str], dict[str, Any]]:
@@ -202,6 +199,7 @@ def fit() -> tuple[list[str], dict[str, Any]]:
         FITS,
         "Where the image has another size. crop: keep its aspect, cut off at the sides. stretch: do not keep it. "
         "refuse: end with an error.",
+        advanced=True,
     )
 
 

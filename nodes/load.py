@@ -70,33 +70,30 @@ class LoadPipeline(Node):
             "required": {"model": (models, {"tooltip": where}), "precision": inputs.precision()},
             "optional": {
                 "hub_id": ("STRING", {"default": "", "tooltip": hub_id}),
-                "backend": inputs.advanced(
-                    inputs.choice(
-                        inputs.BACKENDS,
-                        "What OneDiff compiles with. auto: the first that works here, where compiling pays; the "
-                        "report says which and why. eager: nothing.",
-                    )
+                "backend": inputs.choice(
+                    inputs.BACKENDS,
+                    "What OneDiff compiles with. auto: the first that works here, where compiling pays; the "
+                    "report says which and why. eager: nothing.",
+                    advanced=True,
                 ),
-                "offload": inputs.advanced(
-                    inputs.choice(
-                        inputs.OFFLOADS,
-                        "auto: the fastest that fits the card, chosen before each stage; the report says why. none: "
-                        "the model stays on the card between nodes. model: in system RAM when idle. group: the "
-                        "denoiser and the text encoder stay there, and blocks are streamed to the GPU as they run. "
-                        "sequential: layer by layer; slowest, least memory.",
-                        default="auto",
-                    )
+                "offload": inputs.choice(
+                    inputs.OFFLOADS,
+                    "auto: the fastest that fits the card, chosen before each stage; the report says why. none: "
+                    "the model stays on the card between nodes. model: in system RAM when idle. group: the "
+                    "denoiser and the text encoder stay there, and blocks are streamed to the GPU as they run. "
+                    "sequential: layer by layer; slowest, least memory.",
+                    default="auto",
+                    advanced=True,
                 ),
-                "accumulation": inputs.advanced(
-                    inputs.choice(
-                        inputs.ACCUMULATIONS,
-                        "Leave on auto. fast: a little faster, may turn frames black on some cards (OneFlow). fp16: "
-                        "faster on GeForce RTX with precision fp16; switched off if the first step shows that it is "
-                        "too far off.",
-                    )
+                "accumulation": inputs.choice(
+                    inputs.ACCUMULATIONS,
+                    "Leave on auto. fast: a little faster, may turn frames black on some cards (OneFlow). fp16: "
+                    "faster on GeForce RTX with precision fp16; switched off if the first step shows that it is "
+                    "too far off.",
+                    advanced=True,
                 ),
-                "revision": inputs.advanced(("STRING", {"default": "", "tooltip": revision})),
-                "download": inputs.advanced(inputs.flag(True, download)),
+                "revision": ("STRING", {"default": "", "tooltip": revision, "advanced": True}),
+                "download": inputs.flag(True, download, advanced=True),
             },
             "hidden": inputs.node_id(),
         }

@@ -9,13 +9,13 @@ from ..comfyui_host.language import translated
 from ..trust.message import Message
 from ..trust.text import shown
 from . import inputs
-from .node import Node
+from .node import PipelineChange
 
 if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle
 
 
-class LoadLoRA(Node):
+class LoadLoRA(PipelineChange):
     """Pipeline → the same pipeline with a LoRA added to its denoiser."""
 
     TITLE = "Load LoRA"
@@ -25,9 +25,6 @@ class LoadLoRA(Node):
         "Adds a LoRA to CogVideoX, Wan or CogView4. Several in a row add up. The model's weights stay as they are: "
         "without this node they run unchanged again, with nothing to reload."
     )
-    RETURN_TYPES = ("ONEDIFF_PIPELINE",)
-    RETURN_NAMES = ("pipeline",)
-    OUTPUT_TOOLTIPS = (inputs.TO_SAMPLER,)
     FUNCTION = "add"
 
     @classmethod

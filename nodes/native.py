@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..comfyui_host import host
 from ..comfyui_host.guarded_prompt import INSERTED
@@ -13,10 +13,7 @@ from ..trust.message import BadInput, Message
 from . import guard, inputs
 from .node import Node
 from .probe import PICTURE, TEXT, shown
-
-if TYPE_CHECKING:
-    from ..comfyui_host.runs import Settings
-
+from .stage_node import requested
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +76,9 @@ class NaNGuardNative(Node):
         prompt: Mapping[str, Any] | None = None,
     ) -> Any:
         from ..comfyui_host.guards import guarded_model, guarded_vae, is_guarded, or_unguarded
+        from ..comfyui_host.runs import Settings
+        from ..precision.guard import GuardPolicy, OnFailure, Scope
+        from ..precision.machine import check_torch
 
         inserted = str(node_id).startswith(INSERTED)
         if not inserted:
@@ -86,7 +86,9 @@ class NaNGuardNative(Node):
         try:
             if inserted and any(of is not None and is_guarded(of) for of in (model, vae)):
                 return model, vae
-            settings = replace(_settings(on_failure, exact_fp32, scope, precision, profile, node_id), inserted=inserted)
+            check_torch()  # without which no rerun would work
+            request, policy = requested(precision), GuardPolicy(OnFailure(on_failure), exact_fp32, Scope(scope))
+            settings = Settings(policy, request, node_id, guard.parsed(profile), inserted=inserted)
             for_vae = replace(settings, profile=None)
             return (
                 host.blocked(_lacking("model")) if model is None else or_unguarded(guarded_model, model, settings),
@@ -183,23 +185,3 @@ def _check_wires(given: Mapping[str, Any], node_id: str | None, prompt: Mapping[
     for slot, (name, of) in enumerate(given.items()):
         if of is None and [node_id, slot] in taken:
             raise BadInput(_lacking(name))
-
-
-def _settings(
-    on_failure: str,
-    exact_fp32: bool,
-    scope: str,
-    precision: str,
-    profile: str,
-    node_id: str | None,
-) -> Settings:
-    """Collect a guard's inputs. Raises TorchTooOld where no rerun would work, and BadProfile."""
-    from ..comfyui_host.runs import Settings
-    from ..precision.guard import GuardPolicy, OnFailure, Scope
-    from ..precision.machine import check_torch
-    from ..precision.policy import Precision
-
-    check_torch()
-    request = None if precision == inputs.INHERIT else Precision(precision)
-    policy = GuardPolicy(OnFailure(on_failure), exact_fp32, Scope(scope))
-    return Settings(policy, request, node_id, guard.parsed(profile))

@@ -38,6 +38,15 @@ class Node:
         raise NotImplementedError
 
 
+class PipelineChange(Node):
+    """A node that gives the pipeline that it takes, with something changed."""
+
+    RETURN_TYPES = ("ONEDIFF_PIPELINE",)
+    RETURN_NAMES = ("pipeline",)
+    OUTPUT_TOOLTIPS = ("Wire it to a sampler of the same family and to Decode Latents.",)
+    FUNCTION = "apply"
+
+
 def _speaking(run: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run)
     def spoken(*args: Any, **kwargs: Any) -> Any:

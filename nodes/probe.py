@@ -42,13 +42,7 @@ class NumericsProbe(Node):
     TITLE = "Numerics Probe"
     CATEGORY = inputs.DIAGNOSE
     SEARCH_ALIASES = [
-        "NaN",
-        "overflow",
-        "black image",
-        "black video",
-        *inputs.PRECISION_WORDS,
-        "dynamic range",
-        "heat map",
+        *("NaN", "overflow", "black image", "black video", *inputs.PRECISION_WORDS, "dynamic range", "heat map")
     ]
     DESCRIPTION = (
         "Runs a few sampling steps in fp32, measures what every layer reaches, draws it against the ranges of fp16 and "
@@ -86,9 +80,9 @@ class NumericsProbe(Node):
             "optional": {
                 **inputs.conditioning(),
                 "image": ("IMAGE", {"tooltip": "For models that start from an image."}),
-                "fit": inputs.advanced(inputs.fit()),
-                "architecture": inputs.advanced(inputs.choice((THIS_CARD, *ARCHITECTURES), other_tip)),
-                "save": inputs.advanced(inputs.flag(False, save_tip)),
+                "fit": inputs.fit(),
+                "architecture": inputs.choice((THIS_CARD, *ARCHITECTURES), other_tip, advanced=True),
+                "save": inputs.flag(False, save_tip, advanced=True),
             },
             "hidden": inputs.node_id(),
         }

@@ -16,15 +16,8 @@ class SelfTest(Node):
     TITLE = "Self-Test"
     CATEGORY = inputs.DIAGNOSE
     SEARCH_ALIASES = [
-        *inputs.PRECISION_WORDS,
-        "selftest",
-        "check GPU",
-        "doctor",
-        "diagnosis",
-        "architecture",
-        "TF32",
-        "black image",
-        "black video",
+        *(*inputs.PRECISION_WORDS, "selftest", "check GPU", "doctor", "diagnosis", "architecture", "TF32"),
+        *("black image", "black video"),
     ]
     DESCRIPTION = (
         "Checks in about a minute whether this card computes right what runs rely on: products, convolutions and "

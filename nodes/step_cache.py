@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from . import inputs
-from .node import Node
+from .node import PipelineChange
 
 if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle
 
 
-class StepCache(Node):
+class StepCache(PipelineChange):
     """Pipeline → the same pipeline, of whose steps some are extrapolated."""
 
     TITLE = "Step Cache"
@@ -23,33 +23,18 @@ class StepCache(Node):
         "within 'error'. An estimate is no guarantee. The report says which steps were cached, and how much the "
         "result changed as estimated. Not for Stable Video Diffusion, where the estimate did not hold."
     )
-    RETURN_TYPES = ("ONEDIFF_PIPELINE",)
-    RETURN_NAMES = ("pipeline",)
-    OUTPUT_TOOLTIPS = (inputs.TO_SAMPLER,)
-    FUNCTION = "apply"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
+        error_tip = (
+            "Quality loss you accept, as a share of the latents' norm. 0.02: barely visible. 0: nothing is cached."
+        )
+        check_tip = "Of the steps that could be cached, at least one in this many is computed and compared."
         return {
             "required": {
                 "pipeline": inputs.pipeline(),
-                "error": inputs.number(
-                    0.02,
-                    0.0,
-                    0.5,
-                    0.005,
-                    "Quality loss you accept, as a share of the latents' norm. 0.02: barely visible. 0: nothing is "
-                    "cached.",
-                ),
-                "check_every": inputs.advanced(
-                    inputs.integer(
-                        4,
-                        2,
-                        20,
-                        1,
-                        "Of the steps that could be cached, at least one in this many is computed and compared.",
-                    )
-                ),
+                "error": inputs.number(0.02, 0.0, 0.5, 0.005, error_tip),
+                "check_every": inputs.integer(4, 2, 20, 1, check_tip, advanced=True),
             }
         }
 

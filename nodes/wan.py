@@ -36,7 +36,7 @@ class SampleWan(Sampler):
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         tip = "Of the second transformer, for low noise, of 2.2 A14B. 0: the same as the first one's."
-        scale = inputs.advanced(inputs.number(0.0, 0.0, 100.0, 0.1, tip))
+        scale = inputs.number(0.0, 0.0, 100.0, 0.1, tip, advanced=True)
         return {**super().INPUT_TYPES(), "optional": {"guidance_scale_2": scale}}
 
     def sample(self, pipeline: PipelineHandle, *, guidance_scale_2: float = 0.0, **settings: Any) -> dict[str, Any]:
