@@ -26,50 +26,23 @@ LOCAL = Host(read_local, run_local)  # what a worker of Ray runs jobs on
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("jobs", type=Path, metavar="JOBS.jsonl", help="one JSON object a line: a workflow, what to set")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=DEFAULT_OUTPUT,
-        metavar="DIR",
-        help=f"a folder for each job, by the hash of its content (default: {DEFAULT_OUTPUT.as_posix()})",
-    )
-    parser.add_argument(
-        "--workflows", type=Path, metavar="DIR", help="the workflows that lines name (default: the folder of the file)"
-    )
-    parser.add_argument(
-        "--models",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="as of `run`; there on every machine; may be repeated",
-    )
+    out = f"a folder for each job, by the hash of its content (default: {DEFAULT_OUTPUT.as_posix()})"
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help=out)
+    workflows = "the workflows that lines name (default: the folder of the file)"
+    parser.add_argument("--workflows", type=Path, metavar="DIR", help=workflows)
+    models = "as of `run`; there on every machine; may be repeated"
+    parser.add_argument("--models", type=Path, action="append", default=[], metavar="DIR", help=models)
     parser.add_argument("--input", type=Path, metavar="DIR", help="images that workflows name, as of `run`")
-    parser.add_argument(
-        "--ray", metavar="ADDRESS", help="a running Ray, for example 10.0.0.1:6379 or auto (default: one is started)"
-    )
-    parser.add_argument(
-        "--server",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="run on this ComfyUI, without Ray; may be repeated, for ComfyUIs with the same nodes and models",
-    )
-    parser.add_argument(
-        "--guard",
-        action="store_true",
-        help="with --server: guard ComfyUI's own models in the workflows, which stay as they are",
-    )
-    parser.add_argument(
-        "--workers", type=_count(MAX_WORKERS), metavar="N", help="of Ray (default: one a GPU; without any, one)"
-    )
-    parser.add_argument(
-        "--attempts",
-        type=_count(100),
-        default=3,
-        metavar="N",
-        help="how often a job may end its worker before it is given up (default: 3)",
-    )
+    ray = "a running Ray, for example 10.0.0.1:6379 or auto (default: one is started)"
+    parser.add_argument("--ray", metavar="ADDRESS", help=ray)
+    server = "run on this ComfyUI, without Ray; may be repeated, for ComfyUIs with the same nodes and models"
+    parser.add_argument("--server", action="append", default=[], metavar="URL", help=server)
+    guard = "with --server: guard ComfyUI's own models in the workflows, which stay as they are"
+    parser.add_argument("--guard", action="store_true", help=guard)
+    workers = "of Ray (default: one a GPU; without any, one)"
+    parser.add_argument("--workers", type=_count(MAX_WORKERS), metavar="N", help=workers)
+    attempts = "how often a job may end its worker before it is given up (default: 3)"
+    parser.add_argument("--attempts", type=_count(100), default=3, metavar="N", help=attempts)
     parser.add_argument("--retry", action="store_true", help="try jobs again that an earlier run gave up")
     parser.add_argument("--timeout", type=seconds, metavar="S", help="stop a job after this many seconds")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

@@ -31,54 +31,25 @@ class Host:
 def add_arguments(parser: argparse.ArgumentParser, *, output: Path, results: str = "results") -> None:
     """What every command that runs a workflow takes. `output`: where `results` go unless --out says otherwise."""
     parser.add_argument("workflow", type=Path, metavar="WORKFLOW.json", help="a workflow, in API or in UI format")
-    parser.add_argument(
-        "--set",
-        dest="changes",
-        action="append",
-        default=[],
-        metavar="NODE.INPUT=VALUE",
-        help="set an input; NODE is an id, or a title or class id that is unique; may be repeated",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=output, metavar="DIR", help=f"{results} (default: {output.as_posix()})"
-    )
-    parser.add_argument(
-        "--models",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="models, laid out as ComfyUI's folder or simply side by side (default: models); may be repeated",
-    )
-    parser.add_argument(
-        "--input",
-        type=Path,
-        metavar="DIR",
-        help="images that LoadImage reads (default: input); with --server, those that the workflow names are uploaded",
-    )
+    form = "NODE.INPUT=VALUE"
+    change = "set an input; NODE is an id, or a title or class id that is unique; may be repeated"
+    parser.add_argument("--set", dest="changes", action="append", default=[], metavar=form, help=change)
+    out = f"{results} (default: {output.as_posix()})"
+    parser.add_argument("--out", type=Path, default=output, metavar="DIR", help=out)
+    models = "models, laid out as ComfyUI's folder or simply side by side (default: models); may be repeated"
+    parser.add_argument("--models", type=Path, action="append", default=[], metavar="DIR", help=models)
+    images = "images that LoadImage reads (default: input); with --server, those that the workflow names are uploaded"
+    parser.add_argument("--input", type=Path, metavar="DIR", help=images)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     host = parser.add_mutually_exclusive_group()
     host.add_argument("--server", metavar="URL", help="run on this ComfyUI, for example http://127.0.0.1:8188")
     host.add_argument("--comfyui", type=Path, metavar="DIR", help="start this ComfyUI checkout, run there, stop it")
-    parser.add_argument(
-        "--guard",
-        action="store_true",
-        help="with --server or --comfyui: guard ComfyUI's own models in the workflow, which stays as it is",
-    )
-    parser.add_argument(
-        "--gpus",
-        type=_gpus,
-        default="1",
-        metavar="N",
-        help="compute each step on N GPUs together, or on all with 'auto': a process each, in place of one process "
-        "(default: 1)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=seconds,
-        metavar="S",
-        help="stop after this many seconds; on a server, the upload and the download count too",
-    )
+    guard = "with --server or --comfyui: guard ComfyUI's own models in the workflow, which stays as it is"
+    parser.add_argument("--guard", action="store_true", help=guard)
+    gpus = "compute each step on N GPUs together, or on all with 'auto': a process each, in place of one process"
+    parser.add_argument("--gpus", type=_gpus, default="1", metavar="N", help=f"{gpus} (default: 1)")
+    timeout = "stop after this many seconds; on a server, the upload and the download count too"
+    parser.add_argument("--timeout", type=seconds, metavar="S", help=timeout)
 
 
 @contextmanager
