@@ -17,7 +17,7 @@ import math
 import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -25,9 +25,8 @@ from torch.overrides import _get_current_function_mode_stack
 
 from . import shared
 from .observe import error_of, sampled
-from .upcast import Fp32Mode, OneOperation, autocast_off_where_on, dequantised, is_quantised, run_in
+from .upcast import Fp32Mode, OneOperation, autocast_off_where_on, dequantised, is_quantised
 
-Result = TypeVar("Result")
 ROOM = 3e4  # of fp16's 65504: the largest product of a scaled row, so that rounding on the way does not pass the end
 LARGEST = 2.0**14  # of a scaled row's values, so that small ones beside the largest keep digits
 LEAST = 2.0**-100  # what a row's largest value counts for at least: float32 does not hold what would scale up a smaller
@@ -131,20 +130,9 @@ _CAREFUL = _Bounds(6, 2.0**-10)  # nearer to float32 than bf16 in each single ca
 _BROADEST = _Bounds(18, 2.0**-28)  # nearer than bf16 on average; beyond, fp16 flushes what counts
 
 
-def run_with_scaled_products(
-    function: Callable[..., Result], *args: Any, products: ScaledHalfMatmulMode, tf32: bool = False, **kwargs: Any
-) -> Result:
-    """Call `function` (a module or any callable that runs modules) with products in half precision and all else in
-    float32. Otherwise it does what `run_in_fp32` does, with the same arguments and errors.
-
-    products: to be kept from call to call, since it remembers what weights reach.
-    """
-    return run_in(products, function, args, kwargs, tf32=tf32)
-
-
 class ScaledHalfMatmulMode(Fp32Mode):
     """The mode in which products are computed in `dtype`, and all else in float32. It remembers what weights reach,
-    which costs reading them once.
+    which costs reading them once: it is to be kept from call to call.
 
     kernel_of: for quantised weights, which are dequantised where it has none.
     """

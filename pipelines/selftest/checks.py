@@ -25,9 +25,9 @@ from ...precision.machine import first_line
 from ...precision.memory import peak_memory
 from ...precision.policy import Component, Precision, choose
 from ...precision.report import RunReport
-from ...precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
+from ...precision.scaled_products import ScaledHalfMatmulMode
 from ...precision.self_test import CheckResult, Concern, SelfTestReport, machine_of
-from ...precision.upcast import run_in_fp32
+from ...precision.upcast import run_in, run_in_fp32
 from ..compile.backends import EAGER, CompileOptions, came_to, choose_backend, compiled
 from ..errors import DeviceGone
 from ..families.table import VARIANTS
@@ -152,9 +152,7 @@ def _scaled(compute: _Compute, shapes: tuple[tuple[int, ...], ...], device: torc
     large = -1 if compute is F.scaled_dot_product_attention else 0  # its values, since softmax takes no such logits
     given[large] = given[large] * _BEYOND
     given = [each if index == large % len(given) else each.half() for index, each in enumerate(given)]
-    made = run_with_scaled_products(
-        compute, *(each.to(device) for each in given), products=ScaledHalfMatmulMode(torch.float16)
-    )
+    made = run_in(ScaledHalfMatmulMode(torch.float16), compute, tuple(each.to(device) for each in given), {})
     return _off(made, compute(*(each.double() for each in given)))
 
 
@@ -275,7 +273,7 @@ def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[s
 
     def scaled() -> Callable[[], object]:
         (x, weight), products = factors(), ScaledHalfMatmulMode(torch.float16)
-        return partial(run_with_scaled_products, F.linear, x, weight.half(), products=products)
+        return partial(run_in, products, F.linear, (x, weight.half()), {})
 
     def layers(around: Callable[[torch.nn.Module], Callable[..., object]]) -> Callable[[], object]:
         return partial(around(_StreamNetwork(width).half().to(device)), _drawn((tokens, width), 9).half().to(device))

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.learned_scales import LearnedProducts
-from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
-from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
+from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
 from measure import Step, arguments, build, device_and_dtype, interleave, machine, medians, quartiles, ratio, write_json
 from networks import NETWORKS
 from scaled_layers import in_compiled_blocks
@@ -162,7 +162,7 @@ def host(name: str, rounds: int, device: torch.device) -> dict[str, Any]:
 
 def scaled(products: ScaledHalfMatmulMode, subject: Subject) -> Callable[[], torch.Tensor]:
     module, call = subject
-    return lambda: run_with_scaled_products(module, products=products, **call)[0]
+    return lambda: run_in(products, module, (), call)[0]
 
 
 def in_dtype(value: Any, dtype: torch.dtype) -> Any:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import diffusers
 import pytest
 import torch
-from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
-from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
+from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
 from guards import error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -141,7 +141,7 @@ def step(dtype: torch.dtype) -> Any:
 
 
 def scaled(module: Any, call: Callable[[Any], Any], dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    return run_with_scaled_products(call, module, products=ScaledHalfMatmulMode(dtype))
+    return run_in(ScaledHalfMatmulMode(dtype), call, (module,), {})
 
 
 PLACES = ("embed", "final", "first", "last", "out")

@@ -11,8 +11,8 @@ import torch
 from comfyui_onediff_guard.precision import scaled_products
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
 from comfyui_onediff_guard.precision.overrides import STAY, PrecisionOverrides
-from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
-from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
+from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
 from diffusers.models.attention_processor import Attention
 from guards import guarded
 from tiers import drawn
@@ -78,9 +78,7 @@ def attention(tensors: dict[str, torch.Tensor], named: dict[str, Any], dtype: to
 
 
 def scaled(tensors: dict[str, torch.Tensor], named: dict[str, Any], dtype: torch.dtype = FP16) -> torch.Tensor:
-    return run_with_scaled_products(
-        F.scaled_dot_product_attention, **tensors, **named, products=ScaledHalfMatmulMode(dtype)
-    )
+    return run_in(ScaledHalfMatmulMode(dtype), F.scaled_dot_product_attention, (), tensors | named)
 
 
 def exactly(tensors: dict[str, torch.Tensor], named: dict[str, Any]) -> torch.Tensor:
@@ -136,7 +134,7 @@ def test_channels_of_queries_that_keys_make_up_for_change_nothing(gain: float, c
     layer.to_q.weight[channels] *= gain
     layer.to_k.weight[channels] /= gain
     x = torch.randn(2, 6, 32)
-    assert error(run_with_scaled_products(layer, x, products=ScaledHalfMatmulMode(FP16)), run_in_fp32(layer, x)) < 1e-3
+    assert error(run_in(ScaledHalfMatmulMode(FP16), layer, (x,), {}), run_in_fp32(layer, x)) < 1e-3
 
 
 @pytest.mark.parametrize("hidden", [LEAST, -torch.inf, -1e9, -1e30, torch.finfo(BF16).min])

@@ -17,8 +17,8 @@ from comfyui_onediff_guard.precision.observe import block_names
 from comfyui_onediff_guard.precision.overrides import NOTHING, Peak, PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.probe import Probe, Probed, ProbeResult, judge, recommend
-from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
-from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
+from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
 from torch import nn
 
 
@@ -169,7 +169,7 @@ def test_values_that_every_layer_scaled_does_not_resolve_are_named(monkeypatch, 
     assert ("'0' is given values that differ too much in size" in verdict.reason) is apart
     assert recommend(probed, "fp16", native_bf16=False).plan == ("fp32" if apart else "fp16 with overflow protection")
     monkeypatch.setattr(scaled_products, "_can_look", lambda _: False)  # as on a GPU, where a run then ends in fp32
-    made = run_with_scaled_products(module, x, products=ScaledHalfMatmulMode(torch.float16))
+    made = run_in(ScaledHalfMatmulMode(torch.float16), module, (x,), {})
     assert bool(made.isfinite().all()) is not apart
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision.learned_scales import LearnedProducts
-from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
-from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
+from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
 from guards import error
 from torch import nn
 from torch.nn import functional as F
@@ -121,7 +121,7 @@ def test_rows_are_scaled_to_the_kernel_and_stay_broken(gains: tuple[float, float
     layer.bias.zero_()
     drawn = torch.randn(2, 64, generator=torch.Generator().manual_seed(2))
     x = (drawn * torch.tensor(gains)[:, None]).to(stored)
-    made = run_with_scaled_products(layer, x, products=ScaledHalfMatmulMode(FP16, kernel.of))
+    made = run_in(ScaledHalfMatmulMode(FP16, kernel.of), layer, (x,), {})
     exact = x.double() @ layer.weight.dequantize().double().T
     assert made.dtype is torch.float32 and kernel.calls == 1
     for row, right in zip(made, exact, strict=True):
@@ -133,5 +133,5 @@ def test_rows_are_scaled_to_the_kernel_and_stay_broken(gains: tuple[float, float
 
 def test_nothing_is_multiplied_where_there_is_nothing() -> None:
     layer, kernel = Network().down, Kernel()
-    made = run_with_scaled_products(layer, torch.zeros(0, 64), products=ScaledHalfMatmulMode(FP16, kernel.of))
+    made = run_in(ScaledHalfMatmulMode(FP16, kernel.of), layer, (torch.zeros(0, 64),), {})
     assert made.shape == (0, 32) and kernel.calls == 0

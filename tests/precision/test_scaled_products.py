@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision import scaled_products
-from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, run_with_scaled_products
-from comfyui_onediff_guard.precision.upcast import OneOperation, RerunUnsupported, run_in_fp32
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
+from comfyui_onediff_guard.precision.upcast import OneOperation, RerunUnsupported, run_in, run_in_fp32
 from guards import error
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,7 +64,7 @@ def latents() -> torch.Tensor:
 
 
 def scaled(module: Any, *given: Any, dtype: torch.dtype = FP16, **named: Any) -> Any:
-    return run_with_scaled_products(module, *given, **named, products=ScaledHalfMatmulMode(dtype))
+    return run_in(ScaledHalfMatmulMode(dtype), module, given, named)
 
 
 @pytest.mark.parametrize("stored", [FP16, BF16, torch.float32])
@@ -204,7 +204,7 @@ def test_where_the_host_cannot_look_they_are_right_or_not_finite(part: str, monk
         exact, products = run_in_fp32(layer, x), ScaledHalfMatmulMode(FP16)
         small = (..., slice(4, None), slice(4, None)) if part == "pixel" else ...
         for _ in range(2):
-            made = run_with_scaled_products(layer, x, products=products)
+            made = run_in(products, layer, (x,), {})
             is_finite = bool(made.isfinite().all())
             assert error(made[small], exact[small]) < 2e-3 if is_finite else ratio > 1e5, ratio
 
@@ -229,10 +229,10 @@ def test_a_weight_that_changes_is_read_again(change: Any, kind: Any, in_inferenc
     with torch.inference_mode(in_inference_mode):
         layer = (kind(8, 4) if kind is nn.Linear else kind(8, 4, 1)).half().requires_grad_(False)
         x, products = torch.randn(3, 8) if kind is nn.Linear else torch.randn(3, 8, 5), ScaledHalfMatmulMode(FP16)
-        run_with_scaled_products(layer, x, products=products)
+        run_in(products, layer, (x,), {})
         change(layer.weight)
         for _ in range(2):
-            assert error(run_with_scaled_products(layer, x, products=products), run_in_fp32(layer, x)) < 1e-3
+            assert error(run_in(products, layer, (x,), {}), run_in_fp32(layer, x)) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])

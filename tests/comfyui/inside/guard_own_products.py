@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -122,9 +122,10 @@ def held(kind: str, weight: torch.Tensor) -> Any:
 
 
 def product(kind: str, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
-    scaled, own = module("precision.scaled_products"), module("comfyui_host.layers").OwnProducts()
-    mode = scaled.ScaledHalfMatmulMode(torch.float16, own.kernel_of)
-    return partial(scaled.run_with_scaled_products, F.linear, weight=held(kind, weight), products=mode)
+    own, run_in = module("comfyui_host.layers").OwnProducts(), module("precision.upcast").run_in
+    mode = module("precision.scaled_products").ScaledHalfMatmulMode(torch.float16, own.kernel_of)
+    quantised_weight = held(kind, weight)
+    return lambda x, **more: run_in(mode, F.linear, (x, quantised_weight), more)
 
 
 def rows(*largest: float) -> torch.Tensor:
