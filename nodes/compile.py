@@ -79,10 +79,6 @@ class Compile(PipelineChange):
         kernel = "" if attention in inputs.ATTENTIONS[:2] else attention
         check_attention(kernel, placement.device)
         chosen = pipeline.backend if backend == inputs.INHERIT else choose_backend(backend, placement.device)
-        options = CompileOptions(
-            DYNAMIC[dynamic],
-            mode,
-            kernel,
-            placement.channels_last or layout != inputs.LAYOUTS[0],
-        )
+        channels_last = placement.channels_last or layout != inputs.LAYOUTS[0]
+        options = CompileOptions(DYNAMIC[dynamic], mode, kernel, channels_last)
         return (replace(pipeline, backend=chosen, compile_options=options),)

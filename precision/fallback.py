@@ -31,7 +31,7 @@ from .overrides import (
 from .quantised import QuantisedLinears
 
 if TYPE_CHECKING:
-    from .planned_layers import KnownScales, LayeredNetwork
+    from .planned_layers import KnownScales
     from .planned_products import Scale
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,13 @@ def build_half_precision_forward(
         how: dict[str, Any] = {"float32_products": not accumulates}  # of which none accumulate in fp16
         layered = None
         if dtype == "fp16" and compiled and blocks:
-            layered = _layered(module, compiled, blocks, known, device, **how)
+            from .planned_layers import InPlannedBlock, KnownScales, LayeredNetwork, with_planned_layers
+
+            def planned(plan: dict[str, Scale], safe_attention: bool) -> torch.nn.Module:
+                shell, key = with_planned_layers(module, plan, device), (*sorted(plan.items()), safe_attention)
+                return compiled(shell, key, partial(InPlannedBlock, safe_attention=safe_attention))
+
+            layered = LayeredNetwork(module, blocks, planned, known or KnownScales(), device, **how)
         products, whole = LearnedProducts(DTYPES[dtype], agree, layered, **how), onloaded(module, module)
         run = partial(products.run, onloaded(layered.shell, module) if layered else whole, tf32=tf32)
         eager = partial(products.run_by_rows, whole, tf32=tf32)
@@ -113,23 +119,6 @@ def build_half_precision_forward(
     eager = onloaded(watched, module)
     run = eager if shell is watched else onloaded(shell, module)
     return HalfPrecisionForward(run, eager, quantised=names, measure=measure, overrides=learned)
-
-
-def _layered(
-    module: torch.nn.Module,
-    compiled: Compiled,
-    blocks: Sequence[str],
-    known: KnownScales | None,
-    device: torch.device | None,
-    **how: Any,
-) -> LayeredNetwork:
-    from .planned_layers import InPlannedBlock, KnownScales, LayeredNetwork, with_planned_layers
-
-    def build(plan: dict[str, Scale], safe_attention: bool) -> torch.nn.Module:
-        shell, key = with_planned_layers(module, plan, device), (*sorted(plan.items()), safe_attention)
-        return compiled(shell, key, partial(InPlannedBlock, safe_attention=safe_attention))
-
-    return LayeredNetwork(module, blocks, build, known or KnownScales(), device, **how)
 
 
 class FallbackAdapter:
