@@ -17,7 +17,7 @@ from ...trust.message import Message
 from ..compile.backends import uses_torch_kernels
 from ..errors import BackendUnavailable
 from ..models.lora import Lora
-from ..weights.offload import Offload, OffloadPolicy, most_on_device
+from ..weights.offload import Offload, OffloadPolicy, Parts
 from ..weights.placement import bytes_of, of_layout
 from ..weights.quantising import quantised_bytes
 
@@ -101,7 +101,8 @@ class ComponentStage(Stage):
         quantised of them."""
         if not self.handle.store.in_parts(self._offload):
             return bytes_of(self.module) + quantised_bytes(self)
-        return most_on_device(self.module, self._offload, self._parts)
+        parts = Parts.of(self.module, self._offload, self._parts)
+        return parts.most_bytes(ahead=self._offload is Offload.GROUP)
 
     def _loaded(self, *, place: bool, beside: int = 0) -> torch.nn.Module:
         store = self.handle.store

@@ -304,17 +304,6 @@ def _as_is() -> Generator[None]:
         yield
 
 
-def most_on_device(component: torch.nn.Module, offload: Offload, blocks: tuple[str, ...] = ()) -> int:
-    """Return the bytes of a component's weights that are on the device at once while it computes, on CUDA. It may be on
-    the "meta" device.
-
-    blocks: names of its blocks, or of lists of blocks. Defaults to its outermost lists.
-    """
-    if not offload.in_parts:
-        return sum(tensor.nbytes for tensor in {*tensors_of(component)})
-    return Parts.of(component, offload, blocks).most_bytes(ahead=offload is Offload.GROUP)
-
-
 @dataclass(frozen=True)
 class Parts:
     """A component's weights, parted as they come to the device.
@@ -332,7 +321,10 @@ class Parts:
 
     @classmethod
     def of(cls, component: torch.nn.Module, offload: Offload, blocks: tuple[str, ...] = ()) -> Parts:
-        """Part the component by blocks (GROUP) or by layers (SEQUENTIAL)."""
+        """Part the component by blocks (GROUP) or by layers (SEQUENTIAL). It may be on the "meta" device.
+
+        blocks: names of its blocks, or of lists of blocks. Defaults to its outermost lists.
+        """
         places: dict[str, int] = {}
         together: list[list[torch.nn.Module]] = []
         place_of: dict[torch.Tensor, int] = {}
