@@ -121,43 +121,30 @@ def build_half_precision_forward(
     return HalfPrecisionForward(run, eager, quantised=names, measure=measure, overrides=learned)
 
 
+@dataclass(eq=False)
 class FallbackAdapter:
-    """The attempt of a stage, built as what was learned so far asks for.
+    """The attempt of a stage, built as what was learned so far asks for."""
 
-    module: the untouched original, which the rerun calls.
-    build: builds the attempt, at the start and after each lesson.
-    blocks: names of its blocks.
-    learned: what earlier runs taught.
-    agree: makes what was measured the same in all processes that compute the stage together.
-    """
+    module: torch.nn.Module  # the untouched original, which the rerun calls
+    dtype: str
+    build: Callable[[PrecisionOverrides], HalfPrecisionForward]  # the attempt, at the start and after each lesson
+    blocks: Sequence[str] = ()  # names of its blocks
+    learned: PrecisionOverrides = NOTHING  # by earlier runs, and by this one
+    agree: Agree = alone  # makes what was measured the same in all processes that compute the stage together
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        dtype: str,
-        build: Callable[[PrecisionOverrides], HalfPrecisionForward],
-        blocks: Sequence[str] = (),
-        learned: PrecisionOverrides = NOTHING,
-        agree: Agree = alone,
-    ):
-        self.module = module
-        self.learned = learned
-        self.attempt = build(learned)
-        self._dtype = dtype
-        self._build = build
-        self._blocks = blocks
-        self._agree = agree
+    def __post_init__(self) -> None:
+        self.attempt = self.build(self.learned)
         self._peaks: dict[str, Peak] = {}
         self._proven = NOTHING  # a call has come out right with it
 
     def watch(self, rerun: Callable[[], Result]) -> tuple[Result, OverflowDiagnosis | None]:
         """Make the rerun. Returns its result, and what left the dtype's range in it; None where nothing did."""
         results: list[Result] = []
-        peaks = leaf_peaks(self.module, lambda: results.append(rerun()), self._blocks, self._agree)
+        peaks = leaf_peaks(self.module, lambda: results.append(rerun()), self.blocks, self.agree)
         self._peaks = {name: peak for name, peak in peaks.items() if counts(self.module.get_submodule(name))}
         if self.attempt.all_layers_scaled:  # what its layers reach in float32 is no reason
             return results[0], None
-        return results[0], diagnose_from_fp32_peaks(self._peaks, self._blocks, self._dtype)
+        return results[0], diagnose_from_fp32_peaks(self._peaks, self.blocks, self.dtype)
 
     def locate(self, *args: Any, saturated: bool = False, **kwargs: Any) -> OverflowDiagnosis:
         """Find where a call fails although nothing leaves the dtype's range in fp32: the half-precision call is made
@@ -169,11 +156,11 @@ class FallbackAdapter:
         module = eager if isinstance(eager, torch.nn.Module) else self.module
         limit = FP16_MAX if saturated else torch.inf
         with propagate_nonfinite_attention((args, kwargs)), fp16_accumulation(self.attempt.fp16_accumulation):
-            name = first_broken(module, lambda: eager(*args, **kwargs), limit, self._agree)
+            name = first_broken(module, lambda: eager(*args, **kwargs), limit, self.agree)
         return diagnose_from_half_run(
             name,
             self._peaks,
-            self._dtype,
+            self.dtype,
             self.attempt.quantised,
             all_layers_scaled=self.attempt.all_layers_scaled,
             fp16_accumulation=bool(self.attempt.fp16_accumulation),
@@ -190,7 +177,7 @@ class FallbackAdapter:
         logger.info("%s: %s", finding.reason, action)
         if learned.whole_run_fp32:
             return self.stay()
-        self.attempt = self._build(learned)
+        self.attempt = self.build(learned)
         self.learned = learned
         return action
 
@@ -198,7 +185,7 @@ class FallbackAdapter:
         """Find out before the first call what of the attempt may be quantised, by a call with the same arguments."""
         assert self.attempt.measure
         self.attempt.measure(lambda: self.attempt.eager(*args, **kwargs))
-        self.attempt = self._build(self.learned)
+        self.attempt = self.build(self.learned)
 
     def on_success(self) -> None:
         """Note that a call of the attempt came out right, so what was learned helps."""
@@ -221,10 +208,10 @@ class FallbackAdapter:
             made = floating(self.attempt.eager(*args, **kwargs))
             on = torch.backends.cuda.matmul.allow_fp16_accumulation
         error = difference(made, without) + (0 if on else math.nan)
-        found = float(self._agree(error.reshape(1)))
+        found = float(self.agree(error.reshape(1)))
         if not math.isnan(found):
             self.learned = replace(self.learned, fp16_error=min(found, 1.0))
-            self.attempt = self._build(self.learned)
+            self.attempt = self.build(self.learned)
 
     def stay(self) -> str:
         """Give up half precision for the rest of the run, and say so in words. What no call came out right with is

@@ -166,26 +166,18 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+@dataclass(eq=False)
 class DenoiserHistory:
-    """The history of one denoiser in a run, and the calls that use it.
+    """The history of one denoiser in a run, and the calls that use it."""
 
-    blocks: names of the denoiser's blocks, two or more, in the order in which they are called.
-    weights: what the sampler multiplies a step's outputs by.
-    own: returns the share of the first block's input that this process computes with.
-    whole: returns a call's whole output, of what is made of it in this process.
-    """
+    blocks: Sequence[str]  # names of the denoiser's blocks, two or more, in the order in which they are called
+    controller: StepCacheController
+    weights: GuidanceWeights = (1.0,)  # what the sampler multiplies a step's outputs by
+    own: _Change = _unchanged  # returns the share of the first block's input that this process computes with
+    whole: _Change = _unchanged  # returns a call's whole output, of what is made of it in this process
 
-    def __init__(
-        self,
-        blocks: Sequence[str],
-        controller: StepCacheController,
-        weights: GuidanceWeights = (1.0,),
-        own: _Change = _unchanged,
-        whole: _Change = _unchanged,
-    ):
-        self.controller = controller
+    def __post_init__(self) -> None:
         self.history: dict[int, tuple[_Values, ...]] = {}  # call of a step → of the latest steps
-        self._blocks, self._weights, self._own, self._whole = blocks, weights, own, whole
         self._calls: list[_DenoiserCall] = []  # in one call of the guard: one, or one for each half of a batch
         self._step, self._before = 0, 0  # the present step, and how many of its calls are done
         self._after: tuple[int, int] | None = None  # the last block, for who computes by what an earlier step showed
@@ -238,7 +230,7 @@ class DenoiserHistory:
             if rerun:
                 self.controller.recompute(whole=not self._before)
             output = call(*args, **kwargs)
-            self.controller.compare(_comparisons(self._calls), self._weights)
+            self.controller.compare(_comparisons(self._calls), self.weights)
             return output
 
         return guarded
@@ -260,7 +252,7 @@ class DenoiserHistory:
         cached, call.skips, call.history = floating(output)[0].float(), False, ()
         output = run(*args, **kwargs)
         computed = floating(output)[0].float()
-        call.comparison = self._whole(torch.stack([cached - computed, computed], dim=-1))
+        call.comparison = self.whole(torch.stack([cached - computed, computed], dim=-1))
         return output
 
     def _begin(self) -> _DenoiserCall:
@@ -273,7 +265,7 @@ class DenoiserHistory:
         return _DenoiserCall(history, self.controller.choose(), leads=number == 0, skips=True)
 
     def _with_blocks(self, run: Any) -> Any:
-        first, *middle, last = self._blocks
+        first, *middle, last = self.blocks
         forwards = {first: self._run_first_block, last: self._extrapolate_last_block}
         forwards |= dict.fromkeys(middle, self._skip_block)
         makes: dict[str, Make] = {
@@ -292,7 +284,7 @@ class DenoiserHistory:
         output = call.first_output = block(*args, **kwargs)
         self.controller.count(skipped=False)
         with torch._C.DisableTorchFunction():
-            given = self._own(args[0] if args else kwargs["hidden_states"])
+            given = self.own(args[0] if args else kwargs["hidden_states"])
             call.signal = _sampled(_hidden(output)) - _sampled(given)
             if call.leads:
                 expected = self._extrapolated([values.signal for values in call.history])

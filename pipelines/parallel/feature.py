@@ -122,39 +122,29 @@ class HalvesDiffer(Told, RuntimeError):
     """A pipeline calls its denoiser otherwise than its family says. The message has what was found."""
 
 
+@dataclass(eq=False)
 class OverHalves:
-    """A denoiser's calls, of which this rank computes its half.
+    """A denoiser's calls, of which this rank computes its half."""
 
-    call: takes a call's arguments by name.
-    signature: of the denoiser.
-    prompts: of both calls of a step, in their order; none where both halves are one batch.
-    """
+    call: Callable[..., Any]  # takes a call's arguments by name
+    signature: inspect.Signature  # of the denoiser
+    sharing: ParallelLayout
+    ranks: ProcessGroup
+    prompts: Sequence[torch.Tensor]  # of both calls of a step, in their order; none where both halves are one batch
 
-    def __init__(
-        self,
-        call: Callable[..., Any],
-        signature: inspect.Signature,
-        sharing: ParallelLayout,
-        ranks: ProcessGroup,
-        prompts: Sequence[torch.Tensor] = (),
-    ):
-        self._call = call
-        self._signature = signature
-        self._sharing = sharing
-        self._ranks = ranks
-        self._half = sharing.half(ranks.rank)
-        self._prompts = tuple(prompts)
+    def __post_init__(self) -> None:
+        self._half = self.sharing.half(self.ranks.rank)
         self._own_prompt = IdentityMemo(1)
         self._second: tuple[Mapping[str, Any], Any] | None = None  # call of this step, and what it gives
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = self._signature.bind(*args, **kwargs).arguments
+        inputs = self.signature.bind(*args, **kwargs).arguments
         if self._second is not None:
             (expected, made), self._second = self._second, None
             _check(inputs, expected)
             return made
-        if self._prompts:  # the first call of a step is made for both, which differ in their prompts alone
-            calls = [{**inputs, PROMPT: prompt} for prompt in self._prompts]
+        if self.prompts:  # the first call of a step is made for both, which differ in their prompts alone
+            calls = [{**inputs, PROMPT: prompt} for prompt in self.prompts]
             _check(inputs, calls[0])
             first, second = self._both(calls[self._half])
             self._second = (calls[1], second)
@@ -169,12 +159,12 @@ class OverHalves:
 
     def _both(self, own: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return what the call gives for each half."""
-        leaves, tree = pytree.tree_flatten(self._call(**own))
+        leaves, tree = pytree.tree_flatten(self.call(**own))
         every = [
-            self._ranks.all_gather(leaf) if isinstance(leaf, torch.Tensor) else [leaf] * self._ranks.size
+            self.ranks.all_gather(leaf) if isinstance(leaf, torch.Tensor) else [leaf] * self.ranks.size
             for leaf in leaves
         ]
-        first, second = self._sharing.first_of_halves
+        first, second = self.sharing.first_of_halves
         return (
             pytree.tree_unflatten([each[first] for each in every], tree),
             pytree.tree_unflatten([each[second] for each in every], tree),

@@ -419,7 +419,7 @@ def test_a_layer_that_breaks_unquantised_too_has_every_layer_scaled() -> None:
         layers = None if known.unquantised else run.layers
         return build_half_precision_forward(faulty, known, "bf16", quantised=layers)
 
-    run.learner._build = build
+    run.learner.build = build
     run.layers._layers["blocks.1.inner"].quantised_weight.scale[0] = math.nan
     for seed in range(3):
         run(tokens(seed))
