@@ -218,32 +218,26 @@ class LearningMode(LocatedMode):
             self.notes.add(at, peak, peak, _faint(largest_of(value, (-1,))), 0.0)
 
 
+@dataclass(eq=False)
 class LearnedProducts:
     """Products in half precision and all else in float32, for one network in one run. In fp16, layers are scaled: in
     the first call by rows, then as that call showed.
 
-    agree: makes what was measured the same in all processes that compute the network together.
     in_layers: the network, where its blocks are compiled; else a mode computes it by the plan.
-    kernel_of: for quantised weights, which are dequantised where it has none.
     float32_products: whether fp16 may be multiplied into float32, where the device can: not with fp16 accumulation.
     """
 
-    def __init__(
-        self,
-        dtype: torch.dtype = FP16,
-        agree: Agree = alone,
-        in_layers: LayeredNetwork | None = None,
-        kernel_of: KernelOf = no_kernel,
-        *,
-        float32_products: bool = True,
-    ):
-        self._float32_products = float32_products
-        self._by_rows = LearningMode(kernel_of) if dtype is FP16 else ScaledHalfMatmulMode(dtype, kernel_of)
-        self._kernel_of = kernel_of
+    dtype: torch.dtype = FP16
+    agree: Agree = alone  # makes what was measured the same in all processes that compute the network together
+    in_layers: LayeredNetwork | None = None
+    kernel_of: KernelOf = no_kernel  # for quantised weights, which are dequantised where it has none
+    float32_products: bool = True
+
+    def __post_init__(self) -> None:
+        is_fp16, kernel_of = self.dtype is FP16, self.kernel_of
+        self._by_rows = LearningMode(kernel_of) if is_fp16 else ScaledHalfMatmulMode(self.dtype, kernel_of)
         self._planned: PlannedMode | None = None
-        self._in_layers = in_layers
         self._seen: dict[Key, tuple[Seen, bool]] = {}
-        self._agree = agree
         self._renewals, self._calls = 0, 0
         self._used = False  # the latest call was computed by a plan
         self._slower = ""
@@ -251,13 +245,13 @@ class LearnedProducts:
     @property
     def slower(self) -> str:
         """Why layers are scaled by rows that might have a constant scale, in words."""
-        return self._in_layers.slower if self._in_layers else self._slower
+        return self.in_layers.slower if self.in_layers else self._slower
 
     def run(self, function: Callable[..., Result], *args: Any, tf32: bool = False, **kwargs: Any) -> Result:
         """Call `function` (a module or any callable that runs modules). Otherwise it does what `run_in_fp32` does, with
         the same arguments and errors."""
         self._used = self._planned is not None
-        if self._in_layers and self._in_layers.is_planned:
+        if self.in_layers and self.in_layers.is_planned:
             with torch.no_grad(), autocast_off_where_on(device_types()), TF32.held(tf32):
                 made = pytree.tree_map_only(torch.Tensor, widened, function(*args, **kwargs))
             self._used = True  # what it raises is a compiler's or the network's
@@ -287,27 +281,27 @@ class LearnedProducts:
         if not self._used:
             return False
         self._planned, self._used = None, False
-        if self._in_layers:
-            self._in_layers.forget(for_good=self._renewals + 1 >= RENEWALS)
+        if self.in_layers:
+            self.in_layers.forget(for_good=self._renewals + 1 >= RENEWALS)
         self._renewals += 1
         self._calls = 0  # of those to come, one more than before shows what is needed: a step may make several
         return True
 
     def _plan(self, notes: _Notes, way: Way) -> PlannedMode | None:
-        found = notes.read(self._agree)
-        if self._in_layers and not all(math.isfinite(now.output) for now, _ in found.values()):
+        found = notes.read(self.agree)
+        if self.in_layers and not all(math.isfinite(now.output) for now, _ in found.values()):
             return None  # later runs would begin with what a call shows that failed
         for key, (now, convolves) in found.items():
             known = self._seen.get(key)
             self._seen[key] = (known[0].with_other(now) if known else now, convolves)
-        if not self._seen or way.points or (self._agree is not alone and not self._in_layers):
+        if not self._seen or way.points or (self.agree is not alone and not self.in_layers):
             return None  # a rank that leaves a plan does so alone, while the others wait for it
-        if self._in_layers:
-            self._in_layers.learn(self._seen, way)
+        if self.in_layers:
+            self.in_layers.learn(self._seen, way)
             if self._calls > self._renewals:
-                self._in_layers.begin()
+                self.in_layers.begin()
             return None
-        float32_products = self._float32_products and has_float32_products(notes.values[0].device)
+        float32_products = self.float32_products and has_float32_products(notes.values[0].device)
         plan: dict[Key, Scale] = {}
         by_rows = 0
         for key, (seen, convolves) in self._seen.items():
@@ -319,7 +313,7 @@ class LearnedProducts:
             elif not float32_products and key[1:] == (0, "") and scale_for(seen, float32_products=True, **how):
                 by_rows += 1
         self._slower = scaled_by_rows(by_rows, notes.values[0].device)
-        return PlannedMode(plan, way, self._kernel_of) if plan else None
+        return PlannedMode(plan, way, self.kernel_of) if plan else None
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:

@@ -86,31 +86,25 @@ class KnownScales:
         return made
 
 
+@dataclass(eq=False)
 class LayeredNetwork:
     """A network that is computed by its plan in layers once there is one, with compiled blocks; until then as it is.
     Parts outside of the blocks hand on float32 then, as blocks do: the first block shares the others' graph.
 
-    shell: of the network. It may be wrapped, and have other shells in place of its blocks.
-    blocks: the names of its blocks, of which each is compiled as a whole.
     build: makes a shell that is computed by a plan, given that and whether attention is safe in fp16.
-    known: what earlier runs showed of its layers; added to.
-    device: where it computes, if its weights are elsewhere until they are needed.
-    float32_products: as LearnedProducts has it.
+    shell: of the network. It may be wrapped, and have other shells in place of its blocks.
     """
 
-    def __init__(
-        self,
-        network: torch.nn.Module,
-        blocks: Sequence[str],
-        build: Callable[[dict[str, Scale], bool], torch.nn.Module],
-        known: KnownScales,
-        device: torch.device | None = None,
-        *,
-        float32_products: bool = True,
-    ):
-        self._float32_products = float32_products
-        self._network, self._blocks, self._build, self._known = network, blocks, build, known
-        self._device = device or next(network.parameters()).device
+    network: torch.nn.Module
+    blocks: Sequence[str]  # the names of its blocks, of which each is compiled as a whole
+    build: Callable[[dict[str, Scale], bool], torch.nn.Module]
+    known: KnownScales  # what earlier runs showed of its layers; added to
+    device: torch.device | None = None  # where it computes, if its weights are elsewhere until they are needed
+    float32_products: bool = True  # as LearnedProducts has it
+
+    def __post_init__(self) -> None:
+        network, blocks = self.network, self.blocks
+        self._device = self.device or next(network.parameters()).device
         self._by_plan: dict[str, torch.nn.Module] | None = None  # blocks, and what is outside of them
         called = ((name, part) for name, part in network.named_modules() if not isinstance(part, _LISTS))
         names = (name for name, _ in called if not any(covers(name, block) for block in ("", *blocks)))
@@ -126,30 +120,30 @@ class LayeredNetwork:
 
     def begin(self) -> None:
         """Compute by what is known, if anything is."""
-        if self._known.of:
-            can = self._float32_products and has_float32_products(self._device)
-            plan, best = (self._known.plan(float32_products=which) for which in (can, True))
+        if self.known.of:
+            can = self.float32_products and has_float32_products(self._device)
+            plan, best = (self.known.plan(float32_products=which) for which in (can, True))
             self.slower = scaled_by_rows(len(best.keys() - plan.keys()), self._device)
-            shell, inside = self._build(plan, safe := self._known.safe_attention), self._outside
+            shell, inside = self.build(plan, safe := self.known.safe_attention), self._outside
             parts = {name: InPlannedBlock(shell.get_submodule(name), safe_attention=safe) for name in inside}
-            self._by_plan = parts | {name: shell.get_submodule(name) for name in self._blocks}
+            self._by_plan = parts | {name: shell.get_submodule(name) for name in self.blocks}
 
     def learn(self, seen: Mapping[Key, tuple[Seen, bool]], way: Way) -> None:
-        layers = ((name, layer) for name, layer in self._network.named_modules() if isinstance(layer, LAYERS))
-        self._known.add({id(layer.weight): name for name, layer in layers}, seen, way)
+        layers = ((name, layer) for name, layer in self.network.named_modules() if isinstance(layer, LAYERS))
+        self.known.add({id(layer.weight): name for name, layer in layers}, seen, way)
 
     def forget(self, *, for_good: bool) -> None:
         """Compute as it is. for_good: later runs too, until a step of theirs shows more."""
         self._by_plan, self.slower = None, ""
         if for_good:
-            self._known.clear()
+            self.known.clear()
 
     def _switch(self, name: str, part: torch.nn.Module) -> torch.nn.Module:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if (by_plan := self._by_plan) is None:
                 return part(*args, **kwargs)
             made = by_plan[name](*args, **kwargs)
-            return made if name in self._blocks else pytree.tree_map_only(torch.Tensor, widened, made)
+            return made if name in self.blocks else pytree.tree_map_only(torch.Tensor, widened, made)
 
         return with_forward(part, forward)
 
