@@ -6,10 +6,12 @@ Safe is what makes no value much larger or smaller, and nothing finite of what i
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from .overflow import COMPARES, OPERATORS
 from .upcast import ALIASING, METADATA
@@ -62,12 +64,29 @@ def changes_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return bool(kwargs.get("inplace")) or (func in _ACTIVATIONS and any(each is True for each in args[1:]))
 
 
-def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the name of a function that changes a tensor in place; "" of any other."""
-    name = getattr(func, "__name__", "")
-    changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
-    changes = (changes and func not in METADATA) or changes_in_place(func, args, kwargs)
-    return name if changes and args and isinstance(args[0], torch.Tensor) else ""
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a function changes in place."""
+    if isinstance(func, OPERATORS):
+        named = {**dict(enumerate(args)), **kwargs}
+        changed: Any = [named[at] for at in _written_by(func) if at in named]
+    else:
+        name = getattr(func, "__name__", "")
+        out = kwargs.get("out")
+        changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or out is not None
+        if not ((changes and func not in METADATA) or changes_in_place(func, args, kwargs)):
+            return []
+        changed = args[0] if out is None and args else kwargs.get("input") if out is None else out
+    return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, torch.Tensor)]
+
+
+@cache
+def _written_by(operator: Any) -> frozenset[int | str]:
+    """Return the places and names of the arguments that a library's operator says it writes to."""
+    is_one = isinstance(operator, torch._ops.OpOverload)
+    overloads = [operator] if is_one else [getattr(operator, name) for name in operator.overloads()]
+    arguments = [(at, each) for overload in overloads for at, each in enumerate(overload._schema.arguments)]
+    changed = [(at, each) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return frozenset(key for at, each in changed for key in (each.name, *(() if each.kwarg_only else (at,))))
 
 
 def is_small(value: Any) -> bool:

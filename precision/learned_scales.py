@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from ..trust.message import Message
 from . import shared
 from .fp16_safe import (
     CASTS,
@@ -31,7 +32,7 @@ from .fp16_safe import (
     ROOM,
     is_noted,
     reads_bytes,
-    writes,
+    written,
 )
 from .observe import Agree, alone
 from .planned_products import (
@@ -159,12 +160,11 @@ class LearningMode(LocatedMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if name := writes(func, args, kwargs):
+        if changed := written(func, args, kwargs):
             self.way.writes = True
-            numbers = name not in _OVERWRITES or not all(map(_is_exact, args[1:]))
-            changed = args[0] if kwargs.get("out") is None else kwargs["out"]
-            makers = (self._makers.get(storage_of(each)) for each in pytree.tree_leaves(changed) if numbers)
-            self.way.summed |= {maker for maker in makers if maker}
+            if func.__name__ not in _OVERWRITES or not all(map(_is_exact, args[1:])):
+                makers = (self._makers.get(storage_of(each)) for each in changed)
+                self.way.summed |= {maker for maker in makers if maker}
         self.way.writes |= reads_bytes(func, args, kwargs)  # what this call made is told from what was there, too
         self.way.points |= func in POINTS
         made = self.computed(func, args, kwargs)
@@ -178,7 +178,7 @@ class LearningMode(LocatedMode):
                 self._note_output(key, each)
         elif func is F.scaled_dot_product_attention:
             self._note_attention(made, *args, **kwargs)
-        elif not name and _is_floating(made):
+        elif not changed and _is_floating(made):
             given = next((each for each in args if isinstance(each, torch.Tensor)), kwargs.get("input"))
             of, own = storage_of(given) if isinstance(given, torch.Tensor) else None, storage_of(made)
             if of != own:  # a storage may be where another one was
@@ -245,6 +245,11 @@ class LearnedProducts:
     @property
     def slower(self) -> str:
         """Why layers are scaled by rows that might have a constant scale, in words."""
+        if self._renewals >= RENEWALS:
+            return Message(
+                "every layer is scaled row by row from now on, which takes longer: learned scales failed {} times",
+                self._renewals,
+            )
         return self.in_layers.slower if self.in_layers else self._slower
 
     def run(self, function: Callable[..., Result], *args: Any, tf32: bool = False, **kwargs: Any) -> Result:

@@ -56,7 +56,7 @@ from .fp16_safe import (
     keeps_range,
     reads_bytes,
     to_integers,
-    writes,
+    written,
 )
 from .overflow import made_finite
 from .scaled_products import (
@@ -283,7 +283,7 @@ class PlannedMode(LocatedMode):
             return Fp32Mode.computed(self, func, args, kwargs)
         if self._halves and (kwargs or not (func in _CHANGES_NONE or is_rope_kernel(func))):
             self._share_less(func, args, kwargs)
-        if kwargs and not self._way.writes and writes(func, args, kwargs):
+        if kwargs and not self._way.writes and written(func, args, kwargs):
             raise self._leave("the network changes a tensor in place")
         if func in MOVES or (func in KEEPS_RANGE and keeps_range(func, args, kwargs)):
             return self._moved(func, args, kwargs)
@@ -312,7 +312,7 @@ class PlannedMode(LocatedMode):
             return self._cast(func, args, kwargs)
         if func is torch.view_as_complex:
             return func(args[0].float())
-        if not self._way.writes and writes(func, args, kwargs):
+        if not self._way.writes and written(func, args, kwargs):
             raise self._leave("the network changes a tensor in place")
         if func in SUMS_IN_PLACE and args[0].dtype is torch.float32 and not any(map(_is_wider, args)):
             return func(*args, **kwargs)
