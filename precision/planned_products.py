@@ -78,8 +78,9 @@ _MOVES_ALONE = frozenset(func for func in MOVES if not func.__name__.endswith("_
 _MOVES_ALONE -= POINTS | {torch.Tensor.view, torch.Tensor.__setitem__, F.dropout}
 _ALIASES = {torch.Tensor.numpy, torch.Tensor.__array__}
 # what changes no tensor, unless it is told to
-_CHANGES_NONE = KEEPS_RANGE | COPIES | PRODUCTS | NORMS | SUMS | QUOTIENTS | CASTS | LAYER_CALLS
-_CHANGES_NONE |= MODULATIONS | {F.scaled_dot_product_attention, torch.Tensor.view, F.dropout}
+_CHANGES_NONE = KEEPS_RANGE | COPIES | PRODUCTS | NORMS | SUMS | QUOTIENTS | CASTS | MODULATIONS
+_CHANGES_NONE |= {torch.Tensor.view, F.dropout}
+_LAYERS_AND_ATTENTION = LAYER_CALLS | {F.scaled_dot_product_attention}
 # the id of a weight, or of the layer that has it; how many other functions were called since; the name of the last one
 Key = tuple[int, int, str]
 
@@ -279,11 +280,13 @@ class PlannedMode(LocatedMode):
         return made
 
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _LAYERS_AND_ATTENTION:
+            return super().computed(func, args, kwargs)
         if getattr(func, "__name__", "") == "__get__":  # a dtype, most often
             return Fp32Mode.computed(self, func, args, kwargs)
         if self._halves and (kwargs or not (func in _CHANGES_NONE or is_rope_kernel(func))):
             self._share_less(func, args, kwargs)
-        if kwargs and not self._way.writes and written(func, args, kwargs):
+        if kwargs.get("out") is not None and not self._way.writes:
             raise self._leave("the network changes a tensor in place")
         if func in MOVES or (func in KEEPS_RANGE and keeps_range(func, args, kwargs)):
             return self._moved(func, args, kwargs)
