@@ -11,8 +11,7 @@ from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import Any, TypeVar, cast
 
-from ..trust.message import Message, Told, message_of
-from ..trust.text import shown
+from ..trust.message import Message, Told, message_of, shown
 
 logger = logging.getLogger(__name__)
 

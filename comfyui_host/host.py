@@ -20,8 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..trust.message import joined
-from ..trust.text import for_page, is_whole
+from ..trust.message import for_page, is_whole, joined
 from .compat import NotInComfyUI, unless_changed
 from .language import translated
 from .page_settings import user_directory

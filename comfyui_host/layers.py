@@ -32,8 +32,7 @@ import torch
 from ..precision.dtypes import HALF_DTYPES, dtype_name
 from ..precision.shared import SharedSetting
 from ..precision.upcast import OneOperation, RerunUnsupported, dequantised, is_quantised
-from ..trust.message import Message
-from ..trust.text import shown
+from ..trust.message import Message, shown
 from . import host
 from .compat import NotInComfyUI, unless_changed
 

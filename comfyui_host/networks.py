@@ -13,15 +13,13 @@ import torch
 from ..precision.accumulation import decide
 from ..precision.arch import Architecture, present
 from ..precision.dtypes import DTYPES, dtype_name
-from ..precision.guard import GuardPolicy
+from ..precision.guard import GuardPolicy, Stage
 from ..precision.overrides import Profile
 from ..precision.policy import Component, Plan, Precision, unless_failed, with_failure
 from ..precision.report import RunReport
 from ..precision.self_test import verified_architecture
 from ..precision.snapshot import Snapshot
-from ..precision.stage import Stage
-from ..trust.message import BadInput, Message
-from ..trust.text import shown
+from ..trust.message import BadInput, Message, shown
 from . import host
 from .calls import OPAQUE
 

@@ -15,8 +15,7 @@ import torch
 from ..precision.guard import GuardPolicy, StageGuard
 from ..precision.observe import block_names
 from ..precision.probe import Probe, ProbeResult, recommend
-from ..trust.message import Told
-from ..trust.text import shown
+from ..trust.message import Told, shown
 from .calls import ModelCall, apply_model_in_fp32, around_apply_model, wrapped
 from .compat import what_changed
 from .guards import denoiser_of

@@ -24,8 +24,7 @@ from ..precision.overrides import NOTHING, PrecisionOverrides, Profile, ProfileF
 from ..precision.policy import Component, Precision
 from ..precision.report import PROBLEMS, RunReport, StepRecord, together
 from ..precision.upcast import RerunUnsupported
-from ..trust.message import BadInput, Message, Told, joined, message_of
-from ..trust.text import shown
+from ..trust.message import BadInput, Message, Told, joined, message_of, shown
 from . import host
 from .compat import what_changed
 from .language import speaking, translated

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from ..trust import paths
 from ..trust.atomic_files import locked, temporary_in
-from ..trust.text import shown
+from ..trust.message import shown
 from .errors import OutputError, WorkflowError
 
 PREVIEW_FOLDER = "temp"  # below the output folder; where files of ComfyUI's type "temp" go

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from ..trust.text import for_terminal
+from ..trust.message import for_terminal
 
 
 class Cleaned:

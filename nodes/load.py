@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from ..comfyui_host.language import translated
-from ..trust.message import Message, joined
-from ..trust.text import shown
+from ..trust.message import Message, joined, shown
 from . import hub, inputs
 from .node import Node
 from .report import with_surroundings

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from ..comfyui_host.language import translated
-from ..trust.message import Message
-from ..trust.text import shown
+from ..trust.message import Message, shown
 from . import inputs
 from .node import PipelineChange
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..trust.foreign import BOM, Unreadable, check_whole, object_in, parse, read, read_bytes
-from ..trust.message import Told
-from ..trust.text import shown
+from ..trust.message import Told, shown
 from .errors import BadFolder, LibraryFailed
 from .families.spec import ComponentSpec
 from .models.on_disk import name_of

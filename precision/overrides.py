@@ -18,8 +18,7 @@ from pydantic import AfterValidator, Field
 from ..trust import foreign
 from ..trust.atomic_files import write_whole
 from ..trust.foreign import Foreign, Unreadable
-from ..trust.message import Message, Told, joined, message_of
-from ..trust.text import for_file_name, for_terminal, shown
+from ..trust.message import Message, Told, for_file_name, for_terminal, joined, message_of, shown
 from .arch import is_name
 
 # How far fp16 accumulation may change a step's output, as a share of its norm. Less than bf16, in which models run by

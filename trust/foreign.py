@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import pydantic
 import pydantic_core
 
-from .text import shown
+from .message import shown
 
 MAX_BYTES = 64 * 2**20
 BOM = b"\xef\xbb\xbf"  # a byte order mark, which some editors put before UTF-8

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from .text import shown
+from .message import shown
 
 MAX_PART = 255  # bytes of a file's name, on every file system in use
 MAX_PATH = 1024  # characters, below a folder of ours

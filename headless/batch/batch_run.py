@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, TextIO
 
 from ...pipelines.pace import in_words
-from ...trust.text import for_terminal
+from ...trust.message import for_terminal
 from ..errors import HostError, OutputError
 from .jobs import Job, Unmade
 from .outputs import Outputs

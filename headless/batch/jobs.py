@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field, JsonValue
 
 from ...trust import paths
 from ...trust.foreign import BOM, Foreign, Unreadable, parse_as
-from ...trust.text import listed
+from ...trust.message import listed
 from ..errors import WorkflowError
 from ..workflow import settings
 from ..workflow.graph import Graph, GraphNode, Link, read_json

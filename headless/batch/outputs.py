@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 from ...trust.atomic_files import locked, temporary_in, write_whole
 from ...trust.foreign import Foreign, Unreadable, fitting, read
+from ...trust.message import for_file_name
 from ...trust.plain import for_json
-from ...trust.text import for_file_name
 from ..files import ensure_writable, temporary_folder, writing
 
 FORMAT = 1

@@ -28,7 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...trust.text import shown
+from ...trust.message import shown
 from ..errors import HostError, WorkflowError
 from ..hosts.local import run_local
 from ..hosts.result import RunResult

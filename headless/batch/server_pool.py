@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from ...trust.text import without_password
+from ...trust.message import without_password
 from ..errors import HostError, UnknownNodesError
 from ..server.api import Server
 from ..server.follow import read_for_server, run_on_server

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ...trust.message import shown
 from ...trust.plain import for_json
-from ...trust.text import shown
 from ..comparison import pictures
 from ..comparison.frames import as_bytes, compare, difference, read_pngs
 from ..comparison.precisions import REFERENCE, SHOWN, Comparable, comparable

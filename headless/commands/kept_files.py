@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...trust.text import listed
+from ...trust.message import listed
 from ..errors import OutputError, WorkflowError
 from .answer import Answer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ...trust.text import shown
+from ...trust.message import shown
 from ..errors import RunFailedError
 
 

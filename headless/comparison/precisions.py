@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...trust.text import listed
+from ...trust.message import listed
 from ..errors import WorkflowError
 from ..workflow import settings
 from ..workflow.graph import Graph, GraphNode, Link

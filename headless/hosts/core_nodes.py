@@ -23,8 +23,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from ...comfyui_host import host
+from ...trust.message import shown
 from ...trust.paths import Outside
-from ...trust.text import shown
 from ..comparison.frames import as_bytes
 from ..errors import WorkflowError
 from ..files import PREVIEW_FOLDER, check_prefix, resolve_prefix, write_counted

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, ImageOps, ImageSequence
 
 from ...trust import paths
-from ...trust.text import shown
+from ...trust.message import shown
 from ..errors import WorkflowError
 from ..workflow.graph import Graph, GraphNode
 from ..workflow.schema import InputSpec, Schema

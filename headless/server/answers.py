@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from ...trust import foreign, paths
 from ...trust.foreign import Foreign, nothing_is_empty
-from ...trust.text import listed, shown
+from ...trust.message import listed, shown
 from ..errors import HeadlessError, InterruptedRunError, RunFailedError
 from ..workflow.graph import Graph
 

@@ -20,7 +20,7 @@ import aiohttp
 from yarl import URL
 
 from ...trust import foreign, paths
-from ...trust.text import for_terminal, shown, without_password
+from ...trust.message import for_terminal, shown, without_password
 from ..errors import (
     HostError,
     NoAnswerError,

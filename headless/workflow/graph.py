@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import AliasPath, Field, JsonValue
 
 from ...trust.foreign import Foreign, Unreadable, fitting, object_in, read
-from ...trust.text import is_whole, listed, shown
+from ...trust.message import is_whole, listed, shown
 from ..errors import NodeNotFoundError, WorkflowError
 
 

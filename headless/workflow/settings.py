@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from ...trust.foreign import Unreadable, fitting, parse
-from ...trust.text import is_whole, listed, shown
+from ...trust.message import is_whole, listed, shown
 from ..errors import NodeNotFoundError, WorkflowError
 from .graph import Graph, GraphNode, Link, from_json, whole
 from .schema import NOTHING, InputSpec, Schema, walk

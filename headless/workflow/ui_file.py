@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from ...trust.foreign import Foreign
-from ...trust.text import shown
+from ...trust.message import shown
 from ..errors import WorkflowError
 
 MUTED, BYPASSED = 2, 4  # LiteGraph's node modes

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...trust.foreign import Unreadable, fitting
-from ...trust.text import listed, shown
+from ...trust.message import listed, shown
 from ..errors import UnknownNodesError, WorkflowError
 from .graph import Graph, GraphNode, Link, from_api, is_ui_format, whole
 from .schema import Schema

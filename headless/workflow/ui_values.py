@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...trust.text import shown
+from ...trust.message import shown
 from ..errors import WorkflowError
 from .graph import Link
 from .schema import NOTHING, InputSpec, Schema, walk

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ...trust.text import listed, shown
+from ...trust.message import listed, shown
 from ..errors import UnknownNodesError, WorkflowError
 from . import schema as schemas_of
 from .graph import Graph, GraphNode, Link

@@ -35,9 +35,8 @@ from ...trust.atomic_files import (
     write_whole,
 )
 from ...trust.foreign import Foreign, parse_as
-from ...trust.message import Message
+from ...trust.message import Message, for_file_name, shown
 from ...trust.owners import why_unsafe_below
-from ...trust.text import for_file_name, shown
 from ..errors import BadCompiled
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...precision.policy import Component, Variant
 from ...trust.foreign import Foreign
-from ...trust.message import Message
-from ...trust.text import shown
+from ...trust.message import Message, shown
 from ..errors import BadSize, LibraryFailed
 from ..parallel.plan import ContextPlan
 

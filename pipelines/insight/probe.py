@@ -15,8 +15,7 @@ from ...precision.report import RunReport
 from ...precision.shallow_copy import reporting, with_forward
 from ...trust.message import BadInput
 from ..compile.block import Tell
-from ..run.handle import PipelineHandle
-from ..run.profiles import profile_of, save_profile, update_cache
+from ..run.handle import PipelineHandle, profile_of, save_profile, update_cache
 from ..run.sample import SampleSettings, StepDone, sample
 from ..run.stage import ComponentStage
 

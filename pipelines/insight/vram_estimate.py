@@ -32,8 +32,7 @@ from ..run.handle import PipelineHandle
 from ..run.sample import SampleSettings, check_size
 from ..weights.components import ComponentStore
 from ..weights.offload import Offload
-from ..weights.oom_fallback import ExecutionOption, first_that_fits
-from ..weights.placement import PlainPlacement
+from ..weights.placement import ExecutionOption, PlainPlacement, first_that_fits
 from .probe import usual_size
 
 RESERVED = 800_000_000  # bytes of a card that its driver, a desktop and CUDA's context take

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ...precision.machine import first_line
 from ...precision.policy import Variant, as_stored
 from ...trust.foreign import Unreadable, fitting
-from ...trust.message import Message, joined
-from ...trust.text import listed, shown
+from ...trust.message import Message, joined, listed, shown
 from ..errors import BadFolder, LibraryFailed
 from ..families import svd_keys
 from ..families.spec import ComponentSpec, FamilySpec

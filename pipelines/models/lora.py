@@ -21,8 +21,7 @@ from safetensors.torch import load_file
 from ...precision.loaded_weights import LEAST_NORMAL
 from ...precision.shallow_copy import keep_in_fp32, structural_copy
 from ...trust.foreign import Unreadable
-from ...trust.message import Message
-from ...trust.text import shown
+from ...trust.message import Message, shown
 from ..errors import BadLora
 from ..families.spec import FamilySpec
 from ..small_files import reading_file

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from ...precision.scaled_products import LAYERS
 from ...trust.foreign import Foreign, Unreadable, fitting, object_in, parse, read
-from ...trust.text import shown
+from ...trust.message import shown
 from ..families.spec import FamilySpec
 from .on_disk import FLOATS, read_header
 

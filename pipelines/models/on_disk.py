@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...precision.policy import Variant
 from ...trust.foreign import Unreadable, check_whole
-from ...trust.message import Message
-from ...trust.text import shown
+from ...trust.message import Message, shown
 from ..families.spec import FamilySpec
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ import torch
 from safetensors import safe_open
 
 from ...precision.policy import as_stored
-from ...trust.message import Message
-from ...trust.text import listed, shown
+from ...trust.message import Message, listed, shown
 from ..errors import BadFolder
 from ..families import svd_keys
 from ..families.svd import SVD

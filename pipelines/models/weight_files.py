@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from ...trust.foreign import Foreign, check_whole, fitting, parse, read_bytes
-from ...trust.message import Message
-from ...trust.text import listed, shown
+from ...trust.message import Message, listed, shown
 from ..errors import BadFolder
 from ..small_files import MOST_VOCABULARY_BYTES, reading_file
 from .on_disk import FLOATS, Tensor, Weights, bytes_by_dtype, name_of, read_header

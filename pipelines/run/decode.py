@@ -21,7 +21,7 @@ from ..compile.feature import while_compiling
 from ..families.table import FAMILIES
 from ..parallel.exchange import collected, dealt
 from ..parallel.group import ALONE
-from ..weights.oom_fallback import ExecutionOption, OomFallback
+from ..weights.placement import ExecutionOption, OomFallback
 from .handle import PipelineHandle, in_turn
 from .stage import Calls, CallTold, ComponentStage
 from .vae import dry_run, guarded

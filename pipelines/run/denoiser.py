@@ -18,19 +18,67 @@ from ...precision.guard import StageGuard
 from ...precision.overrides import NOTHING, PrecisionOverrides
 from ...precision.shallow_copy import reporting, with_forward
 from ...trust.message import Message
+from ..compile.backends import EAGER
 from ..families.spec import ENCODERS, PROMPT
 from ..parallel.group import ALONE, ProcessGroup
 from ..weights.activation_memory import estimate_activation_bytes
-from ..weights.oom_fallback import ExecutionOption, OomFallback
-from .feature import CallFeature, Feature, RunContext, options_of, setup_of, wrapped
-from .features import features_of
-from .profiles import load_profile, update_cache
+from ..weights.placement import ExecutionOption, OomFallback
+from .feature import (
+    CallFeature,
+    ClippedValues,
+    Feature,
+    Fp16Accumulation,
+    RunContext,
+    SplitBatch,
+    options_of,
+    setup_of,
+    wrapped,
+)
+from .handle import load_profile, update_cache
 from .stage import ComponentStage
 
 PROFILE_UNUSED = Message(
     "the profile that was given is not used: that takes the guard's scope 'learned', and precision 'fp16' or 'bf16' "
     "under the guard"
 )
+
+
+def features_of(run: RunContext) -> list[Feature]:
+    """Return the features of a run, the innermost first: what it does beside calling its denoiser under the guard.
+
+    Those that stand elsewhere are imported where they are used.
+    """
+    handle, family, plan = run.handle, run.handle.family, run.plan
+    found: list[Feature] = []
+    if plan.quantised:
+        from ..weights.quantising import QuantisedRun
+
+        found.append(QuantisedRun())
+    if handle.backend.name != EAGER or run.compile_key or handle.compile_options.attention:
+        from ..compile.feature import CompiledRun
+
+        found.append(CompiledRun(run))
+    if plan.fp16_sums:
+        found.append(Fp16Accumulation())
+    parallel = None
+    if not handle.ranks.alone:
+        from ..parallel.feature import ParallelRun
+
+        parallel = ParallelRun(run)
+    if run.settings and handle.step_cache and handle.step_cache.error and family.cached_blocks:
+        from .step_cache import CachedRun
+
+        found.append(CachedRun(run, run.settings, handle.step_cache, parallel))
+    found.append(SplitBatch())
+    if plan.dtype == "fp16" and not plan.quantised:
+        found.append(ClippedValues())
+    if parallel:
+        found.append(parallel)
+    if run.previews and run.settings:
+        from .previews import PreviewedRun
+
+        found.append(PreviewedRun(run.previews, handle, run.settings.frames))
+    return found
 
 
 def guarded_denoiser(stage: ComponentStage, features: Sequence[Feature] | None = None) -> torch.nn.Module:

@@ -12,10 +12,9 @@ import torch
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shallow_copy import reporting, with_forward
-from ...trust.message import BadInput, Message
-from ...trust.text import is_whole, listed
+from ...trust.message import BadInput, Message, is_whole, listed
 from .denoiser import GuardedCalls
-from .features import ClippedValues
+from .feature import ClippedValues
 from .handle import PipelineHandle, in_turn
 from .stage import Calls, CallTold, ComponentStage
 

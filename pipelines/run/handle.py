@@ -1,14 +1,22 @@
-"""What travels on an ONEDIFF_PIPELINE wire: an immutable handle to loaded components and how to run them."""
+"""What travels on an ONEDIFF_PIPELINE wire: an immutable handle to loaded components and how to run them.
+
+What earlier runs learned of a pipeline is in its store for this process, and in a profile (`precision/overrides.py`)
+for later ones. A profile belongs to a model by its denoiser's config, safetensors headers, sizes and a sample of the
+weights: not by a hash of 11 GB, and headers alone would not tell a fine-tune from its base.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import struct
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...precision.accumulation import Accumulation, accumulation, without_fp16_accumulation
 from ...precision.arch import Architecture, present
@@ -17,23 +25,23 @@ from ...precision.guard import GuardPolicy, OnFailure
 from ...precision.machine import check_torch, first_line
 from ...precision.memory import Memory, peak_memory
 from ...precision.observe import alone
-from ...precision.overrides import Profile
+from ...precision.overrides import NOTHING, PrecisionOverrides, Profile, ProfileFile
 from ...precision.policy import Component, Plan, PlanImpossible, Precision, choose
 from ...precision.report import RunReport
 from ...precision.self_test import verified_architecture
 from ...precision.shared import PROCESS_GATE
 from ...precision.upcast import tf32_off
-from ...trust.message import Message
+from ...trust.message import Message, shown
 from ..compile.backends import BackendChoice, CompileOptions, choose_backend
 from ..errors import BadLora
 from ..families.spec import FamilySpec
 from ..models.folder import open_model
 from ..models.lora import Lora, check_lora, keys, skeleton
+from ..models.on_disk import StoredModel, header_text
 from ..parallel.group import ALONE, ProcessGroup
 from ..weights.components import ComponentStore, MemoryKey, shared_store
 from ..weights.offload import Offload, backend_with, brings_parts_to
-from ..weights.oom_fallback import NoRoom, ran_out
-from ..weights.placement import PlainPlacement
+from ..weights.placement import NoRoom, PlainPlacement, ran_out
 from ..weights.quantising import check
 from .stage import ComponentStage
 
@@ -263,3 +271,81 @@ def add_lora(handle: PipelineHandle, lora: Lora) -> PipelineHandle:
         )
     notes = check_lora(lora.path, handle.family, skeleton(handle.store.model))
     return replace(handle, loras=(*handle.loras, replace(lora, notes=notes)))
+
+
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file's weights
+
+
+def load_profile(handle: PipelineHandle, key: MemoryKey) -> tuple[PrecisionOverrides, tuple[str, ...]]:
+    """What is known of a denoiser, and lines for the report."""
+    if key in handle.store.learned:
+        return handle.store.learned[key], ()
+    learned, notes = _profile_file(handle, key).load()
+    handle.store.learned[key] = learned
+    if handle.profile is None and learned != NOTHING:
+        handle.store.recalled.add(key)
+    return learned, notes
+
+
+def update_cache(handle: PipelineHandle, key: MemoryKey, learned: PrecisionOverrides) -> None:
+    """What is known from now on, for as long as the store lives. That a run went on in fp32 is of that run alone."""
+    handle.store.learned[key] = replace(learned, whole_run_fp32=False)
+
+
+def save_profile(handle: PipelineHandle, key: MemoryKey) -> None:
+    """Write what is known to a profile. Nothing is written too, where runs forgot what the kept profile says. Of ranks,
+    the first one writes it for all."""
+    if not handle.ranks.first:
+        return
+    learned = handle.store.learned.get(key, NOTHING)
+    if learned.to_share != NOTHING or key in handle.store.recalled:
+        _profile_file(handle, key).save(learned)
+
+
+def _profile_file(handle: PipelineHandle, key: MemoryKey) -> ProfileFile:
+    return ProfileFile(_identity(handle, key), handle.profiles, handle.profile)
+
+
+def profile_of(handle: PipelineHandle, denoiser: str, dtype: str) -> Profile:
+    """The profile of a denoiser of which nothing is known yet."""
+    return _identity(handle, handle.memory_key(denoiser, dtype))
+
+
+def _identity(handle: PipelineHandle, key: MemoryKey) -> Profile:
+    """Read files when it is first asked for, as a run begins: at its end they may be gone, or others."""
+    profiles, (denoiser, dtype, _, architecture, _) = handle.store.profiles, key
+    if (whose := key[:4]) not in profiles:
+        profiles[whose] = identify(handle.store.model, denoiser, handle.loras_of(denoiser), architecture, dtype)
+    return profiles[whose]
+
+
+def identify(model: StoredModel, denoiser: str, loras: Sequence[Lora], architecture: str, dtype: str) -> Profile:
+    """The profile of a run of which nothing is known yet. denoiser: the component, which the LoRAs are added to."""
+    import diffusers
+    import torch
+
+    versions = {package.__name__: ".".join(package.__version__.split(".")[:2]) for package in (torch, diffusers)}
+    return Profile(
+        model=shown(model.name, 300),
+        weights=fingerprint(model.weights[denoiser].files, model.denoiser_config),
+        loras=tuple(f"{fingerprint([lora.path], lora.beside)} at {lora.scale:g}" for lora in loras if lora.scale),
+        architecture=architecture,
+        dtype=dtype,
+        versions=versions,
+    )
+
+
+def fingerprint(files: Iterable[Path], config: Mapping[str, Any] | None = None) -> str:
+    """Return 32 hexadecimal digits that tell safetensors files, and a config, from others."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for file in files:
+        size = file.stat().st_size
+        header = header_text(file)
+        digest.update(struct.pack("<Q", len(header)) + header)
+        start = 8 + len(header)
+        with file.open("rb") as stream:
+            for sample in range(_SAMPLES):
+                stream.seek(start + (size - start) * sample // _SAMPLES)
+                digest.update(stream.read(_SAMPLE_BYTES))
+        digest.update(f":{size};".encode())
+    return digest.hexdigest()[:32]

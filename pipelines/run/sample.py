@@ -21,14 +21,12 @@ from ..compile.auto_compile import with_backend_of_run
 from ..compile.backends import EAGER
 from ..errors import BadSize
 from ..families.spec import ENCODERS, FamilySpec
-from ..weights.oom_fallback import OomFallback
+from ..weights.placement import OomFallback
 from . import vae
-from .denoiser import guarded_denoiser
+from .denoiser import features_of, guarded_denoiser
 from .feature import RunContext, Tell
-from .features import features_of
-from .handle import PipelineHandle, in_turn
+from .handle import PipelineHandle, in_turn, save_profile
 from .previews import Previews
-from .profiles import save_profile
 from .stage import Calls, ComponentStage
 
 MakeDenoiser = Callable[[ComponentStage], torch.nn.Module]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from ...precision.guard import Stage
 from ...precision.observe import block_names
 from ...precision.policy import Component
 from ...precision.shared import PROCESS_GATE
-from ...precision.stage import Stage
 from ...trust.message import Message
 from ..compile.backends import uses_torch_kernels
 from ..errors import BackendUnavailable

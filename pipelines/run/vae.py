@@ -22,7 +22,7 @@ from ...precision.shallow_copy import Make, mixin_class, replace_submodules, rep
 from ...precision.upcast import TF32, autocast_off_where_on, device_types, run_in_fp32
 from ..compile.auto_compile import CallSignature, DecoderCompiler, signature_of
 from ..weights.activation_memory import attempt_on_meta, counted
-from ..weights.oom_fallback import ExecutionOption, OomFallback
+from ..weights.placement import ExecutionOption, OomFallback
 from .stage import Calls, ComponentStage
 
 _BLOCKS = ("down_blocks", "mid_block", "up_blocks")  # of diffusers' encoders and decoders

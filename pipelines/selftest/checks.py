@@ -32,7 +32,7 @@ from ..compile.backends import EAGER, CompileOptions, came_to, choose_backend, c
 from ..errors import DeviceGone
 from ..families.table import VARIANTS
 from ..weights.offload import BlockOffload, Offload, brings_parts_to
-from ..weights.oom_fallback import ran_out
+from ..weights.placement import ran_out
 
 logger = logging.getLogger(__name__)
 

@@ -32,9 +32,9 @@ from ..models.folder import fingerprint
 from ..models.lora import Lora, LoraKey, keys, with_loras
 from ..models.on_disk import StoredModel, hooked, tell_reading
 from .offload import BlockOffload, Offload, OffloadPolicy, brings_parts_to
-from .oom_fallback import FailedEstimate
 from .placement import (
     MOVING,
+    FailedEstimate,
     PlainPlacement,
     bytes_coming,
     bytes_of,

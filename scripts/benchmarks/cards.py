@@ -17,7 +17,7 @@ from pathlib import Path
 import diffusers
 import torch
 from comfyui_onediff_guard.pipelines.insight.vram_estimate import RunEstimate, StageEstimate, estimate_runs
-from comfyui_onediff_guard.pipelines.run.features import APART
+from comfyui_onediff_guard.pipelines.run.feature import APART
 from comfyui_onediff_guard.precision.arch import named
 from measure import RESULTS, write_json
 

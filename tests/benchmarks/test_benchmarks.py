@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.insight.vram_estimate import StageEstimate
-from comfyui_onediff_guard.pipelines.run.features import APART
+from comfyui_onediff_guard.pipelines.run.feature import APART
 
 GPU_STAGES = ("steps", "fp16", "stream", "offload", "end_to_end", "rerun", "attention", "layout")
 RUNS = {

@@ -21,7 +21,7 @@ from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.folder import family_of, inspect
 from comfyui_onediff_guard.pipelines.models.lora import check_lora
 from comfyui_onediff_guard.pipelines.models.single_file import read_svd
-from comfyui_onediff_guard.trust.text import for_terminal
+from comfyui_onediff_guard.trust.message import for_terminal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutations import mutated, mutated_bytes, mutated_text

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from comfyui_onediff_guard.pipelines.run.denoiser import PROFILE_UNUSED
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.profiles import profile_of
+from comfyui_onediff_guard.pipelines.run.handle import profile_of
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.overrides import (

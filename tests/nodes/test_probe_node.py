@@ -12,7 +12,7 @@ import torch
 from as_comfyui import GRAPHS, Refused, call, picture
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.pipelines.errors import BadSize
-from comfyui_onediff_guard.pipelines.run.profiles import profile_of
+from comfyui_onediff_guard.pipelines.run.handle import profile_of
 from comfyui_onediff_guard.precision.overrides import ALL_LAYERS_SCALED, parse
 from comfyui_onediff_guard.precision.policy import Component
 from comfyui_onediff_guard.trust.message import BadInput

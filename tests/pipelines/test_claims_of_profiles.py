@@ -10,8 +10,7 @@ import torch
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.run.denoiser import PROFILE_UNUSED
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.handle import load
-from comfyui_onediff_guard.pipelines.run.profiles import profile_of
+from comfyui_onediff_guard.pipelines.run.handle import load, profile_of
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope

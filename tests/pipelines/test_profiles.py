@@ -12,7 +12,7 @@ import pytest
 import shared_models
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.folder import inspect
-from comfyui_onediff_guard.pipelines.run.profiles import identify
+from comfyui_onediff_guard.pipelines.run.handle import identify
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.overrides import (
     NOTHING,

@@ -16,9 +16,8 @@ from comfyui_onediff_guard.demo.small_model import build_cogvideox
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.models.lora import Lora
-from comfyui_onediff_guard.pipelines.run.denoiser import GuardedDenoiser
+from comfyui_onediff_guard.pipelines.run.denoiser import GuardedDenoiser, features_of
 from comfyui_onediff_guard.pipelines.run.feature import RunContext
-from comfyui_onediff_guard.pipelines.run.features import features_of
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
@@ -329,7 +328,6 @@ def test_offloads_that_have_neither_weights_on_the_card_are_refused(offload: Off
 
 def test_what_a_call_takes_is_counted_with_the_int8_products(opened: Any) -> None:
     from comfyui_onediff_guard.pipelines.run.feature import RunContext, setup_of
-    from comfyui_onediff_guard.pipelines.run.features import features_of
     from comfyui_onediff_guard.pipelines.weights.activation_memory import estimate_activation_bytes
 
     def most(precision: str) -> int:

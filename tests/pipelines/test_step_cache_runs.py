@@ -18,7 +18,7 @@ from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run import denoiser as denoising
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.features import _ClippedValues
+from comfyui_onediff_guard.pipelines.run.feature import _ClippedValues
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
 from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample

@@ -8,9 +8,8 @@ import pytest
 import torch
 from comfyui_onediff_guard.precision.arch import named
 from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward
-from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
+from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope, Stage
 from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides
-from comfyui_onediff_guard.precision.stage import Stage
 from guards import report_of
 
 LEARNED = GuardPolicy(scope=Scope.LEARNED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 
 import pytest
-from comfyui_onediff_guard.trust.text import for_file_name, for_page, for_terminal, listed, shown, without_password
+from comfyui_onediff_guard.trust.message import for_file_name, for_page, for_terminal, listed, shown, without_password
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -18,7 +18,7 @@ from comfyui_onediff_guard.headless.workflow import schema, ui_format, ui_values
 from comfyui_onediff_guard.headless.workflow.graph import Graph, from_api, is_ui_format
 from comfyui_onediff_guard.headless.workflow.schema import Schema
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
-from comfyui_onediff_guard.trust.text import listed
+from comfyui_onediff_guard.trust.message import listed
 from PIL import Image
 from templates import TITLES, WORKFLOWS, api_file, ui_file
 

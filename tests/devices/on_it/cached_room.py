@@ -12,8 +12,7 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.run.step_cache import _FullCache
-from comfyui_onediff_guard.pipelines.weights.oom_fallback import _MARGIN
-from comfyui_onediff_guard.pipelines.weights.placement import bytes_of
+from comfyui_onediff_guard.pipelines.weights.placement import _MARGIN, bytes_of
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.step_cache import DenoiserHistory
 from small_runs import CPU, opened, sampled

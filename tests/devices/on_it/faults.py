@@ -15,7 +15,7 @@ from comfyui_onediff_guard.pipelines.compile import backends
 from comfyui_onediff_guard.pipelines.insight.probe import probe
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.weights.oom_fallback import NoRoom
+from comfyui_onediff_guard.pipelines.weights.placement import NoRoom
 from small_runs import CPU, CUDA, frames, opened, prompts
 from torch._dynamo.backends.debugging import aot_eager
 from torch._inductor import compile_fx

@@ -14,7 +14,7 @@ from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.weights.activation_memory import estimate_activation_bytes
-from comfyui_onediff_guard.pipelines.weights.oom_fallback import NoRoom
+from comfyui_onediff_guard.pipelines.weights.placement import NoRoom
 from small_runs import SIZES, sampled
 
 MODELS = [pytest.param(name, marks=[pytest.mark.long] if name == "svd" else []) for name in SIZES]

@@ -14,8 +14,7 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.weights import activation_memory as rooms
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
-from comfyui_onediff_guard.pipelines.weights.oom_fallback import NoRoom, ran_out
-from comfyui_onediff_guard.pipelines.weights.placement import bytes_on
+from comfyui_onediff_guard.pipelines.weights.placement import NoRoom, bytes_on, ran_out
 from comfyui_onediff_guard.precision.kernels import Kernels
 from comfyui_onediff_guard.precision.memory import size
 from comfyui_onediff_guard.precision.policy import Component

@@ -12,7 +12,7 @@ from comfyui_onediff_guard.pipelines.insight import vram_estimate
 from comfyui_onediff_guard.pipelines.models.folder import family_of, open_model
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.weights.oom_fallback import ExecutionOption
+from comfyui_onediff_guard.pipelines.weights.placement import ExecutionOption
 from small_runs import SIZES, sampled
 
 
