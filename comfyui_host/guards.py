@@ -14,7 +14,7 @@ import copy
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from types import MethodType, NoneType
 from typing import Any
@@ -193,22 +193,31 @@ def denoiser_of(call: ModelCall) -> ComfyNetwork:
 def _guarded_controlnets(run: Run, conds: Mapping[str, Any]) -> Generator[None]:
     """conds: what a sampling is given, by name, as ComfyUI's PREPARE_SAMPLING returns it."""
     guards: dict[torch.nn.Module, _NetworkGuard] = {}  # several may share a network
-    over: list[bool] = []
 
-    def get_control(control: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def guarded(control: Any) -> AbstractContextManager[None]:
         network, dtype = _network_of(control)
-        if network is None or over:  # another pack may have kept this method, in one of its own
-            return plain(*args, **kwargs)
+        if network is None:
+            return nullcontext()
         guards[network] = guards.get(network) or _NetworkGuard(network, run.of_controlnet())
-        with guards[network].guarded(dtype):
-            return plain(*args, **kwargs)
+        return guards[network].guarded(dtype)
 
     with ExitStack() as put_back:
-        put_back.callback(guards.clear)
-        put_back.callback(over.append, True)
         for control, plain in _controlnets(conds):
-            put_back.enter_context(_in_place(control, get_control=partial(get_control, control, plain)))
+            if id(control) not in _RUNNING:  # by a run that this one is made in
+                put_back.enter_context(_in_place(control, get_control=partial(_get_control, control, plain)))
+                put_back.callback(_RUNNING.pop, id(control))
+                _RUNNING[id(control)] = guarded
         yield
+
+
+# the id of a ControlNet → what guards its network in the run that goes on
+_RUNNING: dict[int, Callable[[Any], AbstractContextManager[None]]] = {}
+
+
+def _get_control(control: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Another pack may keep this method in one of its own, and call it in later runs, or in none."""
+    with (_RUNNING.get(id(control)) or nullcontext)(control):
+        return plain(*args, **kwargs)
 
 
 @unless_changed("guarding ControlNets", ())

@@ -162,21 +162,25 @@ def test_what_a_controlnet_gives_several_times_takes_its_memory_once(precision: 
     assert {each.dtype for each in given[-1]} == {torch.float16}
 
 
-def test_a_method_that_another_pack_has_kept_guards_nothing_after_the_run() -> None:
-    """ComfyUI-TiledDiffusion keeps a ControlNet's `get_control` under another name, and puts its own in its place."""
-    control, model = applied(controlnet("sd15", hot=True)), make_model(LAYOUTS["sd15"])
+def test_a_method_that_another_pack_has_kept_guards_in_guarded_runs_alone() -> None:
+    """ComfyUI-TiledDiffusion keeps a ControlNet's first `get_control` under another name, and puts its own in its place
+    in each run."""
+    layout, control, model = LAYOUTS["sd15"], applied(controlnet("sd15", hot=True)), make_model(LAYOUTS["sd15"])
 
     def keep(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        if "kept" not in vars(control):
-            control.kept = control.get_control
-            control.get_control = lambda *args: control.kept(*args)
+        control.__dict__.setdefault("kept", control.get_control)
+        control.get_control = lambda *args: control.kept(*args)
         return executor(*args, **kwargs)
 
     keeping = model.clone()
     keeping.add_wrapper_with_key(import_module("comfy.patcher_extension").WrappersMP.CALC_COND_BATCH, "another", keep)
-    stopped = error_of(lambda: sample(guarded(keeping, on_failure="stop"), LAYOUTS["sd15"], control=control))
+    stopped = error_of(lambda: sample(guarded(keeping, on_failure="stop"), layout, control=control))
     assert stopped.startswith("GuardStopped") and control.get_control.__name__ == "<lambda>"
-    assert not sample(model, LAYOUTS["sd15"], control=control).isfinite().all()
+    assert not sample(model, layout, control=control).isfinite().all()
+    right = sample(in_fp32(model, layout), layout, control=applied(controlnet("sd15", torch.float32, hot=True)))
+    for _ in range(2):
+        assert difference(sample(guarded(keeping), layout, control=control), right) <= 2e-2
+    assert not sample(model, layout, control=control).isfinite().all() and not module("comfyui_host.guards")._RUNNING
 
 
 @pytest.mark.parametrize("strength", [0.5, 2.0, 10.0])
