@@ -1,8 +1,8 @@
 """What other packs keep from call to call in variables of their modules and classes, as caches that skip steps do.
 
-A call that is made again has to find there what the first one found. Only what holds tensors, or counts, is put back:
-queues, flags and settings are other threads' as well, and no matter of one call. Whatever a pack has there, looking at
-it raises nothing.
+A call that is made again has to find there what the first one found. Only what holds tensors is put back, and numbers,
+which may be counts: in variables, in attributes, and in dicts and lists. Queues, flags and settings are other threads'
+as well, and no matter of one call. Whatever a pack has there, looking at it raises nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..precision.dtypes import HALF_DTYPES
 
 _ENTRIES = 5_000  # of containers, that are looked at
 _COPIED = 2**25  # bytes of tensors that are copied
+_NUMBERS = (int, float)
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, deque)
 _ABSENT: Any = object()
 _PLAIN = torch._C.DisableTorchFunction  # out of the fp32 rerun's mode, in which half tensors look like float32
@@ -170,7 +171,7 @@ def _variables(place: Place, owner: Any) -> Iterator[tuple[str, _Variable]]:
 def _looked_at(value: Any, place: Place, left: list[int]) -> _Variable | None:
     """left: entries that may still be looked at; changed. Returns None for what is no state."""
     root = place[0].partition(".")[0]
-    if not (value is None or type(value) in (int, float) or isinstance(value, torch.Tensor) or _held(value, root)):
+    if not (value is None or type(value) in _NUMBERS or isinstance(value, torch.Tensor) or _held(value, root)):
         return None
     found, seen, ahead = _Variable(value), set[int](), [(value, place)]
     while ahead:
@@ -219,8 +220,23 @@ def _put_back(owner: Any, name: str, before: _Variable, now: _Variable | None) -
                     tensor.copy_(values)
         if current is not before.value:
             setattr(owner, name, before.value)
-    elif type(current) in (int, float) and type(before.value) in (int, float) and current != before.value:
+        return
+    if _differ(current, before.value):
         setattr(owner, name, before.value)
+    for _, container, items in before.containers:
+        if isinstance(container, dict):
+            for key in [key for key, value in [*container.items()] if key not in items and type(value) in _NUMBERS]:
+                del container[key]
+            container.update({key: was for key, was in items.items() if _differ(container.get(key, was), was)})
+        elif type(container) in (list, deque) and len(container) == len(items):  # else a queue, or a history
+            for at, was in enumerate(items):
+                if _differ(container[at], was):
+                    container[at] = was
+
+
+def _differ(now: Any, before: Any) -> bool:
+    """Return whether a number was another one before."""
+    return type(now) in _NUMBERS and type(before) in _NUMBERS and now != before
 
 
 def _attempt(do: Callable[..., object], *args: Any) -> None:

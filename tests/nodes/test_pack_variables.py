@@ -34,6 +34,7 @@ class Block(nn.Module):
 kept, hostile, types, named = Kept(), [Hostile()], {"sizes": list[int]}, Named(a=1)
 calls, share, made, flag, queue, models, frozen = 0, 0.5, None, False, [1], {}, (1, [2])
 cache = {"last": ones(2), "order": [1, 2]}
+counts, steps, config = {"step": 0, "of": {"a": 0}, "on": True, "gone": 2}, [0, "a"], Kept()
 sparse, nowhere = ones(2).to_sparse(), ones(2, device="meta")
 """
 
@@ -62,10 +63,22 @@ PUT_BACK = {  # how a call changes a pack's variables; what tells that it was pu
     "in an object's dict": (lambda it: it.kept.cache.update({1: ONES}), lambda it: it.kept.cache == {}),
     "in a dict": (lambda it: it.cache.update(last=ONES, more=1), lambda it: [*it.cache] == ["last", "order"]),
     "in place": (lambda it: it.cache["last"].fill_(torch.nan), lambda it: bool((it.cache["last"] == 1).all())),
+    "a count in a dict": (lambda it: it.counts.update(step=1), lambda it: it.counts["step"] == 0),
+    "a count in a dict's dict": (lambda it: it.counts["of"].update(a=1), lambda it: it.counts["of"] == {"a": 0}),
+    "a count that is new in a dict": (lambda it: it.counts.update(more=1), lambda it: "more" not in it.counts),
+    "a count in a list": (lambda it: it.steps.__setitem__(0, 1), lambda it: it.steps == [0, "a"]),
+    "a count of an object": (lambda it: vars(it.config).update(hits=1), lambda it: it.config.hits == 0),
+    "a new count of an object": (
+        lambda it: vars(it.config).update(misses=1),
+        lambda it: [*vars(it.config)] == ["cache", "hits"],
+    ),
     "beside a tensor": (lambda it: it.cache["order"].append(3), lambda it: it.cache["order"] == [1, 2]),
 }
 LEFT_ALONE = {  # by the variable
     "a flag": (set_("flag", True), lambda it: it.flag is True),
+    "a flag in a dict": (lambda it: it.counts.update(on=False), lambda it: it.counts["on"] is False),
+    "what was taken from a dict": (lambda it: it.counts.pop("gone"), lambda it: "gone" not in it.counts),
+    "a name in a list": (lambda it: it.steps.__setitem__(1, "b"), lambda it: it.steps == [0, "b"]),
     "a queue": (lambda it: it.queue.append(2), lambda it: it.queue == [1, 2]),
     "a model": (lambda it: it.models.update(a=nn.Linear(1, 1)), lambda it: [*it.models] == ["a"]),
     "a function": (set_("patched", lambda: 1), lambda it: hasattr(it, "patched")),
