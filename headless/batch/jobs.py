@@ -146,8 +146,8 @@ class JobsFile:
             line = parse_as(JobLine, text.removeprefix(BOM))
             named = line.workflow
             graph, schemas = self._read_file(self._path(named)) if isinstance(named, str) else self._read(named)
-            graph = settings.apply(graph, map(Setting.parse, line.changes), schemas)
-            axes = axes_of(line.matrix, graph, schemas)
+            changes = [*map(Setting.parse, line.changes)]
+            axes = axes_of(line.matrix, settings.apply(graph, changes, schemas), schemas)
         except Unreadable as error:
             raise WorkflowError(f"{where}: {error}. Expected an object such as {EXAMPLE}.") from None
         except WorkflowError as error:
@@ -157,7 +157,7 @@ class JobsFile:
         def made(place: int, chosen: Iterable[Setting]) -> Job | Unmade:
             name = f"{line.name or f'line {number}'}{f' #{place}' if jobs > 1 else ''}"
             try:
-                changed = settings.apply(graph, chosen, schemas)
+                changed = settings.apply(graph, [*changes, *chosen], schemas)
                 return Job(name, changed, content_of(changed, schemas, self.input_dir), cache_key_of(changed))
             except WorkflowError as error:
                 return Unmade(name, f"{where}: {error}")

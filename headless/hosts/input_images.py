@@ -5,6 +5,7 @@ So a name is one of a file below the input folder, and what is read has to be an
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 import warnings
@@ -133,7 +134,8 @@ def _takes_images(spec: InputSpec) -> bool:
 
 def _frames(file: Image.Image) -> Iterator[Frame]:
     pixels = 0
-    for frame in ImageSequence.Iterator(file):
+    several = itertools.islice(ImageSequence.Iterator(file), 1 if file.format == "MPO" else None)  # as ComfyUI does
+    for frame in several:
         pixels += frame.width * frame.height
         if not 0 < pixels <= MAX_PIXELS:
             raise ValueError(f"{pixels:,} pixels in all frames together, expected at most {MAX_PIXELS:,}")

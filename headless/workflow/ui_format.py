@@ -68,11 +68,14 @@ def named_types(workflow: Graph | Mapping[str, Any]) -> set[str]:
     return types_named(_read(workflow))
 
 
-def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
+def convert(
+    data: Mapping[str, Any], schemas: Mapping[str, Schema], changed: Mapping[tuple[str, str], Any] | None = None
+) -> Graph:
     """The graph that ComfyUI's page would send for this UI-format workflow. Nodes in subgraphs have ids like "1:2:3".
 
-    data: the workflow. schemas: by node type; at least those of `types_in(data)`. Raises WorkflowError where it
-    can't be read or unfolded, or has a broken link table or an unknown node type.
+    data: the workflow. schemas: by node type; at least those of `types_in(data)`. changed: by node and input, what file
+    names have in place of what the workflow says. Raises WorkflowError where it can't be read or unfolded, or has a
+    broken link table or an unknown node type.
     """
     unfolded = _read(data)
     missing = sorted(_class_types(unfolded) - set(schemas))
@@ -82,7 +85,7 @@ def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
             f"the browser has it, as with labels: {EXPORT_HINT}"
         )
     sources = Sources(unfolded, schemas)
-    names = FileNames(unfolded, schemas, sources.widgets)
+    names = FileNames(unfolded, schemas, sources.widgets, changed or {})
     converted: dict[str, GraphNode] = {}
     prompts: dict[tuple[str, str], str] = {}
     patterned: dict[tuple[str, str], str] = {}
@@ -130,7 +133,7 @@ def with_changes(graph: Graph, changed: Iterable[tuple[str, str]], schemas: Mapp
         return graph
     given = {(node, name): graph.nodes[node].inputs.get(name) for node, name in changed}
     saved, has_all = with_widgets(graph.workflow, given, schemas)
-    again = convert(saved, schemas)
+    again = convert(saved, schemas, given)
     filled_in: dict[str, dict[str, Any]] = {}
     for node_id, name in graph.patterned:
         if node_id in again.nodes and name in again.nodes[node_id].inputs:

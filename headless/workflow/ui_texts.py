@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import WorkflowError
 from .graph import Graph, Link
 from .schema import SEED_NAMES, Schema
-from .ui_file import Canvas, UiNode, Unfolded
+from .ui_file import INPUTS, Canvas, UiNode, Unfolded
 from .ui_values import OF_THE_PAGE, PRIMITIVE, Widgets
 
 PREFIX = "filename_prefix"
@@ -165,9 +165,20 @@ def _number(number: float) -> str:
 class FileNames:
     """Fills in file names as of one moment."""
 
-    def __init__(self, unfolded: Unfolded, schemas: Mapping[str, Schema], widgets: Widgets) -> None:
+    def __init__(
+        self,
+        unfolded: Unfolded,
+        schemas: Mapping[str, Schema],
+        widgets: Widgets,
+        changed: Mapping[tuple[str, str], Any],
+    ) -> None:
         self.nodes = _by_name(unfolded, schemas)
         self.widgets = widgets
+        self.changed = {
+            (id(node), widget): value
+            for (node_id, name), value in changed.items()
+            for node, widget in _showing(unfolded, node_id, name)
+        }
         self.value = cache(self._value)
         self.now = datetime.now()
 
@@ -178,11 +189,28 @@ class FileNames:
     def _value(self, name: str, widget: str) -> Any:
         """What a widget holds, muted or not; raises KeyError."""
         canvas, node = self.nodes[name]
+        if (id(node), widget) in self.changed:
+            return self.changed[id(node), widget]
         value = self.widgets.of(node)[widget]
         slot = next((slot for slot in node.inputs or () if slot.name == widget), None)
         link = canvas.links.get(slot.link) if slot and slot.link else None
         source = canvas.nodes.get(link.origin_id) if link else None
         return source.first_value if source and source.type == PRIMITIVE else value
+
+
+def _showing(unfolded: Unfolded, node_id: str, name: str) -> Iterator[tuple[UiNode, str]]:
+    """A node and its widget, and the subgraph nodes around it that show that as one of theirs."""
+    path, _, own = node_id.rpartition(":")
+    level = unfolded.levels.get(f"{path}:" if path else "")
+    node = level.canvas.nodes.get(own) if level else None
+    while level and node:
+        yield node, name
+        slot = next((slot for slot in node.inputs or () if slot.name == name), None)
+        link = level.canvas.links.get(slot.link) if slot and slot.link else None
+        if not (level.host and link and link.origin_id == INPUTS and link.origin_slot < len(level.canvas.inputs)):
+            return
+        name = level.canvas.inputs[link.origin_slot].name
+        level, node = level.host
 
 
 def types_named(unfolded: Unfolded) -> set[str]:

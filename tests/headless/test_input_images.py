@@ -231,3 +231,11 @@ def loading(name: str) -> dict[str, Any]:
         "1": {"class_type": "LoadImage", "inputs": {"image": name}},
         "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "x"}},
     }
+
+
+@pytest.mark.parametrize(("kind", "frames"), [("MPO", 1), ("GIF", 2), ("TIFF", 2), ("WEBP", 2)])
+def test_further_pictures_of_a_camera_are_no_batch(tmp_path: Path, kind: str, frames: int) -> None:
+    """ComfyUI makes one image of an MPO, which has the name of a JPEG, and a batch of what is animated or has pages."""
+    colours = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    colours[0].save(tmp_path / "a.jpg", format=kind, save_all=True, append_images=colours[1:])
+    assert len(input_images.frames(input_images.read(tmp_path / "a.jpg"))) == frames

@@ -6,10 +6,12 @@ import json
 import math
 from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 from comfyui_onediff_guard.headless.batch.content import content_of
+from comfyui_onediff_guard.headless.batch.jobs import Job, JobsFile
 from comfyui_onediff_guard.headless.errors import UnknownNodesError, WorkflowError
 from comfyui_onediff_guard.headless.workflow import schema, settings, ui_format, ui_texts
 from comfyui_onediff_guard.headless.workflow.graph import Graph, Link
@@ -557,6 +559,46 @@ def test_file_names_have_what_was_set(changes: list[str], name: str) -> None:
     graph, _ = as_set(nodes, link(1, 1, 2), changes=changes, definitions={"subgraphs": [INSIDE]})
     assert graph.nodes["2"].inputs["filename_prefix"] == name
     assert graph.workflow is None or ui_format.convert(graph.workflow, SCHEMAS).to_api() == graph.to_api()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "changes", "name"),
+    [
+        ("%Noise.width%", ["3:9.width=5"], "5"),
+        ("%Noise.seed%", ["3:9.seed=6"], "6"),  # which a primitive fed
+        ("%Noise.seed%_%Noise.width%", ["3:9.gain=1"], "11_4"),  # as in the file
+        ("%Box.size%", ["3:9.width=5"], "5"),  # which the subgraph's node shows as its own
+        ("%Box.size%_%Noise.width%", ["3:9.width=5", "3:9.width=6"], "6_6"),
+    ],
+)
+def test_file_names_have_what_was_set_in_subgraphs(pattern: str, changes: list[str], name: str) -> None:
+    inner = node(9, "Noise", [4, 7, "fixed", "nan", "", 1], [("width", "INT", 1), ("seed", "INT", 2)])
+    box = {
+        "id": "box", "name": "My box", "nodes": [inner, node(8, "PrimitiveNode", [11])],
+        "links": [link(1, -10, 9), link(2, 8, 9)], "inputs": [{"name": "size", "linkIds": [1]}],
+    }  # fmt: skip
+    nodes = [empty(), save(1, pattern), node(3, "box", [4], [("size", "INT", None)], title="Box")]
+    graph, _ = as_set(nodes, link(1, 1, 2), changes=changes, definitions={"subgraphs": [box]})
+    assert graph.nodes["2"].inputs["filename_prefix"] == name
+
+
+def test_a_batch_names_files_by_what_it_sets_in_subgraphs(tmp_path: Path) -> None:
+    nodes = [empty(), save(1, "%Empty.width%_%Noise.seed%"), node(3, "box", [])]
+    box = {"id": "box", "name": "My box", "nodes": [noise(9)]}
+    line = {
+        "workflow": {"nodes": nodes, "links": [link(1, 1, 2)], "definitions": {"subgraphs": [box]}},
+        "set": ["3:9.seed=8"],
+        "matrix": {"inputs": {"1.width": [5, 6]}},
+    }
+    (tmp_path / "jobs").write_text(json.dumps(line))
+    jobs = JobsFile(
+        tmp_path / "jobs",
+        workflows=tmp_path,
+        input_dir=None,
+        read=lambda data: (ui_format.convert(data, SCHEMAS), SCHEMAS),
+    )
+    names = [job.graph.nodes["2"].inputs["filename_prefix"] for job in jobs if isinstance(job, Job)]
+    assert names == ["5_8", "6_8"]
 
 
 def test_settings_in_turn_come_to_the_same_as_together() -> None:
