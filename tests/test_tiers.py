@@ -25,21 +25,6 @@ def test_every_test_runs_in_test_or_slow_or_needs_a_checkout_or_is_left_to_all(m
     assert tiers.unfitting("slow", ["tests/a.py::t"]) == {"tests/b.py", "tests/b.py::*[2]", "tests/c.py"}
 
 
-@pytest.mark.parametrize("third", range(3))
-@pytest.mark.parametrize(("second", "goes_with_it"), [("a", 1), ("b", 2)])
-@pytest.mark.parametrize("first", [1.5, 2.5])
-def test_each_two_values_of_a_test_with_three_axes_meet(
-    request: pytest.FixtureRequest, first: float, second: str, goes_with_it: int, third: int
-) -> None:
-    """Else `make test-slow` runs the product, or leaves out what nothing else runs."""
-    items = [item for item in request.session.items if item.originalname == request.node.originalname]
-    cases = [(item.nodeid, *tiers.axes(item)) for item in items]
-    pairs = {pair for _, _, case in cases for pair in itertools.combinations(case.items(), 2)}
-    chosen = tiers.covering([*cases, ("two", "two", {"model": 0, "mode": 0})])
-    assert "two" in chosen and (len(cases) < 12 or len(chosen) <= 9)
-    assert pairs == {pair for n, _, case in cases if n in chosen for pair in itertools.combinations(case.items(), 2)}
-
-
 def test_each_line_says_what_it_would_catch_and_nothing_that_another_says() -> None:
     for (section, line), (inner_section, inner) in itertools.permutations(LINES, 2):
         if (section, inner_section) != ("test", "slow"):

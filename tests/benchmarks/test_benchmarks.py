@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from comfyui_onediff_guard.pipelines.insight.vram_estimate import StageEstimate
-from comfyui_onediff_guard.pipelines.run.feature import APART
 
 GPU_STAGES = ("steps", "fp16", "stream", "offload", "end_to_end", "rerun", "attention", "layout")
 RUNS = {
@@ -57,18 +53,3 @@ def test_a_benchmark_writes_its_figures(root: Path, tmp_path: Path, name: str) -
     (file,) = tmp_path.glob("*.json")
     json.loads(file.read_text(encoding="utf-8"), object_hook=noted, parse_float=number)
     assert len(figures) > 5 and not errors, errors
-
-
-def test_a_card_that_runs_the_halves_of_guidance_in_turn_has_its_own_sign(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(root / "scripts" / "benchmarks"))
-    cards = import_module("cards")
-    for way, sign in {"none": "n", f"none, {APART}": "n½", f"sequential, {APART}": "s½"}.items():
-        assert cards.code(StageEstimate("denoiser", "fp16", way, 1, 1, fits=True)) == sign
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA card")
-def test_full_size_without_a_card_is_refused(root: Path) -> None:
-    done = ran(root, "gpu")
-    assert done.returncode == 1 and "No CUDA card" in done.stderr and "--small" in done.stderr
