@@ -12,7 +12,6 @@ from dataclasses import replace
 import diffusers
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.errors import BadSize
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
@@ -23,7 +22,6 @@ from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, Plai
 from comfyui_onediff_guard.precision.accumulation import SWITCHES
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure
 from comfyui_onediff_guard.precision.policy import Precision
-from comfyui_onediff_guard.trust.message import BadInput
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from overflows import fails_in_half
@@ -161,13 +159,6 @@ def test_a_healthy_half_run_is_bit_equal_with_and_without_the_guard(model_folder
     assert torch.equal(make(handle)[0], make(unguarded)[0])
 
 
-def test_the_same_seed_gives_the_same_video_in_every_precision(model_folder, open_pipeline):
-    folder = model_folder("5b")
-    expected, _ = make(open_pipeline(folder, "fp32"))
-    for precision, tolerance in (("fp16", 2e-2), ("bf16", 0.15)):
-        assert (make(open_pipeline(folder, precision))[0] - expected).abs().max() < tolerance
-
-
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_stop_policy_stops(model_folder, open_pipeline, precision):
     handle = replace(open_pipeline(model_folder("2b"), precision), policy=GuardPolicy(OnFailure.STOP))
@@ -291,41 +282,6 @@ def test_t5_keeps_wo_in_fp32(model_folder, open_pipeline):
     dtypes = {name.rsplit(".", 2)[-2]: p.dtype for name, p in text_encoder.named_parameters()}
     assert dtypes["wo"] == torch.float32
     assert dtypes["wi_0"] == torch.float16
-
-
-def test_sizes_are_refused_before_anything_is_loaded(model_folder, open_pipeline):
-    gc.collect()
-    handle = open_pipeline(model_folder("2b"))
-    embeddings = torch.zeros(1, 226, 64)
-    for wrong, message in (
-        ({"width": 70}, "width is 70, but must be a multiple of 16.*Nearest: 64"),
-        ({"height": 0}, "Nearest: 16"),
-        ({"frames": 50}, r"frames is 50, but must be 4·k \+ 1.*Nearest: 49"),
-        ({"frames": 0}, "Nearest: 1"),
-    ):
-        with pytest.raises(BadSize, match=message):
-            sample(handle, embeddings, embeddings, replace(SMALL, **wrong))
-    assert handle.store.loaded() == {}
-
-
-def test_foreign_conditioning_and_latents_are_refused(model_folder, open_pipeline):
-    gc.collect()
-    handle = open_pipeline(model_folder("2b"))
-    foreign = torch.zeros(1, 77, 768)
-    with pytest.raises(BadInput, match=r"'positive' has shape \(1, 77, 768\).*Encode Prompt"):
-        sample(handle, foreign, foreign, SMALL)
-    with pytest.raises(BadInput, match=r"shape \(1, 4, 8, 8\)"):
-        decode(handle, torch.zeros(1, 4, 8, 8))
-    assert handle.store.loaded() == {}
-
-
-def test_broken_latents_are_blamed_on_the_stage_that_made_them(model_folder, open_pipeline):
-    handle = open_pipeline(model_folder("2b"), "fp16")
-    with pytest.raises(
-        GuardStopped, match="There is nothing to decode: 2304 of the latents' 2304 values are NaN or infinite already"
-    ):
-        decode(handle, torch.full((1, 16, 3, 6, 8), float("nan")))
-    assert handle.store.loaded() == {}
 
 
 def test_interrupt_leaves_nothing_behind_and_the_next_run_works(model_folder, open_pipeline):

@@ -185,6 +185,7 @@ def test_svd_is_bit_equal_to_diffusers(model_folder, chunk, **drawn):
 
 
 STARTS = {
+    "5b": ({"guidance_scale": 6.0, "frames": 9}, None),
     "cogview3": ({"guidance_scale": 5.0}, None),
     "cogview4": ({"guidance_scale": 5.0}, None),
     "5b-i2v": ({"guidance_scale": 6.0, "frames": 9}, "image"),
@@ -264,16 +265,6 @@ def test_the_wrong_start_is_refused_before_anything_is_loaded(model_folder):
         encode_prompts(opened(model_folder("svd")), ["a boat"])
 
 
-def test_what_was_cut_off_a_long_prompt_is_said(model_folder):
-    handle = opened(model_folder("cogview3"))
-    long = "the end of a very long prompt " * 60 + "zebra"
-    _, report = encode_prompts(handle, [long])
-    (note,) = [note for note in report.notes if "cut off" in note]
-    assert "longer than 224 tokens" in note and note.rstrip().endswith("zebra")
-    _, report = encode_prompts(handle, ["short"])
-    assert not any("cut off" in note for note in report.notes)
-
-
 @pytest.mark.parametrize("variant", ["2b", "cogview3", "cogview4", "wan"])
 def test_a_prompt_is_read_whole_once_for_the_report_and_once_for_the_model(model_folder, monkeypatch, variant):
     """diffusers reads it a third time, to log what it cut off: of 10,000 characters that took most of the time."""
@@ -301,15 +292,6 @@ def test_pictures_are_fitted(fit):
     assert same.getpixel((0, 0)) == (128, 128, 128)
     (clear,) = fitted(torch.cat([torch.ones(1, 8, 8, 3), torch.zeros(1, 8, 8, 1)], -1), 8, 8, fit)
     assert clear.getpixel((0, 0)) == (0, 0, 0), "transparent is black"
-
-
-def test_pictures_that_do_not_fit_are_refused():
-    with pytest.raises(BadInput, match=r"50×30, but 64×48 is to be made"):
-        fitted(torch.rand(1, 30, 50, 3), 64, 48, "refuse")
-    with pytest.raises(BadInput, match="has shape"):
-        fitted(torch.rand(1, 16, 5, 6, 8), 64, 48, "crop")
-    with pytest.raises(BadInput, match="NaN or infinite"):
-        fitted(torch.full((1, 8, 8, 3), float("nan")), 64, 48, "crop")
 
 
 @pytest.mark.parametrize(
