@@ -4,7 +4,6 @@ another thing."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import shared_models
 import torch
-from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run import handle as handles
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
@@ -23,11 +21,11 @@ from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import accumulation as switches
 from comfyui_onediff_guard.precision import planned_layers, planned_products
 from comfyui_onediff_guard.precision.accumulation import Accumulation
-from comfyui_onediff_guard.precision.arch import ARCHITECTURES, named
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.overrides import MAX_FP16_ERROR, PrecisionOverrides, parse
 from comfyui_onediff_guard.precision.planned_products import float32_product
-from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, choose
+from comfyui_onediff_guard.precision.policy import PlanImpossible, Precision
 from fp16_sums_on_cpu import Fp16SumsOnCpu, a_card_with_fp16_sums
 from safetensors.torch import load_file, save_file
 from small_runs import sampled
@@ -197,35 +195,6 @@ def test_a_step_cache_stands_around_it(opened, model_folder, card) -> None:
 
 
 # where there is nothing to gain, or nothing to gain it by
-
-
-@pytest.mark.parametrize(
-    ("architecture", "precision", "said"),
-    [
-        ("sm90", Precision.FP16, r"off: sm90 \(Hopper\) multiplies no faster with it"),
-        ("cpu", Precision.FP16, "off: CPU multiplies no faster with it"),
-        ("gfx1100", Precision.FP16, "off: .* multiplies no faster with it"),
-        ("sm89", Precision.BF16, "off: products of bf16 always accumulate in fp32; choose precision 'fp16'"),
-        ("sm89", Precision.INT8, "off: products of bf16 always"),
-        ("sm89", Precision.FP32, "off: products of fp32 always"),
-        ("sm89", Precision.FP16_PLAIN, r"off: fp16 \(plain\) is not checked"),
-    ],
-)
-def test_where_it_gains_nothing_it_costs_nothing_and_says_so(
-    architecture: str, precision: Precision, said: str
-) -> None:
-    plan = choose(named(architecture), VARIANTS["CogVideoX-2B"], Component.DENOISER, precision, FP16)
-    assert not plan.fp16_sums
-    assert re.match(said, plan.fp16_sums_reason)
-
-
-def test_only_the_denoiser_is_asked_and_auto_never_chooses_it() -> None:
-    for component in VARIANTS["CogVideoX-2B"].components:
-        plan = choose(ARCHITECTURES["sm89"], VARIANTS["CogVideoX-2B"], component, Precision.FP16, FP16)
-        assert plan.fp16_sums == (component is Component.DENOISER)
-        for accumulation in (AUTO, Accumulation.FAST):
-            plan = choose(ARCHITECTURES["sm89"], VARIANTS["CogVideoX-2B"], component, Precision.FP16, accumulation)
-            assert not plan.fp16_sums and plan.fp16_sums_reason == ""
 
 
 def test_on_a_card_that_gains_nothing_not_a_bit_is_otherwise(opened, model_folder, card) -> None:

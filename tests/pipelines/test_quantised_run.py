@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import shutil
-import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from at_once import at_once
 from comfyui_onediff_guard.demo.small_model import build_cogvideox
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.models.folder import family_of
@@ -242,15 +243,8 @@ def test_a_lora_acts_around_quantised_layers(opened: Any, tmp_path: Path) -> Non
 def test_two_threads_make_what_one_does(opened: Any) -> None:
     handle = opened("int8")
     right = {seed: sampled(handle, seed=seed)[0] for seed in (3, 4)}
-    made: dict[int, torch.Tensor] = {}
-    threads = [
-        threading.Thread(target=lambda seed=seed: made.update({seed: sampled(handle, seed=seed)[0]})) for seed in right
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(made[seed], right[seed]) for seed in right)
+    made = at_once(*(partial(sampled, handle, seed=seed) for seed in right))
+    assert all(torch.equal(found, latents) for (found, _), latents in zip(made, right.values(), strict=True))
 
 
 def test_compiled_it_is_one_graph_and_a_second_run_compiles_nothing(opened: Any, traced_alone: None) -> None:

@@ -122,7 +122,7 @@ def test_every_plan_of_a_device(device: Architecture) -> None:
 
 
 @pytest.mark.parametrize("accumulation", Accumulation)
-@pytest.mark.parametrize("request_", [FP16, PLAIN, BF16])
+@pytest.mark.parametrize("request_", [FP16, PLAIN, BF16, FP32, INT8])
 def test_sums_in_fp16_are_the_denoisers_in_checked_fp16_where_they_are_asked_for(request_, accumulation):
     for component in TWO_B.components:
         plan = choose(ARCHITECTURES["sm89"], TWO_B, component, request_, accumulation)
@@ -130,8 +130,9 @@ def test_sums_in_fp16_are_the_denoisers_in_checked_fp16_where_they_are_asked_for
         assert plan.fp16_sums == wanted, component
         asked_in_vain = component is DENOISER and accumulation is Accumulation.FP16 and not wanted
         assert plan.fp16_sums_reason.startswith("off: ") == asked_in_vain
-    other = choose(ARCHITECTURES["gfx11"], TWO_B, DENOISER, request_, accumulation)
-    assert not other.fp16_sums, "AMD's cards multiply no faster with it"
+    others = ("sm90", "cpu") if request_ is INT8 else ("sm90", "cpu", "gfx11")
+    plans = [choose(ARCHITECTURES[name], TWO_B, DENOISER, request_, accumulation) for name in others]
+    assert not any(plan.fp16_sums for plan in plans), "they multiply no faster with it"
 
 
 @pytest.mark.parametrize(
