@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
+from as_comfyui import GRAPHS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.comfyui_host.flags import HONOURED, MAPPED, NO_EFFECT, ROWS
 from comfyui_onediff_guard.nodes.report import with_surroundings
@@ -111,14 +111,15 @@ def test_a_process_that_is_no_comfyui_has_no_flags(start: Callable[..., None], m
     assert (host.flags(), host.memory_wish(), host.placement().wish) == ((), "", "")
 
 
-def test_the_report_says_what_each_does(
-    start: Callable[..., None], comfyui: Any, model_folder: Callable[..., Path]
-) -> None:
+@pytest.fixture
+def loaded(comfyui: Any, model_folder: Callable[..., Path]) -> Callable[[], Any]:
+    """loaded(): what Load Pipeline hands on."""
+    return lambda: GRAPHS["2b"].load(model_folder("2b"))
+
+
+def test_the_report_says_what_each_does(start: Callable[..., None], loaded: Callable[[], Any]) -> None:
     start("--lowvram", "--reserve-vram", "2", "--fp32-vae", "--fast", "fp16_accumulation")
-    (pipeline,) = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(
-        model_folder("2b").name, "auto", "eager", "none"
-    )["result"]
-    shown = with_surroundings(diagnose_pipeline(pipeline))
+    shown = with_surroundings(diagnose_pipeline(loaded()))
     text, told = shown.text(), shown.as_dict()
     assert {flag["given"]: flag["effect"] for flag in told["comfyui"]["flags"]} == {
         "--reserve-vram 2": HONOURED,
@@ -130,33 +131,17 @@ def test_the_report_says_what_each_does(
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
-def test_without_flags_the_report_is_as_ever(
-    start: Callable[..., None], comfyui: Any, model_folder: Callable[..., Path]
-) -> None:
-    start()
-    (pipeline,) = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(
-        model_folder("2b").name, "auto", "eager", "none"
-    )["result"]
-    assert "flags" not in with_surroundings(diagnose_pipeline(pipeline)).text()
-
-
 @pytest.mark.parametrize("on", [False, True])
 def test_the_report_says_what_comfy_compiler_leaves_out(
-    start: Callable[..., None],
-    comfyui: Any,
-    model_folder: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    on: bool,
+    start: Callable[..., None], loaded: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, on: bool
 ) -> None:
     """In ComfyUI 0.35 and newer."""
     start()
-    (pipeline,) = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(
-        model_folder("2b").name, "auto", "eager", "none"
-    )["result"]
-    assert "Comfy Compiler" not in with_surroundings(diagnose_pipeline(pipeline)).text()
+    plain = with_surroundings(diagnose_pipeline(loaded())).text()
+    assert "Comfy Compiler" not in plain and "flags" not in plain
     prefetch = SimpleNamespace(malloc_graph_enabled=lambda _device: on)
     monkeypatch.setitem(sys.modules, "comfy.model_prefetch", prefetch)
-    shown = with_surroundings(diagnose_pipeline(pipeline))
+    shown = with_surroundings(diagnose_pipeline(loaded()))
     assert ("Comfy Compiler: on; its plan for memory leaves out" in shown.text()) == on
     assert shown.as_dict()["comfyui"]["plans_memory"] == on and max(map(len, shown.text().splitlines())) <= WIDTH
 

@@ -6,12 +6,15 @@ import copy
 import json
 import math
 import shutil
+from itertools import combinations
+from pathlib import Path
 
 import diffusers
 import pytest
 import torch
-from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
+from as_comfyui import GRAPHS, call
 from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.nodes.lora import LoadLoRA
 from comfyui_onediff_guard.pipelines.errors import BadLora
 from peft import LoraConfig, get_peft_model_state_dict
 
@@ -37,11 +40,6 @@ def loras(tmp_path_factory, model_folder):
         denoiser = diffusers.CogVideoXTransformer3DModel.from_pretrained(model_folder(variant) / "transformer")
         train(denoiser, folder, f"{variant}.safetensors")
         train(denoiser, folder, f"{variant}-other.safetensors", seed=2)
-    config = dict(denoiser.config)
-    wide = diffusers.CogVideoXTransformer3DModel.from_config({**config, "num_attention_heads": 5})
-    deep = diffusers.CogVideoXTransformer3DModel.from_config({**config, "num_layers": config["num_layers"] + 2})
-    train(wide, folder, "wide.safetensors")
-    train(deep, folder, "deep.safetensors")
     return root
 
 
@@ -52,71 +50,31 @@ def folders(model_folder, loras, tmp_path):
         yield
 
 
-def node(name):
-    return NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]()
+def load(model="2b-none", **settings):
+    return GRAPHS["2b"].load(Path(model), **{"precision": "fp32"} | settings)
 
 
-def load(model="2b-none", precision="fp32", backend="eager"):
-    (pipeline,) = node("LoadPipeline").load(model, precision, backend, "none")["result"]
-    return pipeline
-
-
-def with_lora(pipeline, name="2b.safetensors", strength=1.0):
-    (pipeline,) = node("LoadLoRA").add(pipeline, name, strength)
-    return pipeline
+def with_lora(pipeline, name="2b.safetensors", strength=1.0, **more):
+    return call("LoadLoRA", pipeline=pipeline, lora=name, strength=strength, **more)["result"][0]
 
 
 def sample(pipeline, steps=2):
-    positive, negative = node("EncodePrompt").encode(pipeline, "a paper boat", "", "fp32")["result"]
-    result = node("SampleCogVideoX").sample(
-        pipeline, positive=positive, negative=negative, width=64, height=48, frames=9, steps=steps, guidance_scale=6.0,
-        seed=1, scheduler="DDIM", precision="inherit", node_id="5",
-    )["result"]  # fmt: skip
-    return result[0]["samples"], result[1]
+    encoded = GRAPHS["2b"].encode(pipeline, precision="fp32")["result"]
+    latents, report = GRAPHS["2b"].sample(pipeline, encoded, steps=steps, scheduler="DDIM")["result"]
+    return latents["samples"], report
 
 
-def by_hand(pipeline, loras, loras_root):
-    """The same steps by diffusers, with the same weight tensors."""
-    store = pipeline.store
-    denoiser = copy.deepcopy(store.module("transformer", "fp32"))
-    parts = {"text_encoder": store.module("text_encoder", "fp32"), "vae": store.module("vae", "fp32")}
-    parts |= {"tokenizer": store.unweighted("tokenizer"), "scheduler": store.unweighted("scheduler")}
-    parts["scheduler"] = diffusers.CogVideoXDDIMScheduler.from_config(parts["scheduler"].config)
-    pipe = diffusers.CogVideoXPipeline(transformer=denoiser, **parts)
-    pipe.set_progress_bar_config(disable=True)
-    for index, name in enumerate(loras):
-        pipe.load_lora_weights(loras_root / "loras", weight_name=name, adapter_name=f"a{index}")
-    if loras:
-        pipe.set_adapters([f"a{index}" for index in range(len(loras))], list(loras.values()))
-    latents = pipe(
-        "a paper boat", negative_prompt="", width=64, height=48, num_frames=9, num_inference_steps=2,
-        guidance_scale=6.0, generator=torch.Generator().manual_seed(1), output_type="latent", max_sequence_length=226,
-    ).frames  # fmt: skip
-    return latents.permute(0, 2, 1, 3, 4) / pipe.vae.config.scaling_factor
-
-
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        {"2b.safetensors": 1.0},
-        {"2b.safetensors": -0.5},
-        {"2b.safetensors": 0.7, "2b-other.safetensors": 1.5},
-    ],
-    ids=str,
-)
-def test_it_acts_as_in_diffusers(chosen, loras):
-    plain = load()
-    without, _ = sample(plain)
-    pipeline = plain
+def test_each_is_added_at_its_strength():
+    """As diffusers adds it: tests/pipelines/test_lora.py."""
+    plain, chosen = load(), {"2b.safetensors": 0.7, "2b-other.safetensors": -0.5}
+    pipeline, made, report = plain, [sample(plain)[0]], ""
     for name, strength in chosen.items():
         pipeline = with_lora(pipeline, name, strength)
-    found, report = sample(pipeline)
-    expected = by_hand(pipeline, chosen, loras)
-    scale = expected.abs().max()
-    assert (found - expected).abs().max() / scale < 1e-5  # copies of weights lie elsewhere in memory: a last bit
-    assert (found - without).abs().max() / scale > 1e-2
-    for name, strength in chosen.items():
-        assert f"LoRA {name} at {strength:g}" in report
+        found, report = sample(pipeline)
+        made.append(found)
+    assert {lora.path.name: lora.scale for lora in pipeline.loras} == chosen and plain.loras == ()
+    assert all(f"LoRA {name} at {strength:g}" in report for name, strength in chosen.items())
+    assert min((a - b).abs().max() / b.abs().max() for a, b in combinations(made, 2)) > 1e-2
 
 
 def test_taking_it_away_reloads_nothing_and_leaves_nothing():
@@ -136,10 +94,9 @@ def test_taking_it_away_reloads_nothing_and_leaves_nothing():
 
 def test_a_transformer_that_the_model_does_not_have_is_refused_before_anything_is_loaded():
     plain = load()
-    (both,) = node("LoadLoRA").add(plain, "2b.safetensors", 1.0, "both")
-    assert [lora.denoiser for lora in both.loras] == [""]
+    assert [lora.denoiser for lora in with_lora(plain, transformer="both").loras] == [""]
     with pytest.raises(BadLora, match=r"CogVideoX-2B has no second transformer.*Choose 'both'"):
-        node("LoadLoRA").add(plain, "2b.safetensors", 1.0, "low noise")
+        with_lora(plain, transformer="low noise")
     assert not plain.store.loaded()
 
 
@@ -155,7 +112,7 @@ def test_strength_is_honoured_when_compiled_and_one_shell_is_kept():
 def test_guarded_and_with_overflow_protection_a_lora_is_near_fp32(model_folder):
     model_folder("5b", "stream")
     expected, _ = sample(with_lora(load("5b-stream"), "5b.safetensors"), steps=3)
-    found, report = sample(with_lora(load("5b-stream", "fp16"), "5b.safetensors"), steps=3)
+    found, report = sample(with_lora(load("5b-stream", precision="fp16"), "5b.safetensors"), steps=3)
     assert "overflow protection" in report and "3 steps, all fine" in report
     assert (found - expected).abs().max() / expected.abs().max() < 2e-2
 
@@ -163,46 +120,43 @@ def test_guarded_and_with_overflow_protection_a_lora_is_near_fp32(model_folder):
 @pytest.mark.parametrize(
     ("model", "lora", "says"),
     [
-        ("2b-none", "wide.safetensors", "cannot be used: '.*' has the shape"),
-        ("2b-none", "deep.safetensors", "this CogVideoX has no place for"),
-        ("cogview3-none", "2b.safetensors", "has no LoRA for CogView3-Plus"),
         ("svd-none", "2b.safetensors", "has no LoRA for Stable Video Diffusion"),
         ("2b-none", "gone.safetensors", "is gone"),
     ],
 )
-def test_a_lora_that_does_not_fit_is_refused_before_anything_is_loaded(model, lora, says, model_folder):
+def test_a_lora_that_does_not_fit_is_refused_before_anything_is_loaded(model, lora, says, model_folder, loras):
     model_folder(model.removesuffix("-none"))
     pipeline = load(model)
     pipeline.store.drop("transformer")
     with pytest.raises(BadLora, match=says):
-        with_lora(pipeline, lora)
+        LoadLoRA().add(pipeline, lora, 1.0)
     assert "transformer" not in pipeline.store.loaded() and pipeline.loras == ()
 
 
 @pytest.mark.parametrize("strength", [0.0039, -0.0039, 1.0, 10.0, -10.0])
 def test_a_page_keeps_the_strength_that_is_typed(strength):
     """ComfyUI's pages show, and keep, as many decimals as the step has."""
-    kind, options = node("LoadLoRA").INPUT_TYPES()["required"]["strength"]
+    kind, options = LoadLoRA.INPUT_TYPES()["required"]["strength"]
     decimals = max(0, -math.floor(math.log10(options["step"])))
     assert kind == "FLOAT" and options["min"] <= round(strength, decimals) == strength <= options["max"]
 
 
 def test_the_list_and_what_changes_it(loras):
-    cls = type(node("LoadLoRA"))
-    assert cls.INPUT_TYPES()["required"]["lora"][0][0] == "2b-other.safetensors"
-    assert "Found: 2b-other" in cls.VALIDATE_INPUTS(lora="x") and "loras" in cls.VALIDATE_INPUTS(lora="x")
-    before = cls.IS_CHANGED(lora="2b.safetensors")
+    assert LoadLoRA.INPUT_TYPES()["required"]["lora"][0][0] == "2b-other.safetensors"
+    said = str(LoadLoRA.VALIDATE_INPUTS(lora="x"))
+    assert "Found: 2b-other" in said and "loras" in said
+    before = LoadLoRA.IS_CHANGED(lora="2b.safetensors")
     (loras / "loras" / "2b.safetensors").touch()
-    assert cls.IS_CHANGED(lora="2b.safetensors") != before
+    assert LoadLoRA.IS_CHANGED(lora="2b.safetensors") != before
 
 
 def test_a_folder_of_peft_changes_with_its_settings(loras):
-    cls, folder = type(node("LoadLoRA")), loras / "loras" / "kite"
+    folder = loras / "loras" / "kite"
     folder.mkdir()
     shutil.copyfile(loras / "loras" / "2b.safetensors", folder / "adapter_model.safetensors")
     seen = set()
     for alpha in (4, 20):
         (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": alpha}))
-        seen.add(cls.IS_CHANGED(lora="kite/adapter_model.safetensors"))
+        seen.add(LoadLoRA.IS_CHANGED(lora="kite/adapter_model.safetensors"))
     shutil.rmtree(folder)
     assert len(seen) == 2

@@ -6,16 +6,14 @@ import gc
 
 import pytest
 import torch
-from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
+from as_comfyui import GRAPHS
 from comfyui_onediff_guard.comfyui_host import placement as comfy_placement
 from comfyui_onediff_guard.pipelines.run import handle as handles
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights import offload as offloading
 from comfyui_onediff_guard.pipelines.weights.components import ComponentStore
 
-
-def node(name):
-    return NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]()
+GRAPH = GRAPHS["2b"]
 
 
 def weights_in_memory():
@@ -35,22 +33,15 @@ class Graph:
 
     def run(self, precision, sampler="inherit"):
         self.outputs.clear()
-        (pipeline,) = self.outputs["load"] = node("LoadPipeline").load(self.model, precision, "eager", self.offload)[
-            "result"
-        ]
-        encoded = node("EncodePrompt").encode(pipeline, "a paper boat", "", "inherit")
-        positive, negative = self.outputs["encode"] = encoded["result"]
-        sampled = node("SampleCogVideoX").sample(
-            pipeline, positive=positive, negative=negative, width=64, height=48, frames=9, steps=1, guidance_scale=6.0,
-            seed=1, scheduler="DDIM", precision=sampler, node_id="5",
-        )  # fmt: skip
-        self.outputs["sample"] = sampled["result"]
-        node("DecodeLatents").decode(pipeline, sampled["result"][0], False, False, "inherit")
+        pipeline = self.outputs["load"] = GRAPH.load(self.model, precision=precision, offload=self.offload)
+        self.outputs["encode"] = GRAPH.encode(pipeline)["result"]
+        self.outputs["sample"] = GRAPH.sample(pipeline, self.outputs["encode"], steps=1, precision=sampler)["result"]
+        GRAPH.decode(pipeline, self.outputs["sample"][0])
 
 
 @pytest.fixture
 def graph(comfyui, model_folder):
-    return Graph(model_folder("2b").name)
+    return Graph(model_folder("2b"))
 
 
 @pytest.fixture
@@ -73,12 +64,12 @@ def names(loads):
 
 
 def test_comfyuis_memory_manager_holds_what_is_loaded_and_loses_what_is_let_go(comfyui, model_folder):
-    (pipeline,) = node("LoadPipeline").load(model_folder("2b").name, "fp32", "eager", "none")["result"]
+    pipeline = GRAPH.load(model_folder("2b"), precision="fp32")
 
     def loaded():
         return [m.model.component for m in comfyui.management.current_loaded_models if m.model and m.model.model_size()]
 
-    node("EncodePrompt").encode(pipeline, "x", "", "inherit")
+    GRAPH.encode(pipeline)
     assert loaded() == [], "the text encoder rests after encoding"
     denoiser = pipeline.store.module("transformer", "fp32")
     assert loaded() == [denoiser]
@@ -134,14 +125,14 @@ def test_a_store_that_nobody_uses_gives_way_when_room_is_needed(comfyui, graph, 
 
 
 def test_another_model_takes_the_place_of_the_last_one(graph, loads, model_folder):
-    other = Graph(model_folder("5b").name)
+    other = Graph(model_folder("5b"))
     before = weights_in_memory()
     graph.run("fp32")
     alone = weights_in_memory() - before
     graph.outputs.clear()
     other.run("fp32")
     assert comfy_placement._lingering and comfy_placement._lingering.store
-    assert comfy_placement._lingering.store.model.path.name == other.model
+    assert comfy_placement._lingering.store.model.path == other.model
     assert weights_in_memory() - before < 2 * alone
 
 

@@ -33,17 +33,11 @@ def folders(model_folder, tmp_path):
         yield model
 
 
-def run(precision, model, steps=2, **guard):
-    (pipeline,) = node("LoadPipeline").load(model.name, precision, "eager", "none")["result"]
-    if guard:
-        (pipeline,) = node("NaNGuard").apply(pipeline, **guard)
-    positive, negative = node("EncodePrompt").encode(pipeline, "a paper boat", "", "inherit")["result"]
-    sampled = node("SampleCogVideoX").sample(
-        pipeline, positive=positive, negative=negative, width=64, height=48, frames=9, steps=steps, guidance_scale=6.0,
-        seed=1, scheduler="DDIM", precision="inherit", node_id="5",
-    )  # fmt: skip
-    decoded = node("DecodeLatents").decode(pipeline, sampled["result"][0], False, False, "inherit")
-    return sampled, decoded
+def run(precision, model, steps=2):
+    graph = GRAPHS["2b"]
+    pipeline = graph.load(model, precision=precision)
+    sampled = graph.sample(pipeline, graph.encode(pipeline)["result"], steps=steps, node_id="5")
+    return sampled, graph.decode(pipeline, sampled["result"][0])
 
 
 def test_options_are_those_of_the_layers_below():
@@ -87,9 +81,9 @@ def test_guarded_fp16_is_right_where_plain_fp16_is_black(folders):
     sampled, decoded = run("fp16", folders)
     _, expected = run("fp32", folders)
     images = decoded["result"][0]
-    assert images.shape == (9, 48, 64, 3) and images.dtype == torch.float32
+    assert images.shape == (9, 32, 32, 3) and images.dtype == torch.float32
     assert (images - expected["result"][0]).abs().max() <= 2e-2
-    assert sampled["result"][0]["samples"].shape == (1, 16, 3, 6, 8)
+    assert sampled["result"][0]["samples"].shape == (1, 16, 3, 4, 4)
     assert "overflow protection; 2 steps, all fine" in sampled["ui"]["text"][0]
     (told,) = sampled["ui"]["onediff_guard"]
     assert told["protection"] == "overflow protection" and told["reruns"] == 0

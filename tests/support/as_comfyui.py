@@ -71,7 +71,7 @@ def as_json(name: str, **given: Any) -> dict[str, Any]:
 def _with_defaults(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     schema = cls.INPUT_TYPES()
     inputs = {**schema["required"], **schema.get("optional", {})}
-    unknown = given.keys() - inputs.keys()
+    unknown = given.keys() - inputs.keys() - schema.get("hidden", {}).keys()
     assert not unknown, f"{cls.__name__} has no {unknown}"
     return {name: options["default"] for name, (_, options) in inputs.items() if "default" in options} | dict(given)
 
