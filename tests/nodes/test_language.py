@@ -66,15 +66,6 @@ def test_everything_that_is_said_has_a_translation(language_: str) -> None:
         assert translation and sorted(re.findall(r"\{\d\}", translation)) == sorted(re.findall(r"\{\d\}", template))
 
 
-def test_the_reader_finds_what_is_raised_and_told() -> None:
-    found = messages.templates()
-    assert "The image is {0}×{1}, but {2}×{3} is to be made." in found  # raised at once
-    assert "'{0}' cannot be downloaded now ({1})." in found  # put together first, raised elsewhere
-    assert "Model '{0}' was not found" in found  # returned by a function
-    assert "{0}: the output is NaN or infinite in fp32 too" in found  # the beginning of several
-    assert {"decoding part {0} of {1}", "1 step", "{0} steps", "text encoder", "No LoRA{0}."} <= found
-
-
 @pytest.mark.parametrize(
     ("chosen", "begins"),
     [

@@ -112,11 +112,6 @@ def test_onediffs_own_backend_fails_and_inductor_takes_its_place(onediffs_own: N
     assert torch.equal(_through(shell.blocks, x), model(x))
 
 
-def test_onediffs_own_backend_that_was_asked_for_raises(onediffs_own: None) -> None:
-    with pytest.raises(ModuleNotFoundError, match="oneflow"):
-        compiled(denoiser(), ("blocks",), NAMED)
-
-
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "error", [NotImplementedError("Transform failed"), RuntimeError(), TypeError("x"), KeyError("y")], ids=repr

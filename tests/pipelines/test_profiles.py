@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,22 +92,6 @@ def test_a_write_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write(tmp_path, replace(PROFILE, learned=NOTHING))
     assert read(file) == PROFILE and list(tmp_path.iterdir()) == [file]
-
-
-def test_readers_never_see_half_a_file(tmp_path):
-    file, found = write(tmp_path, PROFILE), []
-
-    def keep_writing():
-        for turn in range(200):
-            parts = (*LAYERS, *map(str, range(turn % 100)))
-            write(tmp_path, replace(PROFILE, learned=PrecisionOverrides(unquantised=parts)))
-
-    writer = threading.Thread(target=keep_writing)
-    writer.start()
-    while writer.is_alive():
-        found.append(read(file))
-    writer.join()
-    assert found
 
 
 @pytest.mark.parametrize(
@@ -248,22 +231,3 @@ def test_a_long_name_is_whole_in_that_of_the_file(model):
 def test_a_files_name_is_one_whatever_the_model_is_called():
     name = replace(PROFILE, model="../日本" * 100).name
     assert len(f"{name}.json".encode()) < 255 and "/" not in name
-
-
-def test_in_words():
-    words = "CogVideoX 5b/fine:tune, sm75, fp16; 'transformer_blocks.3', 'transformer_blocks.17' unquantised"
-    assert PROFILE.in_words() == words
-    assert replace(PROFILE, learned=NOTHING).in_words().endswith("; nothing needs protection")
-    assert (
-        replace(PROFILE, learned=PrecisionOverrides(all_layers_scaled=True))
-        .in_words()
-        .endswith("fp16; overflow protection")
-    )
-
-
-def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
-    left = tmp_path / f".onediff-guard-{'a' * 32}.tmp"
-    left.touch()
-    os.utime(left, (0, 0))
-    write_whole(tmp_path / "shared.json", PROFILE.text().encode())
-    assert [path.name for path in tmp_path.iterdir()] == ["shared.json"]

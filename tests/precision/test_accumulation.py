@@ -120,10 +120,6 @@ def test_the_decision_has_a_reason_and_a_source(name: str, asked: Accumulation, 
     assert decide(named(name), asked) == Decision(mode, reason, f"{ONEDIFF}/{source}", named(name))
 
 
-def test_the_loaders_values_that_stand_in_workflow_files_are_as_they_were() -> None:
-    assert [request.value for request in Accumulation][:3] == ["auto", "fast", "fp16"]
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("before", list(product((True, False), repeat=3)), ids=str)
 def test_flags_go_back_to_what_they_were_after_an_error_too(before: Any, error: type[BaseException]) -> None:
