@@ -20,7 +20,7 @@ from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
 from guards import error
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from test_all_layers_scaled import NETWORKS, PLACES, SHAPES, TOKENS, Shape, network, scaled
+from test_all_layers_scaled import HOT, NETWORKS, PLACES, SHAPES, TOKENS, Shape, heat, network, scaled
 from test_scaled_products import scaled as by_rows
 from tiers import drawn
 from torch import nn
@@ -28,7 +28,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 FP16, BF16 = torch.float16, torch.bfloat16
-LAYERS = (nn.Linear, nn.Conv2d)
 
 
 def planned(products: LearnedProducts) -> dict[Any, Scale]:
@@ -49,7 +48,6 @@ def is_floating(value: Any) -> bool:
 
 # its hot captions make logits of 5e8, where the last bits decide which key has all of a softmax
 UNDECIDED = ("PixArtTransformer2DModel", "last but one")
-HOT = ("nothing", "first", "middle", "last but one")
 
 
 @pytest.mark.parametrize("stored", [FP16, BF16], ids=["fp16", "bf16"])
@@ -58,9 +56,7 @@ def test_later_steps_are_as_near_to_fp32_as_the_first(name: str, hot: str, store
     config, inputs = NETWORKS[name]
     torch.manual_seed(1)
     module: Any = getattr(diffusers, name)(**config).eval().requires_grad_(False)
-    layers = [layer for layer in module.modules() if isinstance(layer, LAYERS)]
-    for index in {"nothing": [], "first": [0], "middle": [len(layers) // 2], "last but one": [-2]}[hot]:
-        layers[index].weight.mul_(3e5).clamp_(-6e4, 6e4)
+    heat(module, hot)
     module.to(stored)
     products = LearnedProducts()
     for gain in (1.0, 0.2, 1.0, 4.0):

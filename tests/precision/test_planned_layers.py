@@ -23,8 +23,8 @@ from comfyui_onediff_guard.precision.shallow_copy import structural_copy
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from guards import error
 from small_denoisers import ATTENTION, FEED_FORWARD, MODELS, build
-from test_all_layers_scaled import NETWORKS, scaled
-from test_learned_scales import HOT, is_changed_in
+from test_all_layers_scaled import HOT, NETWORKS, heat, scaled
+from test_learned_scales import is_changed_in
 from torch._dynamo.utils import counters
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -71,9 +71,7 @@ def heated(name: str, hot: str) -> tuple[torch.nn.Module, Callable[[], dict[str,
     config, inputs = NETWORKS[name]
     torch.manual_seed(1)
     module = getattr(diffusers, name)(**config).eval().requires_grad_(False)
-    layers = [layer for layer in module.modules() if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d))]
-    for index in {"nothing": [], "first": [0], "middle": [len(layers) // 2], "last but one": [-2]}[hot]:
-        layers[index].weight.mul_(3e5).clamp_(-6e4, 6e4)
+    heat(module, hot)
     return module, inputs
 
 

@@ -18,7 +18,6 @@ from comfyui_onediff_guard.precision import accumulation, arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure
 from comfyui_onediff_guard.precision.policy import Precision
-from safetensors.torch import load_file, save_file
 from told import edit_config, one_line, switch
 
 SM75, SM80 = arch.named("sm75"), arch.named("sm80")
@@ -34,15 +33,6 @@ def test_all_variants_where_no_model_is_named() -> None:
     assert re.search(r"SVD +– +fp16 +fp16 protected +fp16 +fp16\n", text)
     assert text.count("has no native bf16") == 1, "each reason once"
     assert "plans are for" in text and not found.here
-
-
-def test_a_checkpoint_in_two_dtypes(folder: Path) -> None:
-    (file,) = (folder / "transformer").glob("*.safetensors")
-    tensors = load_file(file)
-    save_file({n: t.half() if i % 2 else t.float() for i, (n, t) in enumerate(tensors.items())}, file)
-    found = diagnose(folder, SM80)
-    assert re.search(r"transformer is stored in several dtypes \(.*F16 \d+%.*\): loaded in one", one_line(found))
-    assert {plan.dtype for plan in found.models[0].plans} == {"bf16"}
 
 
 def test_a_config_with_unknown_fields(folder: Path) -> None:

@@ -10,7 +10,7 @@ from comfyui_onediff_guard.pipelines.compile import backends as compiling
 from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, SWITCHES, Accumulation
-from told import one_line, switch
+from told import switch
 
 SM75, SM80 = arch.named("sm75"), arch.named("sm80")
 
@@ -25,17 +25,6 @@ def test_backends_are_those_of_auto(monkeypatch: pytest.MonkeyPatch, compiler: s
         {"oneflow", "nexfort"} if compiler else {"oneflow", "nexfort", "inductor"}
     )
     assert all(state.reason for state in found.states)
-
-
-@pytest.mark.parametrize("exported", ["maybe", "2", "-"])
-def test_nonsense_in_an_exported_variable(monkeypatch: pytest.MonkeyPatch, exported: str) -> None:
-    monkeypatch.setenv(ATTENTION_SWITCH, exported)
-    found = diagnose(architecture=SM80)
-    attention = switch(found, ATTENTION_SWITCH)
-    assert (attention.value, attention.set_by) == (exported, "user")
-    assert "set by you: set before this run, respected, although" in one_line(found)
-    assert all(plan.guarded for model in found.models for plan in model.plans if plan.half)
-    assert os.environ[ATTENTION_SWITCH] == exported
 
 
 def test_what_the_user_set_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
