@@ -48,11 +48,6 @@ def test_the_workflow_is_kept_in_the_picture(run: Run, workflow: dict[str, Any])
         assert '"class_type": "Noise"' in picture.info["prompt"]
 
 
-def test_a_second_run_counts_on(run: Run, workflow: dict[str, Any]) -> None:
-    run(workflow)
-    assert [path.name for path in run(workflow).files] == [f"noise_0000{n}_.png" for n in (4, 5, 6)]
-
-
 def test_nodes_run_in_inference_mode_and_only_if_needed(
     run: Run, workflow: dict[str, Any], classes: dict[str, type]
 ) -> None:

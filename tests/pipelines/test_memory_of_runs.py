@@ -53,21 +53,6 @@ def kept(tmp_path):
     return file
 
 
-def test_overrides_are_kept_for_later_processes(opened, tmp_path):
-    handle = opened()
-    expected, first = sampled(handle)
-    assert first.reruns == 1 and first.learned == SCALED
-    profile = read(kept(tmp_path))
-    assert profile.learned == SCALED and profile.model == handle.store.model.name
-    latents, later = sampled(opened())
-    assert later.reruns == 0 and later.learned == SCALED
-    assert f"from a profile: {profile.in_words()}" in later.notes
-    assert (latents - expected).abs().max() / expected.abs().max() < 5e-2, "which bf16 is off anyway"
-    _, plain = sampled(opened(GuardPolicy(scope=Scope.STEP)))
-    assert plain.reruns == 3, "scope step learns nothing and uses nothing that was learned"
-    assert not any("profile" in note for note in plain.notes)
-
-
 def test_nothing_is_written_twice_nor_without_a_lesson(opened, tmp_path):
     sampled(opened(broken=False))
     assert not (tmp_path / "profiles").exists(), "nothing failed"
@@ -75,19 +60,6 @@ def test_nothing_is_written_twice_nor_without_a_lesson(opened, tmp_path):
     before = kept(tmp_path).stat().st_mtime_ns
     sampled(opened())
     assert kept(tmp_path).stat().st_mtime_ns == before
-
-
-def test_a_run_that_is_interrupted_keeps_what_it_learned(opened, tmp_path):
-    handle = opened()
-    (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
-
-    def stop(done, _total, _report):
-        if done == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        sample(handle, positive, negative, SMALL, step_done=stop)
-    assert read(kept(tmp_path)).learned == SCALED
 
 
 @pytest.mark.parametrize(
@@ -130,10 +102,3 @@ def test_what_is_learned_on_top_of_a_profile_that_a_workflow_carries_is_kept(ope
     _, report = sampled(opened(profile=replace(whole, learned=other)))
     both = replace(other, all_layers_scaled=True)
     assert report.reruns == 1 and read(kept(tmp_path)) == replace(whole, learned=both)
-
-
-def test_a_disk_that_refuses_costs_no_run(opened, tmp_path, caplog):
-    (tmp_path / "profiles").write_text("a file where a folder belongs")
-    latents, report = sampled(opened())
-    assert torch.isfinite(latents).all() and report.reruns == 1
-    assert "could not be kept" in caplog.text

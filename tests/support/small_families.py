@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -59,53 +60,56 @@ def build_cogview3(folder: Path, *, overflow: Overflow = "none", layers: int = 2
     overflow: "stream" makes the feed-forward of one block write |x| of about 5e5 into the residual stream. In plain
     fp16 the block clips that to 65504: each step comes out finite, and wrong.
     """
-    with new_folder(folder) as temporary, torch.random.fork_rng(devices=[]):
-        tokenizer = train_tokenizer(temporary / "tokenizer")
-        torch.manual_seed(0)
-        text_encoder = small_text_encoder()
-        torch.manual_seed(1)
-        transformer = CogView3PlusTransformer2DModel(
-            num_layers=layers,
-            num_attention_heads=4,
-            attention_head_dim=16,
-            text_embed_dim=text_encoder.config.d_model,
-            time_embed_dim=32,
-            condition_dim=8,
-            sample_size=16,
-        )
-        if overflow == "stream":
-            _overflow_stream(transformer, (5, 11))
-        torch.manual_seed(2)
-        pipeline = CogView3PlusPipeline(
-            tokenizer=tokenizer,
-            text_encoder=text_encoder,
-            transformer=transformer,
-            vae=small_image_vae(shift_factor=None),
-            scheduler=CogVideoXDDIMScheduler(
-                beta_schedule="scaled_linear",
-                beta_start=0.00085,
-                beta_end=0.0120,
-                clip_sample=False,
-                prediction_type="v_prediction",
-                rescale_betas_zero_snr=True,
-                set_alpha_to_one=True,
-                snr_shift_scale=4.0,
-                timestep_spacing="trailing",
-            ),
-        )
-        save(pipeline, temporary, torch.float32)
-    return folder
+    scheduler = CogVideoXDDIMScheduler(
+        beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.0120,
+        clip_sample=False,
+        prediction_type="v_prediction",
+        rescale_betas_zero_snr=True,
+        set_alpha_to_one=True,
+        snr_shift_scale=4.0,
+        timestep_spacing="trailing",
+    )
+    kinds, gates = (CogView3PlusPipeline, CogView3PlusTransformer2DModel), (5, 11) if overflow == "stream" else ()
+    return _build_cogview(folder, kinds, train_tokenizer, lambda _: small_text_encoder(), gates, scheduler, layers)
 
 
 def build_cogview4(folder: Path, *, overflow: Overflow = "none") -> Path:
     """As build_cogview3, but CogView4 clips nothing: "stream" is NaN in plain fp16."""
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        base_image_seq_len=256,
+        base_shift=0.25,
+        max_image_seq_len=4096,
+        max_shift=0.75,
+        shift=1.0,
+        time_shift_type="linear",
+        use_dynamic_shifting=True,
+    )
+    kinds, gates = (CogView4Pipeline, CogView4Transformer2DModel), (10, 11) if overflow == "stream" else ()
+    named = {"tokenizer": "PreTrainedTokenizerFast"}  # diffusers annotates it as AutoTokenizer
+    return _build_cogview(folder, kinds, train_glm_tokenizer, small_glm, gates, scheduler, shift=0.0, named=named)
+
+
+def _build_cogview(
+    folder: Path,
+    kinds: tuple[Any, Any],
+    train: Callable[[Path], Any],
+    encoder_of: Callable[[Any], Any],
+    gates: tuple[int, ...],
+    scheduler: Any,
+    layers: int = 2,
+    shift: float | None = None,
+    named: Mapping[str, str] = MappingProxyType({}),
+) -> Path:
+    """kinds: of pipeline and transformer. gates: of `_overflow_stream`. shift: the VAE's."""
     with new_folder(folder) as temporary, torch.random.fork_rng(devices=[]):
-        tokenizer: Any = train_glm_tokenizer(temporary / "tokenizer")  # diffusers annotates it as AutoTokenizer
+        tokenizer = train(temporary / "tokenizer")
         torch.manual_seed(0)
-        text_encoder = small_glm(tokenizer)
+        text_encoder = encoder_of(tokenizer)
         torch.manual_seed(1)
-        transformer = CogView4Transformer2DModel(
-            num_layers=2,
+        transformer = kinds[1](
+            num_layers=layers,
             num_attention_heads=4,
             attention_head_dim=16,
             text_embed_dim=TEXT_WIDTH,
@@ -113,25 +117,12 @@ def build_cogview4(folder: Path, *, overflow: Overflow = "none") -> Path:
             condition_dim=8,
             sample_size=16,
         )
-        if overflow == "stream":
-            _overflow_stream(transformer, (10, 11))
+        if gates:
+            _overflow_stream(transformer, gates)
         torch.manual_seed(2)
-        pipeline = CogView4Pipeline(
-            tokenizer=tokenizer,
-            text_encoder=text_encoder,
-            transformer=transformer,
-            vae=small_image_vae(shift_factor=0.0),
-            scheduler=FlowMatchEulerDiscreteScheduler(
-                base_image_seq_len=256,
-                base_shift=0.25,
-                max_image_seq_len=4096,
-                max_shift=0.75,
-                shift=1.0,
-                time_shift_type="linear",
-                use_dynamic_shifting=True,
-            ),
-        )
-        save(pipeline, temporary, torch.float32, named={"tokenizer": "PreTrainedTokenizerFast"})
+        vae = small_image_vae(shift_factor=shift)
+        parts = {"tokenizer": tokenizer, "text_encoder": text_encoder, "transformer": transformer, "vae": vae}
+        save(kinds[0](**parts, scheduler=scheduler), temporary, torch.float32, named=named)
     return folder
 
 

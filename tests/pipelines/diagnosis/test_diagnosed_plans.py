@@ -35,15 +35,6 @@ def test_all_variants_where_no_model_is_named() -> None:
     assert "plans are for" in text and not found.here
 
 
-def test_a_config_with_unknown_fields(folder: Path) -> None:
-    edit_config(folder, "transformer", made_up=1, another={"deep": None})
-    edit_config(folder, "text_encoder", made_up=1)  # transformers takes whatever it is given
-    assert re.search(
-        r"transformer: config.json has fields that diffusers [\d.]+ ignores: another, made_up",
-        one_line(diagnose(folder)),
-    )
-
-
 def test_a_diffusers_that_cannot_be_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
     assert sum("import of diffusers halted" in note for note in diagnose(folder).notes) == 1
