@@ -122,11 +122,6 @@ def test_what_is_no_image_is_refused(opened, family, what):
     assert not pipeline.store.loaded().keys() - {"text_encoder"}
 
 
-def test_after_a_refused_image_the_next_run_works(opened):
-    graph, pipeline = opened("svd")
-    refused(graph, pipeline, BadInput, "NaN or infinite", image=NAN)
-
-
 @pytest.mark.parametrize(
     ("long", "frames", "error"),
     [(2, 9, "2 frames of the video are to be used, but 5"), (4, 5, "4 frames of the video")],

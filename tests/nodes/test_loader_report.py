@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import shared_models
+from as_comfyui import call
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands.doctor import examine
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
-
-
-def node(name: str) -> Any:
-    return NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]()
 
 
 @pytest.fixture
@@ -27,7 +24,7 @@ def folder(model_folder: Callable[..., Path], tmp_path: Path) -> Iterator[Path]:
 
 
 def load(folder: Path, precision: str = "auto", **more: str) -> dict[str, Any]:
-    return node("LoadPipeline").load(folder.name, precision, "eager", "none", **more)
+    return call("LoadPipeline", model=folder.name, precision=precision, backend="eager", **more)
 
 
 def told(loaded: dict[str, Any]) -> dict[str, Any]:

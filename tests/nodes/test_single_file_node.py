@@ -9,16 +9,15 @@ from typing import Any
 import diffusers
 import pytest
 import shared_models
-import svd_layout
 import torch
-from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
+from as_comfyui import GRAPHS, call
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands import cli
+from comfyui_onediff_guard.nodes.load import LoadPipeline
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from safetensors.torch import save_file
 
-PIPELINE = svd_layout.Layout(image=224, patch=56)  # the pipeline always shows CLIP 224 pixels
 IMAGE = torch.linspace(0, 1, 64 * 64 * 3).reshape(1, 64, 64, 3)
 
 
@@ -40,25 +39,17 @@ def folders(models, tmp_path):
         yield
 
 
-def node(name):
-    return NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]()
-
-
 def load(precision="fp32", name="video/svd_xt.safetensors"):
-    (pipeline,) = node("LoadPipeline").load(name, precision, "eager", "none")["result"]
-    return pipeline
+    return call("LoadPipeline", model=name, precision=precision, backend="eager")["result"][0]
 
 
 def sample(pipeline, steps=2):
-    return node("SampleStableVideoDiffusion").sample(
-        pipeline, image=IMAGE, width=64, height=64, frames=3, steps=steps, min_guidance_scale=1.0,
-        max_guidance_scale=3.0, fps=7, motion_bucket_id=127, noise_augmentation=0.02, seed=5, fit="crop",
-        precision="inherit",
-    )["result"]  # fmt: skip
+    given = {"image": IMAGE, "frames": 3, "steps": steps, "max_guidance_scale": 3.0, "seed": 5, "fit": "crop"}
+    return GRAPHS["svd"].sample(pipeline, **given)["result"]
 
 
 def test_files_stand_in_the_list_of_the_loader_that_reads_them():
-    (names, _) = node("LoadPipeline").INPUT_TYPES()["required"]["model"]
+    (names, _) = LoadPipeline.INPUT_TYPES()["required"]["model"]
     assert names == ["video/svd_xt.safetensors"], "not dreamshaper.safetensors, which is a Stable Diffusion 1"
     with pytest.raises(BadFolder, match=r"'svd.safetensors' was not found.*single file into models/checkpoints"):
         load(name="svd.safetensors")
@@ -67,7 +58,7 @@ def test_files_stand_in_the_list_of_the_loader_that_reads_them():
 def test_a_file_samples_and_decodes_as_diffusers_does_with_its_weights():
     pipeline = load()
     latents, _ = sample(pipeline)
-    frames = node("DecodeLatents").decode(pipeline, latents, False, False, "inherit")["result"][0]
+    frames = GRAPHS["svd"].decode(pipeline, latents)["result"][0]
     store = pipeline.store
     parts: dict[str, Any] = {name: store.module(name, "fp32") for name in ("unet", "vae", "image_encoder")}
     parts |= {name: store.unweighted(name) for name in ("scheduler", "feature_extractor")}
@@ -95,11 +86,11 @@ def test_another_models_file_is_named_and_nothing_is_kept():
 
 
 def test_a_rewritten_file_is_loaded_anew(models):
-    cls, name = type(node("LoadPipeline")), "video/svd_xt.safetensors"
-    before, store = cls.IS_CHANGED(model=name), load().store
+    name = "video/svd_xt.safetensors"
+    before, store = LoadPipeline.IS_CHANGED(model=name), load().store
     assert load().store is store
     os.utime(models / "checkpoints" / name, ns=(1, 1))
-    assert cls.IS_CHANGED(model=name) != before and load().store is not store
+    assert LoadPipeline.IS_CHANGED(model=name) != before and load().store is not store
 
 
 def test_doctor_plans_a_file(models, capsys):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
+from as_comfyui import GRAPHS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.pipelines.compile import auto_compile
 from comfyui_onediff_guard.pipelines.compile.auto_compile import COMPILE_SECONDS, decide, record
@@ -78,9 +78,7 @@ def pipeline(
 
     def load(backend: str) -> PipelineHandle:
         with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
-            return NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(folder.name, "fp32", backend, "none")[
-                "result"
-            ][0]
+            return GRAPHS["2b"].load(folder, precision="fp32", backend=backend)
 
     load("eager").store.compiled.clear()
     return load
@@ -88,11 +86,7 @@ def pipeline(
 
 def sampled(handle: PipelineHandle) -> str:
     """Sample two steps, through the node → the report."""
-    encode, sample = (NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]() for name in ("EncodePrompt", "SampleCogVideoX"))
-    positive, negative = encode.encode(handle, "a boat", "", "inherit")["result"]
-    size = {"width": 64, "height": 48, "frames": 9, "steps": 2}
-    more = {"guidance_scale": 6.0, "seed": 1, "scheduler": "DDIM", "precision": "inherit"}
-    return sample.sample(handle, positive=positive, negative=negative, **size, **more)["result"][1]
+    return GRAPHS["2b"].sample(handle, GRAPHS["2b"].encode(handle)["result"])["result"][1]
 
 
 def test_the_sampler_compiles_in_the_run_after_the_eager_ones(
