@@ -28,6 +28,7 @@ from .memory import extra_peak
 from .observe import Agree, alone, broken_weight, first_broken, floating, non_finite
 from .overflow import Extremes, Pending, Places, Range, measured, only_minus_inf, places, propagate_nonfinite_attention
 from .overrides import NOTHING, STAY, OverflowDiagnosis, PrecisionOverrides
+from .planned_products import LeftPlan
 from .policy import Plan
 from .report import PROBLEMS, Rerun, RunReport, StepRecord
 from .shallow_copy import IdentityMemo
@@ -193,7 +194,7 @@ class StageGuard:
             return self._recorded(output, started, timestep, "fp32", "finite", made, note=STAYS)
         casts, self._casts = self._casts, IdentityMemo()  # a call that fails, or raises, leaves none behind
         half_args, half_kwargs, changed = self._half(args, kwargs, casts)
-        failed, again, output = "", False, None
+        failed, left, again, output = "", False, False, None
         with (
             propagate_nonfinite_attention((half_args, half_kwargs))
             if self.dtype != "fp32"
@@ -213,10 +214,12 @@ class StageGuard:
                 in_fp32 = self.dtype != "fp32" and self.policy.on_failure is OnFailure.RERUN
                 if not (again or (in_fp32 and not isinstance(error, Told))) or before.restore():
                     raise
+                left = isinstance(error, LeftPlan)
                 failed = f"{type(error).__name__}: {error}"  # and not the error, whose frames hold the step's tensors
         if failed and again:
             logger.info("%s: %s, computed again with scales anew", self._where(), failed)
-            return self._call(args, kwargs, before, OTHERWISE)
+            said = Message("by learned scales it raised {}: computed again in fp16 with new scales", shown(failed, 200))
+            return self._call(args, kwargs, before, OTHERWISE if left else said)
         if failed:  # code that meets NaN or infinity may raise
             logger.warning("%s: in %s it raised %s, rerunning in fp32", self._where(), self.dtype, failed)
             output, made, _, rerun = self._again(args, kwargs, before, None, to_blame=True, saturated=False, runs=False)

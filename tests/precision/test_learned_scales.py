@@ -975,6 +975,22 @@ def test_a_step_that_leaves_the_plan_is_made_again_in_fp16_and_the_next_plan_cov
     assert "new scales" in run.report.steps[1].note and not run.learned.whole_run_fp32
 
 
+def test_a_network_that_raises_by_learned_scales_is_made_again_and_quoted() -> None:
+    class Checks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not x.isfinite().all():
+                raise ValueError("no such number")
+            return x
+
+    module = build()
+    module.blocks.append(Checks())
+    run = protected(module)
+    run(latents())
+    loud = latents(1) * 2.0**17
+    assert error(run(loud), run_in_fp32(module, loud)[0]) < 2e-3
+    assert run.dtypes == ["fp16"] * 2 and "raised ValueError: no such number" in run.report.steps[1].note
+
+
 def test_what_no_plan_covers_is_scaled_by_rows_after_a_few() -> None:
     class Longer(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
