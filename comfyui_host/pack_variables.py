@@ -182,9 +182,9 @@ def _looked_at(value: Any, place: Place, left: list[int]) -> _Variable | None:
         if isinstance(each, torch.Tensor):
             found.tensors += [] if hasattr(type(each), "__tensor_flatten__") else [(at, each)]
         elif held := _held(each, root):
-            left[0] -= len(held[0])
-            if left[0] < 0:
+            if len(held[0]) > left[0]:
                 return None
+            left[0] -= len(held[0])
             items = dict(held[0]) if isinstance(held[0], dict) else [*held[0]]
             found.containers.append((at, held[0], items))
             pairs = items.items() if isinstance(items, dict) else enumerate(items)
@@ -197,7 +197,7 @@ def _held(value: Any, root: str) -> tuple[Any] | None:
     kind = type(value)
     if kind in _CONTAINERS:
         return (value,)
-    if issubclass(kind, (torch.nn.Module, type)) or _module_of(kind).partition(".")[0] != root:
+    if issubclass(kind, torch.nn.Module) or _module_of(kind).partition(".")[0] != root:
         return None
     state = object.__getattribute__(value, "__dict__")
     return (state,) if type(state) is dict else None
@@ -211,7 +211,7 @@ def _put_back(owner: Any, name: str, before: _Variable, now: _Variable | None) -
                 if [*container] != [*items] or any(container[key] is not items[key] for key in items):
                     container.clear()
                     container.update(items)
-            elif type(container) is not tuple and [*map(id, container)] != [*map(id, items)]:
+            elif [*map(id, container)] != [*map(id, items)]:
                 container.clear()
                 (container.update if type(container) is set else container.extend)(items)
         for (_, tensor), values in zip(before.tensors, before.values, strict=True):

@@ -34,7 +34,7 @@ def keeps_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
         return False
     if func is F.pad:
         value = kwargs.get("value", args[3] if len(args) > 3 else None)
-        return value is None or abs(value) <= 2.0**ROOM
+        return value is None or (abs(value) <= 2.0**ROOM and is_exact(value))
     if func is F.interpolate:
         return kwargs.get("mode", "nearest") == "nearest" and len(args) < 4
     return True
@@ -87,6 +87,13 @@ def _written_by(operator: Any) -> frozenset[int | str]:
     arguments = [(at, each) for overload in overloads for at, each in enumerate(overload._schema.arguments)]
     changed = [(at, each) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write]
     return frozenset(key for at, each in changed for key in (each.name, *(() if each.kwarg_only else (at,))))
+
+
+def is_exact(value: Any) -> bool:
+    """Return whether a value that is written into a tensor in fp16 is there what it would be in float32."""
+    if isinstance(value, float):
+        return float(torch.tensor(value, dtype=FP16)) == value or value != value
+    return not (isinstance(value, torch.Tensor) and value.is_floating_point())
 
 
 def is_small(value: Any) -> bool:

@@ -30,6 +30,7 @@ from .fp16_safe import (
     PRODUCTS,
     QUOTIENTS,
     ROOM,
+    is_exact,
     is_noted,
     reads_bytes,
     written,
@@ -162,7 +163,7 @@ class LearningMode(LocatedMode):
         kwargs = kwargs or {}
         if changed := written(func, args, kwargs):
             self.way.writes = True
-            if func.__name__ not in _OVERWRITES or not all(map(_is_exact, args[1:])):
+            if func.__name__ not in _OVERWRITES or not all(map(is_exact, args[1:])):
                 makers = (self._makers.get(storage_of(each)) for each in changed)
                 self.way.summed |= {maker for maker in makers if maker}
         self.way.writes |= reads_bytes(func, args, kwargs)  # what this call made is told from what was there, too
@@ -327,13 +328,6 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _is_exact(value: Any) -> bool:
-    """Return whether a value that is written into a tensor in fp16 is there what it would be in float32."""
-    if isinstance(value, float):
-        return float(torch.tensor(value, dtype=FP16)) == value or value != value
-    return not _is_floating(value)
 
 
 def _can_be_marked(made: Any) -> bool:
