@@ -1,8 +1,9 @@
 """What other packs keep from call to call in variables of their modules and classes, as caches that skip steps do.
 
-A call that is made again has to find there what the first one found. Only what holds tensors is put back, and numbers,
-which may be counts: in variables, in attributes, and in dicts and lists. Queues, flags and settings are other threads'
-as well, and no matter of one call. Whatever a pack has there, looking at it raises nothing.
+A call that is made again has to find there what the first one found. Only what holds tensors is put back, and numbers
+that are variables, which may be counts. Of the rest, queues, flags and settings, a part alone would be worse than none:
+a pack that sets itself up in its first call notes that in one place, and reads what it set up in another. Whatever a
+pack has there, looking at it raises nothing.
 """
 
 from __future__ import annotations
@@ -220,23 +221,8 @@ def _put_back(owner: Any, name: str, before: _Variable, now: _Variable | None) -
                     tensor.copy_(values)
         if current is not before.value:
             setattr(owner, name, before.value)
-        return
-    if _differ(current, before.value):
+    elif type(current) in _NUMBERS and type(before.value) in _NUMBERS and current != before.value:
         setattr(owner, name, before.value)
-    for _, container, items in before.containers:
-        if isinstance(container, dict):
-            for key in [key for key, value in [*container.items()] if key not in items and type(value) in _NUMBERS]:
-                del container[key]
-            container.update({key: was for key, was in items.items() if _differ(container.get(key, was), was)})
-        elif type(container) in (list, deque) and len(container) == len(items):  # else a queue, or a history
-            for at, was in enumerate(items):
-                if _differ(container[at], was):
-                    container[at] = was
-
-
-def _differ(now: Any, before: Any) -> bool:
-    """Return whether a number was another one before."""
-    return type(now) in _NUMBERS and type(before) in _NUMBERS and now != before
 
 
 def _attempt(do: Callable[..., object], *args: Any) -> None:

@@ -34,7 +34,9 @@ class Block(nn.Module):
 kept, hostile, types, named = Kept(), [Hostile()], {"sizes": list[int]}, Named(a=1)
 calls, share, made, flag, queue, models, frozen = 0, 0.5, None, False, [1], {}, (1, [2])
 cache = {"last": ones(2), "order": [1, 2]}
-counts, steps, config = {"step": 0, "of": {"a": 0}, "on": True, "gone": 2}, [0, "a"], Kept()
+table, after, block, file = dict.fromkeys(range(6000)), {"last": ones(2)}, Block(), "a name"
+mixed = {"last": ones(2), "sparse": ones(2).to_sparse(), "nowhere": ones(2, device="meta"), "steps": {1}}
+mixed["itself"] = [mixed]
 sparse, nowhere = ones(2).to_sparse(), ones(2, device="meta")
 """
 
@@ -63,22 +65,19 @@ PUT_BACK = {  # how a call changes a pack's variables; what tells that it was pu
     "in an object's dict": (lambda it: it.kept.cache.update({1: ONES}), lambda it: it.kept.cache == {}),
     "in a dict": (lambda it: it.cache.update(last=ONES, more=1), lambda it: [*it.cache] == ["last", "order"]),
     "in place": (lambda it: it.cache["last"].fill_(torch.nan), lambda it: bool((it.cache["last"] == 1).all())),
-    "a count in a dict": (lambda it: it.counts.update(step=1), lambda it: it.counts["step"] == 0),
-    "a count in a dict's dict": (lambda it: it.counts["of"].update(a=1), lambda it: it.counts["of"] == {"a": 0}),
-    "a count that is new in a dict": (lambda it: it.counts.update(more=1), lambda it: "more" not in it.counts),
-    "a count in a list": (lambda it: it.steps.__setitem__(0, 1), lambda it: it.steps == [0, "a"]),
-    "a count of an object": (lambda it: vars(it.config).update(hits=1), lambda it: it.config.hits == 0),
-    "a new count of an object": (
-        lambda it: vars(it.config).update(misses=1),
-        lambda it: [*vars(it.config)] == ["cache", "hits"],
-    ),
+    "a tensor that is dropped": (lambda it: it.cache.clear(), lambda it: [*it.cache] == ["last", "order"]),
+    "behind a large table": (lambda it: it.after["last"].fill_(3), lambda it: bool((it.after["last"] == 1).all())),
+    "beside what is not copied": (lambda it: it.mixed["last"].fill_(3), lambda it: bool((it.mixed["last"] == 1).all())),
+    "in a set": (lambda it: it.mixed["steps"].add(2), lambda it: it.mixed["steps"] == {1}),
+    "in what holds itself": (lambda it: it.mixed["itself"].append(ONES), lambda it: len(it.mixed["itself"]) == 1),
     "beside a tensor": (lambda it: it.cache["order"].append(3), lambda it: it.cache["order"] == [1, 2]),
 }
 LEFT_ALONE = {  # by the variable
     "a flag": (set_("flag", True), lambda it: it.flag is True),
-    "a flag in a dict": (lambda it: it.counts.update(on=False), lambda it: it.counts["on"] is False),
-    "what was taken from a dict": (lambda it: it.counts.pop("gone"), lambda it: "gone" not in it.counts),
-    "a name in a list": (lambda it: it.steps.__setitem__(1, "b"), lambda it: it.steps == [0, "b"]),
+    "what a first call sets up": (lambda it: it.models.update(gain=1.5), lambda it: it.models == {"gain": 1.5}),
+    "a name that holds a tensor now": (set_("file", ONES), lambda it: it.file is ONES),
+    "what holds too much": (lambda it: it.table.update(last=ONES), lambda it: "last" in it.table),
+    "a module's own": (lambda it: setattr(it.block, "last", ONES), lambda it: it.block.last is ONES),
     "a queue": (lambda it: it.queue.append(2), lambda it: it.queue == [1, 2]),
     "a model": (lambda it: it.models.update(a=nn.Linear(1, 1)), lambda it: [*it.models] == ["a"]),
     "a function": (set_("patched", lambda: 1), lambda it: hasattr(it, "patched")),
@@ -101,10 +100,11 @@ def test_what_a_rerun_leaves_is_narrowed_where_half_precision_left_it_so(dtypes:
     it = pack()
     before = PackVariables([it])
     it.made, it.Kept.made, it.cache["new"] = torch.ones(2), torch.ones(2), [torch.ones(2), torch.full((2,), 1e6)]
+    it.cache["one"] = torch.ones(2)
     known = before.dtypes_now() if dtypes else {}
     PackVariables([it]).narrow(known, otherwise, before.tensors)
     expected = torch.float16 if otherwise and not dtypes else torch.float32
-    assert {it.made.dtype, it.Kept.made.dtype, it.cache["new"][0].dtype} == {expected}
+    assert {it.made.dtype, it.Kept.made.dtype, it.cache["new"][0].dtype, it.cache["one"].dtype} == {expected}
     assert it.cache["new"][1].dtype is it.cache["last"].dtype is torch.float32, "beyond fp16, and there before"
 
 
