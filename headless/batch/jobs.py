@@ -157,7 +157,7 @@ class JobsFile:
         def made(place: int, chosen: Iterable[Setting]) -> Job | Unmade:
             name = f"{line.name or f'line {number}'}{f' #{place}' if jobs > 1 else ''}"
             try:
-                changed = settings.apply(graph, [*changes, *chosen], schemas)
+                changed = settings.apply(graph, chosen, schemas, changes)
                 return Job(name, changed, content_of(changed, schemas, self.input_dir), cache_key_of(changed))
             except WorkflowError as error:
                 return Unmade(name, f"{where}: {error}")

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -72,22 +73,29 @@ class Setting:
             return math.inf
 
 
-def apply(graph: Graph, settings: Iterable[Setting], schemas: Mapping[str, Schema]) -> Graph:
+def apply(
+    graph: Graph, settings: Iterable[Setting], schemas: Mapping[str, Schema], before: Iterable[Setting] = ()
+) -> Graph:
     """The graph with these inputs changed, and its prompts' choices made by the seeds that it has then. Later settings
     win, but what brings an input along comes before that.
+
+    before: settings that are all made before.
 
     Raises WorkflowError where there is no such node, it has no such input, or the value holds half a character.
     """
     prompts, patterned, dated = dict(graph.prompts), dict(graph.patterned), dict(graph.dated)
-    changed_inputs: set[tuple[str, str]] = set()
-    for setting in sorted(settings, key=lambda each: each.depth_in(graph, schemas)):
+    changed_inputs: dict[tuple[str, str], None] = {}  # in order
+    for setting in chain.from_iterable(
+        sorted(some, key=lambda each: each.depth_in(graph, schemas)) for some in (before, settings)
+    ):
         node, spec = setting.found_in(graph, schemas)
         value = _value(setting.text, spec)
         changed = {**node.inputs, spec.name: value}
         if spec.brings and value != node.inputs.get(spec.name):
             changed = _brought(changed, spec, schemas[node.class_type])
         graph = replace(graph, nodes={**graph.nodes, node.id: whole(replace(node, inputs=changed))})
-        changed_inputs |= {(node.id, name) for name in changed if changed[name] != node.inputs.get(name, NOTHING)}
+        new = (name for name in changed if changed[name] != node.inputs.get(name, NOTHING))
+        changed_inputs |= dict.fromkeys((node.id, name) for name in new)
         for texts in (prompts, patterned, dated):
             texts.pop((node.id, spec.name), None)
     made = chosen(replace(graph, prompts=prompts, patterned=patterned, dated=dated))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from decimal import Decimal
@@ -174,11 +175,7 @@ class FileNames:
     ) -> None:
         self.nodes = _by_name(unfolded, schemas)
         self.widgets = widgets
-        self.changed = {
-            (id(node), widget): value
-            for (node_id, name), value in changed.items()
-            for node, widget in _showing(unfolded, node_id, name)
-        }
+        self.changed = _as_set(unfolded, changed)
         self.value = cache(self._value)
         self.now = datetime.now()
 
@@ -198,13 +195,28 @@ class FileNames:
         return source.first_value if source and source.type == PRIMITIVE else value
 
 
-def _showing(unfolded: Unfolded, node_id: str, name: str) -> Iterator[tuple[UiNode, str]]:
-    """A node and its widget, and the subgraph nodes around it that show that as one of theirs."""
+def _as_set(unfolded: Unfolded, changed: Mapping[tuple[str, str], Any]) -> dict[tuple[int, str], Any]:
+    """The values of widgets that were set, by node: those that are alike in all places where a subgraph is used."""
+    uses = Counter(id(node) for level in unfolded.levels.values() for node in level.canvas.nodes.values())
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for (node_id, name), value in changed.items():
+        for place, node, widget in _showing(unfolded, node_id, name):
+            found.setdefault((id(node), widget), {})[place] = value
+    alike = {key: [*values.values()] for key, values in found.items() if len(values) == uses[key[0]]}
+    return {
+        key: values[0]
+        for key, values in alike.items()
+        if not isinstance(values[0], Link) and values.count(values[0]) == len(values)
+    }
+
+
+def _showing(unfolded: Unfolded, node_id: str, name: str) -> Iterator[tuple[str, UiNode, str]]:
+    """A node, where it stands, and its widget; and the subgraph nodes around it that show that as one of theirs."""
     path, _, own = node_id.rpartition(":")
     level = unfolded.levels.get(f"{path}:" if path else "")
     node = level.canvas.nodes.get(own) if level else None
     while level and node:
-        yield node, name
+        yield level.path, node, name
         slot = next((slot for slot in node.inputs or () if slot.name == name), None)
         link = level.canvas.links.get(slot.link) if slot and slot.link else None
         if not (level.host and link and link.origin_id == INPUTS and link.origin_slot < len(level.canvas.inputs)):

@@ -582,6 +582,21 @@ def test_file_names_have_what_was_set_in_subgraphs(pattern: str, changes: list[s
     assert graph.nodes["2"].inputs["filename_prefix"] == name
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        (["3:9.width=5"], "64"),  # of one of two uses
+        (["3:9.width=5", "4:9.width=6"], "64"),
+        (["3:9.width=5", "4:9.width=5"], "5"),
+        (['2.image=["1",0]'], "64"),
+    ],
+)
+def test_file_names_have_what_is_set_wherever_a_subgraph_is_used(changes: list[str], name: str) -> None:
+    nodes = [save(None, "%Empty.width%", 1), node(3, "s"), node(4, "s"), node(2, "Sampler", [1, "fixed"])]
+    graph, _ = as_set(nodes, changes=changes, definitions={"subgraphs": [INSIDE]})
+    assert graph.nodes["1"].inputs["filename_prefix"] == name
+
+
 def test_a_batch_names_files_by_what_it_sets_in_subgraphs(tmp_path: Path) -> None:
     nodes = [empty(), save(1, "%Empty.width%_%Noise.seed%"), node(3, "box", [])]
     box = {"id": "box", "name": "My box", "nodes": [noise(9)]}
