@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from .overflow import COMPARES, OPERATORS
-from .upcast import ALIASING, METADATA
+from .overflow import OPERATORS
+from .upcast import ALIASING, METADATA, OneOperation
 
 FP16 = torch.float16
 ROOM = 10  # log2 of what a peak may be in fp16: six bits below the end, for later steps that are louder
@@ -67,15 +67,18 @@ def changes_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that a function changes in place."""
     if isinstance(func, OPERATORS):
+        if not (places := _written_by(func)):
+            return []
         named = {**dict(enumerate(args)), **kwargs}
-        changed: Any = [named[at] for at in _written_by(func) if at in named]
+        changed: Any = [named[at] for at in places if at in named]
     else:
         name = getattr(func, "__name__", "")
         out = kwargs.get("out")
         changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or out is not None
         if not ((changes and func not in METADATA) or changes_in_place(func, args, kwargs)):
             return []
-        changed = args[0] if out is None and args else kwargs.get("input") if out is None else out
+        first = args[0] if args else kwargs.get("input", kwargs.get("self"))
+        changed = first if out is None else out
     return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, torch.Tensor)]
 
 
@@ -86,6 +89,7 @@ def _written_by(operator: Any) -> frozenset[int | str]:
     overloads = [operator] if is_one else [getattr(operator, name) for name in operator.overloads()]
     arguments = [(at, each) for overload in overloads for at, each in enumerate(overload._schema.arguments)]
     changed = [(at, each) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    changed = [(at, each) for at, each in changed if "Tensor" in str(each.type)]  # and not TorchScript's lists
     return frozenset(key for at, each in changed for key in (each.name, *(() if each.kwarg_only else (at,))))
 
 
@@ -160,27 +164,69 @@ _IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _ARITHMETIC)}
 _ACTIVATIONS = frozenset(
     {F.relu, F.relu6, F.silu, F.hardswish, F.hardsigmoid, F.mish, F.selu, F.celu, F.elu, F.leaky_relu}
 )
-# what gives a number for infinity, as it does for what is merely large: not for what is scaled down before
-SATURATES = {
-    torch.sigmoid, torch.tanh, torch.exp, torch.erf, torch.atan, _T.sigmoid, _T.tanh, _T.exp, _T.erf, _T.atan,
-    _T.sigmoid_, _T.tanh_, _T.exp_, _T.erf_, _T.atan_, torch.sigmoid_, torch.tanh_, torch.exp_, torch.erf_, torch.atan_,
-    torch.arctan, _T.arctan, torch.special.expit, torch.special.erf, torch.exp2, _T.exp2, torch.special.exp2,
-    torch.erfc, _T.erfc, torch.special.erfc, torch.expm1, _T.expm1, torch.special.expm1, torch.atan2, _T.atan2,
-    torch.logaddexp, _T.logaddexp, torch.fmod, _T.fmod, torch.remainder, _T.remainder, _T.__mod__, torch.floor_divide,
-    _T.floor_divide, _T.__floordiv__, torch.isclose, torch.allclose, _T.isclose, _T.allclose, _T.__rpow__,
-    F.sigmoid, F.tanh, F.hardsigmoid, F.softsign, F.glu, F.softplus, F.logsigmoid, F.relu6, F.elu, F.selu, F.celu,
-}  # fmt: skip
-# what makes a choice by a value, which is as finite where that is not
-CHOOSES = COMPARES | SATURATES | {
-    torch.sign, torch.sgn, torch.signbit, torch.argmax, torch.argmin, torch.topk, torch.sort, torch.argsort,
-    torch.median, torch.bucketize, torch.searchsorted, F.grid_sample,
-    torch.max, torch.min, torch.cummax, torch.cummin, torch.kthvalue, torch.mode, torch.heaviside, torch.count_nonzero,
-    torch.logical_not, torch.logical_and, torch.logical_or, torch.logical_xor, torch.any, torch.all, torch.nonzero,
-    _T.max, _T.min, _T.cummax, _T.cummin, _T.kthvalue, _T.mode, _T.heaviside, _T.count_nonzero, _T.nonzero,
-    _T.logical_not, _T.logical_and, _T.logical_or, _T.logical_xor, _T.any, _T.all,
-    _T.sign, _T.sgn, _T.signbit, _T.argmax, _T.argmin, _T.topk, _T.sort, _T.argsort, _T.median,
-    _T.long, _T.int, _T.short, _T.char, _T.byte, _T.bool,
-}  # fmt: skip
+# by name, without marks of what is done in place or by an operator: what is infinite or NaN where what it is given is
+HANDS_ON = frozenset(
+    """
+    abs absolute neg negative positive square sqrt sin cos tan sinh cosh asin acos asinh acosh atanh log log2 log10
+    log1p floor ceil round trunc frac deg2rad rad2deg real imag conj conj_physical polar complex view_as_real
+    view_as_complex add radd iadd sub subtract rsub isub mul multiply rmul imul addcmul lerp addmm addmv addbmm addr
+    baddbmm bmm mm mv matmul rmatmul imatmul dot vdot inner outer ger einsum tensordot kron cross linalg_cross bilinear
+    linear sum mean prod cumsum cumprod std var std_mean var_mean trace cdist dist softmax log_softmax logsumexp
+    special_softmax special_log_softmax special_logsumexp multi_head_attention_forward layer_norm group_norm rms_norm
+    batch_norm instance_norm relu silu gelu mish hardswish leaky_relu prelu rrelu dropout alpha_dropout
+    where masked_fill masked_scatter masked_select scatter scatter_add scatter_reduce gather take take_along_dim put
+    index_select index_add index_copy index_fill index_put index_reduce select_scatter slice_scatter diagonal_scatter
+    getitem setitem set get fill fill_diagonal zero copy cat concat concatenate stack hstack vstack dstack column_stack
+    clone contiguous detach to type type_as float half bfloat16 double cpu cuda dequantize item tolist numpy array pad
+    interpolate upsample fold unfold im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle roll flip fliplr flipud
+    rot90 tile repeat repeat_interleave tril triu diag diag_embed diagflat meshgrid broadcast_tensors broadcast_to
+    tensor_split hsplit vsplit dsplit atleast_1d atleast_2d atleast_3d block_diag embedding amax amin aminmax avg_pool1d
+    avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d max_pool1d max_pool2d max_pool3d
+    zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor
+    tensor as_tensor asarray has_compatible_shallow_copy_type parse_to len bool
+    """.split()  # noqa: SIM905 - one on each line would be 180
+)
+# what makes a choice by a value, which it does of masks as well: of -inf, and nothing above 0
+OF_MASKS = frozenset(
+    """
+    eq ne lt le gt ge equal not_equal less less_equal greater greater_equal isfinite isinf isnan isposinf isneginf
+    nan_to_num nansum nanmean clamp clip clamp_min clamp_max hardtanh minimum maximum min max fmin fmax argmax argmin
+    topk sort argsort msort median nanmedian mode kthvalue cummax cummin sign sgn signbit heaviside nonzero
+    count_nonzero any all logical_not logical_and logical_or logical_xor bucketize searchsorted grid_sample to type
+    long int short char byte bool
+    """.split()  # noqa: SIM905
+)
+_DIVIDES = ("div", "divide", "true_divide", "truediv", "itruediv", "rdiv", "rtruediv", "addcdiv")
+_POWERS = ("pow", "ipow", "float_power")
+_OF_ORDER = ("norm", "vector_norm", "norm_except_dim")
+_NORM_KERNELS = ("rms_adaln", "adaln")  # of ComfyUI's
+
+
+def made_finite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], bool]:
+    """Return the tensors of which a function may make something finite where they are not: all, unless it is known to
+    hand that on. And whether they may be masks."""
+    name = getattr(func, "__name__", "").strip("_")
+    given: Any = (args, kwargs)
+    if name in _DIVIDES:
+        given = args[0] if name[0] == "r" else args[-1] if len(args) > 1 else kwargs.get("other")
+    elif name in _POWERS:
+        power = args[1] if len(args) > 1 else kwargs.get("exponent", -1)
+        given = given if isinstance(power, torch.Tensor) or power < 0 else ()
+    elif name in _OF_ORDER:
+        order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
+        given = given if isinstance(order, (int, float)) and order <= 0 else ()
+    elif func is _T.bool or (name in ("to", "type") and to_integers(args, kwargs)):
+        given = args[0]
+    elif isinstance(func, OneOperation) or _hands_on(func, name):
+        given = ()
+    found = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return found, name in OF_MASKS
+
+
+def _hands_on(func: Any, name: str) -> bool:
+    return name in _NORM_KERNELS if isinstance(func, OPERATORS) else name in HANDS_ON
+
+
 # what computes on no value
 MOVES = frozenset(
     {

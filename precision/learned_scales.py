@@ -163,7 +163,7 @@ class LearningMode(LocatedMode):
         kwargs = kwargs or {}
         if changed := written(func, args, kwargs):
             self.way.writes = True
-            if func.__name__ not in _OVERWRITES or not all(map(is_exact, args[1:])):
+            if getattr(func, "__name__", "") not in _OVERWRITES or not all(map(is_exact, args[1:])):
                 makers = (self._makers.get(storage_of(each)) for each in changed)
                 self.way.summed |= {maker for maker in makers if maker}
         self.way.writes |= reads_bytes(func, args, kwargs)  # what this call made is told from what was there, too

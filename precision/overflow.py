@@ -191,8 +191,6 @@ _DIVIDE = frozenset(
 )  # fmt: skip
 _NORMS = frozenset({torch.norm, _T.norm, torch.linalg.norm, torch.linalg.vector_norm})
 _RSQRT = frozenset({torch.rsqrt, torch.rsqrt_, _T.rsqrt, _T.rsqrt_})
-_POWERS = frozenset({torch.pow, _T.pow, _T.__pow__})
-_INVERTS = frozenset({torch.reciprocal, _T.reciprocal, _T.__rtruediv__}) | _POWERS
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # of a library: comfy_kitchen's quantize_fp8
 # what asks where a tensor is not finite, to put something else there, or leaves out what is NaN
 _ASKS = frozenset(
@@ -209,9 +207,6 @@ COMPARES = frozenset(
     }
 )  # fmt: skip
 _MINIMUM = frozenset({torch.minimum, _T.minimum, torch.min, _T.min})  # of two tensors; also of one, along a dimension
-_MAKES_FINITE = frozenset(
-    {*_ASKS, *_NAN_TO_NUM, *_CLAMP, *_CLAMP_MAX, *_MINIMUM, *_RSQRT, *_INVERTS, torch.nn.functional.hardtanh}
-)
 _PARSE_TO = getattr(torch._C, "_nn")._parse_to  # noqa: B009 - it has no stubs
 
 
@@ -355,17 +350,6 @@ class Clips(TraceableMode):
 
 def _is_fp16(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype is torch.float16 and value.numel() > 0
-
-
-def made_finite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a function is given of which it may make something finite where that is not; None of most."""
-    if func in _POWERS and not _is_one_over(func, args, kwargs):
-        return None
-    if func in _MAKES_FINITE or (func in COMPARES and _asks_for_the_end(*args[:2])):
-        return _given(args, kwargs)
-    if func in _DIVIDE:
-        return args[-1] if len(args) > 1 else kwargs.get("other")
-    return None
 
 
 def _asks_for_the_end(values: Any = None, bound: Any = None) -> bool:

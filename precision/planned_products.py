@@ -29,7 +29,6 @@ from .accumulation import fp16_accumulation
 from .fp16_safe import (
     CASTS,
     CASTS_LIKE,
-    CHOOSES,
     COPIES,
     DIFFERENCES,
     FP16,
@@ -42,7 +41,6 @@ from .fp16_safe import (
     PRODUCTS,
     QUOTIENTS,
     REVERSED,
-    SATURATES,
     SUMS,
     SUMS_IN_PLACE,
     both_floating,
@@ -54,11 +52,10 @@ from .fp16_safe import (
     is_rope_kernel,
     is_small,
     keeps_range,
+    made_finite,
     reads_bytes,
-    to_integers,
     written,
 )
-from .overflow import made_finite
 from .scaled_products import (
     LAYER_CALLS,
     KernelOf,
@@ -286,7 +283,7 @@ class PlannedMode(LocatedMode):
             return Fp32Mode.computed(self, func, args, kwargs)
         if self._halves and (kwargs or not (func in _CHANGES_NONE or is_rope_kernel(func))):
             self._share_less(func, args, kwargs)
-        if kwargs.get("out") is not None and not self._way.writes:
+        if kwargs.get("out") is not None and not self._way.writes and written(func, args, kwargs):
             raise self._leave("the network changes a tensor in place")
         if func in MOVES or (func in KEEPS_RANGE and keeps_range(func, args, kwargs)):
             return self._moved(func, args, kwargs)
@@ -320,10 +317,9 @@ class PlannedMode(LocatedMode):
         if func in SUMS_IN_PLACE and args[0].dtype is torch.float32 and not any(map(_is_wider, args)):
             return func(*args, **kwargs)
         self._shares &= func not in _ALIASES
-        chooses = func in CHOOSES or (func is torch.Tensor.to and to_integers(args, kwargs))
-        self._look(made_finite(func, args, kwargs))
-        for given in args[:2] if chooses else ():
-            self._look(given, may_be_mask=func not in SATURATES)
+        looked_at, may_be_masks = made_finite(func, args, kwargs)
+        for given in looked_at:
+            self._look(given, may_be_mask=may_be_masks)
         return super().computed(func, args, kwargs)
 
     def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

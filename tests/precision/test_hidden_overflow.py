@@ -1,0 +1,103 @@
+"""Whatever function of PyTorch makes something finite of what left a plan's range: the step is not taken for right."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.precision.planned_products import PlannedMode, Way
+from comfyui_onediff_guard.precision.upcast import run_in
+from torch.utils import _pytree as pytree
+
+# each as (values where some left the range, the same where they did not, which is scaled down after it left)
+GENERATOR = torch.Generator().manual_seed(0)
+VALUES, OTHERS = (torch.randn(2, 4, 6, 8, generator=GENERATOR) for _ in range(2))
+LEFT, OTHERS = torch.rand(VALUES.shape, generator=GENERATOR) < 0.1, OTHERS.abs() + 0.5
+SIGNS = {"both": VALUES.sign(), "above": torch.ones(()), "below": -torch.ones(())}
+ARGUMENTS: tuple[Callable[[torch.Tensor], tuple[Any, ...]], ...] = (
+    lambda x: (x,),
+    lambda x: (x, x),
+    lambda x: (x, OTHERS.clone()),
+    lambda x: (OTHERS.clone(), x),
+    lambda x: (x, 0.5),
+    lambda x: (0.5, x),
+    lambda x: (x, -1),
+    lambda x: (x[0, 0], OTHERS[0, 0]),
+)
+# what needs a device, moves memory, draws, or gives what says nothing of values
+LEFT_OUT = (
+    *("cuda", "xpu", "ipu", "pin_memory", "share_memory", "storage", "sparse", "backward", "numpy", "set_", "resize"),
+    *("rand", "normal_", "uniform_", "exponential_", "cauchy", "geometric", "bernoulli", "dropout", "multinomial"),
+    *(
+        "poisson",
+        "binomial",
+        "empty",
+        "hash_tensor",
+        "_cdata",
+        "polynomial",
+        "fbgemm",
+        "nextafter",
+        *("svd", "lstsq", "pinv", "matrix_rank"),
+        "__reduce",
+        "register",
+    ),
+)
+# of masks, too, which are -inf in every model that has them: where a layer's output is, and is scaled down before, and
+# no value beside it left the range upwards, what it weighs is taken for 0
+MASKED = ("softmax", "logsumexp", "scaled_dot_product_attention")
+
+
+def numbers(made: Any) -> list[torch.Tensor]:
+    tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, (torch.Tensor, bool, int, float))]
+    dense = [torch.as_tensor(each) for each in tensors]
+    return [torch.view_as_real(each) if each.is_complex() else each for each in dense if each.layout is torch.strided]
+
+
+def called(function: Any, arguments: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    try:
+        return [each.detach().double() for each in numbers(function(*arguments(x.clone())))]
+    except Exception:  # noqa: BLE001 - most take other arguments
+        return []
+
+
+def is_noticed(function: Any, arguments: Any, x: torch.Tensor) -> bool:
+    mode = PlannedMode({}, Way(writes=True))
+
+    def call(x: torch.Tensor) -> None:
+        function(*arguments(x))
+
+    try:
+        run_in(mode, call, (x.clone(),), {})
+    except Exception:  # noqa: BLE001 - the call is then made again, in fp32 at last
+        return True
+    return not mode.finished(torch.ones(3)).isfinite().all()
+
+
+def hidden() -> list[str]:
+    found = []
+    for function in torch.overrides.get_testing_overrides():
+        name = torch.overrides.resolve_name(function) or str(function)
+        if any(part in name for part in LEFT_OUT):
+            continue
+        for (where, signs), (at, arguments) in itertools.product(SIGNS.items(), enumerate(ARGUMENTS)):
+            left, scaled_down = (torch.where(LEFT, signs * value, VALUES) for value in (math.inf, 3.0))
+            made = called(function, arguments, left)
+            if not made or not all(each.isfinite().all() for each in made):
+                continue
+            right = called(function, arguments, scaled_down)
+            alike = len(made) == len(right) and all(map(torch.equal, made, right))
+            masked = where == "below" and name.rpartition(".")[2] in MASKED
+            if not alike and not masked and not is_noticed(function, arguments, left):
+                found.append(f"{name}, {where}, {at}")
+    return found
+
+
+def test_no_function_makes_something_finite_in_silence() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not hidden()
