@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from .overflow import OPERATORS
-from .upcast import ALIASING, METADATA, OneOperation
+from .upcast import ALIASING, METADATA, OneOperation, is_quantised
 
 FP16 = torch.float16
 ROOM = 10  # log2 of what a peak may be in fp16: six bits below the end, for later steps that are louder
@@ -173,8 +173,8 @@ HANDS_ON = frozenset(
     baddbmm bmm mm mv matmul rmatmul imatmul dot vdot inner outer ger einsum tensordot kron cross linalg_cross bilinear
     linear sum mean prod cumsum cumprod std var std_mean var_mean trace cdist dist softmax log_softmax logsumexp
     special_softmax special_log_softmax special_logsumexp multi_head_attention_forward layer_norm group_norm rms_norm
-    batch_norm instance_norm relu silu gelu mish hardswish leaky_relu prelu rrelu dropout alpha_dropout
-    where masked_fill masked_scatter masked_select scatter scatter_add scatter_reduce gather take take_along_dim put
+    batch_norm instance_norm relu silu gelu mish hardswish leaky_relu prelu rrelu dropout alpha_dropout where
+    masked_fill masked_scatter masked_select scatter scatter_add scatter_reduce gather take take_along_dim put
     index_select index_add index_copy index_fill index_put index_reduce select_scatter slice_scatter diagonal_scatter
     getitem setitem set get fill fill_diagonal zero copy cat concat concatenate stack hstack vstack dstack column_stack
     clone contiguous detach to type type_as float half bfloat16 double cpu cuda dequantize item tolist numpy array pad
@@ -219,8 +219,14 @@ def made_finite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
         given = args[0]
     elif isinstance(func, OneOperation) or _hands_on(func, name):
         given = ()
-    found = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-    return found, name in OF_MASKS
+    return [leaf for leaf in pytree.tree_leaves(given) if _holds_infinities(leaf)], name in OF_MASKS
+
+
+def _holds_infinities(value: Any) -> bool:
+    """Return whether a value may be infinite, and PyTorch can look whether it is."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.itemsize < 2:
+        return False
+    return value.layout is torch.strided and not is_quantised(value)
 
 
 def _hands_on(func: Any, name: str) -> bool:

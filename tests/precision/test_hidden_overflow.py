@@ -29,23 +29,11 @@ ARGUMENTS: tuple[Callable[[torch.Tensor], tuple[Any, ...]], ...] = (
     lambda x: (x[0, 0], OTHERS[0, 0]),
 )
 # what needs a device, moves memory, draws, or gives what says nothing of values
-LEFT_OUT = (
-    *("cuda", "xpu", "ipu", "pin_memory", "share_memory", "storage", "sparse", "backward", "numpy", "set_", "resize"),
-    *("rand", "normal_", "uniform_", "exponential_", "cauchy", "geometric", "bernoulli", "dropout", "multinomial"),
-    *(
-        "poisson",
-        "binomial",
-        "empty",
-        "hash_tensor",
-        "_cdata",
-        "polynomial",
-        "fbgemm",
-        "nextafter",
-        *("svd", "lstsq", "pinv", "matrix_rank"),
-        "__reduce",
-        "register",
-    ),
-)
+LEFT_OUT = """
+    cuda xpu ipu pin_memory share_memory storage sparse backward numpy set_ resize rand normal_ uniform_ exponential_
+    cauchy geometric bernoulli dropout multinomial poisson binomial empty hash_tensor _cdata polynomial fbgemm nextafter
+    svd lstsq pinv matrix_rank __reduce register
+    """.split()  # noqa: SIM905
 # of masks, too, which are -inf in every model that has them: where a layer's output is, and is scaled down before, and
 # no value beside it left the range upwards, what it weighs is taken for 0
 MASKED = ("softmax", "logsumexp", "scaled_dot_product_attention")
