@@ -203,6 +203,7 @@ def test_what_a_run_enters_and_the_guard_loads_stays_small() -> None:
 
 IMPORT = """
 import json, sys
+sys.dont_write_bytecode = True  # that of a source that is newer is written, and renamed
 before, events = set(sys.modules), []
 sys.addaudithook(lambda name, values: events.append((name, str(values[0]) if values else "")))
 import comfyui_onediff_guard
