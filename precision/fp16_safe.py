@@ -55,8 +55,15 @@ def reads_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return func is _T.view and any(isinstance(each, torch.dtype) for each in (*args[1:], *kwargs.values()))
 
 
-def to_integers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(each, torch.dtype) and not each.is_floating_point for each in (*args[1:], *kwargs.values()))
+def _is_to_integers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function gives integers, or floats of 8 bits, which have no infinity."""
+    asked = [*args[1:], *kwargs.values()]
+    if name in ("to", "type_as"):  # another tensor
+        asked += [each.dtype for each in asked if isinstance(each, torch.Tensor)]
+    if name == "type" and any("Tensor" in str(each) and "Float" not in str(each) for each in asked):  # by its class
+        return not any(kind in str(each) for each in asked for kind in ("Half", "Double"))
+    dtypes = [each for each in asked if isinstance(each, torch.dtype)]
+    return any(not (each.is_floating_point or each.is_complex) or each.itemsize < 2 for each in dtypes)
 
 
 def changes_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -182,8 +189,11 @@ HANDS_ON = frozenset(
     rot90 tile repeat repeat_interleave tril triu diag diag_embed diagflat meshgrid broadcast_tensors broadcast_to
     tensor_split hsplit vsplit dsplit atleast_1d atleast_2d atleast_3d block_diag embedding amax amin aminmax avg_pool1d
     avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d max_pool1d max_pool2d max_pool3d
-    zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor
-    tensor as_tensor asarray has_compatible_shallow_copy_type parse_to len bool
+    tensor as_tensor asarray has_compatible_shallow_copy_type parse_to len bool t adjoint swapdims moveaxis reshape_as
+    ravel row_stack split_with_sizes unsafe_split unsafe_chunk resolve_conj resolve_neg narrow as_strided is_same_size
+    deepcopy repr format logcumsumexp diff is_conj is_neg is_pinned record_stream weight_norm normal uniform bernoulli
+    exponential cauchy log_normal geometric random view expand squeeze unsqueeze select split chunk unbind permute
+    transpose diagonal movedim swapaxes slice
     """.split()  # noqa: SIM905 - one on each line would be 180
 )
 # what makes a choice by a value, which it does of masks as well: of -inf, and nothing above 0
@@ -191,48 +201,65 @@ OF_MASKS = frozenset(
     """
     eq ne lt le gt ge equal not_equal less less_equal greater greater_equal isfinite isinf isnan isposinf isneginf
     nan_to_num nansum nanmean clamp clip clamp_min clamp_max hardtanh minimum maximum min max fmin fmax argmax argmin
-    topk sort argsort msort median nanmedian mode kthvalue cummax cummin sign sgn signbit heaviside nonzero
+    topk sort argsort msort median nanmedian mode kthvalue cummax cummin isin sign sgn signbit heaviside nonzero
     count_nonzero any all logical_not logical_and logical_or logical_xor bucketize searchsorted grid_sample to type
     long int short char byte bool
     """.split()  # noqa: SIM905
 )
 _DIVIDES = ("div", "divide", "true_divide", "truediv", "itruediv", "rdiv", "rtruediv", "addcdiv")
 _POWERS = ("pow", "ipow", "float_power")
-_OF_ORDER = ("norm", "vector_norm", "norm_except_dim")
-_NORM_KERNELS = ("rms_adaln", "adaln")  # of ComfyUI's
+_OF_ORDER = ("norm", "vector_norm", "norm_except_dim", "normalize")
+_NORM_KERNELS = ("rms_adaln", "adaln", "rms_rope", "rms_rope_split_half")  # of ComfyUI's
 
 
 def made_finite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], bool]:
     """Return the tensors of which a function may make something finite where they are not: all, unless it is known to
     hand that on. And whether they may be masks."""
-    name = getattr(func, "__name__", "").strip("_")
-    given: Any = (args, kwargs)
+    name = getattr(func, "__name__", "").strip("_").removesuffix("_copy")
+    given = _hidden_by(func, name, args, {key: value for key, value in kwargs.items() if key != "out"})
+    masks = name in OF_MASKS or isinstance(func, OPERATORS)
+    return [leaf for leaf in pytree.tree_leaves(given) if _may_be_infinite(leaf)], masks
+
+
+def _hidden_by(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in _DIVIDES:
-        given = args[0] if name[0] == "r" else args[-1] if len(args) > 1 else kwargs.get("other")
-    elif name in _POWERS:
+        divisor = kwargs.get("tensor2", kwargs.get("other"))
+        return args[0] if name[0] == "r" else args[-1] if divisor is None else divisor
+    if name in _POWERS:
         power = args[1] if len(args) > 1 else kwargs.get("exponent", -1)
-        given = given if isinstance(power, torch.Tensor) or power < 0 else ()
-    elif name in _OF_ORDER:
+        inverts = isinstance(power, torch.Tensor) or (isinstance(power, (int, float)) and power < 0)
+        return (args, kwargs) if inverts else ()
+    if name in _OF_ORDER:
         order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
-        given = given if isinstance(order, (int, float)) and order <= 0 else ()
-    elif func is _T.bool or (name in ("to", "type") and to_integers(args, kwargs)):
-        given = args[0]
-    elif isinstance(func, OneOperation) or _hands_on(func, name):
-        given = ()
-    return [leaf for leaf in pytree.tree_leaves(given) if _holds_infinities(leaf)], name in OF_MASKS
+        return (args, kwargs) if isinstance(order, (int, float)) and order <= 0 else ()
+    if isinstance(func, OPERATORS):
+        changed = {id(each) for each in written(func, args, kwargs)}
+        read = [each for each in pytree.tree_leaves((args, kwargs)) if id(each) not in changed]
+        return () if name in _NORM_KERNELS else read
+    if isinstance(func, OneOperation) or name.endswith("_like") or name[:4] == "new_":
+        return ()
+    if name == "copy" and args and not args[0].is_floating_point():
+        return args[1:]
+    if name in HANDS_ON and func is not _T.bool and not _is_to_integers(name, args, kwargs):
+        return ()
+    if name in OF_MASKS:  # a single number is a bound, which may be infinite
+        return args[:1], [each for each in (*args[1:], *kwargs.values()) if not _is_number(each)]
+    return args, kwargs
 
 
-def _holds_infinities(value: Any) -> bool:
-    """Return whether a value may be infinite, and PyTorch can look whether it is."""
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _may_be_infinite(value: Any) -> bool:
+    """Return whether a value is a tensor that may be infinite, and of which PyTorch can tell whether it is."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.itemsize < 2:
         return False
-    return value.layout is torch.strided and not is_quantised(value)
+    plain = value.layout is torch.strided and not (value.is_meta or value.is_nested or is_quantised(value))
+    return plain and not _FUNCTORCH.is_functorch_wrapped_tensor(value)
 
 
-def _hands_on(func: Any, name: str) -> bool:
-    return name in _NORM_KERNELS if isinstance(func, OPERATORS) else name in HANDS_ON
-
-
+_FUNCTORCH: Any = getattr(torch._C, "_functorch")  # noqa: B009 - it has no stubs
 # what computes on no value
 MOVES = frozenset(
     {

@@ -357,11 +357,10 @@ class PlannedMode(LocatedMode):
             return
         if given.device.type != "cpu" or not self._on_card:
             with shared.lasting():
-                if may_be_mask or given.device.type == "cpu":
-                    least, most = torch.aminmax(given)
-                    self._asked.append((least, most if may_be_mask else torch.maximum(-least, most)))
+                if may_be_mask:
+                    self._asked.append(torch.aminmax(given))
                 else:
-                    peak = torch.linalg.vector_norm(given, torch.inf)
+                    peak = largest_of(given, tuple(range(given.ndim))).reshape(())
                     self._asked.append((peak, peak))
 
     def _look_at_both(self, *given: torch.Tensor) -> None:

@@ -8,7 +8,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+from comfyui_onediff_guard.precision.learned_scales import LearnedProducts
 from comfyui_onediff_guard.precision.planned_products import PlannedMode, Way
 from comfyui_onediff_guard.precision.upcast import run_in
 from torch.utils import _pytree as pytree
@@ -89,3 +91,59 @@ def test_no_function_makes_something_finite_in_silence() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert not hidden()
+
+
+def lacks(_: torch.Tensor) -> torch.Tensor:
+    return torch.full((2, 8, 64), math.nan)  # as memory may be that nobody has written to
+
+
+@torch.library.custom_op("guard_tests::biased", mutates_args=("out",))
+def biased(x: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x + bias.clamp(min=-1))
+
+
+MASK = torch.where(torch.arange(64) % 3 == 0, -math.inf, 0.0)
+IS_RIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "written to, by out=": lambda h: torch.sigmoid(h, out=lacks(h)),
+    "filled": lambda h: h + 0 * lacks(h).normal_(),
+    "written to by an operator, which is given a mask": lambda h: (biased(h, MASK, out := lacks(h)), out)[1],
+    "a mask that is turned": lambda h: h + torch.t(MASK[None]).ravel().softmax(-1),
+    "bounds": lambda h: torch.minimum(h.clamp(torch.tensor(-math.inf), torch.tensor(9e9)), torch.tensor(math.inf)),
+    "in parallel": lambda h: torch.vmap(lambda row: torch.hypot(row, row))(h),
+    "an exponential of a mask by the smallest number": lambda h: h + (MASK.clamp(min=-3.4e38) + h[..., :1]).exp(),
+    "normalised": lambda h: torch.nn.functional.normalize(h, dim=-1),
+}
+
+
+@pytest.mark.parametrize("function", IS_RIGHT.values(), ids=IS_RIGHT)
+def test_what_is_right_loses_no_plan(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](function(self.layers[0](x)))
+
+    torch.manual_seed(0)
+    network, products = Network().half().requires_grad_(False), LearnedProducts()
+    for _ in range(3):
+        assert products.run(network, torch.randn(2, 8, 64)).isfinite().all()
+    assert products._planned and not products._renewals
+
+
+HIDES: dict[str, Callable[[torch.Tensor], Any]] = {  # beside what the functions above are given
+    "to the dtype of integers": lambda x: x.type_as(torch.ones(1, dtype=torch.int64)),
+    "to a tensor of integers": lambda x: x.to(torch.ones(1, dtype=torch.int64)),
+    "to a class of integers": lambda x: x.type("torch.LongTensor"),
+    "into integers": lambda x: torch.zeros(x.shape, dtype=torch.int64).copy_(x),
+    "summed in integers": lambda x: x.sum(dtype=torch.int64),
+    "to 8 bits": lambda x: x.to(torch.float8_e4m3fn),
+    "a divisor by name": lambda x: torch.addcdiv(OTHERS, tensor1=OTHERS, tensor2=x),
+    "an operator": lambda x: biased(x, torch.zeros(8), torch.empty(x.shape)),
+}
+
+
+@pytest.mark.parametrize("hides", HIDES.values(), ids=HIDES)
+def test_what_hides_an_infinity_is_looked_at(hides: Callable[[torch.Tensor], Any]) -> None:
+    assert is_noticed(lambda x: hides(x), lambda x: (x,), torch.where(LEFT, math.inf, VALUES))
