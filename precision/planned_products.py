@@ -360,7 +360,8 @@ class PlannedMode(LocatedMode):
                 if may_be_mask:
                     self._asked.append(torch.aminmax(given))
                 else:
-                    peak = largest_of(given, tuple(range(given.ndim))).reshape(())
+                    on_cpu = given.device.type == "cpu"  # where a norm takes 30 times as long; float64 stays that
+                    peak = given.abs().amax() if on_cpu else torch.linalg.vector_norm(given, torch.inf)
                     self._asked.append((peak, peak))
 
     def _look_at_both(self, *given: torch.Tensor) -> None:
