@@ -541,7 +541,7 @@ class Stage:
 
     @property
     def learns(self) -> bool:
-        """Whether what failed changes later calls, and what earlier runs taught is used."""
+        """Whether what failed changes later calls, and what earlier runs learned is used."""
         return self.plan.half and self.policy.scope is Scope.LEARNED
 
     @property
