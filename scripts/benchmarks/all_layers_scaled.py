@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 PLAIN, AGAIN, FP32, RERUN = "plain", "plain again", "fp32 copy", "fp32 rerun"
 SCALED, LEARNED, UNSCALED = "scaled", "learned", "unscaled"
-COMPILED, LEARNED_COMPILED = "compiled blocks", "learned, compiled blocks"
+COMPILED, LEARNED_COMPILED, COUNTED = "compiled blocks", "learned, compiled blocks", "calls counted"
 HOST = ("cogvideox-2b", "sdxl")
 Subject = tuple[Any, dict[str, Any]]  # a network and one call's arguments
 
@@ -133,12 +133,18 @@ def host(name: str, rounds: int, device: torch.device) -> dict[str, Any]:
     compiled, learned_compiled = in_compiled_blocks(module, blocks, device)
     with Counting() as counted:
         module(**call)
+
+    def with_a_mode() -> None:
+        with Counting():
+            module(**call)
+
     contestants: dict[str, Step] = {
         PLAIN: lambda: module(**call),
         SCALED: scaled(Scaled(torch.float16), subject),
         LEARNED: lambda: learned.run(module, **call),
         COMPILED: lambda: compiled(**call),
         LEARNED_COMPILED: lambda: learned_compiled(**call),
+        COUNTED: with_a_mode,
         RERUN: lambda: run_in_fp32(module, **call),
         AGAIN: lambda: module(**call),
     }
