@@ -18,8 +18,9 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
+from pathlib import Path
 from types import CellType, MappingProxyType
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..precision import shared
-from ..precision.dtypes import HALF_DTYPES
+from ..precision.dtypes import FP16_MAX, HALF_DTYPES
 from ..precision.guard import GuardStopped
 from ..precision.observe import floating, non_finite
 from ..precision.planned_products import so_far
@@ -245,10 +246,10 @@ def _attention_beside(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return an override for one call of the model. theirs: another pack's, if there is one.
 
     One that adds to attention, or takes from it, asks for the attention that it is around, which is ours then, or
-    makes something else than that. One that makes the same is another kernel, which gives way, as one does that
-    refuses what it is given, and one that is known for a kernel by its name.
+    makes something else than that. One that makes the same is another kernel, which gives way, and so does one that is
+    known for a kernel by its name. One that refuses float32 is given half precision.
     """
-    if theirs is None or _KERNELS.search(f"{getattr(theirs, '__module__', '')}.{getattr(theirs, '__qualname__', '')}"):
+    if theirs is None or _is_known_kernel(theirs):
         return _attention_in_fp32
 
     def override(chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -260,11 +261,13 @@ def _attention_beside(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
             return _attention_in_fp32(chosen, *args, **kwargs)
 
         before, made = so_far(), None
-        try:
-            made = theirs(ours, *args, **kwargs)
-        except Exception as error:
-            if asked or isinstance(error, torch.OutOfMemoryError) or host.is_interrupt(error):
-                raise
+        for call in (theirs, partial(_called_in_half, theirs)):
+            try:
+                made = call(ours, *args, **kwargs)
+                break
+            except Exception as error:
+                if asked or isinstance(error, torch.OutOfMemoryError) or host.is_interrupt(error):
+                    raise
         if asked:
             return made
         after = so_far()
@@ -278,9 +281,27 @@ def _attention_beside(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
     return override
 
 
-# other packs', by how they are named, and those that ComfyUI's own node puts in
-_KERNELS = re.compile(r"sage|flash|xformers|^comfy\.model_patcher\.", re.IGNORECASE)
+def _called_in_half(override: Callable[..., Any], chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call an override with queries, keys and values in fp16, or in bf16 where they do not fit, and outside of modes,
+    in which they would be float32 to it."""
+    with torch._C.DisableTorchFunction():
+        fits = all(bool((each.abs() <= FP16_MAX).all()) for each in floating(args[:3]))
+        dtype = torch.float16 if fits else torch.bfloat16
+        made = override(chosen, *(each.to(dtype) for each in args[:3]), *args[3:], **kwargs)
+        return made.float() if isinstance(made, torch.Tensor) else made
+
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_KERNELS = ("sage", "flash", "xformers")  # how other packs' are named
 _SAME = 0.02  # of a norm
+
+
+def _is_known_kernel(override: Any) -> bool:
+    """Return whether an override is a kernel by its name, or one that ComfyUI's own node puts in. Of a pack's module,
+    which ComfyUI calls by its path, the last part alone is the pack's."""
+    module = str(getattr(override, "__module__", ""))
+    words = _WORDS.findall(f"{Path(module).name}.{getattr(override, '__qualname__', '')}")
+    return module.startswith("comfy.model_patcher") or any(word.lower().startswith(_KERNELS) for word in words)
 
 
 def _is_another_kernel(made: Any, plain: torch.Tensor) -> bool:

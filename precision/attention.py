@@ -61,8 +61,8 @@ def sage(
     if not alike or attn_mask is not None or dropout_p or enable_gqa or query.shape[-1] > SAGE_CHANNELS:
         return None
     made = _sage_operator()(query, key, value, is_causal, scale)
-    bounds = [bound for tensor in (query, key, value) for bound in torch.aminmax(tensor)]
-    return made + sum(bound * 0 for bound in bounds)
+    fits = [(each.abs() <= torch.finfo(each.dtype).max).all() for each in (query, key, value)]
+    return torch.where(fits[0] & fits[1] & fits[2], made, torch.nan)  # inductor would take `x * 0` for 0
 
 
 @cache
@@ -112,6 +112,8 @@ class Attended(torch.nn.Module):
         super().__init__()
         self.block = block
         self.kernel = kernel
+        if kernel == SAGE:
+            _sage_operator()  # which dynamo cannot make
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # who compiles holds it exclusively already

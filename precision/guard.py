@@ -74,7 +74,7 @@ STAYS = Message("half precision is not tried any more")
 RENEWED = Message("values left the range that earlier steps had shown: recomputed in fp16 with new scales")
 OTHERWISE = Message("the model computed otherwise than in earlier steps: computed again in fp16 with new scales")
 _OF_A_PLAN = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError, ArithmeticError)
-_NOT_OF_A_PLAN = (torch.OutOfMemoryError, GuardStopped)
+_NOT_OF_A_PLAN = (torch.OutOfMemoryError, Told)
 _Call = tuple[tuple[Any, ...], dict[str, Any]]  # its arguments, by position and by name
 
 
@@ -212,7 +212,7 @@ class StageGuard:
                 # the first step, which learned scales were made of, did not raise it
                 again = bool(self._learner and self._learner.attempt.renew())
                 in_fp32 = self.dtype != "fp32" and self.policy.on_failure is OnFailure.RERUN
-                if not (again or (in_fp32 and not isinstance(error, Told))) or before.restore():
+                if not (again or in_fp32) or before.restore():
                     raise
                 left = isinstance(error, LeftPlan)
                 failed = f"{type(error).__name__}: {error}"  # and not the error, whose frames hold the step's tensors

@@ -30,6 +30,8 @@ from .fp16_safe import (
     PRODUCTS,
     QUOTIENTS,
     ROOM,
+    SUMS,
+    both_floating,
     is_exact,
     is_noted,
     reads_bytes,
@@ -37,6 +39,7 @@ from .fp16_safe import (
 )
 from .observe import Agree, alone
 from .planned_products import (
+    BROADCAST,
     Key,
     LeftPlan,
     LocatedMode,
@@ -44,9 +47,10 @@ from .planned_products import (
     Scale,
     Way,
     has_float32_products,
+    row_of,
     scaled_by_rows,
 )
-from .scaled_products import LAYER_CALLS, LOST, KernelOf, Limit, ScaledHalfMatmulMode, largest_of, no_kernel
+from .scaled_products import FAINT, LAYER_CALLS, LOST, KernelOf, Limit, ScaledHalfMatmulMode, largest_of, no_kernel
 from .upcast import TF32, autocast_off_where_on, device_types, is_quantised, run_in, storage_of
 
 if TYPE_CHECKING:
@@ -92,9 +96,11 @@ def scale_for(seen: Seen, *, convolves: bool, float32_products: bool, summed: bo
         return None
     if convolves and seen.output > 0:
         exponent = max(exponent, math.floor(math.log2(seen.output / seen.loudness)) + 1 - (ROOM + 2))
-    if seen.strain > 2.0 ** (QUIET - exponent) or not (convolves or float32_products):
+    faint = seen.faint * seen.loudness if convolves else 0.0  # of its product, which is fp16
+    if max(seen.strain, faint) > 2.0 ** (QUIET - exponent) or not (convolves or float32_products):
         return None
-    return Scale(exponent, loudness=seen.loudness, least=seen.strain / seen.faint / seen.loudness * LOST)
+    least = seen.strain / seen.faint / seen.loudness * LOST
+    return Scale(exponent, loudness=seen.loudness, least=max(least, FAINT) if convolves and least else least)
 
 
 @dataclass
@@ -133,11 +139,13 @@ class LearningMode(LocatedMode):
         self.notes = _Notes()
         self._anchor: Any = None  # what stands for the layer that is computed
         self._makers: dict[int, Key | None] = {}  # storage → what made it
+        self._made: list[tuple[weakref.ref[torch.Tensor], Key]] = []  # and what that was
 
     def begin(self, inputs: Any) -> None:
         super().begin(inputs)
         self.notes = _Notes()
         self._makers.clear()
+        self._made.clear()
 
     def so_far(self) -> Callable[[], None]:
         above, way, values, of = super().so_far(), self.way, [*self.notes.values], [*self.notes.of]
@@ -179,12 +187,24 @@ class LearningMode(LocatedMode):
                 self._note_output(key, each)
         elif func is F.scaled_dot_product_attention:
             self._note_attention(made, *args, **kwargs)
+        elif func in SUMS and both_floating(args) and args[0].shape != args[1].shape:
+            self._makers[storage_of(made)] = BROADCAST
         elif not changed and _is_floating(made):
             given = next((each for each in args if isinstance(each, torch.Tensor)), kwargs.get("input"))
             of, own = storage_of(given) if isinstance(given, torch.Tensor) else None, storage_of(made)
             if of != own:  # a storage may be where another one was
                 self._makers[own] = self._makers.get(of) if of is not None and func in _STAYS_FP16 else None
+        for each in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(each, torch.Tensor) and (maker := self._makers.get(storage_of(each))):
+                self._made.append((weakref.ref(each), maker))
         return made
+
+    def note_kept(self, output: Any) -> None:
+        """Note what the network keeps of a call beside its output: later calls may write to it, or read it."""
+        own = {storage_of(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)}
+        kept = ((made(), maker) for made, maker in self._made)
+        self.way.summed |= {maker for made, maker in kept if made is not None and storage_of(made) not in own}
+        self._made.clear()
 
     def _note_output(self, key: Key, made: torch.Tensor) -> None:
         self._makers[storage_of(made)] = key
@@ -203,6 +223,9 @@ class LearningMode(LocatedMode):
         faint = _faint(rows)
         loudness = 1.0 if of_weight.loudness is None else of_weight.loudness
         strain = faint * (of_weight.least / LOST) * loudness
+        if of_weight.loudness is not None:  # its input's rows are multiplied by that in fp16, and looked at
+            quietest = _faint(largest_of(x, row_of(x, weight.ndim - 2)))
+            strain = torch.where(quietest > loudness * 2.0**QUIET, torch.maximum(strain, quietest), strain)
         self.way.anchors[id(anchor)] = weakref.ref(anchor)
         convolves = func is not F.linear
         self.notes.add((id(anchor), 0, ""), _peak(x), rows.amax(), faint, strain, loudness, convolves=convolves)
@@ -273,6 +296,7 @@ class LearnedProducts:
         made = run_in(self._by_rows, function, args, kwargs, tf32=tf32)
         if isinstance(self._by_rows, LearningMode) and self._renewals < RENEWALS and _can_be_marked(made):
             self._calls += 1
+            self._by_rows.note_kept(made)
             planned = self._plan(self._by_rows.notes, self._by_rows.way)
             self._planned = planned if self._calls > self._renewals else None
         return made
@@ -298,6 +322,8 @@ class LearnedProducts:
         if self.in_layers and not all(math.isfinite(now.output) for now, _ in found.values()):
             return None  # later runs would begin with what a call shows that failed
         for key, (now, convolves) in found.items():
+            if key[2] in _PRODUCTS and not now.output:  # in fp16, it might be 0 for want of digits in a later call
+                way.summed.add(key)
             known = self._seen.get(key)
             self._seen[key] = (known[0].with_other(now) if known else now, convolves)
         if not self._seen or way.points or (self.agree is not alone and not self.in_layers):
@@ -348,4 +374,5 @@ def _peak(x: torch.Tensor) -> torch.Tensor:
 
 # what may hand on fp16 of fp16 by no plan of its own: who writes to that writes to what made it
 _STAYS_FP16 = MOVES | KEEPS_RANGE | CASTS | CASTS_LIKE | PRODUCTS | QUOTIENTS
+_PRODUCTS = {func.__name__ for func in PRODUCTS}
 _OVERWRITES = frozenset({"__setitem__", "copy_", "fill_", "zero_", "masked_fill_"})

@@ -24,13 +24,23 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from .dtypes import HALF_DTYPES
+from .dtypes import FP16_MAX, HALF_DTYPES
 from .fp16_safe import FP16, PRODUCTS, SUMS, both_floating
 from .learned_scales import Seen, scale_for, widened
 from .overrides import covered, covers
 from .overrides import largest_of as outermost
-from .planned_products import FAINT, Key, Scale, Way, float32_product, has_float32_products, row_of, scaled_by_rows
-from .scaled_products import LAYERS, NORMS, largest_of, limit, lost_digits, scaled_attention, scaled_product, times
+from .planned_products import Key, Scale, Way, float32_product, has_float32_products, row_of, scaled_by_rows
+from .scaled_products import (
+    FAINT,
+    LAYERS,
+    NORMS,
+    largest_of,
+    limit,
+    lost_digits,
+    scaled_attention,
+    scaled_product,
+    times,
+)
 from .shallow_copy import KeptInFp32, Make, copy_with_base, replace_submodules, with_forward
 from .upcast import TraceableMode
 
@@ -229,14 +239,18 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arg
     mask = args[0] if args else kwargs.get("attn_mask")
     if mask is not None and mask.is_floating_point():
         return scaled_attention(query, key, value, *args, **kwargs)
-    query, key, value = query.half(), key.half(), _loud_rows(value)
-    return F.scaled_dot_product_attention(query + (query - query), key + (key - key), value, *args, **kwargs)
+    return F.scaled_dot_product_attention(_fitting(query), _fitting(key), _loud_rows(value), *args, **kwargs)
+
+
+def _fitting(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in fp16, with NaN for what does not fit. A compiler leaves out roundings within its kernels."""
+    return torch.where(x.abs() <= FP16_MAX, x, torch.nan).half()
 
 
 def _loud_rows(x: torch.Tensor, spatial: int = 0) -> torch.Tensor:
     """Return a layer's input in fp16, with NaN for rows that are too quiet for that. What is fp16 already has lost its
     digits before."""
-    return x if x.dtype is FP16 else torch.where(_are_quiet(x, (-1 - spatial,)), torch.nan, x).half()
+    return x if x.dtype is FP16 else torch.where(_are_quiet(x, row_of(x, spatial)), torch.nan, x).half()
 
 
 def _are_quiet(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
@@ -261,7 +275,7 @@ class _PlannedLayer(torch.nn.Module):
             if self.planned == "looked at":
                 made = torch.where(_are_quiet(made, row_of(made, spatial)), torch.nan, made)
             if fused:  # by a compiler, with what comes after
-                made = torch.where(_are_quiet(x, (-1,)), torch.nan, made)
+                made = torch.where(_are_quiet(x, row_of(x, 0)), torch.nan, made)
             return made
         if self.planned == "rows":
             of_rows, least = self.planned_numbers.split(1)

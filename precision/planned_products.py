@@ -57,6 +57,7 @@ from .fp16_safe import (
     written,
 )
 from .scaled_products import (
+    FAINT,
     LAYER_CALLS,
     KernelOf,
     ScaledHalfMatmulMode,
@@ -69,7 +70,6 @@ from .scaled_products import (
 from .upcast import Fp32Mode, OneOperation, autocast_off_where_on, storage_of
 
 FEW = 4  # channels of a row, of which the largest may be near to 0 by chance
-FAINT = 2.0**-14  # a row whose largest value is smaller has fewer digits in fp16 than in bf16, or soon will
 # what computes on no value and changes nothing, whatever its arguments
 _MOVES_ALONE = frozenset(func for func in MOVES if not func.__name__.endswith("_") or func.__name__.endswith("__"))
 _MOVES_ALONE -= POINTS | {torch.Tensor.view, torch.Tensor.__setitem__, F.dropout}
@@ -80,6 +80,7 @@ _CHANGES_NONE |= {torch.Tensor.view, F.dropout}
 _LAYERS_AND_ATTENTION = LAYER_CALLS | {F.scaled_dot_product_attention}
 # the id of a weight, or of the layer that has it; how many other functions were called since; the name of the last one
 Key = tuple[int, int, str]
+BROADCAST: Key = 0, 0, "sum"  # all sums of tensors whose shapes differ
 
 
 class LeftPlan(RuntimeError):
@@ -102,7 +103,7 @@ class Way:
 
     anchors: dict[int, Callable[[], Any]] = field(default_factory=dict)  # id → a weak reference to what has it
     counts: dict[int, set[int]] = field(default_factory=dict)  # layer → calls of other functions until the next layer
-    summed: set[Key] = field(default_factory=set)  # what it writes to in place, with numbers: that is float32
+    summed: set[Key] = field(default_factory=set)  # what it writes to in place, or may later: that is float32
     writes: bool = False  # it changes tensors in place
     points: bool = False  # it asks where a tensor lies in memory, for a kernel that will not ask what is there
 
@@ -373,13 +374,10 @@ class PlannedMode(LocatedMode):
             with shared.lasting():
                 self._asked += [(norm, norm) for norm in torch._foreach_norm(given, torch.inf)]
 
-    def _look_at_rows(
-        self, given: torch.Tensor, spatial: int = 0, factor: float = 1.0, *, few_are_one: bool = False
-    ) -> None:
-        """Note the largest values of rows, which may be too quiet for fp16. few_are_one: where a row has few channels,
-        which may all be near to 0 by chance, that of all rows."""
+    def _look_at_rows(self, given: torch.Tensor, spatial: int = 0, factor: float = 1.0) -> None:
+        """Note the largest values of rows, which may be too quiet for fp16."""
         with shared.lasting():
-            rows = largest_of(given, row_of(given, spatial) if few_are_one else (-1 - spatial,))
+            rows = largest_of(given, row_of(given, spatial))
             self._rows.append(rows if factor == 1 else rows * factor)
 
     def _look_at_product(self, made: torch.Tensor) -> None:
@@ -394,7 +392,7 @@ class PlannedMode(LocatedMode):
         """Note whether of two factors the one with fewer numbers is so quiet that their product may be 0 in fp16."""
         few = min(one, other, key=torch.Tensor.numel)
         if few.ndim:
-            self._look_at_rows(few, few_are_one=True)
+            self._look_at_rows(few)
 
     def _layer(self, func: Any, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         anchor = self.at_layer(weight)
@@ -413,7 +411,7 @@ class PlannedMode(LocatedMode):
                     made.looked = True
                 made = func(made.half, weight, bias, *args, **kwargs)
                 if scale.looks:
-                    self._look_at_rows(made, spatial, few_are_one=True)
+                    self._look_at_rows(made, spatial)
                 return made
             half, factor = self._halved(func, input, 2.0**-scale.exponent).half, 2.0**scale.exponent * scale.loudness
             if func is F.linear:
@@ -546,7 +544,7 @@ class PlannedMode(LocatedMode):
         return torch.addcmul(args[0], one, one, value=-args[1] if func in DIFFERENCES else args[1])
 
     def _sum(self, func: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        if a.dtype is b.dtype is FP16 and a.shape == b.shape:
+        if a.dtype is b.dtype is FP16 and (a.shape == b.shape or BROADCAST in self._way.summed):
             if func in REVERSED:
                 a, b = b, a
             return torch.addcmul(a, b, number(1.0, a.device), value=-1 if func in DIFFERENCES else 1)
@@ -605,7 +603,7 @@ def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def row_of(x: torch.Tensor, spatial: int) -> tuple[int, ...]:
-    """Return the dimensions of a row of a layer's output: its channels; where these are few, all."""
+    """Return the dimensions of a row: its channels; where these are few, which may be near to 0 by chance, all."""
     return (-1 - spatial,) if x.shape[-1 - spatial] >= FEW else tuple(range(x.ndim))
 
 

@@ -282,6 +282,8 @@ _OUTCOMES = {"finite": "OK", "rerun": "recomputed in fp32"} | PROBLEMS
 
 def _wrong(step: StepRecord, dtype: str) -> Message:
     """Say what was wrong with a step that failed, and where that is known."""
+    if " it raised " in step.note:
+        return Message("{}", step.note)
     rerun, ends = step.rerun, RANGE.get(dtype, math.inf)
     if rerun and rerun.module and rerun.peak is not None and ends < rerun.peak < math.inf:
         reached, end = _amount(rerun.peak), _amount(ends)

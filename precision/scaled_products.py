@@ -37,6 +37,7 @@ _OUTSIDE = 16  # log2 of the part of attention's scale that its kernel multiplie
 _VALUES = 2.0**14  # of attention's values; what comes out is no larger
 _FLOAT32 = 110.0  # log2 of products of a query's channel with a key's whose sums fit in float32, whatever the head
 _FEWER, _FEW, _NONE = 2.0**12, 2.0**24, 2.0**40  # taken from all logits of a row, leaves float32 fewer digits of them
+FAINT = 2.0**-14  # a row whose largest value is smaller has fewer digits in fp16 than in bf16, or soon will
 _NORMAL = 2.0**9  # the largest sum of |w| of weights that have to be cast anyway: they are scaled to that
 LOST = 2.0**-13  # of what a layer's product may reach, times the root of its addends: less shows what fp16 flushed
 _FLUSHED = 2.0**-24  # of the largest sum of |w|, times the addends: an output with less loses weights that are cast
@@ -157,7 +158,7 @@ class ScaledHalfMatmulMode(Fp32Mode):
 
     def _layer(self, func: Any, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         self.begin_layer(weight)
-        if not (_is_single(input) and _is_single(weight)):
+        if not (_is_single(input) and _is_single(weight) and weight.ndim > 1):
             return super().computed(func, (input, weight, bias, *args), kwargs)
         if func is F.linear and input.numel() and is_quantised(weight) and (kernel := self._kernel_of(weight)):
             return _by_kernel(kernel, input, bias)
@@ -418,7 +419,7 @@ def limit(weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool) -> Limi
     largest = sums.amax() if len(sums) else sums.new_zeros(())
     if weight.dtype is dtype:
         return Limit(limit_of(largest), largest * LOST * addends**-0.5)
-    loudness = (largest.clamp(min=LEAST).log2().floor() + 1).exp2() / _NORMAL
+    loudness = torch.where(largest > 0, (largest.clamp(min=LEAST).log2().floor() + 1).exp2() / _NORMAL, 1.0)
     least = largest / loudness * LOST * addends**-0.5
     if _can_look(weight) and ((sums < largest * (addends * _FLUSHED)) & (sums > 0)).any():
         least = least + torch.inf
@@ -431,8 +432,11 @@ def lost_digits(
     """Return whether a product shows that small values of its input lost digits, or is not finite. bool [].
 
     Beside a value a million times as large, they lose some when the row is scaled. That shows where the large one is
-    multiplied by next to nothing, so that little comes out of the row.
+    multiplied by next to nothing, so that little comes out of the row. A convolution's product loses some as well where
+    it is small in fp16 itself.
     """
+    if spatial and made.dtype is torch.float16 and isinstance(least, torch.Tensor):
+        least = torch.where(least > 0, least.clamp(min=FAINT), least)
     size = largest_of(made, (-1 - spatial,))
     small = ~((size >= least) & (size < torch.inf))
     if _can_look(made) and not small.any():

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ...precision.shallow_copy import with_forward
 from ...precision.shared import PROCESS_GATE, SharedSetting
 from ...trust.message import Message, joined
-from ..errors import is_interrupt
+from ..errors import BackendUnavailable, is_interrupt
 from ..pace import Pace
 
 logger = logging.getLogger(__name__)
@@ -156,14 +156,14 @@ class Compiling:
         return with_forward(block, forward)
 
     def compile(self) -> None:
-        """Compile all blocks, by the first compiler that does. Raises what one raised that has none to follow it."""
+        """Compile all blocks, by the first compiler that does. Raises BackendUnavailable where none is left."""
         for compiler in self._compilers:
             try:
                 compiler.blocks = [compiler.compile_block(block) for block in self._originals]
             except Exception as error:
-                if not compiler.replaceable or _is_the_runs(error):
+                if _is_the_runs(error):
                     raise
-                self._give_up(compiler, _in_words(error))
+                self._give_up(compiler, error)
                 continue
             compiler.met = [set() for _ in compiler.blocks]
             self._in_use = compiler
@@ -192,17 +192,17 @@ class Compiling:
             listener.progress(joined(" · ", filter(None, (said, left))))
         graphs = graphs_compiled()
         # a compiler that fails may have written into what it was given; what is expanded is not written to
-        written = [each for each in _tensors(args, kwargs) if compiler.replaceable and 0 not in each.stride()]
+        written = [each for each in _tensors(args, kwargs) if 0 not in each.stride()]
         with torch.no_grad():
             before = [each.clone() for each in written]
         try:
             with PROCESS_GATE.exclusive(), disable_cache_limit(), OLDEST_GRAPH.held():
                 made = compiler.blocks[index](*args, **kwargs)
         except Exception as error:
-            if not compiler.replaceable or _is_the_runs(error):
+            if _is_the_runs(error):
                 raise
             logger.debug("%s failed", compiler.name, exc_info=True)
-            failure = _in_words(error)
+            failed = error
         else:
             compiler.met[index].add(size)
             return made
@@ -214,11 +214,18 @@ class Compiling:
         made = self._originals[index](*args, **kwargs)  # raises what is not the compiler's
         with self._swapping:
             if compiler is self._in_use:  # and no other thread was here
-                self._give_up(compiler, failure)
+                self._give_up(compiler, failed)
                 self.compile()
         return made
 
-    def _give_up(self, compiler: Compiler, failure: str) -> None:
+    def _give_up(self, compiler: Compiler, error: Exception) -> None:
+        failure = _in_words(error)
+        if not compiler.replaceable:
+            raise BackendUnavailable(
+                "{} failed ({}). Choose another backend, or 'auto', which goes on with the next one.",
+                compiler.name,
+                failure,
+            ) from error
         self.given_up.append(Message("{} failed ({})", compiler.name, failure))
         logger.warning("%s: going on without it", self.given_up[-1])
 

@@ -15,6 +15,7 @@ from comfyui_onediff_guard.pipelines.compile import auto_compile
 from comfyui_onediff_guard.pipelines.compile import backends as compiling
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, came_to, compiled
 from comfyui_onediff_guard.pipelines.compile.block import Compiling, listening
+from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
@@ -137,7 +138,7 @@ def test_whatever_fails_the_next_one_runs_all_blocks(installed: Callable[..., No
 def test_one_that_was_asked_for_by_name_raises(installed: Callable[..., None], at: int) -> None:
     second = Backend()
     installed(oneflow=Backend(NotImplementedError("no kernel"), at), nexfort=second)
-    with pytest.raises(NotImplementedError, match="no kernel"):
+    with pytest.raises(BackendUnavailable, match=r"^oneflow failed \(NotImplementedError: no kernel\)\. Choose "):
         _through(compiled(denoiser(), ("blocks",), NAMED).blocks, torch.randn(2, 4))
     assert second.compiled == 0
 
@@ -315,6 +316,21 @@ def test_a_run_is_right_and_its_report_names_the_backend_that_it_came_to(
     assert broken.calls == 2, "never again"
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_one_that_was_asked_for_by_name_ends_a_run_in_half_precision(
+    model_folder: Callable[..., Any],
+    open_pipeline: Callable[..., PipelineHandle],
+    installed: Callable[..., None],
+    precision: str,
+) -> None:
+    """It is no reason for fp32."""
+    installed(inductor=Whole(RuntimeError("no space left")))
+    handle = replace(open_pipeline(model_folder("2b"), precision), backend=replace(NAMED, name="inductor"))
+    (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
+    with pytest.raises(BackendUnavailable, match="no space left"):
+        sample(handle, positive, negative, SMALL)
+
+
 @pytest.mark.parametrize("named_first", [False, True])
 def test_what_auto_came_to_is_no_answer_to_who_names_the_backend(
     model_folder: Callable[..., Any],
@@ -342,7 +358,7 @@ def test_what_auto_came_to_is_no_answer_to_who_names_the_backend(
     backend.lacks = True
     assert ran_with(auto) == "eager"
     if not named_first:
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(BackendUnavailable):
             ran_with(named)
     backend.lacks = False
     assert ran_with(named) == "inductor"

@@ -219,6 +219,22 @@ def test_inductor_makes_one_graph_and_no_worse_numbers(name: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_what_attention_is_given_beyond_fp16_is_nan_in_inductors_code_too(at: int) -> None:
+    """It leaves out roundings within a kernel, where such a value is finite."""
+    torch._dynamo.reset()
+
+    def block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query * 1.0001, key * 1.0001, value)
+
+    run = torch.compile(InPlannedBlock(block, safe_attention=True), backend="inductor", fullgraph=True)
+    given = [torch.randn(1, 1, 32, 8) for _ in range(3)]
+    with torch.no_grad():
+        assert run(*given).isfinite().all()
+        given[at][0, 0, 3, 0] = 7e4
+        assert not run(*given).isfinite().all()
+
+
 @pytest.mark.parametrize("layer", [torch.nn.Linear(64, 64, bias=False), torch.nn.Conv1d(64, 64, 1, bias=False)])
 def test_an_output_that_is_looked_at_is_nan_where_it_is_too_quiet_for_fp16(layer: torch.nn.Module) -> None:
     layer = layer.half().requires_grad_(False)

@@ -183,6 +183,19 @@ def _in_half_alone(chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> t
     return _as_it_is(chosen, q.nan_to_num(), *args, **kwargs)
 
 
+def _in_its_own_way_in_half(_chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if q.dtype is SINGLE:
+        raise Refused
+    return _in_its_own_way(_chosen, q, *args, **kwargs)
+
+
+def _of_a_folder(_chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _around(_chosen, *args, **kwargs)
+
+
+_of_a_folder.__module__ = "/home/sage/flash message/custom_nodes/a_pack_x_2.usage"
+
+
 def _as_it_is(_chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return _as_before(*args, **kwargs)
 
@@ -191,15 +204,15 @@ def _as_it_is(_chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "override"),
     [(family, override) for override in (_around, _in_its_own_way) for family in ("sd15", "flux")]
-    + [("sd15", override) for override in (_of_some, _of_later_blocks)],
+    + [("sd15", override) for override in (_of_some, _of_later_blocks, _in_its_own_way_in_half, _of_a_folder)],
 )
 def test_what_another_pack_does_to_attention_stays(family: str, override: Any, precision: str, hot: bool) -> None:
     """Regional prompts are such: in a rerun, and with every layer protected."""
     layout, model = LAYOUTS[family], make_model(LAYOUTS[family], hot=hot)
     exact = in_fp32(model, layout)
     without = sample(exact, layout)
-    for each in (exact, model):
-        each.model_options["transformer_options"]["optimized_attention_override"] = override
+    for each, its in ((exact, _in_its_own_way if override is _in_its_own_way_in_half else override), (model, override)):
+        each.model_options["transformer_options"]["optimized_attention_override"] = its
     right = sample(exact, layout)
     assert difference(without, right) > 5e-2
     assert difference(sample(guarded(model, precision=precision), layout), right) <= 1e-2
