@@ -17,10 +17,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .dtypes import HALF_DTYPES
+from .overflow import all_fit, sdpa
 from .shared import PROCESS_GATE
 from .upcast import TraceableMode
 
-sdpa = torch.nn.functional.scaled_dot_product_attention
 SAGE = "sage"
 SAGE_CHANNELS = 128  # of a head, at most
 # PyTorch's name of each kernel. A new one is one row, at the end: their names stand in people's workflow files.
@@ -61,8 +61,7 @@ def sage(
     if not alike or attn_mask is not None or dropout_p or enable_gqa or query.shape[-1] > SAGE_CHANNELS:
         return None
     made = _sage_operator()(query, key, value, is_causal, scale)
-    fits = [(each.abs() <= torch.finfo(each.dtype).max).all() for each in (query, key, value)]
-    return torch.where(fits[0] & fits[1] & fits[2], made, torch.nan)  # inductor would take `x * 0` for 0
+    return torch.where(all_fit(query, key, value), made, torch.nan)
 
 
 @cache
