@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import find_c_compiler
-from comfyui_onediff_guard.precision.attention import sdpa
+from comfyui_onediff_guard.precision.attention import Attended, sdpa
 from comfyui_onediff_guard.precision.overflow import Clips, ShownInside, propagate_nonfinite_attention
 from diffusers import UNetSpatioTemporalConditionModel
 from guards import guarded, report_of
+from test_attention import Block, given, in_int8
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
@@ -111,6 +114,16 @@ def test_inductor_leaves_it_there(dtype, dynamo):
             for rows in (slice(0, 32), slice(32, 64)):  # of the query, of the key
                 module.qkv.bias.zero_()[rows] = value
                 assert not torch.isfinite(made(x)).all(), (value, rows)
+
+
+@pytest.mark.skipif(not find_c_compiler(), reason="inductor needs a C++ compiler")
+def test_inductor_leaves_the_look_at_what_sage_is_given(monkeypatch, dynamo):
+    monkeypatch.setitem(sys.modules, "sageattention", SimpleNamespace(sageattn=in_int8))
+    run = torch.compile(Attended(Block(), "sage"), backend="inductor", fullgraph=True)
+    broken = given()
+    broken[1][0, 1, 7, 3] = -torch.inf
+    with torch.inference_mode():
+        assert run(*given()).isfinite().all() and run(*broken).isnan().all()
 
 
 @pytest.fixture(scope="module")
