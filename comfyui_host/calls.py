@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
 from pathlib import Path
 from types import CellType, MappingProxyType
@@ -28,7 +28,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..precision import shared
-from ..precision.dtypes import FP16_MAX, HALF_DTYPES
+from ..precision.dtypes import HALF_DTYPES
 from ..precision.guard import GuardStopped
 from ..precision.observe import floating, non_finite
 from ..precision.planned_products import so_far
@@ -223,7 +223,7 @@ def apply_model_in_full(*, executor: Any, **call: Any) -> Any:
     """From the weights as they are stored, by layers and kernels that take float32."""
     call["memory"].in_full = True
     with products_in_fp32(executor.class_obj.diffusion_model), weights_as_stored():
-        attention = _attention_beside(call["memory"].options.get(ATTENTION_OVERRIDE))
+        attention = _attention_beside(call["memory"].options.get(ATTENTION_OVERRIDE), call["memory"])
         return apply_model(executor=executor, options={ATTENTION_OVERRIDE: attention}, **call)
 
 
@@ -242,12 +242,12 @@ def load_anew(*, executor: Any, timestep: Any, memory: CallMemory, **given: Any)
     return True
 
 
-def _attention_beside(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
+def _attention_beside(theirs: Callable[..., Any] | None, memory: CallMemory) -> Callable[..., Any]:
     """Return an override for one call of the model. theirs: another pack's, if there is one.
 
     One that adds to attention, or takes from it, asks for the attention that it is around, which is ours then, or
     makes something else than that. One that makes the same is another kernel, which gives way, and so does one that is
-    known for a kernel by its name. One that refuses float32 is given half precision.
+    known for a kernel by its name, or refuses what it is given, which `memory` notes.
     """
     if theirs is None or _is_known_kernel(theirs):
         return _attention_in_fp32
@@ -261,13 +261,12 @@ def _attention_beside(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
             return _attention_in_fp32(chosen, *args, **kwargs)
 
         before, made = so_far(), None
-        for call in (theirs, partial(_called_in_half, theirs)):
-            try:
-                made = call(ours, *args, **kwargs)
-                break
-            except Exception as error:
-                if asked or isinstance(error, torch.OutOfMemoryError) or host.is_interrupt(error):
-                    raise
+        try:
+            made = theirs(ours, *args, **kwargs)
+        except Exception as error:
+            if asked or isinstance(error, torch.OutOfMemoryError) or host.is_interrupt(error):
+                raise
+            memory.gave_way = getattr(theirs, "__qualname__", type(theirs).__name__)
         if asked:
             return made
         after = so_far()
@@ -281,18 +280,10 @@ def _attention_beside(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
     return override
 
 
-def _called_in_half(override: Callable[..., Any], chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call an override with queries, keys and values in fp16, or in bf16 where they do not fit, and outside of modes,
-    in which they would be float32 to it."""
-    with torch._C.DisableTorchFunction():
-        fits = all(bool((each.abs() <= FP16_MAX).all()) for each in floating(args[:3]))
-        dtype = torch.float16 if fits else torch.bfloat16
-        made = override(chosen, *(each.to(dtype) for each in args[:3]), *args[3:], **kwargs)
-        return made.float() if isinstance(made, torch.Tensor) else made
-
-
-_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_KERNELS = ("sage", "flash", "xformers")  # how other packs' are named
+# how other packs' are named: attention_override_sage, PatchSageAttention, sageattn; not usage, message
+_KERNELS = re.compile(
+    r"(?i:xformers|flash_?att|sage_?att)|(?<![A-Za-z])(?i:sage|flash)|(?<=[a-z])(?:Sage|Flash)|SAGE|FLASH"
+)
 _SAME = 0.02  # of a norm
 
 
@@ -300,8 +291,8 @@ def _is_known_kernel(override: Any) -> bool:
     """Return whether an override is a kernel by its name, or one that ComfyUI's own node puts in. Of a pack's module,
     which ComfyUI calls by its path, the last part alone is the pack's."""
     module = str(getattr(override, "__module__", ""))
-    words = _WORDS.findall(f"{Path(module).name}.{getattr(override, '__qualname__', '')}")
-    return module.startswith("comfy.model_patcher") or any(word.lower().startswith(_KERNELS) for word in words)
+    named = f"{Path(module).name}.{getattr(override, '__qualname__', '')}"
+    return module.startswith("comfy.model_patcher") or bool(_KERNELS.search(named))
 
 
 def _is_another_kernel(made: Any, plain: torch.Tensor) -> bool:
@@ -353,9 +344,11 @@ class CallMemory:
 
     options: ComfyUI's transformer_options. dtype: the network computes in. given: what else it is called with.
     in_full: a call was made in float32, all of it or in part.
+    gave_way: the name of another pack's attention that such a call did without, since it refuses float32.
     """
 
     in_full = False
+    gave_way = ""
 
     def __init__(self, network: torch.nn.Module, options: dict[str, Any], dtype: torch.dtype, given: Any = ()):
         self.options = options

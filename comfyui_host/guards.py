@@ -27,7 +27,7 @@ from ..precision.observe import floating
 from ..precision.policy import Component
 from ..precision.report import StepRecord
 from ..precision.snapshot import Snapshot
-from ..trust.message import BadInput, Message
+from ..trust.message import BadInput, Message, shown
 from . import host
 from .calls import (
     KEY,
@@ -154,7 +154,14 @@ def _wants_gradient(*inputs: Any) -> bool:
 def _apply(run: Run, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if _wants_gradient(x, args, kwargs):
         return run.unguarded(lambda: executor(x, *args, **kwargs))
-    guarded = around_apply_model(lambda call: run.call(denoiser_of(call), **call.arguments))
+
+    def made_by(call: ModelCall) -> Any:
+        made = run.call(denoiser_of(call), **call.arguments)
+        if name := call.arguments["memory"].gave_way:
+            run.note(Message("'{}', another pack's attention, takes no float32: PyTorch's took its place", shown(name)))
+        return made
+
+    guarded = around_apply_model(made_by)
     return run.or_plain(
         lambda: guarded(executor, x, *args, **kwargs),
         lambda: executor(x, *args, **kwargs),

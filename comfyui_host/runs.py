@@ -86,7 +86,7 @@ class Run:
         self._lock = threading.Lock()
         self._models: list[Any] = []  # that have forgotten earlier runs
         self._replaced = False  # an executor by one that computes as ComfyUI does
-        self._before: list[str] = []  # what had to be made again before the first call
+        self._before: list[str] = []  # what the report says first
         self._given_up: str = ""  # why an inserted guard lets the rest of the run through
         self._controlnets: list[Run] = []
         self.until_end = ExitStack()
@@ -110,10 +110,13 @@ class Run:
 
     def unguarded(self, plain: Callable[[], Any]) -> Any:
         """What is computed without the guard, since a rerun has no gradient."""
-        said = Message("Not guarded: calls that a node computes a gradient through")
-        with self._lock:
-            self._before += [] if said in self._before else [said]
+        self.note(Message("Not guarded: calls that a node computes a gradient through"))
         return plain()
+
+    def note(self, line: str) -> None:
+        """Add a line to the report, once."""
+        with self._lock:
+            self._before += [] if line in self._before else [line]
 
     def saw_no_call(self) -> None:
         """Told at the end of a sampling in which ComfyUI called no model. DeepCache calls a network's parts itself."""

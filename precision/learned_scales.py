@@ -47,11 +47,21 @@ from .planned_products import (
     Scale,
     Way,
     has_float32_products,
-    row_of,
     scaled_by_rows,
 )
-from .scaled_products import FAINT, LAYER_CALLS, LOST, KernelOf, Limit, ScaledHalfMatmulMode, largest_of, no_kernel
-from .upcast import TF32, autocast_off_where_on, device_types, is_quantised, run_in, storage_of
+from .scaled_products import (
+    FAINT,
+    FEW,
+    LAYER_CALLS,
+    LOST,
+    KernelOf,
+    Limit,
+    ScaledHalfMatmulMode,
+    largest_of,
+    no_kernel,
+    row_of,
+)
+from .upcast import TF32, RerunUnsupported, autocast_off_where_on, device_types, is_quantised, run_in, storage_of
 
 if TYPE_CHECKING:
     from .planned_layers import LayeredNetwork
@@ -60,6 +70,7 @@ Result = TypeVar("Result")
 QUIET = 12  # log2 of how much smaller than 1 a row may be in fp16: below, it loses digits that bf16 keeps
 SOFTER = 3  # the same of a layer's rows, or of what it makes of 1, from where they are looked at in each step
 FLUSHED = 2.0**-10  # of what it makes of 1: less makes 0 of a row that is looked at and found loud enough
+_MOST = 2.0**7  # of what products usually come to, as the root of their addends has it
 RENEWALS = 3  # plans of a run that fail, after which each row is scaled by itself
 
 
@@ -71,6 +82,7 @@ class Seen(NamedTuple):
     faint: float  # 1 / the smallest output of a row that is not 0
     strain: float  # the same, times what an output may usually come to where inputs are 1
     loudness: float = 1.0  # what the weight was divided by
+    quiet: float = 0.0  # 1 / the smallest input of a row that is not 0, times that; of weights that were divided alone
 
     def with_other(self, other: Seen) -> Seen:
         both = Seen(*(max(a, b) if a == a and b == b else math.nan for a, b in zip(self, other, strict=True)))
@@ -89,14 +101,17 @@ def scale_for(seen: Seen, *, convolves: bool, float32_products: bool, summed: bo
     exponent = math.floor(math.log2(seen.input)) + 1 - ROOM
     fits = not summed and -16 < exponent <= 0 and seen.output < 2.0**ROOM and seen.faint < 2.0**QUIET
     flushes = 0 < seen.strain < seen.faint * FLUSHED
-    if fits and not flushes and seen.strain < 2.0**QUIET * seen.loudness <= 2.0**QUIET:
+    if fits and not flushes and seen.quiet < 2.0**QUIET and seen.strain < 2.0**QUIET * seen.loudness <= 2.0**QUIET:
         looks = seen.faint > 2.0**SOFTER or seen.strain <= seen.faint * 2.0**-SOFTER
         return Scale(half=True, loudness=seen.loudness, looks=looks)
     if not seen.faint:  # nothing comes out
         return None
-    if convolves and seen.output > 0:
-        exponent = max(exponent, math.floor(math.log2(seen.output / seen.loudness)) + 1 - (ROOM + 2))
-    faint = seen.faint * seen.loudness if convolves else 0.0  # of its product, which is fp16
+    faint = 0.0
+    if convolves:  # its product is fp16, and its output has the bias as well
+        usual = seen.input * seen.strain / seen.faint
+        most = min(seen.output, usual * _MOST) or seen.output
+        exponent = max(exponent, math.floor(math.log2(most / seen.loudness)) + 1 - (ROOM + 2))
+        faint = seen.loudness * max(seen.faint, 1 / usual if usual else 0.0)
     if max(seen.strain, faint) > 2.0 ** (QUIET - exponent) or not (convolves or float32_products):
         return None
     least = seen.strain / seen.faint / seen.loudness * LOST
@@ -107,14 +122,15 @@ def scale_for(seen: Seen, *, convolves: bool, float32_products: bool, summed: bo
 class _Notes:
     """What a step shows, on the device until its end."""
 
-    values: list[torch.Tensor] = field(default_factory=list)  # float32 [5], as Seen has them
+    values: list[torch.Tensor] = field(default_factory=list)  # float32 [6], as Seen has them
     of: list[tuple[Key, bool]] = field(default_factory=list)  # the same in order: whose, and whether it convolves
 
     def add(self, key: Key, *values: Any, convolves: bool = False) -> None:
         device = next(value.device for value in values if isinstance(value, torch.Tensor))
+        values = (*values, 1.0, 0.0)[:6]
         found = [torch.as_tensor(value, dtype=torch.float32, device=device).reshape(()) for value in values]
         with shared.lasting():
-            self.values.append(torch.stack(found + [torch.ones_like(found[0])] * (5 - len(found))))
+            self.values.append(torch.stack(found))
         self.of.append((key, convolves))
 
     def read(self, agree: Agree) -> dict[Key, tuple[Seen, bool]]:
@@ -122,7 +138,7 @@ class _Notes:
         if not self.values or self.values[0].is_meta:
             return {}
         device = self.values[0].device
-        numbers = agree(torch.stack([value.to(device) for value in self.values]).flatten()).view(-1, 5).tolist()
+        numbers = agree(torch.stack([value.to(device) for value in self.values]).flatten()).view(-1, 6).tolist()
         seen: dict[Key, tuple[Seen, bool]] = {}
         for (key, convolves), values in zip(self.of, numbers, strict=True):
             now = Seen(*values)
@@ -187,7 +203,7 @@ class LearningMode(LocatedMode):
                 self._note_output(key, each)
         elif func is F.scaled_dot_product_attention:
             self._note_attention(made, *args, **kwargs)
-        elif func in SUMS and both_floating(args) and args[0].shape != args[1].shape:
+        elif func in SUMS and both_floating(args) and (args[0].shape != args[1].shape or 1 in args[0].shape):
             self._makers[storage_of(made)] = BROADCAST
         elif not changed and _is_floating(made):
             given = next((each for each in args if isinstance(each, torch.Tensor)), kwargs.get("input"))
@@ -195,15 +211,13 @@ class LearningMode(LocatedMode):
             if of != own:  # a storage may be where another one was
                 self._makers[own] = self._makers.get(of) if of is not None and func in _STAYS_FP16 else None
         for each in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(each, torch.Tensor) and (maker := self._makers.get(storage_of(each))):
+            if _is_floating(each) and (maker := self._makers.get(storage_of(each))):
                 self._made.append((weakref.ref(each), maker))
         return made
 
-    def note_kept(self, output: Any) -> None:
-        """Note what the network keeps of a call beside its output: later calls may write to it, or read it."""
-        own = {storage_of(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)}
-        kept = ((made(), maker) for made, maker in self._made)
-        self.way.summed |= {maker for made, maker in kept if made is not None and storage_of(made) not in own}
+    def note_kept(self) -> None:
+        """Note what is kept of a call, by the network or as its output: later calls may write to it, or read it."""
+        self.way.summed |= {maker for made, maker in self._made if made() is not None}
         self._made.clear()
 
     def _note_output(self, key: Key, made: torch.Tensor) -> None:
@@ -215,20 +229,23 @@ class LearningMode(LocatedMode):
     def begin_layer(self, weight: torch.Tensor) -> None:
         self._anchor = self.at_layer(weight)
 
-    def note(self, func: Any, weight: torch.Tensor, x: torch.Tensor, made: torch.Tensor, of_weight: Limit) -> None:
+    def note(self, weight: torch.Tensor, x: torch.Tensor, made: torch.Tensor, of_weight: Limit) -> None:
         anchor = self._anchor
         if anchor is None or is_quantised(weight) or not made.numel() or not x.numel():
             return
-        rows = largest_of(made, (-1 if func is F.linear else 1 - weight.ndim,))
+        spatial = weight.ndim - 2
+        if x.shape[-1 - spatial] < FEW:  # which may be near to 0 by chance: always by rows
+            return
+        rows = largest_of(made, row_of(made, spatial) if spatial else (-1,))
         faint = _faint(rows)
         loudness = 1.0 if of_weight.loudness is None else of_weight.loudness
         strain = faint * (of_weight.least / LOST) * loudness
+        quiet = 0.0
         if of_weight.loudness is not None:  # its input's rows are multiplied by that in fp16, and looked at
-            quietest = _faint(largest_of(x, row_of(x, weight.ndim - 2)))
-            strain = torch.where(quietest > loudness * 2.0**QUIET, torch.maximum(strain, quietest), strain)
+            quiet = _faint(largest_of(x, (-1 - spatial,))) / loudness
         self.way.anchors[id(anchor)] = weakref.ref(anchor)
-        convolves = func is not F.linear
-        self.notes.add((id(anchor), 0, ""), _peak(x), rows.amax(), faint, strain, loudness, convolves=convolves)
+        found = _peak(x), rows.amax(), faint, strain, loudness, quiet
+        self.notes.add((id(anchor), 0, ""), *found, convolves=bool(spatial))
 
     def _note_attention(self, made: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> None:
         at = self._makers[storage_of(made)] = self.next_key(F.scaled_dot_product_attention)
@@ -291,12 +308,14 @@ class LearnedProducts:
                 if not _can_be_marked(made):
                     raise LeftPlan("the network returns something else than in the first step")
                 return pytree.tree_map_only(torch.Tensor, self._planned.finished, made)
+            except RerunUnsupported as error:  # of what is fp16 by the plan
+                raise LeftPlan(str(error)) from error
             finally:
                 self._planned.clear()
         made = run_in(self._by_rows, function, args, kwargs, tf32=tf32)
         if isinstance(self._by_rows, LearningMode) and self._renewals < RENEWALS and _can_be_marked(made):
             self._calls += 1
-            self._by_rows.note_kept(made)
+            self._by_rows.note_kept()
             planned = self._plan(self._by_rows.notes, self._by_rows.way)
             self._planned = planned if self._calls > self._renewals else None
         return made
@@ -326,7 +345,7 @@ class LearnedProducts:
                 way.summed.add(key)
             known = self._seen.get(key)
             self._seen[key] = (known[0].with_other(now) if known else now, convolves)
-        if not self._seen or way.points or (self.agree is not alone and not self.in_layers):
+        if not notes.values or way.points or (self.agree is not alone and not self.in_layers):
             return None  # a rank that leaves a plan does so alone, while the others wait for it
         if self.in_layers:
             self.in_layers.learn(self._seen, way)

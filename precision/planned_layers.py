@@ -29,7 +29,7 @@ from .fp16_safe import FP16, PRODUCTS, SUMS, both_floating
 from .learned_scales import Seen, scale_for, widened
 from .overrides import covered, covers
 from .overrides import largest_of as outermost
-from .planned_products import Key, Scale, Way, float32_product, has_float32_products, row_of, scaled_by_rows
+from .planned_products import Key, Scale, Way, float32_product, has_float32_products, scaled_by_rows
 from .scaled_products import (
     FAINT,
     LAYERS,
@@ -37,6 +37,7 @@ from .scaled_products import (
     largest_of,
     limit,
     lost_digits,
+    row_of,
     scaled_attention,
     scaled_product,
     times,

@@ -65,11 +65,11 @@ from .scaled_products import (
     lost_digits,
     no_kernel,
     number,
+    row_of,
     state_of,
 )
 from .upcast import Fp32Mode, OneOperation, autocast_off_where_on, storage_of
 
-FEW = 4  # channels of a row, of which the largest may be near to 0 by chance
 # what computes on no value and changes nothing, whatever its arguments
 _MOVES_ALONE = frozenset(func for func in MOVES if not func.__name__.endswith("_") or func.__name__.endswith("__"))
 _MOVES_ALONE -= POINTS | {torch.Tensor.view, torch.Tensor.__setitem__, F.dropout}
@@ -600,11 +600,6 @@ def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     else:
         made = torch.mm(rows, weight.t(), out_dtype=torch.float32)
     return made.view(*x.shape[:-1], len(weight))
-
-
-def row_of(x: torch.Tensor, spatial: int) -> tuple[int, ...]:
-    """Return the dimensions of a row: its channels; where these are few, which may be near to 0 by chance, all."""
-    return (-1 - spatial,) if x.shape[-1 - spatial] >= FEW else tuple(range(x.ndim))
 
 
 def _together(numbers: Iterable[torch.Tensor], beside: torch.Tensor) -> torch.Tensor:

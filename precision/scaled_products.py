@@ -37,6 +37,7 @@ _OUTSIDE = 16  # log2 of the part of attention's scale that its kernel multiplie
 _VALUES = 2.0**14  # of attention's values; what comes out is no larger
 _FLOAT32 = 110.0  # log2 of products of a query's channel with a key's whose sums fit in float32, whatever the head
 _FEWER, _FEW, _NONE = 2.0**12, 2.0**24, 2.0**40  # taken from all logits of a row, leaves float32 fewer digits of them
+FEW = 4  # channels of a row, of which the largest may be near to 0 by chance
 FAINT = 2.0**-14  # a row whose largest value is smaller has fewer digits in fp16 than in bf16, or soon will
 _NORMAL = 2.0**9  # the largest sum of |w| of weights that have to be cast anyway: they are scaled to that
 LOST = 2.0**-13  # of what a layer's product may reach, times the root of its addends: less shows what fp16 flushed
@@ -85,6 +86,14 @@ def largest_of(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     if x.device.type == "cpu":
         return torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True)).float()
     return torch.linalg.vector_norm(x, torch.inf, dims, keepdim=True, dtype=torch.float32)
+
+
+def row_of(x: torch.Tensor, spatial: int) -> tuple[int, ...]:
+    """Return the dimensions of a row: its channels; where these are few, which may be near to 0 by chance, all; of a
+    convolution, all of a sample."""
+    if x.shape[-1 - spatial] >= FEW:
+        return (-1 - spatial,)
+    return tuple(range(-1 - spatial, 0)) if spatial else tuple(range(x.ndim))
 
 
 def times(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -188,7 +197,7 @@ class ScaledHalfMatmulMode(Fp32Mode):
             if lost is None or not looks or not lost:
                 if lost is not None and not looks:
                     self._limits.doubt(weight, lost)
-                self.note(func, given, input, made, of_weight)
+                self.note(given, input, made, of_weight)
                 return made
         self._limits.forget(weight)
         return super().computed(func, (input, weight, bias, *args), kwargs)
@@ -199,7 +208,7 @@ class ScaledHalfMatmulMode(Fp32Mode):
     def begin_layer(self, weight: Any) -> None:
         """Told of each layer that is computed."""
 
-    def note(self, func: Any, weight: torch.Tensor, x: torch.Tensor, made: torch.Tensor, of_weight: Limit) -> None:
+    def note(self, weight: torch.Tensor, x: torch.Tensor, made: torch.Tensor, of_weight: Limit) -> None:
         """Told of each scaled product of a layer."""
 
     def _attention(
@@ -437,7 +446,7 @@ def lost_digits(
     """
     if spatial and made.dtype is torch.float16 and isinstance(least, torch.Tensor):
         least = torch.where(least > 0, least.clamp(min=FAINT), least)
-    size = largest_of(made, (-1 - spatial,))
+    size = largest_of(made, row_of(made, spatial) if spatial else (-1,))
     small = ~((size >= least) & (size < torch.inf))
     if _can_look(made) and not small.any():
         return small.any()

@@ -192,7 +192,7 @@ class Compiling:
             listener.progress(joined(" · ", filter(None, (said, left))))
         graphs = graphs_compiled()
         # a compiler that fails may have written into what it was given; what is expanded is not written to
-        written = [each for each in _tensors(args, kwargs) if 0 not in each.stride()]
+        written = [each for each in _tensors(args, kwargs) if compiler.replaceable and 0 not in each.stride()]
         with torch.no_grad():
             before = [each.clone() for each in written]
         try:

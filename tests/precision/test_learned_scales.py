@@ -655,6 +655,11 @@ STEPS: dict[str, tuple[Any, tuple[float, ...]]] = {  # → a network, and by how
         )
         for what, (write, then) in WRITES.items()
     },
+    "a sum that has one shape in the first step, and two later": (
+        lambda: Fn(lambda s, x, step: renormed((s.l[0](x) + s.l[1](x[:1]) if step else s.l[0](x[:1]) + s.l[1](x[:1]))
+                                               .mul_(2.0**-21))),
+        (1, 1, 1),
+    ),
     "a convolution that puts out little": (
         lambda: Fn(lambda s, x, _: renormed(F.conv1d(x.mT, s.g).mT), g=torch.randn(64, 64, 3) * 2.0**-16),
         (1, 2.0**-10, 2.0**-16),
@@ -670,6 +675,11 @@ STEPS: dict[str, tuple[Any, tuple[float, ...]]] = {  # → a network, and by how
         (1, 1, 2.0**17),
     ),
     "a weight of one output": (lambda: Fn(lambda s, x, _: F.linear(s.l[0](x), s.g)[..., None], g=ONE / 3), (1, 1)),
+    "a row of few channels that becomes quiet": (
+        lambda: Fn(lambda s, x, step: renormed(F.linear(x[..., :3] * torch.where(AT_3, 2.0 ** (-17 * step), 1), s.g)),
+                   g=torch.randn(64, 3)),
+        (1, 1),
+    ),
     "a weight's bytes": (
         lambda: Fn(lambda s, x, _: s.l[0](x) * (s.q.view(torch.int16).float().sum() * 1e-5), q=ONE / 3),
         (1, 1),
@@ -720,8 +730,39 @@ def crossing_zero() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), gate)
 
 
-def filled(layer: nn.Linear, gain: float) -> nn.Linear:
+def filled(layer: Any, gain: float) -> Any:
     layer.weight.data.mul_(gain)
+    return layer
+
+
+class Beside(nn.Module):
+    """As a ControlNet's zero convolution adds to a block."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.last = layer, nn.Conv2d(64, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(F.silu(x + self.layer(F.silu(x))))
+
+
+def quiet_beside(gain: float, bias: float) -> nn.Module:
+    layer = nn.Conv2d(64, 64, 1)
+    layer.weight.data.normal_().mul_(gain)
+    layer.bias.data.normal_().mul_(bias)
+    return Beside(layer)
+
+
+class Rows(nn.Module):
+    """Makes some tokens quieter than others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.logspace(-8, 2, x.shape[1], base=2)[:, None]
+
+
+def loud_bias() -> Any:
+    layer = nn.Linear(64, 64)
+    layer.bias.data.normal_().mul_(256)
     return layer
 
 
@@ -731,8 +772,24 @@ def swiglu(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
 
 KEEPS_PLAN: dict[str, Any] = {  # → what is called, its dtype, the shape of its input, and how loud that is in turn
     "a gate that crosses zero": (crossing_zero, FP16, (2, 32, 64), (1,)),
-    "one channel": (lambda: nn.Conv1d(1, 8, 3), FP16, (2, 1, 9999), (1,)),
+    "one channel": (lambda: nn.Sequential(nn.Conv1d(1, 8, 3), nn.Conv1d(8, 8, 1)), FP16, (2, 1, 9999), (1,)),
     "weights that are 0": (lambda: filled(nn.Linear(64, 64), 0), BF16, (2, 32, 64), (1,)),
+    "quiet rows and a loud bias": (lambda: nn.Sequential(Rows(), loud_bias()), BF16, (2, 32, 64), (1,)),
+    "one channel comes out": (
+        lambda: nn.Sequential(nn.GroupNorm(8, 64), nn.SiLU(), filled(nn.Conv2d(64, 1, 3), 0.05)),
+        FP16,
+        (1, 64, 128, 128),
+        (1,),
+    ),
+    **{
+        f"a convolution beside a louder bias, {stored}, {gain}, {bias}": (
+            lambda gain=gain, bias=bias: quiet_beside(gain, bias),
+            stored,
+            (1, 64, 24, 24),
+            (1,),
+        )
+        for stored, gain, bias in ((BF16, 1e-4, 1), (BF16, 1e-7, 0.01), (FP16, 1e-6, 0.1))
+    },
     "few small weights and a bias": (lambda: filled(nn.Linear(4, 64), 2.0**-6), BF16, (2, 99, 4), (1,)),
     "a prompt of zeros in every second call": (
         lambda: Fn(swiglu, (1, 1, 1), g=torch.randn(8, 64)),
@@ -758,26 +815,44 @@ def test_what_is_right_is_no_reason_for_another_plan(make: Any, stored: Any, sha
     assert products._planned
 
 
-def kept(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
-    """Of three calls, the first keeps what a layer put out."""
-    if step % 3 == 0:
-        s.kept = s.l[0](x)
-        return s.l[1](renormed(x))
-    return s.l[1](s.then(s.kept, s.l[0](x)))
+def kept(then: Any, returned: Any = lambda kept, else_: else_) -> Any:
+    """Of three calls, the first keeps what a layer put out, and the others go on from that."""
+
+    def network(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+        if step % 3 == 0:
+            s.kept = s.l[0](x)
+            return returned(s.kept, s.l[1](renormed(x)))
+        return s.l[1](then(s.kept, s.l[0](x)))
+
+    return network
 
 
-THEN: dict[str, tuple[Any, dict[int, float]]] = {  # what later calls make of that, and how loud some are
-    "louder in place": (lambda kept, made: renormed(kept.add_(made * 1000)), {10: 2.0**8, 11: 2.0**8}),
-    "quieter in place": (lambda kept, made: renormed(kept.mul_(2.0**-11)), {}),
-    "as it was, too loud for fp16": (lambda kept, made: renormed(kept) + made, {9: 2.0**17}),
-}
+def outside_of_modes(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
+    h = s.l[0](x)
+    with torch._C.DisableTorchFunction():
+        return h @ x.mT
 
 
-@pytest.mark.parametrize(("then", "gains"), THEN.values(), ids=THEN)
-def test_what_a_network_keeps_for_later_calls_is_float32(then: Any, gains: dict[int, float]) -> None:
+def quieter_in_place(kept: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return renormed(kept.mul_(2.0**-11))
+
+
+CALLS: dict[str, tuple[Any, dict[int, float]]] = {  # → a network, and in which calls its input is louder
+    "kept, louder in place": (
+        kept(lambda kept, made: renormed(kept.add_(made * 1000))), {10: 2.0**8, 11: 2.0**8}
+    ),
+    "kept, quieter in place": (kept(quieter_in_place), {}),
+    "kept and put out, quieter in place": (kept(quieter_in_place, lambda kept, _: kept), {}),
+    "kept, a part of it put out, quieter in place": (kept(quieter_in_place, lambda kept, _: kept[:, 1:]), {}),
+    "kept as it was, too loud for fp16": (kept(lambda kept, made: renormed(kept) + made), {9: 2.0**17}),
+    "outside of modes": (outside_of_modes, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("network", "gains"), CALLS.values(), ids=CALLS)
+def test_what_calls_leave_behind_makes_later_ones_no_worse(network: Any, gains: dict[int, float]) -> None:
     torch.manual_seed(0)
-    module = Fn(kept).half().requires_grad_(False)
-    module.then = then
+    module = Fn(network).half().requires_grad_(False)
     single = copy.deepcopy(module).float()
     learner = FallbackAdapter(
         module, "fp16", lambda known: build_half_precision_forward(module, known, "fp16", all_layers_scaled=True)
@@ -1010,7 +1085,11 @@ DECISIONS = {
     "a gain that makes 0 of what fp16 holds": (PLAIN._replace(strain=2.0**-11), {}, -8),
     "a loud input": (PLAIN._replace(input=2.0**20), {}, 11),
     "a loud output": (PLAIN._replace(output=2.0**20), {}, -8),
-    "a loud output of a convolution": (PLAIN._replace(output=2.0**20), {"convolves": True}, 9),
+    "a loud output of a convolution": (
+        PLAIN._replace(output=2.0**20, faint=2.0**-18, strain=2.0),
+        {"convolves": True},
+        9,
+    ),
     "a quiet input": (PLAIN._replace(input=2.0**-20), {}, -29),
     "a quiet row": (PLAIN._replace(faint=2.0**14), {}, -8),
     "rows too far apart": (PLAIN._replace(input=2.0**30, strain=1.0), {}, None),

@@ -19,6 +19,7 @@ from native_models import LAYOUTS, in_fp32, make_model, sample
 
 SD15, FLUX = LAYOUTS["sd15"], LAYOUTS["flux"]
 KINDS = import_module("comfy.patcher_extension").WrappersMP
+calls = module("comfyui_host.calls")
 guards = module("comfyui_host.guards")
 HALF, SINGLE = torch.float16, torch.float32
 ATTENTIONS = {"sd15": 14, "flux": 4}  # of a step
@@ -183,12 +184,6 @@ def _in_half_alone(chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> t
     return _as_it_is(chosen, q.nan_to_num(), *args, **kwargs)
 
 
-def _in_its_own_way_in_half(_chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if q.dtype is SINGLE:
-        raise Refused
-    return _in_its_own_way(_chosen, q, *args, **kwargs)
-
-
 def _of_a_folder(_chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return _around(_chosen, *args, **kwargs)
 
@@ -204,15 +199,15 @@ def _as_it_is(_chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "override"),
     [(family, override) for override in (_around, _in_its_own_way) for family in ("sd15", "flux")]
-    + [("sd15", override) for override in (_of_some, _of_later_blocks, _in_its_own_way_in_half, _of_a_folder)],
+    + [("sd15", override) for override in (_of_some, _of_later_blocks, _of_a_folder)],
 )
 def test_what_another_pack_does_to_attention_stays(family: str, override: Any, precision: str, hot: bool) -> None:
     """Regional prompts are such: in a rerun, and with every layer protected."""
     layout, model = LAYOUTS[family], make_model(LAYOUTS[family], hot=hot)
     exact = in_fp32(model, layout)
     without = sample(exact, layout)
-    for each, its in ((exact, _in_its_own_way if override is _in_its_own_way_in_half else override), (model, override)):
-        each.model_options["transformer_options"]["optimized_attention_override"] = its
+    for each in (exact, model):
+        each.model_options["transformer_options"]["optimized_attention_override"] = override
     right = sample(exact, layout)
     assert difference(without, right) > 5e-2
     assert difference(sample(guarded(model, precision=precision), layout), right) <= 1e-2
@@ -226,6 +221,27 @@ def test_a_kernel_that_gives_way_leaves_nothing(kernel: Any, precision: str, hot
     model.model_options["transformer_options"]["optimized_attention_override"] = kernel
     assert difference(sample(guarded(model, precision=precision), SD15), right) <= 5e-3
     assert precision == "inherit" or said[-1].split("\n")[0].endswith("3 steps, all fine.")
+    refuses = "'_in_half_alone', another pack's attention, takes no float32: PyTorch's took its place" in said[-1]
+    assert refuses is (kernel is _in_half_alone)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "is_one"),
+    [
+        ("/home/sage/ComfyUI/custom_nodes/ComfyUI-KJNodes.nodes.model_nodes", "attention_override_sage", True),
+        ("/flash/ComfyUI/custom_nodes/a_pack", "PatchSageAttention.patch.<locals>.override", True),
+        ("/custom_nodes/ComfyUI-xFormers.nodes", "override", True),
+        ("sageattention.core", "sageattn", True),
+        ("flash_attn", "run", True),
+        ("comfy.model_patcher", "set.<locals>.override", True),
+        ("/home/sage/custom_nodes/a_pack_x_2.usage", "Message.passage", False),
+        ("nag", "override", False),
+    ],
+)
+def test_kernels_are_known_by_their_names_and_not_by_where_they_lie(module: str, name: str, is_one: bool) -> None:
+    override = lambda *_: None  # noqa: E731
+    override.__module__, override.__qualname__ = module, name
+    assert calls._is_known_kernel(override) is is_one
 
 
 def test_another_packs_attention_gives_way_in_the_rerun() -> None:
