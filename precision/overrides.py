@@ -405,7 +405,8 @@ class ProfileFile:
             return
         try:
             with suppress(BadProfile):
-                if self._on_disk() == profile:
+                found = self._on_disk()
+                if found and found.learned == profile.learned and not found.misfit(profile):
                     return
             logger.info("keeping a profile: %s", write(self.folder, profile))
         except OSError as error:
@@ -416,5 +417,9 @@ class ProfileFile:
         return given is not None and given.learned == profile.learned and not given.misfit(profile)
 
     def _on_disk(self) -> Profile | None:
-        file = self.folder and self.folder / f"{self.here.name}.json"
-        return read(file) if file and file.is_file() else None
+        """The kept one, else one of the same weights that had another name."""
+        if self.folder is None or not self.folder.is_dir():
+            return None
+        own, facts = self.folder / f"{self.here.name}.json", self.here.name.rpartition("-")[2]
+        found = next((file for file in (own, *sorted(self.folder.glob(f"*-{facts}.json"))) if file.is_file()), None)
+        return read(found) if found else None

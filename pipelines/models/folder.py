@@ -242,12 +242,13 @@ def files_below(folder: Path, suffix: str = "") -> Iterator[Path]:
 
 def fingerprint(path: Path) -> str:
     """Return a hash that changes when a file of the folder is added, removed or rewritten, or when the single file is.
-    It is made of names, sizes in bytes and times."""
-    digest = hashlib.sha256()
+    It is made of the real path, and of names, sizes in bytes and times: also of when the system noted the file, since a
+    copy may keep the time of its original."""
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(path)))
     for file in [path] if path.is_file() else files_below(path):
         stat = file.stat()
         digest.update(os.fsencode(file.relative_to(path).as_posix()))
-        digest.update(f":{stat.st_size}:{stat.st_mtime_ns};".encode())
+        digest.update(f":{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns};".encode())
     return digest.hexdigest()
 
 

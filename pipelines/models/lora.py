@@ -55,7 +55,8 @@ class Lora:
             stats = [file.stat() for file in files_of(self.path)]
         except OSError:
             return (str(self.path), 0, 0, self.scale)
-        return (str(self.path), sum(it.st_size for it in stats), sum(it.st_mtime_ns for it in stats), self.scale)
+        times = sum(it.st_mtime_ns + it.st_ctime_ns for it in stats)  # a copy may keep the time of its original
+        return (str(self.path), sum(it.st_size for it in stats), times, self.scale)
 
     @property
     def beside(self) -> Mapping[str, Any] | None:

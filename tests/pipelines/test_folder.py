@@ -13,6 +13,7 @@ from comfyui_onediff_guard.demo.small_model import build_cogvideox
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.folder import family_of, fingerprint, inspect, list_folders
+from comfyui_onediff_guard.pipelines.models.lora import Lora
 from waiting import no_hang
 
 
@@ -98,6 +99,21 @@ def test_fingerprint_changes_with_the_files(folder):
     assert fingerprint(folder) == before
     os.utime(folder / "vae" / "config.json", ns=(1, 1))
     assert fingerprint(folder) != before
+
+
+def test_fingerprint_changes_with_a_file_of_the_same_size_and_time(folder):
+    file = folder / "model_index.json"
+    before, lora, stat = fingerprint(folder), Lora(file, 1.0), file.stat()
+    key = lora.key
+    file.write_text(file.read_text()[::-1])
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert file.stat().st_mtime_ns == stat.st_mtime_ns and file.stat().st_size == stat.st_size
+    assert fingerprint(folder) != before and lora.key != key
+
+
+def test_fingerprint_changes_with_where_a_link_leads(folder, tmp_path):
+    (tmp_path / "link").symlink_to(folder)
+    assert fingerprint(tmp_path / "link") == fingerprint(folder) != fingerprint(folder.parent)
 
 
 def test_fingerprint_changes_with_the_files_of_a_linked_component(folder, tmp_path):

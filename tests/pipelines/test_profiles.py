@@ -18,6 +18,7 @@ from comfyui_onediff_guard.precision.overrides import (
     BadProfile,
     PrecisionOverrides,
     Profile,
+    ProfileFile,
     parse,
     read,
     read_all,
@@ -231,3 +232,15 @@ def test_a_long_name_is_whole_in_that_of_the_file(model):
 def test_a_files_name_is_one_whatever_the_model_is_called():
     name = replace(PROFILE, model="../日本" * 100).name
     assert len(f"{name}.json".encode()) < 255 and "/" not in name
+
+
+def test_a_model_whose_folder_has_another_name_has_the_same_profile(tmp_path):
+    """It was renamed, or the profile is someone else's."""
+    renamed = ProfileFile(replace(PROFILE, model="my copy", learned=NOTHING), tmp_path)
+    assert renamed.load() == (NOTHING, ())
+    file = write(tmp_path, PROFILE)
+    assert renamed.load()[0] == PROFILE.learned
+    renamed.save(PROFILE.learned)
+    assert [*tmp_path.iterdir()] == [file]
+    renamed.save(NOTHING)
+    assert renamed.load()[0] == NOTHING and ProfileFile(PROFILE, tmp_path).load()[0] == PROFILE.learned
