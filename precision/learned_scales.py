@@ -215,9 +215,11 @@ class LearningMode(LocatedMode):
                 self._made.append((weakref.ref(each), maker))
         return made
 
-    def note_kept(self) -> None:
-        """Note what is kept of a call, by the network or as its output: later calls may write to it, or read it."""
-        self.way.summed |= {maker for made, maker in self._made if made() is not None}
+    def note_kept(self, output: Any) -> None:
+        """Note what the network keeps of a call beside its output: later calls may write to it, or read it."""
+        own = {storage_of(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)}
+        kept = ((made(), maker) for made, maker in self._made)
+        self.way.summed |= {maker for made, maker in kept if made is not None and storage_of(made) not in own}
         self._made.clear()
 
     def _note_output(self, key: Key, made: torch.Tensor) -> None:
@@ -315,7 +317,7 @@ class LearnedProducts:
         made = run_in(self._by_rows, function, args, kwargs, tf32=tf32)
         if isinstance(self._by_rows, LearningMode) and self._renewals < RENEWALS and _can_be_marked(made):
             self._calls += 1
-            self._by_rows.note_kept()
+            self._by_rows.note_kept(made)
             planned = self._plan(self._by_rows.notes, self._by_rows.way)
             self._planned = planned if self._calls > self._renewals else None
         return made
