@@ -31,7 +31,7 @@ from ..precision import shared
 from ..precision.dtypes import HALF_DTYPES
 from ..precision.guard import GuardStopped
 from ..precision.observe import floating, non_finite
-from ..precision.planned_products import so_far
+from ..precision.planned_products import LeftPlan, so_far
 from ..precision.scaled_products import dtype_of_products
 from ..precision.snapshot import Snapshot
 from ..trust.message import Told, message_of
@@ -264,7 +264,7 @@ def _attention_beside(theirs: Callable[..., Any] | None, memory: CallMemory) -> 
         try:
             made = theirs(ours, *args, **kwargs)
         except Exception as error:
-            if asked or isinstance(error, torch.OutOfMemoryError) or host.is_interrupt(error):
+            if asked or isinstance(error, (torch.OutOfMemoryError, LeftPlan)) or host.is_interrupt(error):
                 raise
             memory.gave_way = getattr(theirs, "__qualname__", type(theirs).__name__)
         if asked:
@@ -281,9 +281,7 @@ def _attention_beside(theirs: Callable[..., Any] | None, memory: CallMemory) -> 
 
 
 # how other packs' are named: attention_override_sage, PatchSageAttention, sageattn; not usage, message
-_KERNELS = re.compile(
-    r"(?i:xformers|flash_?att|sage_?att)|(?<![A-Za-z])(?i:sage|flash)|(?<=[a-z])(?:Sage|Flash)|SAGE|FLASH"
-)
+_KERNELS = re.compile(r"(?i:xformers)|(?<![A-Za-z])(?i:sage|flash)|(?<=[a-z])(?:Sage|Flash)")
 _SAME = 0.02  # of a norm
 
 

@@ -106,7 +106,7 @@ def scale_for(seen: Seen, *, convolves: bool, float32_products: bool, summed: bo
         return Scale(half=True, loudness=seen.loudness, looks=looks)
     if not seen.faint:  # nothing comes out
         return None
-    faint = 0.0
+    faint = seen.quiet * seen.loudness  # of what it multiplies
     if convolves:  # its product is fp16, and its output has the bias as well
         usual = seen.input * seen.strain / seen.faint
         most = min(seen.output, usual * _MOST) or seen.output

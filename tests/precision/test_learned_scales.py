@@ -756,8 +756,12 @@ def quiet_beside(gain: float, bias: float) -> nn.Module:
 class Rows(nn.Module):
     """Makes some tokens quieter than others."""
 
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least = least
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.logspace(-8, 2, x.shape[1], base=2)[:, None]
+        return x * torch.logspace(self.least, 2, x.shape[1], base=2)[:, None]
 
 
 def loud_bias() -> Any:
@@ -774,7 +778,15 @@ KEEPS_PLAN: dict[str, Any] = {  # → what is called, its dtype, the shape of it
     "a gate that crosses zero": (crossing_zero, FP16, (2, 32, 64), (1,)),
     "one channel": (lambda: nn.Sequential(nn.Conv1d(1, 8, 3), nn.Conv1d(8, 8, 1)), FP16, (2, 1, 9999), (1,)),
     "weights that are 0": (lambda: filled(nn.Linear(64, 64), 0), BF16, (2, 32, 64), (1,)),
-    "quiet rows and a loud bias": (lambda: nn.Sequential(Rows(), loud_bias()), BF16, (2, 32, 64), (1,)),
+    **{
+        f"rows down to 2^{least} and a loud bias": (
+            lambda least=least: nn.Sequential(Rows(least), loud_bias(), nn.LayerNorm(64), nn.Linear(64, 64)),
+            BF16,
+            (2, 32, 64),
+            (1,),
+        )
+        for least in (-8, -22)
+    },
     "one channel comes out": (
         lambda: nn.Sequential(nn.GroupNorm(8, 64), nn.SiLU(), filled(nn.Conv2d(64, 1, 3), 0.05)),
         FP16,

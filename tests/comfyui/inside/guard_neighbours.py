@@ -184,6 +184,13 @@ def _in_half_alone(chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> t
     return _as_it_is(chosen, q.nan_to_num(), *args, **kwargs)
 
 
+def _by_a_kernel_later(chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """From the second step on, it asks where its query lies."""
+    if kwargs["transformer_options"]["sigmas"].max() < 14:
+        q.data_ptr()
+    return _in_its_own_way(chosen, q, *args, **kwargs)
+
+
 def _of_a_folder(_chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return _around(_chosen, *args, **kwargs)
 
@@ -199,7 +206,7 @@ def _as_it_is(_chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "override"),
     [(family, override) for override in (_around, _in_its_own_way) for family in ("sd15", "flux")]
-    + [("sd15", override) for override in (_of_some, _of_later_blocks, _of_a_folder)],
+    + [("sd15", override) for override in (_of_some, _of_later_blocks, _of_a_folder, _by_a_kernel_later)],
 )
 def test_what_another_pack_does_to_attention_stays(family: str, override: Any, precision: str, hot: bool) -> None:
     """Regional prompts are such: in a rerun, and with every layer protected."""
@@ -211,6 +218,7 @@ def test_what_another_pack_does_to_attention_stays(family: str, override: Any, p
     right = sample(exact, layout)
     assert difference(without, right) > 5e-2
     assert difference(sample(guarded(model, precision=precision), layout), right) <= 1e-2
+    assert "takes no float32" not in said[-1]
 
 
 @pytest.mark.parametrize(("precision", "hot"), [("inherit", True), ("fp16", False)])
@@ -235,7 +243,11 @@ def test_a_kernel_that_gives_way_leaves_nothing(kernel: Any, precision: str, hot
         ("flash_attn", "run", True),
         ("comfy.model_patcher", "set.<locals>.override", True),
         ("/home/sage/custom_nodes/a_pack_x_2.usage", "Message.passage", False),
-        ("nag", "override", False),
+        ("nag", "message_attention", False),
+        ("nag", "MESSAGE_PASSAGE", False),
+        ("a_pack", "UsageAttention", False),
+        ("a_pack", "SAGEattention", True),
+        ("a_pack", "kj_FlashAttention", True),
     ],
 )
 def test_kernels_are_known_by_their_names_and_not_by_where_they_lie(module: str, name: str, is_one: bool) -> None:
