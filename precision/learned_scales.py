@@ -155,13 +155,11 @@ class LearningMode(LocatedMode):
         self.notes = _Notes()
         self._anchor: Any = None  # what stands for the layer that is computed
         self._makers: dict[int, Key | None] = {}  # storage → what made it
-        self._made: list[tuple[weakref.ref[torch.Tensor], Key]] = []  # and what that was
 
     def begin(self, inputs: Any) -> None:
         super().begin(inputs)
         self.notes = _Notes()
         self._makers.clear()
-        self._made.clear()
 
     def so_far(self) -> Callable[[], None]:
         above, way, values, of = super().so_far(), self.way, [*self.notes.values], [*self.notes.of]
@@ -210,17 +208,7 @@ class LearningMode(LocatedMode):
             of, own = storage_of(given) if isinstance(given, torch.Tensor) else None, storage_of(made)
             if of != own:  # a storage may be where another one was
                 self._makers[own] = self._makers.get(of) if of is not None and func in _STAYS_FP16 else None
-        for each in made if isinstance(made, (tuple, list)) else (made,):
-            if _is_floating(each) and (maker := self._makers.get(storage_of(each))):
-                self._made.append((weakref.ref(each), maker))
         return made
-
-    def note_kept(self, output: Any) -> None:
-        """Note what the network keeps of a call beside its output: later calls may write to it, or read it."""
-        own = {storage_of(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)}
-        kept = ((made(), maker) for made, maker in self._made)
-        self.way.summed |= {maker for made, maker in kept if made is not None and storage_of(made) not in own}
-        self._made.clear()
 
     def _note_output(self, key: Key, made: torch.Tensor) -> None:
         self._makers[storage_of(made)] = key
@@ -317,7 +305,6 @@ class LearnedProducts:
         made = run_in(self._by_rows, function, args, kwargs, tf32=tf32)
         if isinstance(self._by_rows, LearningMode) and self._renewals < RENEWALS and _can_be_marked(made):
             self._calls += 1
-            self._by_rows.note_kept(made)
             planned = self._plan(self._by_rows.notes, self._by_rows.way)
             self._planned = planned if self._calls > self._renewals else None
         return made

@@ -103,7 +103,7 @@ class Way:
 
     anchors: dict[int, Callable[[], Any]] = field(default_factory=dict)  # id → a weak reference to what has it
     counts: dict[int, set[int]] = field(default_factory=dict)  # layer → calls of other functions until the next layer
-    summed: set[Key] = field(default_factory=set)  # what it writes to in place, or may later: that is float32
+    summed: set[Key] = field(default_factory=set)  # what it writes to in place, with numbers: that is float32
     writes: bool = False  # it changes tensors in place
     points: bool = False  # it asks where a tensor lies in memory, for a kernel that will not ask what is there
 

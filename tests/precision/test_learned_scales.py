@@ -747,7 +747,7 @@ class Beside(nn.Module):
 
 
 def quiet_beside(gain: float, bias: float) -> nn.Module:
-    layer = nn.Conv2d(64, 64, 1)
+    layer: Any = nn.Conv2d(64, 64, 1)
     layer.weight.data.normal_().mul_(gain)
     layer.bias.data.normal_().mul_(bias)
     return Beside(layer)
@@ -765,7 +765,7 @@ class Rows(nn.Module):
 
 
 def loud_bias() -> Any:
-    layer = nn.Linear(64, 64)
+    layer: Any = nn.Linear(64, 64)
     layer.bias.data.normal_().mul_(256)
     return layer
 
@@ -827,50 +827,24 @@ def test_what_is_right_is_no_reason_for_another_plan(make: Any, stored: Any, sha
     assert products._planned
 
 
-def kept(then: Any) -> Any:
-    """Of three calls, the first keeps what a layer put out, and the others go on from that."""
-
-    def network(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
-        if step % 3 == 0:
-            s.kept = s.l[0](x)
-            return s.l[1](renormed(x))
-        return s.l[1](then(s.kept, s.l[0](x)))
-
-    return network
-
-
 def outside_of_modes(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
     h = s.l[0](x)
     with torch._C.DisableTorchFunction():
         return h @ x.mT
 
 
-def quieter_in_place(kept: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return renormed(kept.mul_(2.0**-11))
-
-
-CALLS: dict[str, tuple[Any, dict[int, float]]] = {  # → a network, and in which calls its input is louder
-    "kept, louder in place": (
-        kept(lambda kept, made: renormed(kept.add_(made * 1000))), {10: 2.0**8, 11: 2.0**8}
-    ),
-    "kept, quieter in place": (kept(quieter_in_place), {}),
-    "kept as it was, too loud for fp16": (kept(lambda kept, made: renormed(kept) + made), {9: 2.0**17}),
-    "outside of modes": (outside_of_modes, {}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("network", "gains"), CALLS.values(), ids=CALLS)
-def test_what_calls_leave_behind_makes_later_ones_no_worse(network: Any, gains: dict[int, float]) -> None:
+def test_what_a_later_step_may_not_be_given_in_fp16_is_made_again() -> None:
     torch.manual_seed(0)
-    module = Fn(network).half().requires_grad_(False)
+    module = Fn(outside_of_modes).half().requires_grad_(False)
     single = copy.deepcopy(module).float()
     learner = FallbackAdapter(
         module, "fp16", lambda known: build_half_precision_forward(module, known, "fp16", all_layers_scaled=True)
     )
     run = guards.guarded(learner, "fp16", rerun=module, scope=Scope.LEARNED)
-    for step in range(12):
-        x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(step)) * gains.get(step, 1)
+    for step in range(6):
+        x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(step))
         assert error(run(x.clone(), step), single(x.clone(), step)) < 2e-3
+    assert {each.outcome for each in run.report.steps} == {"finite"}
 
 
 def queries_and_keys(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
