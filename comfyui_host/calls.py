@@ -247,7 +247,7 @@ def _attention_beside(theirs: Callable[..., Any] | None, memory: CallMemory) -> 
 
     One that adds to attention, or takes from it, asks for the attention that it is around, which is ours then, or
     makes something else than that. One that makes the same is another kernel, which gives way, and so does one that is
-    known for a kernel by its name, or refuses what it is given, which `memory` notes.
+    known for a kernel by its name, or fails with what it is given, which `memory` notes.
     """
     if theirs is None or _is_known_kernel(theirs):
         return _attention_in_fp32
@@ -342,7 +342,7 @@ class CallMemory:
 
     options: ComfyUI's transformer_options. dtype: the network computes in. given: what else it is called with.
     in_full: a call was made in float32, all of it or in part.
-    gave_way: the name of another pack's attention that such a call did without, since it refuses float32.
+    gave_way: the name of another pack's attention that such a call did without, since it fails in float32.
     """
 
     in_full = False

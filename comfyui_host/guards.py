@@ -158,7 +158,7 @@ def _apply(run: Run, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) 
     def made_by(call: ModelCall) -> Any:
         made = run.call(denoiser_of(call), **call.arguments)
         if name := call.arguments["memory"].gave_way:
-            run.note(Message("'{}', another pack's attention, takes no float32: PyTorch's took its place", shown(name)))
+            run.note(Message("'{}', another pack's attention, fails in float32: PyTorch's took its place", shown(name)))
         return made
 
     guarded = around_apply_model(made_by)

@@ -80,7 +80,7 @@ _CHANGES_NONE |= {torch.Tensor.view, F.dropout}
 _LAYERS_AND_ATTENTION = LAYER_CALLS | {F.scaled_dot_product_attention}
 # the id of a weight, or of the layer that has it; how many other functions were called since; the name of the last one
 Key = tuple[int, int, str]
-BROADCAST: Key = 0, 0, "sum"  # all sums of tensors whose shapes differ
+BROADCAST: Key = 0, 0, "sum"  # all sums of tensors whose shapes differ, or may in another call
 
 
 class LeftPlan(RuntimeError):

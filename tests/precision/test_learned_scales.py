@@ -1074,6 +1074,8 @@ DECISIONS = {
         {"convolves": True},
         9,
     ),
+    "a loud bias of a convolution": (PLAIN._replace(output=2.0**20), {"convolves": True}, Scale(-3, least=2.0**-13)),
+    "a convolution that puts out little but its bias": (PLAIN._replace(strain=2.0**-24), {"convolves": True}, None),
     "a quiet input": (PLAIN._replace(input=2.0**-20), {}, -29),
     "a quiet row": (PLAIN._replace(faint=2.0**14), {}, -8),
     "rows too far apart": (PLAIN._replace(input=2.0**30, strain=1.0), {}, None),
