@@ -98,8 +98,8 @@ def read_local(workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Sc
 
 
 def _read(workflow: Graph | Mapping[str, Any], classes: Mapping[str, type]) -> tuple[Graph, dict[str, Schema]]:
-    types = ui_format.types_in(workflow) | (ui_format.named_types(workflow) & classes.keys())
-    schemas = known_schemas(types, classes)
+    types, named = ui_format.types_in(workflow)
+    schemas = known_schemas(types | (named & classes.keys()), classes)
     return ui_format.graph_of(workflow, schemas), schemas
 
 

@@ -169,7 +169,7 @@ class _ServerRun:
         return RunResult(entry.outputs, {}, files, time.perf_counter() - started, entry.guards())
 
     async def read(self, workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
-        types, named = ui_format.types_in(workflow), ui_format.named_types(workflow)
+        types, named = ui_format.types_in(workflow)
         schemas = await self.server.schemas({*types, GUARD} if self.guard else types, also=named)
         graph = ui_format.graph_of(workflow, schemas)
         return replace(graph, guarded=True) if self.guard else graph, schemas

@@ -44,28 +44,22 @@ RECORDING = "whose pictures or sounds the browser makes as it sends the workflow
 EXPORT_HINT = "In ComfyUI, use Workflow > Export (API) and run that file instead."
 
 
-def types_in(workflow: Graph | Mapping[str, Any]) -> set[str]:
-    """The node types whose schemas `graph_of` needs. workflow: a graph, or its JSON in API or UI format. Raises
+def types_in(workflow: Graph | Mapping[str, Any]) -> tuple[set[str], set[str]]:
+    """The node types whose schemas `graph_of` needs, and those whose schemas it uses where the host has them: also of
+    nodes that do not run, where a file name may mean one. workflow: a graph, or its JSON in API or UI format. Raises
     WorkflowError where the workflow can't be read, has group nodes, or subgraphs that can't be unfolded."""
-    if not isinstance(workflow, Graph) and is_ui_format(workflow):
-        return _class_types(_read(workflow))
-    return graph_of(workflow, {}).class_types()
+    if isinstance(workflow, Graph) or not is_ui_format(workflow):
+        return graph_of(workflow, {}).class_types(), set()
+    unfolded = _read(workflow)
+    return _class_types(unfolded), types_named(unfolded)
 
 
 def graph_of(workflow: Graph | Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
-    """A workflow as a graph. schemas: by node type; at least those of `types_in(workflow)`. Raises WorkflowError, as
+    """A workflow as a graph. schemas: by node type; at least those that it needs. Raises WorkflowError, as
     `convert` does."""
     if isinstance(workflow, Graph):
         return workflow
     return convert(workflow, schemas) if is_ui_format(workflow) else from_api(workflow)
-
-
-def named_types(workflow: Graph | Mapping[str, Any]) -> set[str]:
-    """The node types whose schemas `graph_of` uses where the host has them: also of nodes that do not run, where a file
-    name may mean one. Raises WorkflowError as `types_in` does."""
-    if isinstance(workflow, Graph) or not is_ui_format(workflow):
-        return set()
-    return types_named(_read(workflow))
 
 
 def convert(
@@ -73,7 +67,7 @@ def convert(
 ) -> Graph:
     """The graph that ComfyUI's page would send for this UI-format workflow. Nodes in subgraphs have ids like "1:2:3".
 
-    data: the workflow. schemas: by node type; at least those of `types_in(data)`. changed: by node and input, what file
+    data: the workflow. schemas: by node type; at least those that it needs. changed: by node and input, what file
     names have in place of what the workflow says. Raises WorkflowError where it can't be read or unfolded, or has a
     broken link table or an unknown node type.
     """

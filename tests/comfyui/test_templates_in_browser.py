@@ -128,7 +128,7 @@ def answer_to(server: legs.Server, prompt: dict[str, Any], switch: bool) -> Any:
 def types_of(data: dict[str, Any]) -> set[str] | None:
     """None where the page alone makes what a node takes: pictures of 3D views, and sound."""
     try:
-        return ui_format.types_in(data)
+        return ui_format.types_in(data)[0]
     except WorkflowError as refused:
         if not any(f"'{kind}'" in str(refused) for kind in ui_format.RECORDERS):
             raise

@@ -101,7 +101,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bytes],
             Path(file.name).write_bytes(data)
             workflow = read_json(Path(file.name))
         if is_ui_format(workflow):
-            known = validate.known_schemas(ui_format.types_in(workflow), CLASSES)
+            known = validate.known_schemas(ui_format.types_in(workflow)[0], CLASSES)
             return ui_format.convert(workflow, known)
         return from_api(workflow)
 

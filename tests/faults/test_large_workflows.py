@@ -106,7 +106,7 @@ def bypassed(size: int) -> Json:
 
 
 def run_ui(data: Json) -> None:
-    ui_format.convert(data, validate.known_schemas(ui_format.types_in(data), CLASSES)).to_api()
+    ui_format.convert(data, validate.known_schemas(ui_format.types_in(data)[0], CLASSES)).to_api()
 
 
 SHAPES: list[tuple[Callable[[Json], None], Callable[[int], Json]]] = [

@@ -102,7 +102,7 @@ def link(number: int, origin: int, target: int, slot: int = 0) -> Json:
 
 def convert(nodes: list[Json], *links: Any, **more: Any) -> Graph:
     data = {"nodes": nodes, "links": list(links), **more}
-    types = ui_format.types_in(data) | ui_format.named_types(data)
+    types = set[str]().union(*ui_format.types_in(data))
     return ui_format.convert(data, {name: SCHEMAS[name] for name in types & SCHEMAS.keys()})
 
 
