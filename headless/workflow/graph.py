@@ -150,12 +150,11 @@ def from_api(data: Mapping[str, Any]) -> Graph:
         raise WorkflowError(
             f"This is not a workflow in API format: {error}. In ComfyUI, use Workflow > Export (API)."
         ) from None
-    return Graph({node_id: _node_from_api(node_id, node) for node_id, node in nodes.items()})
-
-
-def _node_from_api(node_id: str, node: ApiNode) -> GraphNode:
-    inputs = {name: from_json(value) for name, value in node.inputs.items()}
-    return whole(GraphNode(node_id, node.class_type, inputs, node.title))
+    read: dict[str, GraphNode] = {}
+    for node_id, node in nodes.items():
+        inputs = {name: from_json(value) for name, value in node.inputs.items()}
+        read[node_id] = whole(GraphNode(node_id, node.class_type, inputs, node.title))
+    return Graph(read)
 
 
 def from_json(value: JsonValue) -> Any:

@@ -46,15 +46,15 @@ def widget_values(node: UiNode, schema: Schema) -> dict[str, Any]:
         names = ["choice", "index", *(f"option{number}" for number in range(1, len(stored)))]
         return dict(zip(names, stored, strict=False))
     values: dict[str, Any] = {}
-    by_name = isinstance(stored, dict)
-    take = _by_name(stored) if by_name else _by_position(_without_forced(node.stored, schema), schema)
-    known: set[str] = set()
+    take = _by_position(_without_forced(node.stored, schema), schema)
     for spec in walk(schema.inputs.values(), lambda spec: values.get(spec.name)):
-        known.add(spec.name)
-        value = take(spec) if spec.widget else NOTHING
+        value = NOTHING
+        if spec.widget:
+            value = stored.get(spec.name, spec.default) if isinstance(stored, dict) else take(spec)
         if value is not NOTHING:
             values[spec.name] = value
-    if by_name:
+    if isinstance(stored, dict):
+        known = schema.inputs_with(values)
         values |= {name: each for name, each in stored.items() if name not in known and not _is_page_only(name)}
     return values
 
@@ -94,10 +94,6 @@ def _with_widget(node: Mapping[str, Any], schema: Schema, name: str, value: Any)
     else:
         places = [[*stored[:place], value, *stored[place + 1 :]] for place in range(len(stored or ()))]
     return next((these for these in places if read(these) == wanted), None)
-
-
-def _by_name(stored: Mapping[str, Any]) -> Callable[[InputSpec], Any]:
-    return lambda spec: stored.get(spec.name, spec.default)
 
 
 def _is_page_only(name: str) -> bool:
