@@ -18,7 +18,7 @@ from ..errors import UnknownNodesError, WorkflowError
 from .graph import Graph, GraphNode, Link, from_api, is_ui_format, whole
 from .schema import Schema
 from .ui_file import BYPASSED, MUTED, Level, UiFile, UiNode, Unfolded, unfold
-from .ui_texts import PREFIX, SAVERS, FileNames, chosen, types_named
+from .ui_texts import PREFIX, SAVERS, chosen, filling_in, types_named
 from .ui_values import HANDS_ON, OF_THE_PAGE, Sources, with_widgets
 
 FRONTEND_ONLY = HANDS_ON | OF_THE_PAGE.keys()
@@ -79,7 +79,7 @@ def convert(
             f"the browser has it, as with labels: {EXPORT_HINT}"
         )
     sources = Sources(unfolded, schemas)
-    names = FileNames(unfolded, schemas, sources.widgets, changed or {})
+    filled_in = filling_in(unfolded, schemas, sources.widgets, changed or {})
     converted: dict[str, GraphNode] = {}
     prompts: dict[tuple[str, str], str] = {}
     patterned: dict[tuple[str, str], str] = {}
@@ -105,7 +105,7 @@ def convert(
             if name not in in_widgets or not isinstance(text, str):
                 continue
             for _ in range(patterns.count(name)):
-                inputs[name] = names.fill_in(inputs[name])
+                inputs[name] = filled_in(inputs[name])
             if name in patterns and "%" in text:
                 patterned[node_id, name] = text
             if name in specs and specs[name].config.get("dynamicPrompts") is True:

@@ -163,36 +163,25 @@ def _number(number: float) -> str:
     return f"{digits.removesuffix('.0')}e{int(power):+}"
 
 
-class FileNames:
-    """Fills in file names as of one moment."""
+def filling_in(
+    unfolded: Unfolded, schemas: Mapping[str, Schema], widgets: Widgets, changed: Mapping[tuple[str, str], Any]
+) -> Callable[[str], str]:
+    """What fills in the file names of a workflow, as of one moment. It raises WorkflowError where one gets too long."""
+    nodes, was_set, now = _by_name(unfolded, schemas), _as_set(unfolded, changed), datetime.now()
 
-    def __init__(
-        self,
-        unfolded: Unfolded,
-        schemas: Mapping[str, Schema],
-        widgets: Widgets,
-        changed: Mapping[tuple[str, str], Any],
-    ) -> None:
-        self.nodes = _by_name(unfolded, schemas)
-        self.widgets = widgets
-        self.changed = _as_set(unfolded, changed)
-        self.value = cache(self._value)
-        self.now = datetime.now()
-
-    def fill_in(self, text: str) -> str:
-        """Raises WorkflowError: it gets too long."""
-        return fill_in(text, self.value, self.now)
-
-    def _value(self, name: str, widget: str) -> Any:
+    @cache
+    def value(name: str, widget: str) -> Any:
         """What a widget holds, muted or not; raises KeyError."""
-        canvas, node = self.nodes[name]
-        if (id(node), widget) in self.changed:
-            return self.changed[id(node), widget]
-        value = self.widgets.of(node)[widget]
+        canvas, node = nodes[name]
+        if (id(node), widget) in was_set:
+            return was_set[id(node), widget]
+        held = widgets.of(node)[widget]
         slot = next((slot for slot in node.inputs or () if slot.name == widget), None)
         link = canvas.links.get(slot.link) if slot and slot.link else None
         source = canvas.nodes.get(link.origin_id) if link else None
-        return source.first_value if source and source.type == PRIMITIVE else value
+        return source.first_value if source and source.type == PRIMITIVE else held
+
+    return lambda text: fill_in(text, value, now)
 
 
 def _as_set(unfolded: Unfolded, changed: Mapping[tuple[str, str], Any]) -> dict[tuple[int, str], Any]:
