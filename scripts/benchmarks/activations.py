@@ -8,12 +8,9 @@ diffusers' own loops over tiles and chunks of frames make it. Attention is one k
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -24,7 +21,7 @@ from comfyui_onediff_guard.precision.planned_products import Scale
 from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
 from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward
 from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
-from measure import RESULTS, write_json
+from measure import head, new_parser, write_json
 from networks import NETWORKS, Network
 from random_pipeline import COGVIDEOX_VAE, SVD_VAE
 from scaled_bytes import planned
@@ -54,25 +51,19 @@ DECODES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--networks", nargs="*", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--decodes", nargs="*", choices=DECODES, default=list(DECODES))
     parser.add_argument("--size", default="full", help="of the networks, as networks.py has it")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    result = {
-        "benchmark": "activations",
-        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": "none: counted, not run",
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "steps_gigabytes": {},
-        "decodes_gigabytes": {},
-    }
+    steps: dict[str, Any] = {}
+    decodes: dict[str, Any] = {}
+    result = head("activations", "none: counted, not run", diffusers=diffusers.__version__)
+    result |= {"steps_gigabytes": steps, "decodes_gigabytes": decodes}
     for name in args.networks:
-        told(NETWORKS[name].said, result["steps_gigabytes"], step_of(NETWORKS[name], args.size))
+        told(NETWORKS[name].said, steps, step_of(NETWORKS[name], args.size))
     for name in args.decodes:
-        told(name, result["decodes_gigabytes"], decode_of(DECODES[name]))
+        told(name, decodes, decode_of(DECODES[name]))
     print(f"written to {write_json(result, args.out, 'paper')}")
 
 

@@ -12,7 +12,6 @@ How it is timed, and what noise is: scripts/benchmarks/measure.py.
 from __future__ import annotations
 
 import copy
-import datetime as dt
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,7 +21,7 @@ from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.learned_scales import LearnedProducts
 from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
 from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
-from measure import Step, arguments, build, device_and_dtype, interleave, machine, medians, quartiles, ratio, write_json
+from measure import Step, arguments, build, device_and_dtype, head, interleave, medians, quartiles, ratio, write_json
 from networks import NETWORKS
 from scaled_layers import in_compiled_blocks
 from torch.overrides import TorchFunctionMode
@@ -71,13 +70,7 @@ def main() -> None:
             f"CogVideoX, {args.blocks} blocks, {args.heads * 64} wide": build(args.blocks, args.heads, device, dtype),
             "SDXL's kind": made("sdxl", args.size, device, dtype),
         }
-        result = {
-            "benchmark": "all_layers_scaled",
-            "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-            "machine": machine(device),
-            "torch": torch.__version__,
-            "dtype": dtype,
-            "rounds": args.rounds,
+        result = head("all_layers_scaled", device, dtype=dtype, rounds=args.rounds) | {
             "networks": {name: compared(subject, args.rounds, device, dtype) for name, subject in subjects.items()},
             "host": {name: host(name, args.rounds, device) for name in HOST},
         }

@@ -7,28 +7,23 @@ It is what `onediff-guard doctor --vram` says of one card. Prints the table of d
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 
 import diffusers
-import torch
 from comfyui_onediff_guard.pipelines.insight.vram_estimate import RunEstimate, StageEstimate, estimate_runs
 from comfyui_onediff_guard.pipelines.run.feature import APART
 from comfyui_onediff_guard.precision.arch import named
-from measure import RESULTS, write_json
+from measure import head, new_parser, write_json
 
 GIBIBYTES = (6, 8, 10, 12, 16, 24, 32, 48, 80)
 SHORT = {"none": "n", "group": "g", "sequential": "s", APART: "½", "whole": "w", "tiling": "t"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--arch", default="sm86", help="of the cards")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     runs = []
     print(f"| | {' | '.join(map(str, GIBIBYTES))} |\n|{'---|' * (len(GIBIBYTES) + 1)}", flush=True)
@@ -37,15 +32,8 @@ def main() -> None:
         row = [*of_one]
         print(line(row), flush=True)
         runs += row
-    result = {
-        "benchmark": "cards",
-        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": "none: counted, not run",
-        "architecture": args.arch,
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "runs": [asdict(run) for run in runs],
-    }
+    result = head("cards", "none: counted, not run", diffusers=diffusers.__version__, architecture=args.arch)
+    result["runs"] = [asdict(run) for run in runs]
     print(f"written to {write_json(result, args.out, 'paper')}")
 
 

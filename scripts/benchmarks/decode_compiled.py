@@ -10,8 +10,6 @@ to the decode that is not compiled, over that one's norm.
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
 import json
 import tempfile
 import time
@@ -26,7 +24,7 @@ from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
-from measure import CLOCK, RESULTS, interleave, machine, medians, quartiles, ratio, write_json
+from measure import CLOCK, head, interleave, medians, new_parser, quartiles, ratio, write_json
 from small_pipelines import BUILT
 
 WIDER = {"block_out_channels": (32, 64, 64, 64), "layers_per_block": 2, "norm_num_groups": 16}
@@ -40,24 +38,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any]]] =
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    result: dict[str, Any] = {
-        "benchmark": "decode_compiled",
-        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": machine(device),
-        "clock": CLOCK,
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "dtype": "fp32",
-        "rounds": args.rounds,
-        "models": {},
-    }
+    result = head("decode_compiled", device, clock=CLOCK, diffusers=diffusers.__version__)
+    result |= {"dtype": "fp32", "rounds": args.rounds, "models": {}}
     file = args.out / f"{result['benchmark']}-{device.type}-{result['date']}.json"
     if file.exists():  # of the same day: other models
         result["models"] = json.loads(file.read_text(encoding="utf-8"))["models"]

@@ -10,11 +10,6 @@ checked. Errors are norms of differences, as shares of the norm.
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
-from pathlib import Path
-from typing import Any
-
 import quantised
 import torch
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
@@ -22,7 +17,7 @@ from comfyui_onediff_guard.precision.observe import difference, floating
 from comfyui_onediff_guard.precision.overrides import MAX_FP16_ERROR, NOTHING
 from contestants import fp16_sums
 from fp16_sums_on_cpu import CHUNK, a_card_with_fp16_sums
-from measure import RESULTS, machine, write_json
+from measure import head, new_parser, write_json
 
 CHUNKS = (CHUNK, 8, 4)
 INNER = {  # of published models' linear layers
@@ -35,16 +30,11 @@ INNER = {  # of published models' linear layers
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--networks", nargs="*", default=[], help="of quantised.py; none: all")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     with torch.no_grad():
-        result: dict[str, Any] = {
-            "benchmark": "fp16_accumulation",
-            "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-            "machine": machine(torch.device("cpu")),
-            "torch": torch.__version__,
+        result = head("fp16_accumulation", torch.device("cpu")) | {
             "kernel": "a model of tensor cores on a CPU; no card's kernel was run",
             "speed": "not measured",
             "allowed": MAX_FP16_ERROR,

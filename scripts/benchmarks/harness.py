@@ -7,7 +7,6 @@ adds to it. One that takes too long is ended, and what it had found is kept.
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import json
 import os
 import re
@@ -20,12 +19,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import diffusers
 import table
 import torch
 from budget import SECONDS, Budget
 from denoisers import MODELS
 from entrants import GROUPS, not_for
-from measure import CLOCK, RESULTS, machine, write_json
+from measure import CLOCK, head, new_parser, write_json
 from stages import CONTESTANTS, FIRST, OTHERS
 
 STAGES = (*GROUPS, "compile", *OTHERS)
@@ -34,12 +34,11 @@ ENDED = 124  # as `timeout` says it
 
 
 def arguments(description: str | None, models: Iterable[str], stages: Iterable[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(description)
     parser.add_argument("--models", nargs="+", choices=[*MODELS, "all"], default=list(models))
     parser.add_argument("--stage", nargs="+", choices=[*STAGES, "all"], default=list(stages), dest="stages")
     parser.add_argument("--rounds", type=int, default=20, help="of all contestants, interleaved: at most")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each stage of each model")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     return parser
 
 
@@ -53,7 +52,8 @@ class Limits(NamedTuple):
 def measure(benchmark: str, args: argparse.Namespace, size: str) -> dict[str, Any]:
     """Run the stages on the models, print the tables, and return what is in the JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result = _before(_head(benchmark, device, size), args.out, device)
+    new = head(benchmark, device, clock=CLOCK, diffusers=diffusers.__version__, size=size, models={})
+    result = _before(new, args.out, device)
     file = args.out
     asked = (args.models, MODELS), (args.stages, STAGES)
     models, stages = (every if "all" in some else some for some, every in asked)
@@ -75,21 +75,6 @@ def measure(benchmark: str, args: argparse.Namespace, size: str) -> dict[str, An
     print(table.text(result))
     print(f"written to {file}")
     return result
-
-
-def _head(benchmark: str, device: torch.device, size: str) -> dict[str, Any]:
-    import diffusers
-
-    return {
-        "benchmark": benchmark,
-        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": machine(device),
-        "clock": CLOCK,
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "size": size,
-        "models": {},
-    }
 
 
 def _before(head: dict[str, Any], folder: Path, device: torch.device) -> dict[str, Any]:

@@ -12,7 +12,6 @@ loaded through the store by a process of its own. Two peaks, each minus what the
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import json
 import runpy
 import subprocess
@@ -25,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from measure import RESULTS, machine, write_json
+from measure import head, new_parser, write_json
 
 LIMIT = 1.1
 SECONDS_BETWEEN_SAMPLES = 0.002
@@ -55,8 +54,7 @@ CASES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = new_parser(__doc__)
     parser.add_argument("--folder", type=Path, help="where the checkpoints are made, and removed again")
     parser.add_argument("--load", nargs=3, metavar=("MODEL", "COMPONENT", "DTYPE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -70,11 +68,7 @@ def main() -> None:
         figures = [f"{name} {value}" for name, value in measured[case.name].items() if name.endswith("/ checkpoint")]
         print(f"{case.name:58}", ", ".join(figures), flush=True)
     ratios = {name: figures["anonymous / checkpoint"] for name, figures in measured.items()}
-    result = {
-        "benchmark": "load",
-        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": machine(torch.device("cpu")),
-        "torch": torch.__version__,
+    result = head("load", torch.device("cpu")) | {
         "limit": LIMIT,
         "largest anonymous / checkpoint": max(ratios.values()),
         "cases": measured,

@@ -8,8 +8,6 @@ them. Each row is the first step after a change, in one process, in this order; 
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
 import importlib
 import statistics
 import tempfile
@@ -25,7 +23,7 @@ from comfyui_onediff_guard.pipelines.run.denoiser import guarded_denoiser
 from comfyui_onediff_guard.precision.guard import GuardPolicy
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from denoisers import MODELS
-from measure import RESULTS, machine, write_json
+from measure import head, new_parser, write_json
 from random_model import handle
 from subject import Subject
 
@@ -34,24 +32,17 @@ LATER = 5  # steps behind the first
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--size", default="cut", help="of cogvideox-2b in denoisers.py")
     parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     device, model = torch.device("cuda" if torch.cuda.is_available() else "cpu"), MODELS["cogvideox-2b"]
     subject = Subject("cogvideox-2b", model, model.sizes[args.size], device, "bf16")
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         rows = dict(changes(subject, args.backend, Path(folder)))
-    head = {
-        "benchmark": "lora",
-        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": machine(device),
-        "torch": torch.__version__,
-        "size": f"{args.size}: {subject.size}",
-        "parameters": sum(parameter.numel() for parameter in subject.module.parameters()),
-    }
-    file = write_json({**head, "rows": rows}, args.out, device.type)
+    result = head("lora", device, size=f"{args.size}: {subject.size}")
+    result |= {"parameters": sum(parameter.numel() for parameter in subject.module.parameters()), "rows": rows}
+    file = write_json(result, args.out, device.type)
     for name, row in rows.items():
         print(f"{name:44} {row['graphs']:3} graphs   first step {row['first']:8.2f} s   later {row['later']:8.3f} s")
     print(f"written to {file}")

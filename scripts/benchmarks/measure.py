@@ -29,12 +29,18 @@ CLOCK = os.environ.get("BENCHMARK_CLOCK", "wall")  # "processor": on a CPU that 
 RESULTS = Path(__file__).parent / "results"
 
 
-def arguments(description: str | None, *, rounds: int, rounds_help: str) -> argparse.ArgumentParser:
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """Of a script that writes a result."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser
+
+
+def arguments(description: str | None, *, rounds: int, rounds_help: str) -> argparse.ArgumentParser:
+    parser = new_parser(description)
     parser.add_argument("--rounds", type=int, default=rounds, help=rounds_help)
     parser.add_argument("--blocks", type=int, default=3, help="of CogVideoX-2B's 30")
     parser.add_argument("--heads", type=int, default=30, help="of 64 channels; CogVideoX-2B has 30")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     return parser
 
 
@@ -133,20 +139,24 @@ def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
     return {name: round(statistics.median(values), 4) for name, values in seconds.items()}
 
 
+def head(benchmark: str, place: torch.device | str, **more: Any) -> dict[str, Any]:
+    """What every result begins with. place: what was measured on, or in words, where nothing was."""
+    return {
+        "benchmark": benchmark,
+        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
+        "machine": place if isinstance(place, str) else machine(place),
+        "torch": torch.__version__,
+        **more,
+    }
+
+
 def setting(
     benchmark: str, denoiser: torch.nn.Module, call: dict[str, Any], dtype: str, device: torch.device, rounds: int
 ) -> dict[str, Any]:
     """The head of a result: what was measured, and on what."""
-    return {
-        "benchmark": benchmark,
-        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": machine(device),
-        "torch": torch.__version__,
-        "dtype": dtype,
-        "parameters": sum(p.numel() for p in denoiser.parameters()),
-        "tokens": call["hidden_states"].shape[1] * 16 * 24 + 226,
-        "rounds": rounds,
-    }
+    parameters = sum(p.numel() for p in denoiser.parameters())
+    tokens = call["hidden_states"].shape[1] * 16 * 24 + 226
+    return head(benchmark, device, dtype=dtype, parameters=parameters, tokens=tokens, rounds=rounds)
 
 
 def write(result: dict[str, Any], folder: Path, device: torch.device) -> None:

@@ -14,9 +14,7 @@ they are loaded.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import datetime as dt
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +35,7 @@ from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.quantised import QuantisedLinears
 from denoisers import Size
 from fp8_on_cpu import fp8_weight
-from measure import RESULTS, machine, write_json
+from measure import head, new_parser, write_json
 from networks import NETWORKS
 
 CPU = torch.device("cpu")
@@ -53,10 +51,9 @@ Subject = tuple[str, FamilySpec, Callable[[torch.dtype], torch.nn.Module], Calla
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--calls", type=int, default=3, help="of each network, with other inputs")
     parser.add_argument("--folder", type=Path, help="of a pipeline of CogVideoX's, whose whole runs are compared too")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     own = quantised.quantised_weight
     by_kind = {"fp8": fp8_weight, "int8": lambda layer: own(layer, "int8")}
@@ -64,12 +61,7 @@ def main() -> None:
     import torchao
 
     with torch.no_grad():
-        result: dict[str, Any] = {
-            "benchmark": "quantised",
-            "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-            "machine": machine(CPU),
-            "torch": torch.__version__,
-            "torchao": torchao.__version__,
+        result = head("quantised", CPU, torchao=torchao.__version__) | {
             "fp8": "torchao's quantiser, PyTorch's CPU kernel",
             "weights": "random",
             "networks": {subject[0]: errors(subject, args.calls) for subject in subjects()},

@@ -8,11 +8,8 @@ Nothing is computed: tensors have shapes and no values. How bytes are counted, a
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -20,7 +17,7 @@ import torch
 from comfyui_onediff_guard.precision.learned_scales import LearningMode
 from comfyui_onediff_guard.precision.planned_products import PlannedMode, Scale
 from comfyui_onediff_guard.precision.upcast import run_in
-from measure import RESULTS, write_json
+from measure import head, new_parser, write_json
 from networks import NETWORKS, Network
 from torch.utils.flop_counter import FlopCounterMode
 from traffic import PRODUCTS, CountedProducts, Traffic
@@ -55,24 +52,16 @@ PLAIN, ROOM, LOOKED, HOT, NO_ROOM, SCALED, FROM_BF16, FIRST, FP32 = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--size", default="full", help="as networks.py has it")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     rows: dict[str, Any] = {}
     for name in args.networks:
         rows[name] = reckoned(NETWORKS[name], args.size)
         tell(rows[name])
-    result = {
-        "benchmark": "scaled_bytes",
-        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": "none: counted, not timed",
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "cards": {name: vars(card) for name, card in CARDS.items()},
-        "networks": rows,
-    }
+    result = head("scaled_bytes", "none: counted, not timed", diffusers=diffusers.__version__)
+    result |= {"cards": {name: vars(card) for name, card in CARDS.items()}, "networks": rows}
     print(f"written to {write_json(result, args.out, 'paper')}")
 
 

@@ -10,7 +10,6 @@ among them; on a card Triton fuses them otherwise.
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -22,7 +21,7 @@ from comfyui_onediff_guard.precision.fallback import build_half_precision_forwar
 from comfyui_onediff_guard.precision.observe import block_names
 from comfyui_onediff_guard.precision.overrides import NOTHING
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
-from measure import arguments, build, write_json
+from measure import arguments, build, head, write_json
 
 CPU = torch.device("cpu")
 
@@ -43,14 +42,7 @@ def main() -> None:
         rows["learned scales, a hot block"] = counted(learned, denoiser, call)
     for name, row in rows.items():
         print(f"{name:40}" + ", ".join(f"{value:.4g} {what}" for what, value in row.items()))
-    result = {
-        "benchmark": "scaled_layers",
-        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": "CPU, counted and not timed",
-        "torch": torch.__version__,
-        "blocks": args.blocks,
-        "rows": rows,
-    }
+    result = head("scaled_layers", "CPU, counted and not timed", blocks=args.blocks, rows=rows)
     print(f"written to {write_json(result, args.out, 'cpu')}")
 
 

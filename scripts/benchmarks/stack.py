@@ -10,14 +10,11 @@ another, which is not known.
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
 import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from measure import RESULTS, write_json
+from measure import RESULTS, head, new_parser, write_json
 
 TORCHAO = "published: diffusers-torchao, CogVideoX-5B, 49 frames, 50 steps"
 PR_514 = "published: onediff PR 514, SVD"
@@ -99,9 +96,7 @@ def shares(result: dict[str, Any]) -> dict[str, tuple[float, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    args = new_parser(__doc__).parse_args()
     measured = shares(json.loads((RESULTS / CACHE).read_text(encoding="utf-8")))
     estimates = []
     for (model, card), compiled in COMPILED.items():
@@ -114,12 +109,7 @@ def main() -> None:
         times = {factor.technique: f"{factor.times:.2f}" for factor in each.factors}
         cells = [times.get(technique, "–") for technique in ("compiled", "fp8", "step cache")]
         print(f"| {each.model.name} | {each.card} | {' | '.join(cells)} | {each.times:.2f} |")
-    result = {
-        "benchmark": "stack",
-        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": "none: an estimate, not run",
-        "estimates": [asdict(each) for each in estimates],
-    }
+    result = head("stack", "none: an estimate, not run", estimates=[asdict(each) for each in estimates])
     print(f"written to {write_json(result, args.out, 'paper')}")
 
 

@@ -10,14 +10,11 @@ additions). Models: scripts/benchmarks/trained.py, which makes them where they a
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
 import math
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +25,7 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.policy import Precision
-from measure import RESULTS, machine, write_json
+from measure import head, new_parser, write_json
 from moving_shapes import Scenes
 from torch.utils.flop_counter import FlopCounterMode
 from trained import FRAMES, SIDE, SVD_FRAMES, SVD_SIDE, TEXT, colours_of, trained
@@ -239,23 +236,15 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("models", nargs="*", default=["cogvideox"], metavar="MODEL", help="cogvideox")
     parser.add_argument("--seeds", type=int, default=200, help="with which the target error is tried")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--few", type=int, default=10, help="seeds for all other figures")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     few = range(args.first_seed, args.first_seed + args.few)
-    today = dt.datetime.now(dt.timezone.utc).date().isoformat()
-    result: dict[str, Any] = {
-        "benchmark": "step_cache",
-        "date": today,
-        "machine": machine(torch.device("cpu")),
-        "torch": torch.__version__,
-        "steps": STEPS,
-    }
+    result = head("step_cache", torch.device("cpu"), steps=STEPS)
     for name in args.models:
         result[name] = {}
         for figures in figures_of(name, seeds, few):

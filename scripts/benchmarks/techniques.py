@@ -14,12 +14,9 @@ that are quantised in published models; here they are quantised all the same.
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +25,7 @@ from comfyui_onediff_guard.precision import quantised
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.shallow_copy import with_forward
-from measure import CLOCK, RESULTS, interleave, machine, write_json
+from measure import CLOCK, head, interleave, new_parser, write_json
 from step_cache import TARGET, Subject, drift, spread
 
 CPU = torch.device("cpu")
@@ -143,22 +140,14 @@ def text(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="of all contestants, interleaved, each with a seed")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     quantised.LEAST = 128
     with torch.inference_mode():
         rows = measured(args.rounds)
-    result = {
-        "benchmark": "techniques",
-        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": machine(CPU),
-        "clock": CLOCK,
-        "torch": torch.__version__,
-        "model": "CogVideoX, 3.0 M parameters, trained (scripts/benchmarks/trained.py), 50 steps",
-        "rows": rows,
-    }
+    model = "CogVideoX, 3.0 M parameters, trained (scripts/benchmarks/trained.py), 50 steps"
+    result = head("techniques", CPU, clock=CLOCK, model=model, rows=rows)
     print(text(rows))
     print(f"written to {write_json(result, args.out, 'cpu')}")
 

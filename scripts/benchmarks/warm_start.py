@@ -10,7 +10,6 @@ processor's seconds, of the process and its compilers, depend less on what else 
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import json
 import os
 import resource
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, device_and_dtype, machine, write_json
+from measure import device_and_dtype, head, new_parser, write_json
 
 DTYPE = "fp32"  # which every CPU computes fast; a step's time is no part of what is measured
 WARM, BEFORE = "compiled by an earlier process", "the same, in another checkout"
@@ -32,13 +31,12 @@ STARTS = {"eager": None, "compiled anew": 0, WARM: 1, IMPORTED: 1}  # → graphs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--blocks", type=int, default=6, help="of CogVideoX-2B's 30")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--before", type=Path, help="a folder that holds another checkout, called comfyui_onediff_guard"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--folder", type=Path, help="where the model is made, and removed again")
     parser.add_argument("--start", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -78,12 +76,7 @@ def measured(model: Path, folder: Path, rounds: int, before: Path | None) -> dic
 def summary(runs: dict[str, list[dict[str, Any]]], kept: int) -> dict[str, Any]:
     """The result. kept: bytes of compiled code."""
     facts = ("first step, s", "processor, s", "C++ compiler runs")
-    return {
-        "benchmark": "warm_start",
-        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": machine(device_and_dtype()[0]),
-        "torch": torch.__version__,
-        "dtype": DTYPE,
+    return head("warm_start", device_and_dtype()[0], dtype=DTYPE) | {
         "parameters": runs["eager"][0]["parameters"],
         "rounds": len(runs["eager"]),
         "load average": round(os.getloadavg()[0], 1),  # of the machine: others' work, and this
