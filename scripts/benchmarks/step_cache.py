@@ -24,11 +24,11 @@ from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
-from comfyui_onediff_guard.precision.policy import Precision
+from comfyui_onediff_guard.precision.policy import Component, Precision
 from measure import head, new_parser, write_json
 from moving_shapes import Scenes
 from torch.utils.flop_counter import FlopCounterMode
-from trained import FRAMES, SIDE, SVD_FRAMES, SVD_SIDE, TEXT, colours_of, trained
+from trained import FRAMES, SIDE, TEXT, colours_of, trained
 
 TARGET = 0.02
 STEPS = 50
@@ -50,7 +50,6 @@ class Subject:
 
     def __init__(self, name: str, precision: str = "fp32"):
         folder = trained(name)
-        self.name = name
         self._uncached: dict[Any, Made] = {}
         self.handle: PipelineHandle = load(
             folder,
@@ -76,30 +75,17 @@ class Subject:
 
     @property
     def blocks(self) -> list[torch.nn.Module]:
-        dtype = self.handle.stage(denoising_component()).plan.dtype
+        dtype = self.handle.stage(Component.DENOISER).plan.dtype
         module: Any = self.handle.store.module(self.handle.family.denoiser, dtype)
-        return [*module.transformer_blocks] if self.name == "cogvideox" else []
+        return [*module.transformer_blocks]
 
     def sampled(
         self, handle: PipelineHandle, seed: int, *, batch: int = 1, denoiser: Any = None, **more: Any
     ) -> tuple[torch.Tensor, Any]:
         scenes = Scenes.drawn(batch, torch.Generator().manual_seed(10_000 + seed))
-        if self.name == "cogvideox":
-            prompt = scenes.prompts(TEXT)
-            settings = SampleSettings(SIDE, SIDE, STEPS, seed, frames=FRAMES, guidance_scale=6.0)
-            return sample(handle, prompt, torch.zeros_like(prompt), replace(settings, **more), denoiser=denoiser)
-        from PIL import Image
-
-        first = scenes.pictures(2, SVD_SIDE, SVD_SIDE)[0, 0].movedim(0, -1)
-        image = Image.fromarray((first * 255).round().byte().numpy())
-        settings = SampleSettings(SVD_SIDE, SVD_SIDE, STEPS, seed, frames=SVD_FRAMES)
-        return sample(handle, None, None, replace(settings, **more), image=image, denoiser=denoiser)
-
-
-def denoising_component() -> Any:
-    from comfyui_onediff_guard.precision.policy import Component
-
-    return Component.DENOISER
+        prompt = scenes.prompts(TEXT)
+        settings = SampleSettings(SIDE, SIDE, STEPS, seed, frames=FRAMES, guidance_scale=6.0)
+        return sample(handle, prompt, torch.zeros_like(prompt), replace(settings, **more), denoiser=denoiser)
 
 
 @contextmanager
@@ -131,13 +117,9 @@ def drift(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def psnr(subject: Subject, found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Of the pictures, in dB, against their full range of 1; of SVD's, its first three channels are the colours."""
-    if subject.name == "cogvideox":  # [batch, channels, frames, height, width], scaled back for the VAE
-        factor = subject.handle.store.model.vae_config["scaling_factor"]
-        found, wanted = (colours_of(each.movedim(1, 2) * factor) for each in (found, wanted))
-    else:
-        factor = subject.handle.store.model.vae_config["scaling_factor"]
-        found, wanted = (((each[:, :3] * factor + 1.6) / 4).clamp(0, 1) for each in (found, wanted))
+    """Of the pictures, in dB, against their full range of 1. Latents: [batch, channels, frames, height, width]."""
+    factor = subject.handle.store.model.vae_config["scaling_factor"]  # back for the VAE
+    found, wanted = (colours_of(each.movedim(1, 2) * factor) for each in (found, wanted))
     return -10 * math.log10(max(float((found - wanted).square().mean()), 1e-12))
 
 
@@ -148,12 +130,12 @@ def over_seeds(subject: Subject, policy: CachePolicy, seeds: range, **more: Any)
         plain, found = subject.uncached(seed, **more), subject.run(seed, policy, **more)
         drifts.append(drift(found.latents, plain.latents))
         pictures.append(psnr(subject, found.latents, plain.latents))
-        skipped.append(1 - found.calls / plain.calls if plain.calls else 0.0)
+        skipped.append(1 - found.calls / plain.calls)
         uses.append(found.report.cache)
         print(f"seed {seed}: drift {drifts[-1]:.4%}, skipped {skipped[-1]:.1%}, {uses[-1]}", flush=True)
     over = [seed for seed, at in zip(seeds, drifts, strict=True) if at > policy.error]
     unsaid = [seed for seed, use in zip(seeds, uses, strict=True) if seed in over and not use.over_target]
-    figures = {
+    return {
         "seeds": [seeds.start, seeds.stop - 1],
         "error": policy.error,
         "steps_cached": spread([use.cached for use in uses]),
@@ -164,8 +146,8 @@ def over_seeds(subject: Subject, policy: CachePolicy, seeds: range, **more: Any)
         "seeds_over_target": over,
         "seeds_said_to_be_over_target": [seed for seed, use in zip(seeds, uses, strict=True) if use.over_target],
         "seeds_over_target_unsaid": unsaid,
+        "block_calls_skipped": spread(skipped),
     }
-    return figures | ({"block_calls_skipped": spread(skipped)} if subject.name == "cogvideox" else {})
 
 
 def operations_of(subject: Subject, policy: CachePolicy, seeds: range) -> dict[str, Any]:
@@ -265,8 +247,7 @@ def figures_of(name: str, seeds: range, few: range) -> Iterator[dict[str, Any]]:
     yield {"operations": operations_of(subject, policy, few[:3])}
     yield {"errors": [over_seeds(subject, CachePolicy(error), few) for error in (0.005, 0.01, 0.05)]}
     yield {"other_steps": {str(steps): over_seeds(subject, policy, few, steps=steps) for steps in OTHER_STEPS}}
-    if name == "cogvideox":
-        yield {"DPM": over_seeds(subject, policy, few, scheduler="DPM")}
+    yield {"DPM": over_seeds(subject, policy, few, scheduler="DPM")}
     for precision in ("fp16", "bf16"):
         yield {f"in_{precision}": in_half(name, precision, policy, few)}
         yield {f"nan_in_{precision}": nan_at_each_step(name, precision, policy)}

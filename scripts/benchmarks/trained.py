@@ -1,6 +1,6 @@
 """Small models that have learned something, for what random weights lack: steps that resemble their neighbours.
 
-    python scripts/benchmarks/trained.py [cogvideox] [svd] [--steps N] [--folder DIR]
+    python scripts/benchmarks/trained.py [cogvideox] [--steps N] [--folder DIR]
 
 They learn videos of moving shapes (moving_shapes.py), in some minutes on a CPU, always the same with the same PyTorch
 and number of threads. Their folders are kept outside of the repository, and made where they are not there yet.
@@ -26,7 +26,6 @@ CHANNELS = 16  # of CogVideoX's latents
 GAIN = 2.5  # from colours to latents, which then have about unit variance
 TEXT = 32  # channels of an embedding
 DROPPED = 0.15  # of the prompts, for guidance
-SVD_FRAMES, SVD_SIDE, SVD_SCENES = 4, 64, 256
 Loss = Callable[[torch.nn.Module, torch.Generator], torch.Tensor]
 
 
@@ -139,69 +138,7 @@ def fitted(model: Any, loss: Loss, steps: int, *, rate: float) -> Any:
     return mean.module.eval().requires_grad_(False)
 
 
-def svd(folder: Path, steps: int) -> Path:
-    """Write a pipeline whose denoiser, of Stable Video Diffusion's class, makes moving shapes from their first picture,
-    which the pipeline's own small encoders see."""
-    import tempfile
-
-    from diffusers import StableVideoDiffusionPipeline, UNetSpatioTemporalConditionModel
-    from small_pipelines import BUILT
-
-    with tempfile.TemporaryDirectory() as untrained:
-        pipeline: Any = StableVideoDiffusionPipeline.from_pretrained(
-            BUILT["svd"](Path(untrained) / "svd", frames=SVD_FRAMES)
-        )
-    torch.manual_seed(0)
-    levels: Any = (32, 64, 64, 64)
-    denoiser = UNetSpatioTemporalConditionModel(
-        sample_size=SVD_SIDE // 8,
-        block_out_channels=levels,
-        addition_time_embed_dim=16,
-        projection_class_embeddings_input_dim=48,
-        layers_per_block=2,
-        cross_attention_dim=TEXT,
-        num_attention_heads=(2, 4, 4, 4),
-        num_frames=SVD_FRAMES,
-    )
-    scenes = Scenes.drawn(SVD_SCENES, torch.Generator().manual_seed(2))
-    clean = svd_latents_of(scenes.pictures(SVD_FRAMES, SVD_SIDE // 8, SVD_SIDE // 8))
-    firsts = scenes.pictures(2, SVD_SIDE, SVD_SIDE)[:, 0]
-    with torch.no_grad():
-        pictures = [pipeline.video_processor.numpy_to_pil(each.movedim(0, -1).numpy()[None])[0] for each in firsts]
-        embedded = torch.cat([pipeline._encode_image(each, torch.device("cpu"), 1, False) for each in pictures])
-        seen = torch.cat([pipeline.vae.encode(2 * each[None] - 1).latent_dist.mode() for each in firsts])
-
-    def loss(denoiser: torch.nn.Module, generator: torch.Generator) -> torch.Tensor:
-        batch = torch.randint(SVD_SCENES, (4,), generator=generator)
-        known = (torch.rand(4, generator=generator) > DROPPED).float()
-        sigma = (0.7 + 1.6 * torch.randn(4, generator=generator)).exp()
-        wide = sigma.view(-1, 1, 1, 1, 1)
-        noisy = clean[batch] + wide * torch.randn(clean[batch].shape, generator=generator)
-        first = (seen[batch] * known.view(-1, 1, 1, 1))[:, None].expand(-1, SVD_FRAMES, -1, -1, -1)
-        made = denoiser(
-            torch.cat([noisy / (wide**2 + 1).sqrt(), first], 2),
-            0.25 * sigma.log(),
-            embedded[batch] * known.view(-1, 1, 1),
-            torch.tensor([[6.0, 127.0, 0.02]] * 4),
-            return_dict=False,
-        )[0]
-        wanted = (noisy / (wide**2 + 1) - clean[batch]) * (wide**2 + 1).sqrt() / wide
-        return (made - wanted).square().mean()
-
-    pipeline.unet = fitted(denoiser, loss, steps, rate=1e-3)
-    with new_folder(folder) as temporary:
-        save(pipeline, temporary, torch.float32, named={"feature_extractor": "CLIPImageProcessor"})
-    return folder
-
-
-def svd_latents_of(pictures: torch.Tensor) -> torch.Tensor:
-    """Pictures [batch, frames, 3, height, width] → latents with four channels, of about unit variance: the colours, and
-    what is brighter than its neighbours."""
-    grey = pictures.mean(2, keepdim=True)
-    return torch.cat([pictures * 4 - 1.6, (grey - grey.roll(1, -1)) * 8], 2)
-
-
-MODELS: dict[str, tuple[Callable[[Path, int], Path], int]] = {"cogvideox": (cogvideox, 800), "svd": (svd, 200)}
+MODELS: dict[str, tuple[Callable[[Path, int], Path], int]] = {"cogvideox": (cogvideox, 800)}  # and steps of training
 
 
 def trained(name: str, steps: int = 0, root: Path = CACHE) -> Path:
