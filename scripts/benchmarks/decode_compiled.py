@@ -11,9 +11,11 @@ to the decode that is not compiled, over that one's norm.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,11 @@ from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
 from measure import CLOCK, head, interleave, medians, new_parser, quartiles, ratio, write_json
-from small_pipelines import BUILT
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 WIDER = {"block_out_channels": (32, 64, 64, 64), "layers_per_block": 2, "norm_num_groups": 16}
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any]]] = {
-    # builder, what differs of its VAE's config, latents, how they are decoded
+    # builder of the tests, what differs of its VAE's config, latents, how they are decoded
     "svd": ("svd", {"block_out_channels": (32, 64, 64, 64), "layers_per_block": 2}, (6, 4, 16, 16), {"chunk": 2}),
     "cogview3, tiles": ("cogview3", WIDER, (1, 16, 26, 26), {"tiling": True}),
     "cogvideox": ("2b", WIDER, (1, 16, 9, 8, 12), {}),
@@ -100,7 +102,8 @@ def measured(
 
 def built(builder: str, differs: dict[str, Any], folder: Path) -> Path:
     """A small pipeline as the tests build it, whose VAE is wider."""
-    BUILT[builder](folder)
+    builders = {**import_module("small_families").BUILDERS, "wan": import_module("small_wan").build_wan}
+    builders[builder](folder)
     kind = json.loads((folder / "model_index.json").read_text())["vae"][1]
     config = json.loads((folder / "vae" / "config.json").read_text()) | differs
     torch.manual_seed(0)
