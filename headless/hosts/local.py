@@ -10,9 +10,8 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,13 @@ from ...comfyui_host import host
 from ..errors import HeadlessError, InterruptedRunError, RunFailedError
 from ..files import ensure_writable, file_entries
 from ..workflow import settings, ui_format
-from ..workflow.graph import Graph, GraphNode, Link
+from ..workflow.graph import Graph, GraphNode
 from ..workflow.schema import Schema
 from ..workflow.validate import WorkflowPlan, known_schemas, plan
 from .result import ProgressCallback, RunProgress, RunResult, libraries_without_bars, no_progress
 
 logger = logging.getLogger(__name__)
+_Check = Callable[..., None]  # (cause=None): raises why a run is to stop, once it is
 
 
 def default_classes() -> dict[str, type]:
@@ -73,9 +73,9 @@ def run_local(
         checked = plan(settings.apply(graph, changes, schemas), node_classes)
         ensure_writable(output_dir)
         started = time.perf_counter()
-        with _stoppable(interrupt, timeout) as stop, libraries_without_bars():
+        with _stoppable(interrupt, timeout) as check, libraries_without_bars():
             order = checked.order if first else _together(checked, node_classes)
-            outputs, results = _run(checked, order, node_classes, stop, on_progress)
+            outputs, results = _run(checked, order, node_classes, check, on_progress)
         files = [output_dir / entry.path for ui in outputs.values() for entry in file_entries(ui)]
     return RunResult(outputs, results, files, time.perf_counter() - started)
 
@@ -87,7 +87,7 @@ def _together(checked: WorkflowPlan, classes: Mapping[str, type]) -> Sequence[st
         node = checked.graph.nodes[node_id]
         together = getattr(classes[node.class_type], "TOGETHER", False)  # or the input that it hangs on
         if node_id in needed or (node.inputs.get(together) if isinstance(together, str) else together):
-            needed |= {node_id, *(value.node for value in node.inputs.values() if isinstance(value, Link))}
+            needed |= {node_id, *(link.node for link in node.links().values())}
     return [node_id for node_id in checked.order if node_id in needed]
 
 
@@ -103,28 +103,22 @@ def _read(workflow: Graph | Mapping[str, Any], classes: Mapping[str, type]) -> t
     return ui_format.graph_of(workflow, schemas), schemas
 
 
-@dataclass
-class _Stop:
-    """Why a run is to stop, once it is."""
-
-    reason: HeadlessError | None = None
-
-    def check(self, cause: BaseException | None = None) -> None:
-        if self.reason is not None:
-            raise self.reason from cause
-
-
 @contextmanager
-def _stoppable(interrupt: Any, timeout: float | None) -> Iterator[_Stop]:
-    """Let Ctrl-C, and a timeout, stop the running node between two steps. A second Ctrl-C stops at once."""
-    stop = _Stop()
+def _stoppable(interrupt: Any, timeout: float | None) -> Iterator[_Check]:
+    """Let Ctrl-C, and a timeout, stop the running node between two steps. A second Ctrl-C stops at once. What it yields
+    raises why the run is to stop, once it is."""
+    reasons: list[HeadlessError] = []
+
+    def check(cause: BaseException | None = None) -> None:
+        if reasons:
+            raise reasons[0] from cause
 
     def ask(reason: HeadlessError) -> None:
-        stop.reason = stop.reason or reason
+        reasons.append(reason)
         interrupt()
 
     def on_signal(_number: int, _frame: object) -> None:
-        if stop.reason is not None:
+        if reasons:
             raise KeyboardInterrupt
         logger.warning("Stopping after the current step; press Ctrl-C again to stop at once.")
         ask(InterruptedRunError("Interrupted: nothing more was written."))
@@ -138,11 +132,11 @@ def _stoppable(interrupt: Any, timeout: float | None) -> Iterator[_Stop]:
             timer.daemon = True
             timer.start()
             restored.callback(timer.cancel)
-        yield stop
+        yield check
 
 
 def _run(
-    plan: WorkflowPlan, order: Sequence[str], classes: Mapping[str, type], stop: _Stop, on_progress: ProgressCallback
+    plan: WorkflowPlan, order: Sequence[str], classes: Mapping[str, type], check: _Check, on_progress: ProgressCallback
 ) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[Any, ...]]]:
     """Run nodes one after the other. Returns the `ui` dictionary and the outputs of each, by its id."""
     import torch
@@ -152,9 +146,9 @@ def _run(
     with torch.inference_mode():  # as ComfyUI does, so that nodes behave here as there
         for node_id in order:
             node = plan.graph.nodes[node_id]
-            stop.check()
+            check()
             on_progress(RunProgress(node.label))
-            returned = _call(node, classes[node.class_type], _arguments(plan, node, results), stop)
+            returned = _call(node, classes[node.class_type], _arguments(plan, node, results), check)
             if isinstance(returned, dict):
                 if returned.get("ui"):
                     outputs[node_id] = dict(returned["ui"])
@@ -166,16 +160,16 @@ def _run(
     return outputs, results
 
 
-def _call(node: GraphNode, node_class: Any, arguments: Mapping[str, Any], stop: _Stop) -> Any:
+def _call(node: GraphNode, node_class: Any, arguments: Mapping[str, Any], check: _Check) -> Any:
     try:
         return getattr(node_class(), node_class.FUNCTION)(**arguments)
     except HeadlessError:
         raise
     except host.Interrupted as error:
-        stop.check(error)
+        check(error)
         raise InterruptedRunError(f"{node.label} was interrupted: nothing more was written.") from error
     except Exception as error:
-        stop.check(error)
+        check(error)
         raise RunFailedError(f"{node.label} failed: {type(error).__name__}: {error}") from error
 
 
@@ -186,10 +180,6 @@ def _arguments(plan: WorkflowPlan, node: GraphNode, results: Mapping[str, tuple[
         "PROMPT": graph.to_api(),
         "EXTRA_PNGINFO": {"workflow": graph.workflow} if graph.workflow else {},
     }
-    return {
-        **{
-            name: results[value.node][value.slot] if isinstance(value, Link) else value
-            for name, value in node.inputs.items()
-        },
-        **{name: hidden[kind] for name, kind in plan.schemas[node.class_type].hidden.items() if kind in hidden},
-    }
+    linked = {name: results[link.node][link.slot] for name, link in node.links().items()}
+    asked = plan.schemas[node.class_type].hidden
+    return {**node.inputs, **linked, **{name: hidden[kind] for name, kind in asked.items() if kind in hidden}}
