@@ -12,8 +12,8 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -132,11 +132,11 @@ class Arriving:
     path: Path  # once it is whole
 
     def __init__(self, folder: Path, file: BinaryIO) -> None:
-        self._folder, self._file = folder, file
+        self.folder, self._file = folder, file
 
     def write(self, data: bytes) -> None:
         """Raises OutputError."""
-        with writing(self._folder):
+        with writing(self.folder):
             self._file.write(data)
 
     def start_again(self) -> None:
@@ -150,14 +150,12 @@ class Arriving:
         return self._file.tell()
 
 
-@contextmanager
-def arriving(folder: Path, name: str) -> Generator[Arriving]:
+def arriving(folder: Path, name: str) -> AbstractContextManager[Arriving]:
     """A file that is written bit by bit, under its own name or where that is taken under the next number that is free.
     Nothing is left of it where the block raises. Raises OutputError: disk full, no permission and the like."""
     stem, suffix = Path(name).stem, Path(name).suffix
     counted = _COUNTED.fullmatch(stem)
-    with _arriving(folder, chain([name], _counted(folder, counted["stem"] if counted else stem, suffix))) as file:
-        yield file
+    return _arriving(folder, chain([name], _counted(folder, counted["stem"] if counted else stem, suffix)))
 
 
 def _write(folder: Path, data: bytes, names: Iterator[str]) -> Path:
@@ -167,7 +165,7 @@ def _write(folder: Path, data: bytes, names: Iterator[str]) -> Path:
 
 
 @contextmanager
-def _arriving(folder: Path, names: Iterable[str] = ()) -> Generator[Arriving]:
+def _arriving(folder: Path, names: Iterable[str] = ()) -> Iterator[Arriving]:
     """A temporary file in the same folder, which takes the first of `names` that is free once it is whole; without any
     it is not kept."""
     with ExitStack() as opened:

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
@@ -175,12 +174,12 @@ class Server:
         with answer.of_comfyui():
             return answer.fitting(Uploaded).path
 
-    async def download(self, entry: FileEntry, into: Arriving, folder: Path) -> None:
-        """Fetch a result file, again where the connection breaks. folder: that it lands in. Raises RunFailedError where
-        the server does not hand it out, or not whole, OutputError where it is too large for the disk."""
+    async def download(self, entry: FileEntry, into: Arriving) -> None:
+        """Fetch a result file, again where the connection breaks. Raises RunFailedError where the server does not hand
+        it out, or not whole, OutputError where it is too large for the disk."""
         for attempt in range(1, DOWNLOADS + 1):
             try:
-                return await self._fetch(entry, into, folder)
+                return await self._fetch(entry, into)
             except NoAnswerError as error:  # noqa: PERF203
                 if attempt == DOWNLOADS:
                     raise RunFailedError(
@@ -207,7 +206,7 @@ class Server:
                 self.url.joinpath("ws").with_query(clientId=self.client_id), max_msg_size=EVENT_BYTES
             )
 
-    async def _fetch(self, entry: FileEntry, into: Arriving, folder: Path) -> None:
+    async def _fetch(self, entry: FileEntry, into: Arriving) -> None:
         query = {"filename": entry.filename, "subfolder": entry.subfolder, "type": entry.type}
         name = shown(entry.path, 200)
         async with self._request("GET", "view", seconds=DOWNLOAD_SECONDS, params=query) as (_, response):
@@ -218,7 +217,7 @@ class Server:
             length = response.content_length
             if length is None and "Transfer-Encoding" not in response.headers:
                 raise RunFailedError(f"{self.name} does not say how long its result {name} is.")
-            room = max(0, shutil.disk_usage(folder).free - FREE_BYTES)
+            room = max(0, shutil.disk_usage(into.folder).free - FREE_BYTES)
             self._check_room(name, length or 0, room)
             began = time.monotonic()
             async for chunk in response.content.iter_chunked(CHUNK_BYTES):

@@ -86,7 +86,21 @@ def run_on_server(
     Ctrl-C here interrupts the run and is raised as KeyboardInterrupt.
     """
     job = _ServerRun(Server(url), guard, patience, on_progress)
-    return _through(job, timeout, job.run(workflow, output_dir, input_dir, reads_from, changes), stop)
+
+    async def work() -> RunResult:
+        graph, schemas = await job.read(workflow)
+        graph = settings.apply(graph, changes, schemas)
+        ensure_writable(output_dir)
+        if reads_from is not None:  # older ComfyUIs would read images from anywhere
+            list(input_images.images_of(graph, schemas, reads_from))
+        if input_dir is not None:
+            graph = await job.upload(graph, schemas, input_dir)
+        started = time.perf_counter()
+        entry = await job.until_done(graph)
+        files = await job.download(entry.outputs, output_dir)
+        return RunResult(entry.outputs, {}, files, time.perf_counter() - started, entry.guards())
+
+    return _through(job, timeout, work(), stop)
 
 
 def read_for_server(
@@ -146,36 +160,15 @@ class _ServerRun:
         self.prompt_id: str | None = None
         self.out_of_time = f"{server.name} did not describe its nodes in time; nothing ran"
 
-    async def run(
-        self,
-        workflow: Graph | Mapping[str, Any],
-        output_dir: Path,
-        input_dir: Path | None,
-        reads_from: Path | None,
-        changes: Sequence[settings.Setting],
-    ) -> RunResult:
-        graph, schemas = await self.read(workflow)
-        graph = settings.apply(graph, changes, schemas)
-        ensure_writable(output_dir)
-        if reads_from is not None:  # older ComfyUIs would read images from anywhere
-            list(input_images.images_of(graph, schemas, reads_from))
-        if input_dir is not None:
-            self.out_of_time = f"{self.server.name} did not take the images in time; nothing ran"
-            graph = await self._upload(graph, schemas, input_dir)
-        started = time.perf_counter()
-        entry = await self._until_done(graph)
-        self.out_of_time = f"The run is done, but {self.server.name} did not hand out all of its files in time"
-        files = await self._download(entry.outputs, output_dir)
-        return RunResult(entry.outputs, {}, files, time.perf_counter() - started, entry.guards())
-
     async def read(self, workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
         types, named = ui_format.types_in(workflow)
         schemas = await self.server.schemas({*types, GUARD} if self.guard else types, also=named)
         graph = ui_format.graph_of(workflow, schemas)
         return replace(graph, guarded=True) if self.guard else graph, schemas
 
-    async def _upload(self, graph: Graph, schemas: Mapping[str, Schema], folder: Path) -> Graph:
+    async def upload(self, graph: Graph, schemas: Mapping[str, Schema], folder: Path) -> Graph:
         """The graph with the names that its images have on the server; those that are not in the folder stay."""
+        self.out_of_time = f"{self.server.name} did not take the images in time; nothing ran"
         there: dict[Path, str] = {}
         values: dict[str, dict[str, str]] = {}
         for node, name, _, path in input_images.images_of(graph, schemas, folder):
@@ -190,7 +183,7 @@ class _ServerRun:
                 values.setdefault(node.id, {})[name] = there[path]
         return graph.with_inputs(values)
 
-    async def _until_done(self, graph: Graph) -> HistoryEntry:
+    async def until_done(self, graph: Graph) -> HistoryEntry:
         """The run's history entry. Whatever goes wrong before it is there (an error, the time, Ctrl-C), the run is
         taken from the server."""
         self.out_of_time = f"{self.server.name} did not take the workflow in time"
@@ -290,7 +283,8 @@ class _ServerRun:
             logger.info("The run could not be taken from %s: %s.", self.server.name, error)
             self.out_of_time = f"The run was not done in time, and {self.server.name} took no interrupt: it may go on"
 
-    async def _download(self, outputs: Mapping[str, Mapping[str, Any]], output_dir: Path) -> list[Path]:
+    async def download(self, outputs: Mapping[str, Mapping[str, Any]], output_dir: Path) -> list[Path]:
+        self.out_of_time = f"The run is done, but {self.server.name} did not hand out all of its files in time"
         entries = [entry for ui in outputs.values() for entry in file_entries(ui)]
         if len(entries) > MAX_FILES:
             raise RunFailedError(
@@ -300,6 +294,6 @@ class _ServerRun:
         for entry in entries:
             folder = entry.folder_in(output_dir)
             with arriving(folder, entry.filename) as file:
-                await self.server.download(entry, file, folder)
+                await self.server.download(entry, file)
             files.append(file.path)
         return files
