@@ -15,6 +15,7 @@ from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW3PLUS
 from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
 from comfyui_onediff_guard.pipelines.families.svd import SVD
+from torch.utils import _pytree as pytree
 
 Call = dict[str, Any]
 Floats = Callable[..., torch.Tensor]  # shape → random numbers in the step's dtype
@@ -71,8 +72,7 @@ def random_weights(make: Callable[[], Module], device: torch.device, dtype: torc
 
 def step(model: Model, config: Any, size: Size, device: torch.device, dtype: torch.dtype) -> Call:
     """The arguments of one step with both halves of guidance, as the diffusers pipeline passes them in `dtype`."""
-    given = model.arguments(config, size, random_floats(device, dtype))
-    return {name: _on(device, value) for name, value in given.items()} | {"return_dict": False}
+    return on_device(device, model.arguments(config, size, random_floats(device, dtype)))
 
 
 def random_floats(device: torch.device, dtype: torch.dtype) -> Floats:
@@ -87,10 +87,9 @@ def random_floats(device: torch.device, dtype: torch.dtype) -> Floats:
     return floats
 
 
-def _on(device: torch.device, value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(part.to(device) for part in value)
-    return value.to(device)
+def on_device(device: torch.device, given: Call) -> Call:
+    """A call's arguments there, as a diffusers pipeline passes them."""
+    return pytree.tree_map_only(torch.Tensor, lambda part: part.to(device), given) | {"return_dict": False}
 
 
 def _cogvideox(config: Any, size: Size, floats: Floats) -> Call:
@@ -145,38 +144,18 @@ _NARROW_VIDEO = Size(
 _CUT_VIDEO = replace(_NARROW_VIDEO, config={**_NARROW_VIDEO.config, "num_layers": 12})
 _VIDEO = {"full": Size(720, 480, 49), "cut": _CUT_VIDEO, "deep": _NARROW_VIDEO, "tiny": _TINY_VIDEO}
 _5B = {"num_layers": 42, "num_attention_heads": 48, "use_rotary_positional_embeddings": True}
-_VIDEO_GATES = ("norm2.linear", (2, 5))
+_1_5 = _5B | {"patch_size_t": 2, "patch_bias": False, "sample_frames": 81, "sample_width": 300, "sample_height": 300}
+
+
+def _cogvideox_of(config: Mapping[str, Any], sizes: Mapping[str, Size] = _VIDEO) -> Model:
+    kind, fails, gates = "CogVideoXTransformer3DModel", "transformer_blocks.1.ff.net.0", ("norm2.linear", (2, 5))
+    return Model(COGVIDEOX, kind, config, _cogvideox, fails, sizes, gates)
+
 
 MODELS: dict[str, Model] = {
-    "cogvideox-2b": Model(
-        COGVIDEOX,
-        "CogVideoXTransformer3DModel",
-        config={},
-        arguments=_cogvideox,
-        fails="transformer_blocks.1.ff.net.0",
-        sizes=_VIDEO,
-        gates=_VIDEO_GATES,
-    ),
-    "cogvideox-5b": Model(
-        COGVIDEOX,
-        "CogVideoXTransformer3DModel",
-        config=_5B,
-        arguments=_cogvideox,
-        fails="transformer_blocks.1.ff.net.0",
-        sizes=_VIDEO,
-        gates=_VIDEO_GATES,
-    ),
-    "cogvideox-1.5-5b": Model(
-        COGVIDEOX,
-        "CogVideoXTransformer3DModel",
-        config=_5B
-        | {"patch_size_t": 2, "patch_bias": False, "sample_frames": 81}
-        | {"sample_width": 300, "sample_height": 300},
-        arguments=_cogvideox,
-        fails="transformer_blocks.1.ff.net.0",
-        sizes=_VIDEO | {"full": Size(1360, 768, 81)},
-        gates=_VIDEO_GATES,
-    ),
+    "cogvideox-2b": _cogvideox_of({}),
+    "cogvideox-5b": _cogvideox_of(_5B),
+    "cogvideox-1.5-5b": _cogvideox_of(_1_5, _VIDEO | {"full": Size(1360, 768, 81)}),
     "cogview3-plus": Model(
         COGVIEW3PLUS,
         "CogView3PlusTransformer2DModel",

@@ -38,12 +38,7 @@ def _published(name: str, said: str, *, deep: denoisers.Size | None = None) -> N
     )
 
 
-def _other(
-    kind: str,
-    said: str,
-    configs: Mapping[str, Config],
-    call: Callable[[Any, str, Floats], Call],
-) -> Network:
+def _other(kind: str, said: str, configs: Mapping[str, Config], call: Callable[[Any, str, Floats], Call]) -> Network:
     """configs: by size. call: from the config and the size."""
 
     def make(size: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
@@ -52,15 +47,9 @@ def _other(
         return denoisers.random_weights(lambda: getattr(diffusers, kind)(**configs[size]), device, dtype)
 
     def step(config: Any, size: str, device: torch.device, dtype: torch.dtype) -> Call:
-        return _on(device, call(config, size, denoisers.random_floats(device, dtype))) | {"return_dict": False}
+        return denoisers.on_device(device, call(config, size, denoisers.random_floats(device, dtype)))
 
     return Network(said, make, step)
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _on(device, part) for name, part in value.items()}
-    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _cogview4(config: Any, size: str, floats: Floats) -> Call:

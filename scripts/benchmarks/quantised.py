@@ -36,16 +36,14 @@ from comfyui_onediff_guard.precision.quantised import QuantisedLinears
 from denoisers import Size
 from fp8_on_cpu import fp8_weight
 from measure import head, new_parser, write_json
-from networks import NETWORKS
 
 CPU = torch.device("cpu")
 KINDS = ("int8", "fp8")
 _VIDEO = Size(
-    96,
-    64,
-    9,
-    {"num_layers": 6, "num_attention_heads": 8, "sample_width": 12, "sample_height": 8} | {"sample_frames": 9},
+    96, 64, 9, {"num_layers": 6, "num_attention_heads": 8, "sample_width": 12, "sample_height": 8, "sample_frames": 9}
 )
+_COGVIEW = {"num_layers": 6, "num_attention_heads": 16}
+_WAN = {"num_layers": 6, "num_attention_heads": 4, "ffn_dim": 2048}
 _UNET = {"block_out_channels": (64, 128, 512, 512), "num_attention_heads": (1, 2, 8, 8), "cross_attention_dim": 512}
 Subject = tuple[str, FamilySpec, Callable[[torch.dtype], torch.nn.Module], Callable[[Any, int], dict[str, Any]]]
 
@@ -77,9 +75,9 @@ def subjects() -> list[Subject]:
     return [
         _published("cogvideox-2b", _VIDEO),
         _published("cogvideox-5b", _VIDEO),
-        _published("cogview3-plus", Size(128, 128, config={"num_layers": 6, "num_attention_heads": 16})),
-        _other("cogview4", "cogview4", COGVIEW4, {"num_layers": 6, "num_attention_heads": 16}, _small_picture),
-        _other("wan", "wan-14b", WAN, {"num_layers": 6, "num_attention_heads": 4, "ffn_dim": 2048}, _small_video),
+        _published("cogview3-plus", Size(128, 128, config=_COGVIEW)),
+        _other("cogview4", "CogView4Transformer2DModel", COGVIEW4, _COGVIEW, _small_picture),
+        _other("wan", "WanTransformer3DModel", WAN, _WAN, _small_video),
         _published("svd-xt", Size(128, 128, 4, _UNET)),
     ]
 
@@ -96,16 +94,13 @@ def _published(name: str, size: Size) -> Subject:
     return name, model.family, made, call
 
 
-def _other(said: str, name: str, family: FamilySpec, changes: dict[str, Any], call: Callable[..., Any]) -> Subject:
+def _other(name: str, kind: str, family: FamilySpec, config: dict[str, Any], call: Callable[..., Any]) -> Subject:
     import diffusers
 
-    kind = {"cogview4": "CogView4Transformer2DModel", "wan-14b": "WanTransformer3DModel"}[name]
-    assert name in NETWORKS
-
     def made(dtype: torch.dtype) -> torch.nn.Module:
-        return denoisers.random_weights(lambda: getattr(diffusers, kind)(**changes), CPU, dtype)
+        return denoisers.random_weights(lambda: getattr(diffusers, kind)(**config), CPU, dtype)
 
-    return said, family, made, lambda config, seed: call(config, _floats(seed)) | {"return_dict": False}
+    return name, family, made, lambda config, seed: call(config, _floats(seed)) | {"return_dict": False}
 
 
 def _small_picture(config: Any, floats: denoisers.Floats) -> dict[str, Any]:
