@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import diffusers
 import torch
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW3PLUS
@@ -50,8 +51,6 @@ class Model:
 
 def build(model: Model, size: Size, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
     """The denoiser with random weights."""
-    import diffusers
-
     config = {**model.config, **size.config}
     return random_weights(lambda: getattr(diffusers, model.kind)(**config), device, dtype)
 
@@ -106,10 +105,8 @@ def _cogvideox(config: Any, size: Size, floats: Floats) -> Call:
 
 
 def _rotary(config: Any, size: Size, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
-    from diffusers import CogVideoXPipeline
-
     pipeline: Any = SimpleNamespace(vae_scale_factor_spatial=8, transformer=SimpleNamespace(config=config))
-    tables = CogVideoXPipeline._prepare_rotary_positional_embeddings
+    tables = diffusers.CogVideoXPipeline._prepare_rotary_positional_embeddings
     return tables(pipeline, size.height, size.width, frames, torch.device("cpu"))
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from budget import Budget
 from comfyui_onediff_guard.pipelines.compile.backends import CompileOptions
@@ -149,8 +150,6 @@ def theirs(*, compiles: bool = False) -> Open:
     """diffusers' own call, with all of it on the card."""
 
     def make(folder: Path, subject: Subject) -> Run:
-        import diffusers
-
         family, size = subject.model.family, subject.size
         kind = getattr(diffusers, family.pipeline)
         pipe: Any = kind.from_pretrained(folder, torch_dtype=DTYPES[subject.dtype]).to(subject.device)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import denoisers
+import diffusers
 import torch
 from denoisers import Call, Floats, Size
 
@@ -42,8 +43,6 @@ def _other(kind: str, said: str, configs: Mapping[str, Config], call: Callable[[
     """configs: by size. call: from the config and the size."""
 
     def make(size: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-        import diffusers
-
         return denoisers.random_weights(lambda: getattr(diffusers, kind)(**configs[size]), device, dtype)
 
     def step(config: Any, size: str, device: torch.device, dtype: torch.dtype) -> Call:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import denoisers
+import diffusers
 import torch
 from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW4
 from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
@@ -95,8 +96,6 @@ def _published(name: str, size: Size) -> Subject:
 
 
 def _other(name: str, kind: str, family: FamilySpec, config: dict[str, Any], call: Callable[..., Any]) -> Subject:
-    import diffusers
-
     def made(dtype: torch.dtype) -> torch.nn.Module:
         return denoisers.random_weights(lambda: getattr(diffusers, kind)(**config), CPU, dtype)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import diffusers
 import torch
 from comfyui_onediff_guard.demo.small_model import make_stream_overflow
 from comfyui_onediff_guard.pipelines.weights.components import ComponentStore
@@ -46,7 +47,7 @@ class Subject:
 
     @cached_property
     def components(self) -> ComponentStore:
-        signature = inspect.signature(_kind(self.model).__init__)
+        signature = inspect.signature(getattr(diffusers, self.model.kind).__init__)
         defaults = {name: each.default for name, each in signature.parameters.items() if name != "self"}
         config = {**defaults, **self.model.config, **self.size.config}
         return self._store(config, self._hot if self.hot else self._random)
@@ -152,9 +153,3 @@ def without_tf32() -> Generator[None]:
 def _in_main_memory(weight: torch.Tensor) -> torch.Tensor:
     there = weight.detach().to("cpu", copy=True)
     return torch.nn.Parameter(there, requires_grad=False) if isinstance(weight, torch.nn.Parameter) else there
-
-
-def _kind(model: Model) -> Any:
-    import diffusers
-
-    return getattr(diffusers, model.kind)
