@@ -20,13 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import measure
 import torch
-from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
-from comfyui_onediff_guard.pipelines.run.handle import load
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.policy import Precision
-from measure import CLOCK, head, interleave, medians, new_parser, quartiles, ratio, write_json
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 WIDER = {"block_out_channels": (32, 64, 64, 64), "layers_per_block": 2, "norm_num_groups": 16}
@@ -40,13 +36,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any]]] =
 
 
 def main() -> None:
-    parser = new_parser(__doc__)
+    parser = measure.new_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    result = head("decode_compiled", device, clock=CLOCK, diffusers=diffusers.__version__)
+    result = measure.head("decode_compiled", device, clock=measure.CLOCK, diffusers=diffusers.__version__)
     result |= {"dtype": "fp32", "rounds": args.rounds, "models": {}}
     file = args.out / f"{result['benchmark']}-{device.type}-{result['date']}.json"
     if file.exists():  # of the same day: other models
@@ -55,7 +51,7 @@ def main() -> None:
         found = measured(*MODELS[name], rounds=args.rounds, device=device)
         result["models"][name] = found
         print(name, json.dumps(found, indent=2), flush=True)
-        print(f"written to {write_json(result, args.out, device.type)}", flush=True)
+        print(f"written to {measure.write_json(result, args.out, device.type)}", flush=True)
 
 
 def measured(
@@ -63,8 +59,7 @@ def measured(
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model = built(builder, differs, Path(folder) / "model")
-        options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
-        handle = load(model, family_of(model), precision=Precision.FP32, **options)
+        handle = measure.opened(model, "fp32")
         latents = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         run = partial(decode, handle, latents, **how)
         eager, _ = run(backend="eager")
@@ -76,7 +71,7 @@ def measured(
             "eager": lambda: run(backend="eager"),
             "eager again": lambda: run(backend="eager"),
         }
-        times = interleave(steps, rounds, device)
+        times = measure.interleave(steps, rounds, device)
         _, later = run(backend="inductor")
     module: Any = handle.store.module("vae", "fp32")
     return {
@@ -86,16 +81,16 @@ def measured(
         "graphs later": later.graphs,
         "parameters": sum(p.numel() for p in module.decoder.parameters()),
         "first decode, wall seconds": round(first, 1),
-        "error": float((compiled - eager).norm() / eager.norm()),
+        "error": measure.relative_error(compiled, eager),
         "largest difference of a pixel": float((compiled - eager).abs().max()),
-        "median_seconds": medians(times),
+        "median_seconds": measure.medians(times),
         "ratios": {
-            "compiled / eager": ratio(times, "compiled", "eager"),
-            "noise: eager again / eager": ratio(times, "eager again", "eager"),
+            "compiled / eager": measure.ratio(times, "compiled", "eager"),
+            "noise: eager again / eager": measure.ratio(times, "eager again", "eager"),
         },
         "half of the rounds between": {
-            "compiled / eager": quartiles(times, "compiled", "eager"),
-            "noise: eager again / eager": quartiles(times, "eager again", "eager"),
+            "compiled / eager": measure.quartiles(times, "compiled", "eager"),
+            "noise: eager again / eager": measure.quartiles(times, "eager again", "eager"),
         },
     }
 

@@ -21,14 +21,12 @@ from budget import Budget
 from comfyui_onediff_guard.pipelines.compile.backends import CompileOptions
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.memory import peak_memory
-from comfyui_onediff_guard.precision.policy import Precision
 from contestants import compiled_by_block
-from measure import attempt, synchronize
+from measure import attempt, opened, synchronize
 from moves import Moves
 from PIL import Image
 from random_pipeline import write
@@ -112,14 +110,7 @@ def ours(backend: str, *, decoder: str = "eager", channels_last: bool = False) -
 
     def make(folder: Path, subject: Subject) -> Run:
         family, size = subject.model.family, subject.size
-        handle = load(
-            folder,
-            family,
-            precision=Precision(subject.dtype),
-            backend=backend,
-            offload="none",
-            placement=PlainPlacement(subject.device),
-        )
+        handle = opened(folder, subject.dtype, backend=backend, placement=PlainPlacement(subject.device))
         handle = replace(handle, compile_options=CompileOptions(channels_last=channels_last))
 
         def run(number: int) -> tuple[Seconds, torch.Tensor]:

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from measure import head, new_parser, write_json
+from measure import head, new_parser, opened, write_json
 
 LIMIT = 1.1
 SECONDS_BETWEEN_SAMPLES = 0.002
@@ -104,16 +104,11 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
 
 def load(model: Path, component: str, dtype: str) -> dict[str, Any]:
     """In the process that is watched."""
-    import comfyui_onediff_guard.pipelines.run.handle as handles
     import diffusers
     import transformers
-    from comfyui_onediff_guard.pipelines.models.folder import family_of
-    from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-    from comfyui_onediff_guard.precision.policy import Precision
 
     _ = diffusers.CogVideoXTransformer3DModel, transformers.T5EncoderModel, diffusers.UNetSpatioTemporalConditionModel
-    options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
-    handle = handles.load(model, family_of(model), precision=Precision(dtype), **options)
+    handle = opened(model, dtype)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts anew
     before, started = status(), time.perf_counter()
     module = handle.store.module(component, dtype)

@@ -19,7 +19,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from comfyui_onediff_guard.pipelines.models.folder import family_of
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.dtypes import DTYPES
+from comfyui_onediff_guard.precision.policy import Precision
 from diffusers import CogVideoXTransformer3DModel
 
 Step = Callable[[], Any]
@@ -63,6 +67,12 @@ def build(blocks: int, heads: int, device: torch.device, dtype: str) -> tuple[to
     timestep = torch.tensor([500, 500], device=device)
     call = {"hidden_states": hidden_states, "encoder_hidden_states": prompt, "timestep": timestep}
     return denoiser, call | {"return_dict": False}
+
+
+def opened(folder: Path, precision: str, **options: Any) -> PipelineHandle:
+    """The pipeline in a folder, neither compiled nor offloaded unless the options of `load` say so."""
+    usual: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
+    return load(folder, family_of(folder), precision=Precision(precision), **usual | options)
 
 
 def interleave(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
@@ -123,6 +133,11 @@ def attempt(run: Callable[[], Result]) -> Result | str:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # after the exception has let go of what it held
     return failure
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The norm of what it differs by, in parts of the exact one's norm."""
+    return float((found.float() - exact).norm() / exact.norm())
 
 
 def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> float:

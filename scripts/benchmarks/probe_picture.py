@@ -16,15 +16,13 @@ from typing import Any
 
 import torch
 from comfyui_onediff_guard.demo.small_model import build_cogvideox
-from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.insight.probe import probe
 from comfyui_onediff_guard.pipelines.insight.probe_figure import draw
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import arch
-from comfyui_onediff_guard.precision.policy import Precision
+from measure import opened
 from PIL import Image
 
 SETTINGS = SampleSettings(width=64, height=48, frames=9, steps=8, seed=3, guidance_scale=6.0, scheduler="DDIM")
@@ -46,10 +44,7 @@ def main() -> None:
 def toy(folder: Path) -> PipelineHandle:
     """As a Turing card would run it."""
     build_cogvideox(folder, variant="1.5", overflow="stream", layers=30)
-    pipeline = load(
-        folder, COGVIDEOX, precision=Precision.AUTO, backend="eager", offload="none", placement=PlainPlacement()
-    )
-    pipeline = replace(pipeline, architecture=arch.named("sm75"))
+    pipeline = replace(opened(folder, "auto"), architecture=arch.named("sm75"))
     denoiser: Any = pipeline.store.module("transformer", "fp16")
     with torch.no_grad():
         feed_forward = denoiser.transformer_blocks[17].ff

@@ -27,6 +27,7 @@ import torch
 from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW4
 from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
 from comfyui_onediff_guard.pipelines.families.wan import WAN
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import quantised
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
@@ -36,7 +37,7 @@ from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.quantised import QuantisedLinears
 from denoisers import Size
 from fp8_on_cpu import fp8_weight
-from measure import head, new_parser, write_json
+from measure import head, new_parser, opened, relative_error, write_json
 
 CPU = torch.device("cpu")
 KINDS = ("int8", "fp8")
@@ -129,8 +130,7 @@ def errors(subject: Subject, calls: int) -> dict[str, Any]:
         given = arguments(single.config, seed)
         right = single(**given)[0]
         for kind, call in running.items():
-            made = call(given).float()
-            found.setdefault(kind, []).append(float((made - right).norm() / right.norm()))
+            found.setdefault(kind, []).append(relative_error(call(given), right))
     half = copy.deepcopy(single).to(torch.bfloat16)
     layers = QuantisedLinears(half, _blocks(half, family), "int8")
     inside = sum(half.get_parameter(f"{each}.weight").numel() for each in layers.names)
@@ -194,20 +194,10 @@ def cast(given: dict[str, Any], family: FamilySpec, dtype: torch.dtype) -> dict[
 
 def runs(folder: Path, steps: int = 20, seeds: int = 3) -> dict[str, Any]:
     """Whole runs of a model in each precision: the error of its latents."""
-    from comfyui_onediff_guard.pipelines.models.folder import family_of
-    from comfyui_onediff_guard.pipelines.run.handle import load
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-    from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 
     quantised.LEAST = 64  # of a model so small
-    handle = load(
-        folder,
-        family_of(folder),
-        precision=Precision.FP32,
-        backend="eager",
-        offload="none",
-        placement=PlainPlacement(CPU),
-    )
+    handle = opened(folder, "fp32", placement=PlainPlacement(CPU))
     config = handle.store.model.denoiser_config
     found: dict[str, list[float]] = {}
     for seed in range(seeds):
@@ -221,8 +211,7 @@ def runs(folder: Path, steps: int = 20, seeds: int = 3) -> dict[str, Any]:
                 replace(handle, precision=Precision(precision)), positive, negative, settings
             )
         for precision, made in latents.items():
-            error = (made - latents["fp32"]).norm() / latents["fp32"].norm()
-            found.setdefault(precision, []).append(float(error))
+            found.setdefault(precision, []).append(relative_error(made, latents["fp32"]))
     return {"steps": steps, "seeds": seeds, "model": folder.name, "errors": found}
 
 

@@ -21,7 +21,7 @@ from comfyui_onediff_guard.precision.fallback import build_half_precision_forwar
 from comfyui_onediff_guard.precision.observe import block_names
 from comfyui_onediff_guard.precision.overrides import NOTHING
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
-from measure import arguments, build, head, write_json
+from measure import arguments, build, head, relative_error, write_json
 
 CPU = torch.device("cpu")
 
@@ -87,7 +87,7 @@ def counted(run: Callable[..., Any], denoiser: torch.nn.Module, call: dict[str, 
         "graphs": graphs,
         "graph breaks": sum(counters["graph_break"].values()),
         "kernels of a graph": sum(kernels) / graphs,
-        "error": ((made - exact).norm() / exact.norm()).item(),
+        "error": relative_error(made, exact),
     }
 
 

@@ -18,14 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run import denoiser as denoising
-from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
-from comfyui_onediff_guard.precision.policy import Component, Precision
-from measure import head, new_parser, write_json
+from comfyui_onediff_guard.precision.policy import Component
+from measure import head, new_parser, opened, relative_error, write_json
 from moving_shapes import Scenes
 from torch.utils.flop_counter import FlopCounterMode
 from trained import FRAMES, SIDE, TEXT, colours_of, trained
@@ -49,16 +47,8 @@ class Subject:
     """A trained model, and a run of it."""
 
     def __init__(self, name: str, precision: str = "fp32"):
-        folder = trained(name)
         self._uncached: dict[Any, Made] = {}
-        self.handle: PipelineHandle = load(
-            folder,
-            family_of(folder),
-            precision=Precision(precision),
-            backend="eager",
-            offload="none",
-            placement=PlainPlacement(),
-        )
+        self.handle = opened(trained(name), precision)
 
     def run(self, seed: int, policy: CachePolicy | None = None, *, count: bool = False, **more: Any) -> Made:
         handle = replace(self.handle, step_cache=policy)
@@ -112,10 +102,6 @@ def operations(count: bool) -> Iterator[Callable[[], int]]:
         yield counter.get_total_flops
 
 
-def drift(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
-
-
 def psnr(subject: Subject, found: torch.Tensor, wanted: torch.Tensor) -> float:
     """Of the pictures, in dB, against their full range of 1. Latents: [batch, channels, frames, height, width]."""
     factor = subject.handle.store.model.vae_config["scaling_factor"]  # back for the VAE
@@ -128,7 +114,7 @@ def over_seeds(subject: Subject, policy: CachePolicy, seeds: range, **more: Any)
     drifts, pictures, skipped, uses = [], [], [], []
     for seed in seeds:
         plain, found = subject.uncached(seed, **more), subject.run(seed, policy, **more)
-        drifts.append(drift(found.latents, plain.latents))
+        drifts.append(relative_error(found.latents, plain.latents))
         pictures.append(psnr(subject, found.latents, plain.latents))
         skipped.append(1 - found.calls / plain.calls)
         uses.append(found.report.cache)
@@ -163,8 +149,8 @@ def in_half(name: str, precision: str, policy: CachePolicy, seeds: range) -> dic
     alone, cached = [], []
     for seed in seeds:
         wanted = exact.uncached(seed).latents
-        alone.append(drift(half.run(seed).latents, wanted))
-        cached.append(drift(half.run(seed, policy).latents, wanted))
+        alone.append(relative_error(half.run(seed).latents, wanted))
+        cached.append(relative_error(half.run(seed, policy).latents, wanted))
     return {"alone": spread(alone), "with_a_cache": spread(cached)}
 
 
@@ -177,9 +163,9 @@ def nan_at_each_step(name: str, precision: str, policy: CachePolicy, seed: int =
         with broken_at(step):
             plain, found = subject.run(seed), subject.run(seed, policy)
         reruns += found.report.cells()[step] == "rerun"
-        drifts.append(drift(found.latents, plain.latents))
-        alone.append(drift(plain.latents, exact))
-        cached.append(drift(found.latents, exact))
+        drifts.append(relative_error(found.latents, plain.latents))
+        alone.append(relative_error(plain.latents, exact))
+        cached.append(relative_error(found.latents, exact))
     return {
         "rerun": reruns,
         "drift": spread(drifts),

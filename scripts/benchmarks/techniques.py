@@ -25,8 +25,8 @@ from comfyui_onediff_guard.precision import quantised
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.shallow_copy import with_forward
-from measure import CLOCK, head, interleave, new_parser, write_json
-from step_cache import TARGET, Subject, drift, spread
+from measure import CLOCK, head, interleave, new_parser, relative_error, write_json
+from step_cache import TARGET, Subject, spread
 
 CPU = torch.device("cpu")
 BATCH = 16  # videos in a run
@@ -110,7 +110,7 @@ def measured(rounds: int) -> dict[str, dict[str, Any]]:
             run()
     rows: dict[str, dict[str, Any]] = {}
     for name, run in runs.items():
-        errors = [drift(mine, exact) for mine, exact in zip(run.latents, runs[EAGER].latents, strict=True)]
+        errors = [relative_error(mine, exact) for mine, exact in zip(run.latents, runs[EAGER].latents, strict=True)]
         rows[name] = {"error": round(statistics.median(errors), 5), "error_spread": spread(errors)}
         if any(run.cached):
             rows[name]["steps_cached"] = spread(list(map(float, run.cached)))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import device_and_dtype, head, new_parser, write_json
+from measure import device_and_dtype, head, new_parser, opened, write_json
 
 DTYPE = "fp32"  # which every CPU computes fast; a step's time is no part of what is measured
 WARM, BEFORE = "compiled by an earlier process", "the same, in another checkout"
@@ -136,15 +136,11 @@ def started(model: str, backend: str, compiled: str) -> dict[str, Any]:
     sys.addaudithook(
         lambda event, args: built.append(args) if event == "subprocess.Popen" and compiles(args[1]) else None
     )
-    from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
     from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-    from comfyui_onediff_guard.pipelines.run.handle import load
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-    from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-    from comfyui_onediff_guard.precision.policy import Component, Precision
+    from comfyui_onediff_guard.precision.policy import Component
 
-    options: dict[str, Any] = {"backend": backend, "offload": "none", "placement": PlainPlacement()}
-    handle = load(Path(model), COGVIDEOX, precision=Precision(DTYPE), compiled=Path(compiled), **options)
+    handle = opened(Path(model), DTYPE, backend=backend, compiled=Path(compiled))
     with torch.inference_mode():  # as ComfyUI runs its nodes
         (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
         denoiser = handle.store.module("transformer", handle.plan(Component.DENOISER).dtype)
