@@ -357,8 +357,12 @@ def _signature(checkout: Path, name: str) -> str:
         tree = found
     match tree:
         case ast.FunctionDef(args=arguments) | ast.AsyncFunctionDef(args=arguments):
-            value = "@" in "".join(f"@{ast.unparse(each)}" for each in tree.decorator_list if _is_property(each))
-            return "value" if value else f"({ast.unparse(_bare(arguments))})"
+            if any(ast.unparse(each) == "property" for each in tree.decorator_list):
+                return "value"
+            for each in ast.walk(arguments):
+                if isinstance(each, ast.arg):
+                    each.annotation = None
+            return f"({ast.unparse(arguments)})"
         case ast.ClassDef():
             return "class"
         case None:
@@ -367,18 +371,6 @@ def _signature(checkout: Path, name: str) -> str:
             files = [*(checkout / "comfy").glob("*.py"), *checkout.glob("*.py")]
             return "value" if any(set_there.search(each.read_text(encoding="utf-8")) for each in files) else ""
     return "value"
-
-
-def _is_property(decorator: ast.expr) -> bool:
-    return ast.unparse(decorator) == "property"
-
-
-def _bare(arguments: ast.arguments) -> ast.arguments:
-    """Without annotations."""
-    for each in ast.walk(arguments):
-        if isinstance(each, ast.arg):
-            each.annotation = None
-    return arguments
 
 
 def _member(tree: ast.AST | None, name: str) -> ast.AST | None:
