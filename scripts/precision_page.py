@@ -18,14 +18,7 @@ from comfyui_onediff_guard.precision.accumulation import (
     decide,
 )
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, Architecture, by_capability, by_gfx
-from comfyui_onediff_guard.precision.policy import (
-    Component,
-    Plan,
-    PlanImpossible,
-    Precision,
-    Variant,
-    choose,
-)
+from comfyui_onediff_guard.precision.policy import Component, Plan, PlanImpossible, Precision, Variant, choose
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "precision.md"
 
@@ -198,19 +191,12 @@ def _cards() -> str:
 
 
 def _models() -> str:
-    return _table(
-        ["model", "dtype", "leaves fp16's range", "protected", "components"],
-        [
-            [
-                f"[{v.name}]",
-                v.trained_in,
-                _yes(v.leaves_fp16),
-                _yes(v.protected),
-                ", ".join(c.words for c in v.components),
-            ]
-            for v in VARIANTS.values()
-        ],
-    )
+    def row(v: Variant) -> list[str]:
+        components = ", ".join(component.words for component in v.components)
+        return [f"[{v.name}]", v.trained_in, _yes(v.leaves_fp16), _yes(v.protected), components]
+
+    titles = ["model", "dtype", "leaves fp16's range", "protected", "components"]
+    return _table(titles, map(row, VARIANTS.values()))
 
 
 def _matrix() -> str:
@@ -342,21 +328,20 @@ def _grouped(cases: Iterable[tuple[Variant, _Device, Outcome]]) -> list[tuple[Ou
     return rows
 
 
-_BF16: dict[str, Callable[[Architecture], bool]] = {
+_Has = dict[str, Callable[[Architecture], bool]]
+_BF16: _Has = {
     "bf16 native": lambda a: a.bf16 == "native",
     "bf16 emulated": lambda a: a.bf16 == "emulated",
     "no bf16": lambda a: a.bf16 == "none",
     "no native bf16": lambda a: a.bf16 != "native",
 }
-_FP16: dict[str, Callable[[Architecture], bool]] = {
+_FP16: _Has = {
     "fast fp16": lambda a: a.fast_fp16,
     "no fast fp16": lambda a: not a.fast_fp16,
     "slow fp16": lambda a: not a.fast_fp16 and not a.fp16_wrong,
     "wrong fp16": lambda a: a.fp16_wrong,
 }
-
-
-_QUANTISES: dict[str, Callable[[Architecture], bool]] = {
+_QUANTISES: _Has = {
     "fp8 on NVIDIA": lambda a: "fp8" in a.quantises,
     "no fp8 on NVIDIA": lambda a: "fp8" not in a.quantises,
     "int8": lambda a: "int8" in a.quantises,
