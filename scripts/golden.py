@@ -21,17 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 TEXTS = ("tooltip", "placeholder")  # of an input
-MEASURED = (
-    "seconds",
-    "rerun_seconds",
-    "text",
-    "memory",
-    "begin",
-    "torch",
-    "driver",
-    "verified",
-    "largest",
-)  # in reports and profiles
+# in reports and profiles
+MEASURED = ("seconds", "rerun_seconds", "text", "memory", "begin", "torch", "driver", "verified", "largest")
 COMMANDS = ("", "run", "batch", "compare", "demo", "doctor", "selftest", "probe")
 COMMANDS += ("profile", "profile list", "profile show", "profile export", "profile import")
 COMMANDS += ("compiled", "compiled list", "compiled export", "compiled import", "compiled clear")
