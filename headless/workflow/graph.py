@@ -15,6 +15,8 @@ from ...trust.foreign import Foreign, Unreadable, fitting, object_in, read
 from ...trust.message import is_whole, listed, shown
 from ..errors import NodeNotFoundError, WorkflowError
 
+DATE = "%date:"
+
 
 @dataclass(frozen=True)
 class Link:
@@ -46,10 +48,9 @@ class GraphNode:
 class Graph:
     nodes: Mapping[str, GraphNode]
     workflow: Mapping[str, Any] | None = field(default=None, repr=False)  # the UI-format JSON it came from, if it did
-    # by node and input, as the UI-format JSON has them: texts with choices, and file names with patterns, with a date
+    # by node and input, as the UI-format JSON has them: texts with choices, and file names with patterns
     prompts: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
     patterned: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
-    dated: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
     guarded: bool = False  # a server is asked to guard it, as with its setting 'Guard every workflow'
 
     def class_types(self) -> set[str]:
@@ -81,7 +82,8 @@ class Graph:
 
     def without_dates(self) -> Graph:
         """A copy whose file names are the same on every day."""
-        return self.with_inputs({node: {name: text} for (node, name), text in self.dated.items()})
+        dated = {place: text for place, text in self.patterned.items() if DATE in text}
+        return self.with_inputs({node: {name: text} for (node, name), text in dated.items()})
 
     def with_inputs(self, values: Mapping[str, Mapping[str, Any]]) -> Graph:
         """A copy in which some nodes' inputs have other values: id -> name -> value."""

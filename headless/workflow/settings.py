@@ -83,7 +83,7 @@ def apply(
 
     Raises WorkflowError where there is no such node, it has no such input, or the value holds half a character.
     """
-    prompts, patterned, dated = dict(graph.prompts), dict(graph.patterned), dict(graph.dated)
+    prompts, patterned = dict(graph.prompts), dict(graph.patterned)
     changed_inputs: dict[tuple[str, str], None] = {}  # in order
     for setting in chain.from_iterable(
         sorted(some, key=lambda each: each.depth_in(graph, schemas)) for some in (before, settings)
@@ -96,9 +96,9 @@ def apply(
         graph = replace(graph, nodes={**graph.nodes, node.id: whole(replace(node, inputs=changed))})
         new = (name for name in changed if changed[name] != node.inputs.get(name, NOTHING))
         changed_inputs |= dict.fromkeys((node.id, name) for name in new)
-        for texts in (prompts, patterned, dated):
+        for texts in (prompts, patterned):
             texts.pop((node.id, spec.name), None)
-    made = chosen(replace(graph, prompts=prompts, patterned=patterned, dated=dated))
+    made = chosen(replace(graph, prompts=prompts, patterned=patterned))
     return with_changes(made, changed_inputs, schemas) if changed_inputs else made
 
 

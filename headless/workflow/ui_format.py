@@ -22,7 +22,6 @@ from .ui_texts import PREFIX, SAVERS, chosen, filling_in, types_named
 from .ui_values import HANDS_ON, OF_THE_PAGE, Sources, with_widgets
 
 FRONTEND_ONLY = HANDS_ON | OF_THE_PAGE.keys()
-DATE = "%date:"
 # nodes that are no more than the page draws or does: their packs bring no such type to a server
 OF_THE_PAGE_ALONE = frozenset(
     f"{name} (rgthree)"
@@ -112,8 +111,7 @@ def convert(
                 prompts[node_id, name] = inputs[name]
         converted[node_id] = whole(GraphNode(node_id, node.type, inputs, node.title or None, level.title))
     as_saved = json.loads(json.dumps(data), parse_constant=lambda _: None)  # null for NaN, which JSON has not
-    dated = {place: text for place, text in patterned.items() if DATE in text}
-    return chosen(Graph(converted, as_saved, prompts, patterned, dated))
+    return chosen(Graph(converted, as_saved, prompts, patterned))
 
 
 def with_changes(graph: Graph, changed: Iterable[tuple[str, str]], schemas: Mapping[str, Schema]) -> Graph:
