@@ -134,9 +134,7 @@ def _check_range(spec: InputSpec, value: Any) -> None:
     """Raises ValueError."""
     if spec.type == "COMBO" and value not in spec.options:
         options = listed(map(_told, spec.options))
-        expected = (
-            "one of its options, but there is none (is its folder empty?)" if not options else f"one of {options}"
-        )
+        expected = f"one of {options}" if options else "one of its options, but there is none (is its folder empty?)"
         raise ValueError(f"is {_told(value)}, expected {expected}")
     if spec.kind in {"INT", "FLOAT"}:
         low, high = spec.config.get("min"), spec.config.get("max")
