@@ -34,17 +34,11 @@ Subject = tuple[Any, dict[str, Any]]  # a network and one call's arguments
 
 
 class Scaled(ScaledHalfMatmulMode):
-    """Scaled in any half precision, as in fp16."""
+    """Scaled in any half precision, as in fp16; or in none."""
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype, *, scales: bool = True):
         super().__init__(dtype)
-        self._scales = True
-
-
-class Unscaled(ScaledHalfMatmulMode):
-    def __init__(self, dtype: torch.dtype):
-        super().__init__(dtype)
-        self._scales = False
+        self._scales = scales
 
 
 class Counting(TorchFunctionMode):
@@ -90,7 +84,7 @@ def compared(subject: Subject, rounds: int, device: torch.device, dtype: str) ->
     contestants: dict[str, Step] = {
         PLAIN: lambda: module(**call)[0],
         SCALED: scaled(Scaled(DTYPES[dtype]), subject),
-        UNSCALED: scaled(Unscaled(DTYPES[dtype]), subject),
+        UNSCALED: scaled(Scaled(DTYPES[dtype], scales=False), subject),
         AGAIN: lambda: module(**call)[0],
         FP32: lambda: single(**fp32_call)[0],
         RERUN: lambda: run_in_fp32(module, **call)[0],

@@ -25,7 +25,7 @@ from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shallow_copy import with_forward
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
-from measure import arguments, build, device_and_dtype, interleave, medians, peak_bytes, ratio, setting, write
+from measure import arguments, build, device_and_dtype, in_float, interleave, medians, peak_bytes, ratio, setting, write
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     shell, failing, idle = guards(denoiser, dtype, call)
     converted = copy.deepcopy(denoiser).float()
     with torch.no_grad():
-        given = in_float(call)  # as the sampler hands it over: the guard casts
+        given = in_float(call)
         assert torch.equal(shell(**given)[0], denoiser(**call)[0]), "a healthy guarded step must be bit-equal"
         healthy = interleave(
             {
@@ -109,11 +109,6 @@ def guards(denoiser: torch.nn.Module, dtype: str, call: dict[str, Any]) -> tuple
     with torch.no_grad():
         output = denoiser(**call)
     return guard(denoiser), guard(broken), guard(lambda **_: output)
-
-
-def in_float(call: dict[str, Any]) -> dict[str, Any]:
-    floating = {k: v.float() for k, v in call.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-    return call | floating
 
 
 if __name__ == "__main__":

@@ -18,19 +18,16 @@ from typing import Any
 import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import detect
-from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, build_half_precision_forward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
 from comfyui_onediff_guard.precision.observe import block_names
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward
-from diffusers import CogVideoXTransformer3DModel
-from measure import arguments, device_and_dtype, interleave, medians, quartiles, ratio, setting, write
+from measure import arguments, build, device_and_dtype, in_float, interleave, medians, quartiles, ratio, setting, write
 
 BLOCKS = "transformer_blocks"
-LATENTS = (3, 16, 16, 24)  # frames, channels, height, width
-PROMPT = (226, 4096)  # tokens, channels
+HEIGHT, WIDTH = 16, 24  # of latents
 
 
 def main() -> None:
@@ -38,7 +35,8 @@ def main() -> None:
     parser.set_defaults(blocks=30, heads=8)
     args = parser.parse_args()
     device, dtype = device_and_dtype()
-    denoiser, call = build(args.blocks, args.heads, device, dtype)
+    denoiser, call = build(args.blocks, args.heads, device, dtype, HEIGHT, WIDTH)
+    call = in_float(call)
     leaf = f"{BLOCKS}.{args.blocks // 2}.ff.net.0"
     healthy, again = (guarded(denoiser, denoiser, dtype, Scope.STEP) for _ in range(2))
     by_scope = {scope: guarded(denoiser, broken(denoiser, leaf), dtype, scope) for scope in Scope}
@@ -62,9 +60,7 @@ def main() -> None:
     assert healthy.report.reruns == 0
     learned = by_scope[Scope.LEARNED].learned
     others = ("learned", "step", "run", "all fp32", "healthy again")
-    tokens = LATENTS[0] * LATENTS[2] * LATENTS[3] // 4 + PROMPT[0]
     result = setting("learning", denoiser, call, dtype, device, args.rounds) | {
-        "tokens": tokens,
         "blocks": args.blocks,
         "failing": leaf,
         "all_layers_scaled": learned.all_layers_scaled if learned else False,
@@ -73,23 +69,6 @@ def main() -> None:
         "quartiles": {f"{name} / healthy": quartiles(seconds, name, "healthy") for name in others},
     }
     write(result, args.out, device)
-
-
-def build(blocks: int, heads: int, device: torch.device, dtype: str) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """A CogVideoX denoiser of many narrow blocks, and one step's arguments, float32 as a sampler hands them over."""
-    torch.manual_seed(0)
-    frames, channels, height, width = LATENTS
-    denoiser = CogVideoXTransformer3DModel(
-        num_layers=blocks, num_attention_heads=heads, sample_width=width, sample_height=height, sample_frames=9
-    )
-    denoiser.eval().requires_grad_(False)
-    torch.nn.Module.to(denoiser, device, DTYPES[dtype])
-    call = {
-        "hidden_states": torch.randn(2, frames, channels, height, width, device=device),
-        "encoder_hidden_states": torch.randn(2, *PROMPT, device=device),
-        "timestep": torch.tensor([500, 500], device=device),
-    }
-    return denoiser, call | {"return_dict": False}
 
 
 def broken(denoiser: torch.nn.Module, leaf: str) -> torch.nn.Module:

@@ -54,19 +54,28 @@ def device_and_dtype() -> tuple[torch.device, str]:
     return device, "fp16" if device.type == "cuda" else "bf16"
 
 
-def build(blocks: int, heads: int, device: torch.device, dtype: str) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """A denoiser of the 2B model's kind, and one step's arguments: both halves of guidance, 256×384, 9 frames."""
+def build(
+    blocks: int, heads: int, device: torch.device, dtype: str, height: int = 32, width: int = 48
+) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A denoiser of the 2B model's kind, and one step's arguments: both halves of guidance, 9 frames; height, width: of
+    latents, those of 256×384 pixels."""
     torch.manual_seed(0)
     denoiser = CogVideoXTransformer3DModel(
-        num_layers=blocks, num_attention_heads=heads, sample_width=48, sample_height=32, sample_frames=9
+        num_layers=blocks, num_attention_heads=heads, sample_width=width, sample_height=height, sample_frames=9
     )
     denoiser.eval().requires_grad_(False)
     torch.nn.Module.to(denoiser, device, DTYPES[dtype])
-    hidden_states = torch.randn(2, 3, 16, 32, 48, device=device, dtype=DTYPES[dtype])
+    hidden_states = torch.randn(2, 3, 16, height, width, device=device, dtype=DTYPES[dtype])
     prompt = torch.randn(2, 226, 4096, device=device, dtype=DTYPES[dtype])
     timestep = torch.tensor([500, 500], device=device)
     call = {"hidden_states": hidden_states, "encoder_hidden_states": prompt, "timestep": timestep}
     return denoiser, call | {"return_dict": False}
+
+
+def in_float(call: dict[str, Any]) -> dict[str, Any]:
+    """As the sampler hands it over: the guard casts."""
+    floating = {k: v.float() for k, v in call.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    return call | floating
 
 
 def opened(folder: Path, precision: str, **options: Any) -> PipelineHandle:
@@ -170,7 +179,8 @@ def setting(
 ) -> dict[str, Any]:
     """The head of a result: what was measured, and on what."""
     parameters = sum(p.numel() for p in denoiser.parameters())
-    tokens = call["hidden_states"].shape[1] * 16 * 24 + 226
+    _, frames, _, height, width = call["hidden_states"].shape
+    tokens = frames * height * width // 4 + 226
     return head(benchmark, device, dtype=dtype, parameters=parameters, tokens=tokens, rounds=rounds)
 
 
