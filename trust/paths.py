@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from .message import shown
+from .message import is_whole, shown
 
 MAX_PART = 255  # bytes of a file's name, on every file system in use
 MAX_PATH = 1024  # characters, below a folder of ours
@@ -31,7 +31,10 @@ def relative(name: str) -> Path:
         raise Outside(f"'{given}' leads out of its folder")
     if _FORBIDDEN.search(name):
         raise Outside(f"'{given}' holds a control character")
-    if len(name) > MAX_PATH or any(len(os.fsencode(_encodable(part))) > MAX_PART for part in parts):
+    for part in parts:
+        if not is_whole(part):
+            raise Outside(f"'{shown(part)}' holds half a character")
+    if len(name) > MAX_PATH or any(len(os.fsencode(part)) > MAX_PART for part in parts):
         raise Outside(f"'{given}' is too long for a path: a name takes {MAX_PART} bytes")
     if os.name == "nt" and any(map(means_another_on_windows, parts)):
         raise Outside(f"'{given}' is no name for a file on Windows")
@@ -55,11 +58,3 @@ def inside(folder: Path, name: str) -> Path:
     if not lies_inside:
         raise Outside(f"'{shown(name)}' leads out of its folder through a link")
     return path
-
-
-def _encodable(part: str) -> str:
-    try:
-        part.encode()
-    except UnicodeEncodeError:
-        raise Outside(f"'{shown(part)}' holds half a character") from None
-    return part
