@@ -78,7 +78,6 @@ class BatchStats:
         print(" ".join(line.split()), file=self.stream, flush=True)  # errors have lines of their own
 
     def facts(self) -> dict[str, Any]:
-        """All of it as JSON has it."""
         names = ("jobs", "done", "already_done", "failed", "parked_before", "workers_lost", "seconds", "faults")
         return {name: getattr(self, name) for name in names}
 
@@ -130,11 +129,9 @@ class JobQueue:
         return taken
 
     def put_back(self, job: Job) -> None:
-        """Have a job wait before all others."""
         self._waiting.appendleft(job)
 
     def close(self, job: Job) -> None:
-        """The job is over."""
         self._open.discard(job.content)
 
     def skip(self, job: Job) -> bool:

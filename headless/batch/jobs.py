@@ -45,8 +45,6 @@ Read = Callable[[Mapping[str, Any]], tuple[Graph, dict[str, Schema]]]  # as `rea
 
 
 class Seeds(Foreign):
-    """So many seeds, one after the other."""
-
     model_config = ConfigDict(extra="forbid")
     first: _Seed = 0
     count: Annotated[int, Field(ge=1, le=MAX_JOBS)]
@@ -119,7 +117,6 @@ class JobsFile:
         return total
 
     def __iter__(self) -> Iterator[Job | Unmade]:
-        """Raises WorkflowError, as `count` does."""
         for number, line in self._lines():
             yield from self._read_line(number, line)[1]
 

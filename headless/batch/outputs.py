@@ -29,8 +29,6 @@ PARKED, RUNNING = "parked", ".running"
 
 
 class Parked(Foreign):
-    """Why a job is not tried again."""
-
     error: str
 
 
@@ -111,7 +109,6 @@ class Outputs:
             yield made
 
     def park(self, content: str, name: str, error: str, attempts: int) -> None:
-        """Have a job not tried again."""
         facts = {"format": FORMAT, "content": content, "name": name, "error": error, "attempts": attempts}
         with self._writing():
             (self.folder / PARKED).mkdir(parents=True, exist_ok=True)
@@ -125,7 +122,6 @@ class Outputs:
             return ""
 
     def unpark(self, content: str) -> None:
-        """Have a job tried again."""
         with self._writing():
             self._parked(content).unlink(missing_ok=True)
 

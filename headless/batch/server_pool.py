@@ -75,8 +75,6 @@ class ServerPool:
 
 
 class ServerWorker:
-    """One running ComfyUI."""
-
     def __init__(self, pool: ServerPool, url: str) -> None:
         self.name, self._pool, self._url = without_password(url), pool, url
         self._pause = 0.0  # before it is asked whether it answers

@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> Answer:
-    """Run the jobs."""
     stats = _run(args)
     error = None
     if bad := stats.failed + stats.parked_before:

@@ -103,8 +103,6 @@ def _precisions(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PrecisionOutcome:
-    """What one precision came to."""
-
     facts: dict[str, Any]  # for JSON
     row: tuple[str, ...]  # of the table; what one that failed says is in its second cell
     run: pictures.PicturedRun  # without frames where it failed

@@ -18,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> Answer:
-    """Run the workflow."""
     workflow = read_json(args.workflow)
     changes = [Setting.parse(change) for change in args.changes]
     with printed_progress(sys.stderr) as on_progress, hosts.opened(args) as host:

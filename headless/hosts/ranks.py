@@ -192,7 +192,6 @@ class _Rank:
     silent: float = 0.0  # seconds
 
     def read(self, on_progress: ProgressCallback) -> None:
-        """Take in what it said."""
         with suppress(EOFError, OSError):
             while self.channel.poll():
                 message = self.channel.recv()

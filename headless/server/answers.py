@@ -123,8 +123,6 @@ class Status(Foreign):
 
 
 class HistoryEntry(Foreign):
-    """What came of a run."""
-
     outputs: Annotated[dict[str, OneOutput], BeforeValidator(nothing_is_empty)] = {}
     status: Status | None = None
     prompt: Any = None  # as it was queued, where it can be used

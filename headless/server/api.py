@@ -54,8 +54,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HttpResponse:
-    """What a server answered."""
-
     place: str  # whose answer it is, for messages
     status: int
     data: bytes = field(repr=False)
@@ -317,7 +315,6 @@ def check_size(place: str, size: int = 0, values: int = 0) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Why a request failed, in a few words."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return shown(error.os_error.strerror or error.os_error, 200)
     if isinstance(error, aiohttp.ClientResponseError):  # its own text has the address in it, and the password

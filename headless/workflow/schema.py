@@ -113,7 +113,6 @@ def walk(specs: Iterable[InputSpec], value: Callable[[InputSpec], Any]) -> Itera
 
 
 def from_class(class_type: str, node_class: type) -> Schema:
-    """The schema of a classic node class."""
     return _schema(
         class_type,
         node_class.INPUT_TYPES(),

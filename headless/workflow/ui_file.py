@@ -173,7 +173,6 @@ class Canvas:
 
     @cached_property
     def setters(self) -> dict[str, list[UiNode]]:
-        """Set nodes by the name that they set."""
         found: dict[str, list[UiNode]] = {}
         for node in self.nodes.values():
             if node.type == SETTER and isinstance(node.first_value, str) and node.first_value:
