@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import torch
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW3PLUS, COGVIEW4
@@ -24,13 +25,17 @@ from comfyui_onediff_guard.precision.dtypes import FP16_MAX
 from comfyui_onediff_guard.precision.learned_scales import LearnedProducts
 from comfyui_onediff_guard.precision.observe import floating, hooked, largest, leaves
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel, CogView4Transformer2DModel
-from PIL import Image
-from plot import BLUE, INK, PURPLE, VERMILLION, Figure, Plot
+from matplotlib.figure import Figure
+from measure import relative_error
 
 BLOCKS, HEADS, CHANNELS, TEXT = 10, 4, 32, 32  # channels of one head, and of a prompt's embedding
 HOT = 5e5  # max |stream| behind the last block
 TARGETS = [10.0**exponent for exponent in range(14)]
 WRITER = "ff.net.2"  # it makes the stream climb
+INK, GREY, RULE = "#1f2328", "#656d76", "#dee2e6"
+BLUE, VERMILLION, PURPLE = "#0072b2", "#d55e00", "#964b82"  # told apart by the colour-blind too
+STYLE: dict[Any, Any] = {"font.size": 17, "axes.titlesize": 18, "text.color": INK, "lines.linewidth": 3}
+STYLE |= {"lines.markersize": 10, "lines.markeredgecolor": "white", "savefig.dpi": 100}
 Call = dict[str, Any]
 
 
@@ -82,7 +87,8 @@ def main() -> None:
         climbing = [errors(COGVIDEOX_5B, target) for target in TARGETS]
         for made in climbing:
             tell("CogVideoX-5B, climbing", made)
-    draw(stream, half, climbing).save(args.out, optimize=True)
+    with mpl.rc_context(STYLE):
+        draw(stream, half, climbing).savefig(args.out)
     print(f"written to {args.out}")
 
 
@@ -95,21 +101,14 @@ def errors(model: Model, target: float | None = None) -> Errors:
     denoiser, call = build(model, target)
     expected = denoiser(**call)[0]
 
-    def error(made: torch.Tensor) -> float:
-        return ((made.float() - expected).norm() / expected.norm()).item()
-
     def of(dtype: torch.dtype) -> float:
-        return error(copy.deepcopy(denoiser).to(dtype)(**in_dtype(call, dtype))[0])
+        return relative_error(copy.deepcopy(denoiser).to(dtype)(**in_dtype(call, dtype))[0], expected)
 
     peak = max(behind_blocks(denoiser, call))
     half = copy.deepcopy(denoiser).half()
     assert all(parameter.isfinite().all() for parameter in half.parameters()), "the stream leaves fp16, no weight does"
-    return Errors(
-        peak,
-        plain=of(torch.float16),
-        protected=error(protected(half, call)()),
-        bf16=of(torch.bfloat16),
-    )
+    scaled = relative_error(protected(half, call)(), expected)
+    return Errors(peak, plain=of(torch.float16), protected=scaled, bf16=of(torch.bfloat16))
 
 
 def protected(half: torch.nn.Module, call: Call) -> Callable[[], torch.Tensor]:
@@ -195,42 +194,54 @@ def inside_blocks(denoiser: Any, call: Call) -> list[float]:
     return peaks
 
 
-def draw(stream: Sequence[float], half: Sequence[float], climbing: Sequence[Errors]) -> Image.Image:
-    figure = Figure(1600, 800)
-    figure.text(40, 44, "A small CogVideoX whose residual stream climbs over its blocks", INK, 34)
-    _draw_stream(figure, stream, half)
-    _draw_errors(figure, climbing)
-    return figure.image()
+def draw(stream: Sequence[float], half: Sequence[float], climbing: Sequence[Errors]) -> Figure:
+    figure = Figure(figsize=(16, 8))
+    figure.text(0.025, 0.945, "A small CogVideoX whose residual stream climbs over its blocks", size=23, va="center")
+    figure.subplots_adjust(left=0.07, right=0.98, top=0.81, bottom=0.14, wspace=0.2)
+    left, right = figure.subplots(1, 2)
+    _draw_stream(left, stream, half)
+    _draw_errors(right, climbing)
+    return figure
 
 
-def _draw_stream(figure: Figure, stream: Sequence[float], half: Sequence[float]) -> None:
-    blocks, span, least, most = range(1, BLOCKS + 1), (0.5, BLOCKS + 0.5), 0.1, 1e7
-    title = "largest |x|, made to climb to 5e5"
-    plot = Plot(figure, (110, 150, 790, 690), span, (least, most), title=title, x_label="block")
-    plot.area(span, (FP16_MAX, most), VERMILLION, 0.1)
-    plot.axes(blocks, range(-1, 8))
-    plot.limit(FP16_MAX)
-    plot.curve(blocks, half, BLUE, "square")
-    plot.curve(blocks, stream, VERMILLION, "circle")
-    plot.note(0.7, FP16_MAX, "beyond fp16's 65504: infinite, then NaN", INK, up=24)
-    plot.note(6.7, stream[6], "the stream: float32", VERMILLION, "rm", up=24)
-    plot.note(5.1, half[4], "what other layers put out: half", BLUE, up=-34)
+def _draw_stream(axes: Any, stream: Sequence[float], half: Sequence[float]) -> None:
+    blocks = range(1, BLOCKS + 1)
+    _frame(axes, "largest |x|, made to climb to 5e5", (0.5, BLOCKS + 0.5), (0.1, 1e7))
+    axes.set_xlabel("block")
+    axes.set_xticks(blocks)
+    axes.axhspan(FP16_MAX, 1e7, color=VERMILLION, alpha=0.1, lw=0)
+    axes.axhline(FP16_MAX, color=INK, ls=(0, (5, 5)), lw=2)
+    axes.plot(blocks, half, color=BLUE, marker="s")
+    axes.plot(blocks, stream, color=VERMILLION, marker="o")
+    axes.text(0.7, 1.3e5, "beyond fp16's 65504: infinite, then NaN")
+    axes.text(6.7, 1.6 * stream[6], "the stream: float32", color=VERMILLION, ha="right")
+    axes.text(10, 0.2 * half[4], "what other layers put out: half", color=BLUE, ha="right")
 
 
-def _draw_errors(figure: Figure, climbing: Sequence[Errors]) -> None:
-    exponents = [math.log10(made.peak) for made in climbing]
-    span, least, most = (-0.5, len(TARGETS) - 0.5), 1e-4, 0.1
-    title = "relative error of the output against fp32"
-    plot = Plot(figure, (930, 150, 1570, 690), span, (least, most), title=title, x_label="largest |x| of the stream")
-    plot.area((math.log10(FP16_MAX), span[1]), (least, most), VERMILLION, 0.1)
-    plot.axes(range(0, len(TARGETS), 2), range(-4, 0), powers=True)
-    plot.curve(exponents, [made.bf16 for made in climbing], PURPLE, "diamond")
-    plot.curve(exponents, [made.plain for made in climbing], VERMILLION, "circle")
-    plot.curve(exponents, [made.protected for made in climbing], BLUE, "square")
-    plot.note(8.5, climbing[8].bf16, "bf16", PURPLE, up=30)
-    plot.note(8.5, climbing[8].protected, "fp16, protected", BLUE, up=-30)
-    plot.note(3.9, climbing[3].plain, "fp16, plain", VERMILLION, "rm", up=44)
-    plot.note(5.1, 0.07, "fp16, plain: NaN", VERMILLION)
+def _draw_errors(axes: Any, climbing: Sequence[Errors]) -> None:
+    peaks = [made.peak for made in climbing]
+    _frame(axes, "relative error of the output against fp32", (TARGETS[0] / 4, TARGETS[-1] * 4), (1e-4, 0.1))
+    axes.set_xlabel("largest |x| of the stream")
+    axes.set_xscale("log")
+    axes.set_xticks(TARGETS[::2])
+    axes.axvspan(FP16_MAX, TARGETS[-1] * 4, color=VERMILLION, alpha=0.1, lw=0)
+    axes.plot(peaks, [made.bf16 for made in climbing], color=PURPLE, marker="D")
+    axes.plot(peaks, [made.plain for made in climbing], color=VERMILLION, marker="o")
+    axes.plot(peaks, [made.protected for made in climbing], color=BLUE, marker="s")
+    axes.text(3e8, 1.3 * climbing[8].bf16, "bf16", color=PURPLE)
+    axes.text(3e8, 0.6 * climbing[8].protected, "fp16, protected", color=BLUE)
+    axes.text(8e3, 1.6 * climbing[3].plain, "fp16, plain", color=VERMILLION, ha="right")
+    axes.text(2e5, 0.065, "fp16, plain: NaN", color=VERMILLION)
+
+
+def _frame(axes: Any, title: str, x: tuple[float, float], y: tuple[float, float]) -> None:
+    axes.set_title(title, loc="left", pad=16)
+    axes.set(xlim=x, ylim=y, yscale="log", axisbelow=True)
+    axes.set_yticks([10.0**exponent for exponent in range(round(math.log10(y[0])), round(math.log10(y[1])) + 1)])
+    axes.minorticks_off()
+    axes.tick_params(length=0, pad=8, colors=GREY)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color=RULE)
 
 
 if __name__ == "__main__":
