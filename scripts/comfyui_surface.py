@@ -162,9 +162,7 @@ USES: dict[str, Use] = {
         CALL, "keeps what a guard holds out of a plan for memory", _MODEL_OFF
     ),
     "comfy.ldm.mage_flow.model.MageTimestepProjEmbeddings.forward": Use(
-        REPLACE,
-        "timesteps as a model was trained on them",
-        "rounding them so in a rerun",
+        REPLACE, "timesteps as a model was trained on them", "rounding them so in a rerun"
     ),
     "comfy.model_prefetch.malloc_graph_enabled": Use(REPLACE, "a plan for memory", _PLAN_OFF),
     f"{_MANAGEMENT}.current_loaded_models": Use(READ, "what is on the card", _FRESH_OFF),

@@ -60,11 +60,7 @@ def store(name: str, family: FamilySpec, config: Any, make: Make, device: torch.
 
 
 def handle(
-    components: ComponentStore,
-    precision: Precision,
-    backend: str,
-    policy: GuardPolicy,
-    offload: Offload = Offload.NONE,
+    components: ComponentStore, precision: Precision, backend: str, policy: GuardPolicy, offload: Offload = Offload.NONE
 ) -> PipelineHandle:
     """Raises BackendUnavailable."""
     device = components.placement.device

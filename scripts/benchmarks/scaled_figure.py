@@ -58,10 +58,7 @@ class Errors:
 _VIDEO = {"sample_width": 12, "sample_height": 8, "sample_frames": 9, "max_text_seq_length": 16}
 _PICTURE = {"condition_dim": 8, "pos_embed_max_size": 8}
 COGVIDEOX_5B = Model(
-    CogVideoXTransformer3DModel,
-    COGVIDEOX,
-    ("norm2.linear", 2, 5),
-    _VIDEO | {"use_rotary_positional_embeddings": True},
+    CogVideoXTransformer3DModel, COGVIDEOX, ("norm2.linear", 2, 5), _VIDEO | {"use_rotary_positional_embeddings": True}
 )
 MODELS = {
     "CogVideoX-5B": COGVIDEOX_5B,

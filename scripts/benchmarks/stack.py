@@ -73,9 +73,7 @@ COMPILED = {
     (SVD, "H100"): Factor("compiled", 50.9 / 43.4, f"{PR_514}, on an A100: 50.9 s, 43.4 s"),
     (SVD, "RTX 4090"): Factor("compiled", 50.9 / 43.4, f"{PR_514}, on an A100: 50.9 s, 43.4 s"),
 }
-MORE = {
-    (COGVIDEOX, "H100"): Factor("fp8", 87.5 / 75.3, f"{TORCHAO}, compiled: 87.5 s, with fp8 75.3 s"),
-}
+MORE = {(COGVIDEOX, "H100"): Factor("fp8", 87.5 / 75.3, f"{TORCHAO}, compiled: 87.5 s, with fp8 75.3 s")}
 
 
 def cached(model: Model, skipped: float, counted: str) -> Factor:

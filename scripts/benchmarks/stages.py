@@ -60,31 +60,12 @@ def main() -> None:
         whole.write_text(text, encoding="utf-8")
         whole.replace(args.result)
 
-    keep(
-        run(
-            args.stage,
-            subject_of(args.stage, args.model, args.size, device),
-            args.rounds,
-            budget,
-            keep,
-            args.contestant,
-        )
-    )
+    model, dtype = MODELS[args.model], DTYPES.get(args.stage, "bf16")
+    subject = Subject(args.model, model, model.sizes[args.size], device, dtype, hot=args.stage == "stream")
+    keep(run(args.stage, subject, args.rounds, budget, keep, args.contestant))
 
 
-def subject_of(stage: str, name: str, size: str, device: torch.device) -> Subject:
-    model = MODELS[name]
-    return Subject(name, model, model.sizes[size], device, DTYPES.get(stage, "bf16"), hot=stage == "stream")
-
-
-def run(
-    stage: str,
-    subject: Subject,
-    rounds: int,
-    budget: Budget,
-    keep: Keep = lambda _: None,
-    contestant: str = OURS,
-) -> Any:
+def run(stage: str, subject: Subject, rounds: int, budget: Budget, keep: Keep, contestant: str) -> Any:
     """What the stage found, as JSON has it."""
     if stage == "end_to_end":
         from end_to_end import end_to_end

@@ -11,16 +11,7 @@ COLUMNS = (
     *("cold compile s", "warm start s"),
 )
 END_TO_END = (
-    "",
-    "encode s",
-    "10 steps s",
-    "decode s",
-    "all s",
-    "first s",
-    "to card GiB",
-    "back GiB",
-    "waits",
-    "peak GiB",
+    *("", "encode s", "10 steps s", "decode s", "all s", "first s", "to card GiB", "back GiB", "waits", "peak GiB"),
 )
 SIDE_BY_SIDE = ("steps", "fp16", "stream", "rerun", "autotune", "layout", "offload")
 Row = Mapping[str, Any]
