@@ -11,7 +11,6 @@ what it took is given by itself. How it is timed, and what noise is: scripts/ben
 from __future__ import annotations
 
 import copy
-import math
 import time
 from typing import Any
 
@@ -23,7 +22,7 @@ from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
 from comfyui_onediff_guard.precision.observe import block_names
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
-from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward
+from faulty import faulty
 from measure import arguments, build, device_and_dtype, in_float, interleave, medians, quartiles, ratio, setting, write
 
 BLOCKS = "transformer_blocks"
@@ -39,7 +38,7 @@ def main() -> None:
     call = in_float(call)
     leaf = f"{BLOCKS}.{args.blocks // 2}.ff.net.0"
     healthy, again = (guarded(denoiser, denoiser, dtype, Scope.STEP) for _ in range(2))
-    by_scope = {scope: guarded(denoiser, broken(denoiser, leaf), dtype, scope) for scope in Scope}
+    by_scope = {scope: guarded(denoiser, faulty(denoiser, leaf), dtype, scope) for scope in Scope}
     converted = copy.deepcopy(denoiser).float()
     with torch.no_grad():
         first = first_steps(by_scope, call)
@@ -69,21 +68,6 @@ def main() -> None:
         "quartiles": {f"{name} / healthy": quartiles(seconds, name, "healthy") for name in others},
     }
     write(result, args.out, device)
-
-
-def broken(denoiser: torch.nn.Module, leaf: str) -> torch.nn.Module:
-    """A shell of the denoiser in which a layer's half-precision output has a NaN."""
-
-    def make(layer: torch.nn.Module) -> torch.nn.Module:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            made = layer(*args, **kwargs)
-            if made.dtype != torch.float32:
-                made.view(-1)[7] = math.nan
-            return made
-
-        return with_forward(layer, forward)
-
-    return replace_submodules(denoiser, {leaf: make})
 
 
 def guarded(original: torch.nn.Module, attempted: torch.nn.Module, dtype: str, scope: Scope) -> StageGuard:
