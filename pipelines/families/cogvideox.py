@@ -6,23 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...precision.policy import Variant
-from ..parallel.plan import ContextPlan
-from .spec import (
-    ROTARY,
-    T5_TOKENIZER,
-    VIDEO,
-    Config,
-    FamilySpec,
-    Layout,
-    PromptRule,
-    SizeRule,
-    decoded_video,
-    diffusers_model,
-    latent_channels,
-    scheduler,
-    t5_encoder,
-    without_values,
-)
+from . import spec
+from .spec import Config, FamilySpec
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +19,11 @@ _ADVISED = (1360, 768)  # pixels, for 1.5
 _VARIANTS = (
     #       name                    trained leaves has    components
     #                               in      fp16   protected
-    Variant("CogVideoX-2B",         "fp16", False, True,  VIDEO, f"{_ZAI}/CogVideoX-2b", sizes=_2B),
-    Variant("CogVideoX-5B",         "bf16", True,  True,  VIDEO, f"{_ZAI}/CogVideoX-5b", sizes=_5B),
-    Variant("CogVideoX-5B-I2V",     "bf16", True,  True,  VIDEO, f"{_ZAI}/CogVideoX-5b-I2V", sizes=_5B),
-    Variant("CogVideoX-1.5-5B",     "bf16", True,  True,  VIDEO, f"{_ZAI}/CogVideoX1.5-5B", sizes=_5B),
-    Variant("CogVideoX-1.5-5B-I2V", "bf16", True,  True,  VIDEO, f"{_ZAI}/CogVideoX1.5-5B-I2V", sizes=_5B),
+    Variant("CogVideoX-2B",         "fp16", False, True,  spec.VIDEO, f"{_ZAI}/CogVideoX-2b", sizes=_2B),
+    Variant("CogVideoX-5B",         "bf16", True,  True,  spec.VIDEO, f"{_ZAI}/CogVideoX-5b", sizes=_5B),
+    Variant("CogVideoX-5B-I2V",     "bf16", True,  True,  spec.VIDEO, f"{_ZAI}/CogVideoX-5b-I2V", sizes=_5B),
+    Variant("CogVideoX-1.5-5B",     "bf16", True,  True,  spec.VIDEO, f"{_ZAI}/CogVideoX1.5-5B", sizes=_5B),
+    Variant("CogVideoX-1.5-5B-I2V", "bf16", True,  True,  spec.VIDEO, f"{_ZAI}/CogVideoX1.5-5B-I2V", sizes=_5B),
 )  # fmt: skip
 
 
@@ -110,17 +95,16 @@ def _unscaled(latents: torch.Tensor, frames: int, config: Config) -> torch.Tenso
 
 def _step_inputs(config: Config, latents: tuple[int, ...], _options: Config) -> dict[str, Any]:
     *_, frames, height, width = latents
-    patch, long = config["patch_size"], config.get("patch_size_t") or 1
-    frames += -frames % long
-    inputs = without_values(
-        hidden_states=(2, frames, config["in_channels"], height, width),
+    video = 2, frames + -frames % (config.get("patch_size_t") or 1), config["in_channels"], height, width
+    inputs = spec.without_values(
+        hidden_states=video,
         encoder_hidden_states=(2, _PROMPT.tokens(config), _PROMPT.channels(config)),
         timestep=(2,),
     )
     if config.get("use_rotary_positional_embeddings"):
-        table = (frames // long * (height // patch) * (width // patch), config["attention_head_dim"])
-        inputs[ROTARY] = tuple(without_values(cos=table, sin=table).values())
-    return inputs | (without_values(ofs=(1,)) if config.get("ofs_embed_dim") else {})
+        table = _tokens(config, video), config["attention_head_dim"]
+        inputs[spec.ROTARY] = tuple(spec.without_values(cos=table, sin=table).values())
+    return inputs | (spec.without_values(ofs=(1,)) if config.get("ofs_embed_dim") else {})
 
 
 def _tokens(config: Config, shape: tuple[int, ...]) -> int:
@@ -130,17 +114,17 @@ def _tokens(config: Config, shape: tuple[int, ...]) -> int:
     return -(-frames // long) * (height // patch) * (width // patch)
 
 
-_PROMPT = PromptRule(
+_PROMPT = spec.PromptRule(
     tokens=lambda config: config.get("max_text_seq_length", 226),
     channels=lambda config: config.get("text_embed_dim", 4096),
 )
-_LAYOUT = Layout(
+_LAYOUT = spec.Layout(
     5,
     "[batch, {channels}, frames, height, width]",
     True,
-    latent_channels,
+    spec.latent_channels,
     _unscaled,
-    decoded_video,
+    spec.decoded_video,
     temporal=_temporal,
     surplus=_surplus,
     cache="conv_cache",
@@ -150,17 +134,17 @@ COGVIDEOX = FamilySpec(
     name="CogVideoX",
     pipeline="CogVideoXPipeline",
     components={
-        "tokenizer": T5_TOKENIZER,
-        "text_encoder": t5_encoder("T5EncoderModel"),
-        "transformer": diffusers_model("CogVideoXTransformer3DModel"),
-        "vae": diffusers_model("AutoencoderKLCogVideoX"),
-        "scheduler": scheduler("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
+        "tokenizer": spec.T5_TOKENIZER,
+        "text_encoder": spec.t5_encoder("T5EncoderModel"),
+        "transformer": spec.diffusers_model("CogVideoXTransformer3DModel"),
+        "vae": spec.diffusers_model("AutoencoderKLCogVideoX"),
+        "scheduler": spec.scheduler("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
     },
     cached_blocks="transformer_blocks",
-    context=ContextPlan(
+    context=spec.ContextPlan(
         _tokens,
         first={"hidden_states": 1, "encoder_hidden_states": 1},
-        every={ROTARY: 0},
+        every={spec.ROTARY: 0},
         text="encoder_hidden_states",
     ),
     schedulers={"DPM": "CogVideoXDPMScheduler", "DDIM": "CogVideoXDDIMScheduler"},
@@ -169,7 +153,7 @@ COGVIDEOX = FamilySpec(
     layout=_LAYOUT,
     latent_format=lambda _config: "CogVideoX",
     step_inputs=_step_inputs,
-    sizes=SizeRule(pixel_multiple=16, frame_multiple=4),
+    sizes=spec.SizeRule(pixel_multiple=16, frame_multiple=4),
     usual_size=_usual_size,
     bound=_bound,
     prompt=_PROMPT,

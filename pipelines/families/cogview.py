@@ -7,24 +7,8 @@ from functools import partial
 from typing import Any
 
 from ...precision.policy import Variant
-from ..parallel.plan import ContextPlan
-from .spec import (
-    IMAGE,
-    IMAGES,
-    T5_TOKENIZER,
-    TOKENIZER_ALSO,
-    TOKENIZER_FIELDS,
-    ComponentSpec,
-    Config,
-    FamilySpec,
-    Guidance,
-    PromptRule,
-    SizeRule,
-    diffusers_model,
-    scheduler,
-    t5_encoder,
-    without_values,
-)
+from . import spec
+from .spec import Config, FamilySpec
 
 _TOKENS, _MOST_TOKENS = 224, 1024  # of a prompt: CogView3-Plus pads to them, CogView4 does not
 
@@ -32,7 +16,7 @@ _TOKENS, _MOST_TOKENS = 224, 1024  # of a prompt: CogView3-Plus pads to them, Co
 def _published(name: str, layers: int, heads: int) -> Variant:
     source = f"https://huggingface.co/zai-org/{name}"
     sizes = {"num_layers": layers, "num_attention_heads": heads}
-    return Variant(name, "bf16", leaves_fp16=True, protected=True, components=IMAGE, source=source, sizes=sizes)
+    return Variant(name, "bf16", leaves_fp16=True, protected=True, components=spec.IMAGE, source=source, sizes=sizes)
 
 
 _GLM_FIELDS = (
@@ -43,10 +27,10 @@ _GLM_FIELDS = (
 )
 
 
-def _context(**every: int) -> ContextPlan:
+def _context(**every: int) -> spec.ContextPlan:
     """Return how several GPUs share a call. every: arguments of each block that have a row for each token of the
     picture, and the dimension of those."""
-    return ContextPlan(
+    return spec.ContextPlan(
         tokens=lambda config, shape: (shape[2] // config["patch_size"]) * (shape[3] // config["patch_size"]),
         first={"hidden_states": 1, "encoder_hidden_states": 1},
         every=every,
@@ -64,7 +48,7 @@ def _step_inputs(
 ) -> dict[str, Any]:
     """Return the arguments of a call with a batch of prompts that have so many tokens."""
     sizes = dict.fromkeys(("original_size", "target_size", "crop_coords"), (batch, 2))
-    return without_values(
+    return spec.without_values(
         hidden_states=(batch, config["in_channels"], *latents[2:]),
         encoder_hidden_states=(batch, tokens, _channels(config)),
         timestep=(batch,),
@@ -80,20 +64,20 @@ COGVIEW3PLUS = FamilySpec(
     name="CogView3-Plus",
     pipeline="CogView3PlusPipeline",
     components={
-        "tokenizer": T5_TOKENIZER,
-        "text_encoder": t5_encoder("T5EncoderModel"),
-        "transformer": diffusers_model("CogView3PlusTransformer2DModel"),
-        "vae": diffusers_model("AutoencoderKL"),
-        "scheduler": scheduler("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
+        "tokenizer": spec.T5_TOKENIZER,
+        "text_encoder": spec.t5_encoder("T5EncoderModel"),
+        "transformer": spec.diffusers_model("CogView3PlusTransformer2DModel"),
+        "vae": spec.diffusers_model("AutoencoderKL"),
+        "scheduler": spec.scheduler("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
     },
     variants=(_published("CogView3-Plus-3B", 30, 64),),
     variant=lambda _config: "CogView3-Plus-3B",
-    layout=IMAGES,
+    layout=spec.IMAGES,
     step_inputs=partial(_step_inputs, batch=2, tokens=_TOKENS),
-    sizes=SizeRule(pixel_multiple=32, pixels=(64, 2048)),  # their authors: multiples of 32, best from 512 on
+    sizes=spec.SizeRule(pixel_multiple=32, pixels=(64, 2048)),  # their authors: multiples of 32, best from 512 on
     usual_size=_usual_size,
     schedulers={"DDIM": "CogVideoXDDIMScheduler", "DPM": "CogVideoXDPMScheduler"},
-    prompt=PromptRule(
+    prompt=spec.PromptRule(
         tokens=lambda _config: _TOKENS,
         channels=_channels,
         no_negative_is_zero=True,  # as in its authors' sat/sample_dit.py, and in diffusers where none is given
@@ -107,24 +91,24 @@ COGVIEW4 = replace(
     name="CogView4",
     pipeline="CogView4Pipeline",
     components={
-        "tokenizer": ComponentSpec(
+        "tokenizer": spec.ComponentSpec(
             "transformers",
             ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend"),
-            TOKENIZER_FIELDS,
+            spec.TOKENIZER_FIELDS,
             needs=(("tokenizer_config.json",), ("tokenizer.json",)),
-            reads=TOKENIZER_ALSO,
+            reads=spec.TOKENIZER_ALSO,
         ),
-        "text_encoder": ComponentSpec("transformers", ("GlmModel",), _GLM_FIELDS),
-        "transformer": diffusers_model("CogView4Transformer2DModel"),
-        "vae": diffusers_model("AutoencoderKL"),
-        "scheduler": scheduler("FlowMatchEulerDiscreteScheduler"),
+        "text_encoder": spec.ComponentSpec("transformers", ("GlmModel",), _GLM_FIELDS),
+        "transformer": spec.diffusers_model("CogView4Transformer2DModel"),
+        "vae": spec.diffusers_model("AutoencoderKL"),
+        "scheduler": spec.scheduler("FlowMatchEulerDiscreteScheduler"),
     },
     variants=(_published("CogView4-6B", 28, 32),),
     variant=lambda _config: "CogView4-6B",
     step_inputs=partial(_step_inputs, batch=1, tokens=_MOST_TOKENS),
     schedulers={},
-    prompt=PromptRule(tokens=lambda _config: _MOST_TOKENS, channels=_channels, fixed=False),
-    guidance=Guidance(calls=2),
+    prompt=spec.PromptRule(tokens=lambda _config: _MOST_TOKENS, channels=_channels, fixed=False),
+    guidance=spec.Guidance(calls=2),
     context=_context(image_rotary_emb=0),
 )
 

@@ -12,7 +12,6 @@ from ...precision.policy import Component, Variant
 from ...trust.foreign import Foreign
 from ...trust.message import Message, shown
 from ..errors import BadSize, LibraryFailed
-from ..parallel.plan import ContextPlan
 
 if TYPE_CHECKING:
     import torch
@@ -239,6 +238,27 @@ class Guidance:
     calls: int = 1  # of the denoiser in a step: one with both halves, or one each
     argument: str = "guidance_scale"  # the pipeline's, of the scale
     first: str = ""  # its argument of the first frame's scale, where that grows to the last one's
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """How ranks share a call of the denoiser: where tokens are split, and where they come together.
+
+    Between, each rank has its share of the tokens. All that is not attention treats tokens apart, and needs no other
+    rank.
+
+    first: arguments of the first block whose tokens are split, and the dimension that they are in. It hands on what is
+        split, so that the other blocks get it so.
+    every: the same of each block, for what is handed to all of them whole.
+    given: the same of the denoiser itself, for what has a token's timestep each; left alone where it has one dimension.
+    text: the argument that carries text, where that is split too.
+    """
+
+    tokens: Callable[[Config, tuple[int, ...]], int]  # (denoiser config, shape of its `hidden_states`) → the blocks'
+    first: Mapping[str, int]
+    every: Mapping[str, int] = field(default_factory=dict)
+    given: Mapping[str, int] = field(default_factory=dict)
+    text: str = ""
 
 
 # (denoiser config, pixels of a latent's side) → width, height and frames that it was made for; 0: it does not say

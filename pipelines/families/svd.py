@@ -7,20 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...precision.policy import Variant
 from ...trust.message import Message
-from .spec import (
-    FROM_IMAGE,
-    ComponentSpec,
-    Config,
-    Decode,
-    FamilySpec,
-    Guidance,
-    Layout,
-    SizeRule,
-    diffusers_model,
-    latent_channels,
-    scheduler,
-    without_values,
-)
+from . import spec
+from .spec import Config, FamilySpec
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +20,7 @@ def _variant(name: str, repository: str, frames: int) -> Variant:
         "fp16",
         leaves_fp16=False,
         protected=False,
-        components=FROM_IMAGE,
+        components=spec.FROM_IMAGE,
         source=f"https://huggingface.co/stabilityai/stable-video-diffusion-img2vid{repository}",
         sizes={"num_frames": frames},
         fact=Message("{} is published in fp16", name),
@@ -65,7 +53,7 @@ def _unscaled(latents: torch.Tensor, _frames: int, config: Config) -> torch.Tens
     return 1 / config["scaling_factor"] * latents.flatten(0, 1)
 
 
-def _decoded(vae: Decode, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
+def _decoded(vae: spec.Decode, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
     """Decode in chunks of frames. The decoder looks at neighbours in a chunk, and needs to know how many there are."""
     for part in latents.split(chunk or len(latents)):
         yield vae(part, num_frames=len(part))
@@ -73,7 +61,7 @@ def _decoded(vae: Decode, latents: torch.Tensor, chunk: int) -> Iterator[torch.T
 
 def _step_inputs(config: Config, latents: tuple[int, ...], _options: Config) -> dict[str, Any]:
     frames, _, *sides = latents
-    return without_values(
+    return spec.without_values(
         sample=(2, frames, config["in_channels"], *sides),
         timestep=(),
         encoder_hidden_states=(2, 1, config["cross_attention_dim"]),
@@ -81,24 +69,24 @@ def _step_inputs(config: Config, latents: tuple[int, ...], _options: Config) -> 
     )
 
 
-_LAYOUT = Layout(
-    4, "[frames, {channels}, height, width]", True, latent_channels, _unscaled, _decoded, takes_chunks=True
+_LAYOUT = spec.Layout(
+    4, "[frames, {channels}, height, width]", True, spec.latent_channels, _unscaled, _decoded, takes_chunks=True
 )
 
 SVD = FamilySpec(
     name="Stable Video Diffusion",
     pipeline="StableVideoDiffusionPipeline",
     components={
-        "feature_extractor": ComponentSpec(
+        "feature_extractor": spec.ComponentSpec(
             "transformers",
             ("CLIPImageProcessor", "CLIPImageProcessorPil", "CLIPImageProcessorFast"),
             _PIXELS_FIELDS,
             needs=(("preprocessor_config.json", "processor_config.json"),),
         ),
-        "image_encoder": ComponentSpec("transformers", ("CLIPVisionModelWithProjection",), _CLIP_FIELDS),
-        "unet": diffusers_model("UNetSpatioTemporalConditionModel"),
-        "vae": diffusers_model("AutoencoderKLTemporalDecoder"),
-        "scheduler": scheduler("EulerDiscreteScheduler"),
+        "image_encoder": spec.ComponentSpec("transformers", ("CLIPVisionModelWithProjection",), _CLIP_FIELDS),
+        "unet": spec.diffusers_model("UNetSpatioTemporalConditionModel"),
+        "vae": spec.diffusers_model("AutoencoderKLTemporalDecoder"),
+        "scheduler": spec.scheduler("EulerDiscreteScheduler"),
     },
     denoiser="unet",
     blocks=("down_blocks", "mid_block", "up_blocks"),
@@ -107,9 +95,9 @@ SVD = FamilySpec(
     variant=lambda config: "SVD" if config.get("num_frames", 25) <= 14 else "SVD-XT",  # XT 1.1's config is XT's
     layout=_LAYOUT,
     step_inputs=_step_inputs,
-    sizes=SizeRule(pixel_multiple=64, frames=(2, 200), pixels=(64, 4096)),  # diffusers cannot guide a single frame
+    sizes=spec.SizeRule(pixel_multiple=64, frames=(2, 200), pixels=(64, 4096)),  # diffusers cannot guide a single frame
     usual_size=_usual_size,
-    guidance=Guidance(argument="max_guidance_scale", first="min_guidance_scale"),
+    guidance=spec.Guidance(argument="max_guidance_scale", first="min_guidance_scale"),
     latent_format=lambda _config: "SD15",
     takes_image=True,
 )

@@ -10,22 +10,8 @@ from pydantic import Field
 
 from ...precision.policy import Variant
 from ...trust.foreign import Foreign
-from ..parallel.plan import ContextPlan
-from .spec import (
-    IMAGE,
-    T5_TOKENIZER,
-    Config,
-    FamilySpec,
-    Guidance,
-    Layout,
-    PromptRule,
-    SizeRule,
-    decoded_video,
-    diffusers_model,
-    scheduler,
-    t5_encoder,
-    without_values,
-)
+from . import spec
+from .spec import Config, FamilySpec
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +23,7 @@ _LATENT_FRAMES = 4  # frames of a latent, in every published VAE
 def _published(name: str, layers: int, heads: int) -> Variant:
     source = f"https://huggingface.co/Wan-AI/{name}-Diffusers"
     sizes = {"num_layers": layers, "num_attention_heads": heads}
-    return Variant(name, "bf16", leaves_fp16=False, protected=True, components=IMAGE, source=source, sizes=sizes)
+    return Variant(name, "bf16", leaves_fp16=False, protected=True, components=spec.IMAGE, source=source, sizes=sizes)
 
 
 class _Options(Foreign):
@@ -86,7 +72,7 @@ def _unscaled(latents: torch.Tensor, _frames: int, config: Config) -> torch.Tens
 def _step_inputs(config: Config, latents: tuple[int, ...], options: Config) -> dict[str, Any]:
     _, _, frames, height, width = latents
     tokens = frames * -(-height // 2) * -(-width // 2)
-    return without_values(
+    return spec.without_values(
         hidden_states=(1, config["in_channels"], frames, height, width),
         timestep=(1, tokens) if options.get("expand_timesteps") else (1,),
         encoder_hidden_states=(1, _TOKENS, config["text_dim"]),
@@ -121,17 +107,17 @@ _AUTHORS_NAMES = (
     (r"\.scale_shift_table$", ".modulation"),
 )
 _IMAGE_LAYERS = r"[kv]_img|norm_k_img|img_emb[._].*|add_[kv]_proj|norm_added_k|image_embedder[._].*"
-_TRANSFORMER = diffusers_model("WanTransformer3DModel")
+_TRANSFORMER = spec.diffusers_model("WanTransformer3DModel")
 
 _ONE = FamilySpec(
     name="Wan",
     pipeline="WanPipeline",
     components={
-        "tokenizer": T5_TOKENIZER,
-        "text_encoder": t5_encoder("UMT5EncoderModel"),
+        "tokenizer": spec.T5_TOKENIZER,
+        "text_encoder": spec.t5_encoder("UMT5EncoderModel"),
         "transformer": _TRANSFORMER,
-        "vae": diffusers_model("AutoencoderKLWan"),
-        "scheduler": scheduler("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"),
+        "vae": spec.diffusers_model("AutoencoderKLWan"),
+        "scheduler": spec.scheduler("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"),
     },
     options=_Options,
     blocks=("blocks",),
@@ -141,27 +127,29 @@ _ONE = FamilySpec(
         _published("Wan2.2-TI2V-5B", 30, 24),
     ),
     variant=_variant,
-    layout=Layout(
+    layout=spec.Layout(
         5,
         "[batch, {channels}, frames, height, width]",
         counts_frames=True,
         channels=lambda config: config.get("z_dim", 16),
         unscaled=_unscaled,
-        decoded=decoded_video,
+        decoded=spec.decoded_video,
         spatial=lambda config: config.get("scale_factor_spatial") or 8,
         temporal=lambda config: config.get("scale_factor_temporal") or _LATENT_FRAMES,
         cache="feat_cache",
         cache_is_written=True,
     ),
     step_inputs=_step_inputs,
-    sizes=SizeRule(pixel_multiple=16, frame_multiple=_LATENT_FRAMES),
+    sizes=spec.SizeRule(pixel_multiple=16, frame_multiple=_LATENT_FRAMES),
     usual_size=_usual_size,
     bound=_bound,
-    prompt=PromptRule(
+    prompt=spec.PromptRule(
         tokens=lambda _config: _TOKENS, channels=lambda config: config.get("text_dim", 4096), masked=True
     ),
-    guidance=Guidance(calls=2),
-    context=ContextPlan(_context_tokens, first={"hidden_states": 1}, every={"rotary_emb": 1}, given={"timestep": 1}),
+    guidance=spec.Guidance(calls=2),
+    context=spec.ContextPlan(
+        _context_tokens, first={"hidden_states": 1}, every={"rotary_emb": 1}, given={"timestep": 1}
+    ),
     latent_format=lambda config: "Wan22" if config.get("z_dim") == 48 else "Wan21",
     cached_blocks="blocks",
     authors_names=_AUTHORS_NAMES,

@@ -24,7 +24,7 @@ from ..families.spec import PROMPT
 from ..run.feature import Feature, RunContext, joined, split_cfg_batch
 from .exchange import share_of
 from .group import ProcessGroup
-from .shell import over_ranks
+from .shell import PICTURE, over_ranks
 
 if TYPE_CHECKING:
     from ..run.stage import ComponentStage
@@ -108,7 +108,7 @@ class ParallelRun(Feature):
     def own_share(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the share of a first block's input that this rank computes with."""
         plan = self._family.context
-        return share_of(hidden, plan.first[plan.picture], self._context) if plan and not self._context.alone else hidden
+        return share_of(hidden, plan.first[PICTURE], self._context) if plan and not self._context.alone else hidden
 
     def of_both_halves(self, made: torch.Tensor) -> torch.Tensor:
         """Return a call's whole output, of the half that is made of it here."""
@@ -157,18 +157,14 @@ class OverHalves:
             own[PROMPT] = self._own_prompt.of(inputs[PROMPT], lambda _: own[PROMPT])
         return joined(self._both(own))
 
-    def _both(self, own: Mapping[str, Any]) -> tuple[Any, Any]:
+    def _both(self, own: Mapping[str, Any]) -> list[Any]:
         """Return what the call gives for each half."""
         leaves, tree = pytree.tree_flatten(self.call(**own))
         every = [
             self.ranks.all_gather(leaf) if isinstance(leaf, torch.Tensor) else [leaf] * self.ranks.size
             for leaf in leaves
         ]
-        first, second = self.sharing.first_of_halves
-        return (
-            pytree.tree_unflatten([each[first] for each in every], tree),
-            pytree.tree_unflatten([each[second] for each in every], tree),
-        )
+        return [pytree.tree_unflatten([each[rank] for each in every], tree) for rank in self.sharing.first_of_halves]
 
 
 def _check(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

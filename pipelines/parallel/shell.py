@@ -19,9 +19,12 @@ from ...precision.attention import sdpa
 from ...precision.shallow_copy import add_hook, structural_copy
 from ...precision.upcast import TraceableMode
 from ...trust.message import Told
+from ..families.spec import ContextPlan
 from .exchange import gathered, heads_of_all_tokens, share_of, shares, tokens_of_all_heads
 from .group import ProcessGroup
-from .plan import ContextPlan
+
+PICTURE = "hidden_states"  # every denoiser's and block's argument that carries the picture
+_ATTENTION, _OUTPUT = "attn1", "proj_out"  # of a block, where tokens see each other; behind which they are put together
 
 
 class TokensDiffer(Told, RuntimeError):
@@ -53,7 +56,7 @@ def over_ranks(module: torch.nn.Module, blocks: str, plan: ContextPlan, ranks: P
 
     def count_tokens(given: dict[str, Any]) -> dict[str, Any]:
         """Note how many tokens the call has, and split what has one value for each."""
-        split.picture = plan.tokens(config, tuple(given[plan.picture].shape))
+        split.picture = plan.tokens(config, tuple(given[PICTURE].shape))
         split.text = given[plan.text].shape[1] if plan.text else 0
         own = {name: share_of(given[name], dim, ranks) for name, dim in plan.given.items() if given[name].ndim > dim}
         return given | own
@@ -61,16 +64,12 @@ def over_ranks(module: torch.nn.Module, blocks: str, plan: ContextPlan, ranks: P
     def share_out(given: dict[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
         return given | {name: _share_of_each(given.get(name), dim, ranks) for name, dim in dims.items()}
 
-    def whole(made: torch.Tensor) -> torch.Tensor:
-        """[batch, this rank's tokens, channels] → [batch, tokens, channels]."""
-        return gathered(made, 1, split.picture, ranks)
-
     add_hook(shell, before=count_tokens)
     for number, block in enumerate(shell.get_submodule(blocks).children()):
         add_hook(block, before=partial(share_out, dims={**(plan.first if number == 0 else {}), **plan.every}))
-        attention = block.get_submodule(plan.attention)
+        attention = block.get_submodule(_ATTENTION)
         attention.__dict__["processor"] = _attending(attention.processor, split)
-    add_hook(shell.get_submodule(plan.output), after=whole)
+    add_hook(shell.get_submodule(_OUTPUT), after=lambda made: gathered(made, 1, split.picture, ranks))
     return shell
 
 

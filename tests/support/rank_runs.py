@@ -145,7 +145,7 @@ def _count(handle: Any, counts: list[tuple[int, int]]) -> None:
 
     context = handle.family.context
     network = handle.store.module(handle.family.denoiser, handle.denoising()[0].plan.dtype)
-    network.get_submodule(context.output if context else "conv_out").register_forward_hook(hook)
+    network.get_submodule("proj_out" if context else "conv_out").register_forward_hook(hook)
 
 
 def _break(layer: torch.nn.Module, fault: Fault, happened: list[bool]) -> None:
