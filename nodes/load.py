@@ -1,21 +1,20 @@
-"""The node that opens a model of any family."""
+"""The node that opens a model of any family, on this machine or on the hub."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from ..comfyui_host.language import translated
 from ..trust.message import Message, joined, shown
-from . import hub, inputs
+from . import inputs
 from .node import Node
 from .report import with_surroundings
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from ..pipelines.run.handle import PipelineHandle
 
 
 _FILES = "checkpoints"  # the folder in ComfyUI's models whose single files it loads too
@@ -112,7 +111,7 @@ class LoadPipeline(Node):
         from ..pipelines.models.folder import fingerprint
 
         if hub_id.strip():
-            found = hub.cached_commit(hub_id.strip(), revision.strip())
+            found = _cached_commit(hub_id.strip(), revision.strip())
         else:
             path = inputs.entry(cls.models(), model)
             found = fingerprint(path) if path else ""
@@ -138,20 +137,7 @@ class LoadPipeline(Node):
             not_listed if others else "",
         )
 
-    def load(self, *of: Any, node_id: str | None = None, **settings: Any) -> dict[str, Any]:
-        """Open a model, and say on the node what it will run in here, and why."""
-        from ..pipelines.insight.diagnosis import diagnose_pipeline
-        from ..precision.policy import Component
-        from ..trust.plain import for_json
-
-        handle = self.open(*of, node_id=node_id, **settings)
-        diagnosis, plan = with_surroundings(diagnose_pipeline(handle)), handle.plan(Component.DENOISER)
-        text = translated(joined("\n", (plan.reason, *handle.store.model.notes)))
-        shown = {"plan": asdict(plan), "architecture": str(diagnosis.architecture), "cells": [], "before": []}
-        shown |= {"text": diagnosis.text(), "diagnosis": diagnosis.as_dict()}
-        return {"ui": {"text": [text], "onediff_guard": [for_json(shown)]}, "result": (handle,)}
-
-    def open(
+    def load(
         self,
         model: str,
         precision: str,
@@ -162,17 +148,20 @@ class LoadPipeline(Node):
         revision: str = "",
         download: bool = True,
         node_id: str | None = None,
-    ) -> PipelineHandle:
-        """Raises BadFolder, HubError, and what `load` of a handle raises."""
+    ) -> dict[str, Any]:
+        """Open a model, and say on the node what it will run in here, and why. Raises BadFolder, HubError, and what
+        `load` of a handle raises."""
         from ..pipelines.errors import BadFolder
+        from ..pipelines.insight.diagnosis import diagnose_pipeline
         from ..pipelines.models.folder import family_of
         from ..pipelines.parallel.group import process_group
         from ..pipelines.run.handle import load
         from ..precision.accumulation import Accumulation
-        from ..precision.policy import Precision
+        from ..precision.policy import Component, Precision
+        from ..trust.plain import for_json
 
         if hub_id.strip():
-            path = hub.fetch(hub_id.strip(), revision.strip(), download=download, node_id=node_id)
+            path = _fetch(hub_id.strip(), revision.strip(), download=download, node_id=node_id)
         else:
             path = inputs.entry(self.models(), model)
         if path is None:
@@ -191,4 +180,39 @@ class LoadPipeline(Node):
             ranks=process_group(),
         )
         host.linger(handle.store)
-        return handle
+        diagnosis, plan = with_surroundings(diagnose_pipeline(handle)), handle.plan(Component.DENOISER)
+        text = translated(joined("\n", (plan.reason, *handle.store.model.notes)))
+        shown = {"plan": asdict(plan), "architecture": str(diagnosis.architecture), "cells": [], "before": []}
+        shown |= {"text": diagnosis.text(), "diagnosis": diagnosis.as_dict()}
+        return {"ui": {"text": [text], "onediff_guard": [for_json(shown)]}, "result": (handle,)}
+
+
+def _cached_commit(hub_id: str, revision: str) -> str:
+    """Name the commit whose whole model is in the cache, '' where there is none. It asks no server and never raises."""
+    with suppress(Exception):  # whatever is wrong, running the node says it
+        from ..pipelines.models import hub
+
+        return hub.fetch(hub_id, revision, download=False).name
+    return ""
+
+
+def _fetch(hub_id: str, revision: str, *, download: bool, node_id: str | None) -> Path:
+    """Download what the cache lacks of a model, and return its folder there. An interrupt ends the download.
+
+    Raises HubError, BadFolder.
+    """
+    from ..pipelines.models import hub
+
+    with host.Progress(0, node_id, unit="B") as progress:
+
+        def told(done: int, total: int, text: str) -> None:
+            progress.update(done, Message("{}, {}", text, _amount(done, total)) if total else text, total)
+
+        folder = hub.fetch(hub_id, revision, download=download, progress=told)
+    host.say(node_id, Message("{}, commit {}", hub_id, folder.name))
+    return folder
+
+
+def _amount(done: int, total: int) -> str:
+    unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+    return Message("{:.1f} of {:.1f} {}", done / unit, total / unit, name)
