@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,8 @@ class Node:
 
     def __init_subclass__(cls) -> None:
         """Have its errors begin in the page's language."""
-        run = vars(cls).get(getattr(cls, "FUNCTION", ""))
-        if run:
-            setattr(cls, cls.FUNCTION, _speaking(run))
+        if run := vars(cls).get(getattr(cls, "FUNCTION", "")):
+            setattr(cls, cls.FUNCTION, speaking()(run))
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -45,15 +42,6 @@ class PipelineChange(Node):
     RETURN_NAMES = ("pipeline",)
     OUTPUT_TOOLTIPS = ("Wire it to a sampler of the same family and to Decode Latents.",)
     FUNCTION = "apply"
-
-
-def _speaking(run: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(run)
-    def spoken(*args: Any, **kwargs: Any) -> Any:
-        with speaking():
-            return run(*args, **kwargs)
-
-    return spoken
 
 
 def titled(kind: type[Node]) -> list[type[Any]]:
