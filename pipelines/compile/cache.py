@@ -24,16 +24,7 @@ from pydantic import ConfigDict, Field
 
 from ...precision.machine import Platform, first_line, platform_of
 from ...precision.shared import PROCESS_GATE
-from ...trust.atomic_files import (
-    LIMIT_VARIABLE,
-    delete,
-    drop_oldest,
-    last_used,
-    limit_here,
-    limit_of,
-    size_of,
-    write_whole,
-)
+from ...trust import atomic_files
 from ...trust.foreign import Foreign, parse_as
 from ...trust.message import Message, for_file_name, shown
 from ...trust.owners import why_unsafe_below
@@ -136,7 +127,7 @@ def write(file: Path, target: Target, artifacts: bytes) -> None:
     """Whole or not at all. Raises OSError."""
     digest = hashlib.sha256(artifacts).hexdigest()
     header = {"kind": "onediff-guard compiled code", "format": 2, "for": asdict(target), "sha256": digest}
-    write_whole(file, json.dumps(header).encode() + b"\n" + artifacts)
+    atomic_files.write_whole(file, json.dumps(header).encode() + b"\n" + artifacts)
 
 
 @contextmanager
@@ -151,7 +142,7 @@ def compile_cache(
     tell: is given a line where this one waits; may raise, to interrupt.
     """
     with _own_turn(tell), ExitStack() as held:
-        limit = limit_here(partial(_say, report))
+        limit = atomic_files.limit_here(partial(_say, report))
         folder = _ready(compile_cache_dir, target, report) if compile_cache_dir and limit else None
         used = folder
         if why := _why_unsafe(folder):
@@ -177,7 +168,7 @@ def compile_cache(
 
 def kept_folders(compile_cache_dir: Path) -> list[Path]:
     """Those used last first."""
-    return sorted(compile_cache_dir.glob(f"*{SUFFIX}"), key=last_used, reverse=True)
+    return sorted(compile_cache_dir.glob(f"*{SUFFIX}"), key=atomic_files.last_used, reverse=True)
 
 
 def exportable(folder: Path) -> tuple[Target, bytes]:
@@ -204,14 +195,14 @@ def room_in_words(compile_cache_dir: Path) -> str:
     if own := exported():
         return f"inductor's own, {INDUCTOR}={own}, as it was exported"
     try:
-        limit = limit_of(os.environ)
-        sizes = [size_of(folder) for folder in kept_folders(compile_cache_dir)]
+        limit = atomic_files.limit_of(os.environ)
+        sizes = [atomic_files.size_of(folder) for folder in kept_folders(compile_cache_dir)]
     except ValueError as error:
-        return f"{LIMIT_VARIABLE} is not used: {error}"
+        return f"{atomic_files.LIMIT_VARIABLE} is not used: {error}"
     except OSError as error:
         return f"{compile_cache_dir} cannot be read: {error}"
     used = f"{compile_cache_dir}, {len(sizes)} kept, {sum(sizes) / 1e9:.2g} of {limit:g} GB"
-    return used if limit else f"off ({LIMIT_VARIABLE}=0)"
+    return used if limit else f"off ({atomic_files.LIMIT_VARIABLE}=0)"
 
 
 def _ready(compile_cache_dir: Path, target: Target, report: RunReport) -> Path | None:
@@ -254,7 +245,7 @@ def _load_imported(folder: Path, target: Target, report: RunReport) -> None:
     except Exception as error:  # noqa: BLE001 - whatever PyTorch raises at what it cannot read: a run compiles then
         _say(report, f"imported compiled code is thrown away: {first_line(error)}")
         with suppress(OSError):
-            delete(file)
+            atomic_files.delete(file)
 
 
 def _save(folder: Path, target: Target, limit: float, report: RunReport) -> None:
@@ -265,7 +256,7 @@ def _save(folder: Path, target: Target, limit: float, report: RunReport) -> None
     try:
         if save and (saved := save()):
             write(folder / SAVED, target, saved[0])
-        drop_oldest(kept_folders(folder.parent), folder, limit)
+        atomic_files.drop_oldest(kept_folders(folder.parent), folder, limit)
     except OSError as error:
         _say(report, f"compiled code could not be kept in {folder}: {error}")
 
