@@ -27,7 +27,8 @@ from ..families.table import VARIANTS
 from ..families.wan import WAN, WAN_A14B
 from ..models.on_disk import StoredModel
 from ..run.decode import Portions, ways_to_decode
-from ..run.denoiser import ways_to_run
+from ..run.denoiser import features_of, ways_to_run
+from ..run.feature import RunContext
 from ..run.handle import PipelineHandle
 from ..run.sample import SampleSettings, check_size
 from ..weights.components import ComponentStore
@@ -114,12 +115,13 @@ def _stages(handle: PipelineHandle, size: Size) -> Iterator[tuple[str, str, Iter
         stage = handle.stage(Component.TEXT_ENCODER)
         tokens = torch.zeros(1, family.prompt.tokens(model.denoiser_config), dtype=torch.long, device=META)
         inputs = {"input_ids": tokens} | ({"attention_mask": tokens.clone()} if family.prompt.masked else {})
-        yield "text encoder", stage.plan.dtype, ways_to_run(stage, inputs, features=())
+        yield "text encoder", stage.plan.dtype, ways_to_run(stage, inputs, ())
     shape = family.layout.latents_shape(model.vae_config, *size)
     inputs = family.step_inputs(model.denoiser_config, shape, model.options)
     for stage in handle.denoising():
         name = "denoiser" if len(family.denoisers) == 1 else stage.name
-        yield name, stage.plan.dtype, ways_to_run(stage, inputs)
+        features = features_of(RunContext(handle, stage.plan, stage.report))
+        yield name, stage.plan.dtype, ways_to_run(stage, inputs, features)
     stage = handle.stage(Component.VAE_DECODE)
     latents = torch.empty(shape, device=META)
     yield "decode", stage.plan.dtype, ways_to_decode(stage, latents, Portions(0, False, False))

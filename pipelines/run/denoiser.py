@@ -26,12 +26,12 @@ from ..weights.placement import ExecutionOption, OomFallback
 from .feature import (
     CallFeature,
     ClippedValues,
+    DenoiserSetup,
     Feature,
     Fp16Accumulation,
     RunContext,
     SplitBatch,
     options_of,
-    setup_of,
     wrapped,
 )
 from .handle import load_profile, update_cache
@@ -99,25 +99,23 @@ def guarded_denoiser(stage: ComponentStage, features: Sequence[Feature] | None =
 def ways_to_run(
     stage: ComponentStage,
     inputs: Mapping[str, Any],
+    features: Sequence[Feature],
     known: PrecisionOverrides = NOTHING,
-    features: Sequence[Feature] | None = None,
     savings: tuple[str, ...] = (),
     take: Callable[[ComponentStage, tuple[str, ...]], object] = lambda *_: None,
     ranks: ProcessGroup = ALONE,
 ) -> Iterator[ExecutionOption]:
     """Yield the ways to make the calls of a denoiser or a text encoder in a run, the fastest first.
 
-    inputs: of a call. features: as `guarded_denoiser` has them. savings: that are made already. take: is given the
-    stage, and what its features do to take less memory. ranks: that make the calls together. They count alike, by the
-    one that takes most: what they have to agree on may hang on the way.
+    inputs: of a call. features: of the run. savings: that are made already. take: is given the stage, and what its
+    features do to take less memory. ranks: that make the calls together. They count alike, by the one that takes most:
+    what they have to agree on may hang on the way.
     """
-    if features is None:
-        features = features_of(RunContext(stage.handle, stage.plan, stage.report))
     more = [each for feature in features if (each := feature.saving(stage, inputs)) and each not in savings]
     for offload, kind in stage.ways():
         for chosen in product(*(("", each) for each in reversed(more))):
             saved = (*savings, *filter(None, chosen))
-            beside = estimate_activation_bytes(setup_of(kind, inputs, features, saved), known, features)
+            beside = estimate_activation_bytes(DenoiserSetup(kind, inputs, saved), known, features)
             yield ExecutionOption(
                 ", ".join((offload, *saved)),
                 kind.weights_at_once(),
@@ -127,11 +125,15 @@ def ways_to_run(
 
 
 class GuardedCalls:
-    """Calls of a denoiser or a text encoder in one run: under the guard, with features, placed before they are made."""
+    """Calls of a denoiser or a text encoder in one run: under the guard, with features, placed before they are made.
 
-    def __init__(self, stage: ComponentStage, features: Sequence[Feature]):
+    ranks: that make them together.
+    """
+
+    def __init__(self, stage: ComponentStage, features: Sequence[Feature], ranks: ProcessGroup = ALONE):
         self._stage = stage
         self._features = features
+        self._ranks = ranks
         self._signature = inspect.signature(stage.module.forward)
         self._known = NOTHING  # learned in earlier runs
         self._guard: StageGuard | None = None
@@ -139,11 +141,7 @@ class GuardedCalls:
         self._of_calls: list[CallFeature] = []
         self._savings: tuple[str, ...] = ()  # what features do to take less memory
         self._placed = False
-        self._oom_fallback = OomFallback(stage, self._ranks)
-
-    @property
-    def _ranks(self) -> ProcessGroup:
-        return ALONE
+        self._oom_fallback = OomFallback(stage, ranks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self._signature.bind(*args, **kwargs).arguments
@@ -153,8 +151,7 @@ class GuardedCalls:
         return self._oom_fallback.run(partial(self._called, inputs), partial(self._ways, inputs))
 
     def _ways(self, inputs: Mapping[str, Any]) -> Iterator[ExecutionOption]:
-        taken = self._features, self._savings
-        return ways_to_run(self._stage, inputs, self._known, *taken, self._go_on, self._ranks)
+        return ways_to_run(self._stage, inputs, self._features, self._known, self._savings, self._go_on, self._ranks)
 
     def _called(self, inputs: dict[str, Any]) -> Any:
         if not self._placed:
@@ -176,7 +173,7 @@ class GuardedCalls:
         return output
 
     def _place(self, inputs: Mapping[str, Any]) -> None:
-        setup = setup_of(self._stage, inputs, self._features, self._savings)
+        setup = DenoiserSetup(self._stage, inputs, self._savings)
         self._stage.place(lambda: estimate_activation_bytes(setup, self._known, self._features))
         self._placed = True
 
@@ -191,7 +188,7 @@ class GuardedCalls:
 
     def _set_up(self, inputs: dict[str, Any]) -> StageGuard:
         stage = self._stage
-        setup = setup_of(stage, inputs, self._features, self._savings)
+        setup = DenoiserSetup(stage, inputs, self._savings)
         self._of_calls = of_calls = list(filter(None, (feature.of_calls(setup) for feature in self._features)))
         rerun = stage.weights.shell(stage.module)
         call: Callable[..., Any] = rerun
@@ -219,14 +216,10 @@ class GuardedDenoiser(GuardedCalls):
     """Calls of the denoiser in one run. It returns float32, so that guidance and scheduler compute in that."""
 
     def __init__(self, stage: ComponentStage, features: Sequence[Feature]):
-        super().__init__(stage, features)
+        super().__init__(stage, features, stage.handle.ranks)
         self._known, notes = _known(stage)
         stage.report.notes += notes
         self._earlier: PrecisionOverrides | None = None  # what another denoiser learned in this run
-
-    @property
-    def _ranks(self) -> ProcessGroup:
-        return self._stage.handle.ranks
 
     def _returned(self, output: Any) -> Any:
         stage, learned = self._stage, self._guard and self._guard.learned

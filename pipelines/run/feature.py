@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .stage import ComponentStage
 
 Tell = Callable[[str], None]
+APART = "CFG halves in turn"  # how `SplitBatch` takes less memory
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,18 @@ class RunContext:
 class DenoiserSetup:
     """How a denoiser is set up: once in a run, and anew where memory ran out.
 
-    calls: the arguments, by name, of each call of the network that the next guarded call makes.
+    inputs: arguments, by name, of the next guarded call.
     savings: what features were asked to do to take less memory, as `Feature.saving` names it.
     """
 
     stage: ComponentStage
-    calls: Sequence[Mapping[str, Any]]
+    inputs: Mapping[str, Any]
     savings: tuple[str, ...] = ()
 
     @property
-    def inputs(self) -> Mapping[str, Any]:
-        return self.calls[0]
+    def calls(self) -> Sequence[Mapping[str, Any]]:
+        """The arguments of each call of the network that the guarded call makes."""
+        return split_cfg_batch(self.inputs) if APART in self.savings else [self.inputs]
 
 
 class CallFeature:
@@ -126,11 +128,6 @@ class Feature:
         del stage, inputs
         return ""
 
-    def split(self, inputs: Mapping[str, Any], savings: tuple[str, ...]) -> Sequence[Mapping[str, Any]]:
-        """Return the arguments of each call of the network that a guarded call with these arguments makes."""
-        del savings
-        return [inputs]
-
     def reset(self, denoiser: str) -> None:
         """Free what is kept of a denoiser's calls: it is about to be placed and set up anew. denoiser: its name."""
 
@@ -145,16 +142,6 @@ class Feature:
         return None
 
     def on_step_end(self, latents: torch.Tensor) -> None: ...
-
-
-def setup_of(
-    stage: ComponentStage, inputs: Mapping[str, Any], features: Iterable[Feature], savings: tuple[str, ...] = ()
-) -> DenoiserSetup:
-    """Return how a denoiser is set up for a guarded call with these arguments."""
-    calls = [inputs]
-    for feature in features:
-        calls = [part for each in calls for part in feature.split(each, savings)]
-    return DenoiserSetup(stage, calls, savings)
 
 
 def options_of(features: Iterable[CallFeature]) -> dict[str, Any]:
@@ -198,9 +185,6 @@ def joined(made: Sequence[Any]) -> Any:
         return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else parts[0]
 
     return pytree.tree_map(cat, *made)
-
-
-APART = "CFG halves in turn"  # how `SplitBatch` takes less memory
 
 
 class Fp16Accumulation(Feature):
@@ -262,9 +246,6 @@ class SplitBatch(Feature):
 
     def saving(self, stage: ComponentStage, inputs: Mapping[str, Any]) -> str:
         return APART if stage.handle.ranks.alone and len(split_cfg_batch(inputs)) > 1 else ""
-
-    def split(self, inputs: Mapping[str, Any], savings: tuple[str, ...]) -> Sequence[Mapping[str, Any]]:
-        return split_cfg_batch(inputs) if APART in savings else [inputs]
 
     def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
         return _HalfByHalf() if APART in setup.savings else None

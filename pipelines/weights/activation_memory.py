@@ -33,7 +33,7 @@ def estimate_activation_bytes(
 
     setup: of the calls, of whose arguments the shapes and dtypes count. features: of the run.
     """
-    stage, inputs = setup.stage, dict(setup.inputs)
+    stage, inputs = setup.stage, dict(setup.calls[0])
     made = [each for feature in features if (each := feature.on_meta(setup))]
 
     def prepare() -> Callable[[ActivationMemoryMode], object]:

@@ -321,7 +321,7 @@ def test_offloads_that_have_neither_weights_on_the_card_are_refused(offload: Off
 
 
 def test_what_a_call_takes_is_counted_with_the_int8_products(opened: Any) -> None:
-    from comfyui_onediff_guard.pipelines.run.feature import RunContext, setup_of
+    from comfyui_onediff_guard.pipelines.run.feature import DenoiserSetup, RunContext
     from comfyui_onediff_guard.pipelines.weights.activation_memory import estimate_activation_bytes
 
     def most(precision: str) -> int:
@@ -335,7 +335,7 @@ def test_what_a_call_takes_is_counted_with_the_int8_products(opened: Any) -> Non
             "return_dict": False,
         }
         features = features_of(RunContext(stage.handle, stage.plan, stage.report))
-        return estimate_activation_bytes(setup_of(stage, inputs, features), features=features)
+        return estimate_activation_bytes(DenoiserSetup(stage, inputs), features=features)
 
     assert 1.2 * most("bf16") < most("int8") < 4 * most("bf16"), "int8's products are int32, before they are scaled"
 

@@ -62,7 +62,7 @@ def test_a_run_has_no_shell_of_one_that_shared_its_calls_otherwise(
     for guided in order:
         stage = shared(handle, guided=guided)
         run = CompiledRun(RunContext(handle, stage.plan, stage.report, guided=guided))
-        made = build_attempt(stage, [run.of_calls(DenoiserSetup(stage, [{}]))], NOTHING)
+        made = build_attempt(stage, [run.of_calls(DenoiserSetup(stage, {}))], NOTHING)
         by = size // 2 if guided else size
         assert split_of(made.run) == split_of(stage.module) == ((by,) if by > 1 else ())
 
@@ -73,7 +73,7 @@ def test_what_a_shared_call_takes_is_counted(model_folder: Callable[..., Path]) 
         handle = opened(model_folder("2b"), "none", "bf16", ranks=ProcessGroup(0, ranks))
         stage = shared(handle, guided=False)
         inputs = handle.family.step_inputs(handle.store.model.denoiser_config, (1, 16, 3, 8, 12), {})
-        taken.append(estimate_activation_bytes(DenoiserSetup(stage, [inputs | {"return_dict": False}])))
+        taken.append(estimate_activation_bytes(DenoiserSetup(stage, inputs | {"return_dict": False})))
         assert not [note for note in stage.report.notes if "could not be counted" in note]
     assert taken[0] > taken[1] > taken[2] > 0
 
