@@ -172,7 +172,8 @@ def sample(
                 **{name: value for name, value in given.items() if value is not None},
             )
     finally:
-        handle.store.empty_quantised()
+        for layers in handle.store.quantised.values():
+            layers.empty()
         handle.finish(*family.denoisers, *ENCODERS)
         for stage in stages:
             save_profile(handle, stage.memory_key)

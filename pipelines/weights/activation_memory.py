@@ -60,15 +60,16 @@ def counted(
             call = prepare()
             with counting(kernels_of(store.placement.device)) as memory:
                 call(memory)
-            store.room[key], store.lacks[key] = memory.most, " ".join(memory.lacks)
+            store.room[key] = memory.most, " ".join(memory.lacks)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # a network that reads values
         logger.warning("what %s takes could not be counted: %s", stage.name, error, exc_info=True)
         stage.report.note(f"what it takes of memory could not be counted ({first_line(error)})")
         return 0
-    if why := store.lacks[key]:
+    n_bytes, why = store.room[key]
+    if why:
         takes = f"{stage.plan.component.words} takes "
-        stage.report.note(f"{takes}{size(store.room[key])} beside its weights: {why}", instead_of=takes)
-    return store.room[key]
+        stage.report.note(f"{takes}{size(n_bytes)} beside its weights: {why}", instead_of=takes)
+    return n_bytes
 
 
 def attempt_on_meta(

@@ -90,8 +90,8 @@ class ComponentStore:
         self.learned: dict[MemoryKey, PrecisionOverrides] = {}  # what runs taught about a denoiser
         self.profiles: dict[tuple[str, str, tuple[LoraKey, ...], str], Profile] = {}  # with nothing learned
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
-        self.room: dict[Any, int] = {}  # what a call of a component takes beside its weights, by what tells calls apart
-        self.lacks: dict[Any, str] = {}  # of these, why they take more than with lean kernels
+        # by what tells calls apart: what one takes beside its component's weights, and why more than with lean kernels
+        self.room: dict[Any, tuple[int, str]] = {}
         self.network_calls: dict[Any, list[Any]] = {}  # signatures of a VAE's calls of its network, by the same
         self.failed_estimates: dict[str, list[FailedEstimate]] = {}  # of a component's stages
         self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it
@@ -234,7 +234,7 @@ class ComponentStore:
         missing = {name: files.n_bytes for name, files in self.model.weights.items()}
         for name, component in self.components.items():
             missing[name] = bytes_of(component.module) - self._bytes_there(component.module)
-        missing |= {"text_encoder": 0, "its calls": max(self.room.values(), default=0)}
+        missing |= {"text_encoder": 0, "its calls": max(self.room.values(), default=(0, ""))[0]}
         return memory is None or memory.free >= sum(missing.values())
 
     def _forget_made(self, name: str, *, with_loras: bool = False) -> None:
@@ -307,11 +307,6 @@ class ComponentStore:
             if name != but:
                 self.offload_to_cpu(name)
         self.placement.make_room(sys.maxsize)
-
-    def empty_quantised(self) -> None:
-        """Free quantised weights, which are there while a run lasts."""
-        for layers in self.quantised.values():
-            layers.empty()
 
     def offload_or_unload(self, name: str) -> None:
         """Move a component to main memory until it is needed again, or drop it, where what else of the model has yet to

@@ -343,7 +343,7 @@ class OomFallback:
                 *(self._words, way.said, way.in_words(), where, self._what_would_fit(way, has)),
             )
         instead = "" if way is first else Message("; {} would take {}", first.said, first.in_words())
-        self._note(
+        self._stage.report.note(
             Message("{}: offload auto chose {}: {}, of {}{}", self._words, way.said, way.in_words(), where, instead)
         )
         way.take()
@@ -372,7 +372,7 @@ class OomFallback:
         if following:
             following.take()
             self._taken.append(following.said)
-            self._note(Message("{}: memory ran out; went on with {}", self._words, following.said))
+            self._stage.report.note(Message("{}: memory ran out; went on with {}", self._words, following.said))
             return
         has = f" {self._placement.device} has {size(before.total)}, {size(before.free)} of it free." if before else ""
         raise NoRoom(
@@ -384,11 +384,8 @@ class OomFallback:
     def _needs(self) -> str:
         store, name = self._store, self._stage.name
         found = [size(bytes_of(store.model.bare(name, DTYPES[self._stage.weights_in]))) + " of weights"]
-        found += [f"{size(beside)} beside them" for key, beside in store.room.items() if key[0] == name][-1:]
+        found += [f"{size(beside)} beside them" for key, (beside, _) in store.room.items() if key[0] == name][-1:]
         return f" A call needs {' and '.join(found)}."
-
-    def _note(self, line: str) -> None:
-        self._stage.report.note(line)
 
 
 def ran_out(error: BaseException) -> bool:
