@@ -139,10 +139,9 @@ def _checked(file: Path, component: ComponentSpec, cls: str) -> tuple[bytes, lis
     """Return what a file holds, without a byte order mark, and the tokens of a vocabulary, by id. Raises OSError, or
     Unreadable where it cannot be used."""
     check_whole(file)
-    if file.name == "spiece.model":
-        data = read_bytes(file, limit=MOST_VOCABULARY_BYTES)
-        return data, _pieces(data)
     data = read_bytes(file, limit=MOST_VOCABULARY_BYTES if file.name in _VOCABULARIES else MOST_CONFIG_BYTES)
+    if file.name == "spiece.model":
+        return data, _pieces(data)
     data = data.removeprefix(BOM)
     content = object_in(parse(data))
     if file.name == "tokenizer.json":

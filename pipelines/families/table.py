@@ -9,13 +9,8 @@ from pkgutil import iter_modules
 from ...precision.policy import Variant
 from .spec import FamilySpec
 
-
-def _families() -> list[FamilySpec]:
-    """List the families in the order of their modules' names."""
-    names = sorted(module.name for module in iter_modules([str(Path(__file__).parent)]))
-    modules = (import_module(f".{name}", __package__) for name in names if name != Path(__file__).stem)
-    return [family for module in modules for family in getattr(module, "FAMILIES", ())]
-
-
-FAMILIES: dict[str, FamilySpec] = {family.pipeline: family for family in _families()}  # by diffusers class
+_names = sorted(module.name for module in iter_modules([str(Path(__file__).parent)]))
+_modules = [import_module(f".{name}", __package__) for name in _names if name != Path(__file__).stem]
+_families: list[FamilySpec] = [family for module in _modules for family in getattr(module, "FAMILIES", ())]
+FAMILIES: dict[str, FamilySpec] = {family.pipeline: family for family in _families}  # by diffusers class
 VARIANTS: dict[str, Variant] = {variant.name: variant for family in FAMILIES.values() for variant in family.variants}

@@ -64,9 +64,7 @@ def probe(
     learned = NOTHING if from_the_start else chosen.learned.to_share
     if learned.in_words():
         steps.append("wire `profile` into the NaN Guard's `profile`, and set its scope to 'learned'")
-    profile = None
-    if chosen.dtype != "fp32":
-        profile = replace(profiles[chosen.dtype], learned=learned)
+    profile = None if chosen.dtype == "fp32" else replace(profiles[chosen.dtype], learned=learned)
     frames = f", {settings.frames} frames" if settings.frames > 1 else ""
     sampled = f"{settings.width}×{settings.height}{frames}, seed {settings.seed}"
     return ProbeResult(model.name, card, plan, sampled, probed, seconds, chosen, "; ".join(steps), profile)

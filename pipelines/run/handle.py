@@ -157,10 +157,11 @@ class PipelineHandle:
                     report.memory = Memory(str(device), found, self.store.bytes_on_device())
 
     def report(self, plan: Plan) -> RunReport:
-        idle = ()
+        notes = [*self.store.model.notes]
+        for lora in self.loras if plan.component is Component.DENOISER else ():
+            notes += [str(lora), *lora.notes]
         if self.offload.in_parts and not brings_parts_to(self.store.placement.device):
-            idle = (f"offload '{self.offload.value}' is as 'model' here: a CPU computes in main memory",)
-        loras = self.loras if plan.component is Component.DENOISER else ()
+            notes.append(f"offload '{self.offload.value}' is as 'model' here: a CPU computes in main memory")
         return RunReport(
             variant=self.store.model.variant.name,
             architecture=str(self.architecture),
@@ -168,11 +169,7 @@ class PipelineHandle:
             backend=self.backend.name,
             backend_reason=self.backend.reason,
             warnings=self.idle_guard(plan),
-            notes=(
-                *self.store.model.notes,
-                *(line for lora in loras for line in (str(lora), *lora.notes)),
-                *idle,
-            ),
+            notes=tuple(notes),
         )
 
     def finish(self, *components: str) -> None:

@@ -262,12 +262,11 @@ def _guarded_image_encoder(stage: ComponentStage, calls: Calls) -> torch.nn.Modu
 def check_size(handle: PipelineHandle, settings: SampleSettings) -> None:
     """Raise BadSize where the model cannot make it."""
     family, model = handle.family, handle.store.model
-    size = settings.width, settings.height, settings.frames
+    size, long = (settings.width, settings.height, settings.frames), family.layout.temporal(model.vae_config)
     if not family.layout.counts_frames and settings.frames != 1:
         raise BadSize("{} makes images, not {} frames.", model.variant.name, settings.frames)
     family.sizes.check(width=settings.width, height=settings.height, frames=settings.frames)
-    if (settings.frames - 1) % family.layout.temporal(model.vae_config):
-        long = family.layout.temporal(model.vae_config)
+    if (settings.frames - 1) % long:
         raise BadSize("frames is {}, but {} makes {}·k + 1 of them.", settings.frames, model.variant.name, long)
     if bound := family.bound(model.denoiser_config, family.layout.spatial(model.vae_config), *size):
         raise BadSize("{} {}", model.variant.name, bound)

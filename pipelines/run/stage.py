@@ -143,11 +143,9 @@ class ComponentStage(Stage):
     def cheaper(self, offload: Offload) -> ComponentStage | None:
         """The same stage, whose weights come to the device in parts, and none quantised. None where that is so already,
         or cannot be."""
-        kinds = [*Offload]
-        handle = self.handle
-        if self.plan.component not in _IN_PARTS or kinds.index(self._offload) >= kinds.index(offload):
-            return None
-        if not handle.store.in_parts(offload):
+        kinds, handle = [*Offload], self.handle
+        less = kinds.index(self._offload) < kinds.index(offload) and handle.store.in_parts(offload)
+        if self.plan.component not in _IN_PARTS or not less:
             return None
         try:
             other = replace(handle, offload=offload)
