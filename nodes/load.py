@@ -197,10 +197,8 @@ def _cached_commit(hub_id: str, revision: str) -> str:
 
 
 def _fetch(hub_id: str, revision: str, *, download: bool, node_id: str | None) -> Path:
-    """Download what the cache lacks of a model, and return its folder there. An interrupt ends the download.
-
-    Raises HubError, BadFolder.
-    """
+    """Download what the cache lacks of a model, and return its folder there. An interrupt ends the download. Raises
+    HubError, BadFolder."""
     from ..pipelines.models import hub
 
     with host.Progress(0, node_id, unit="B") as progress:

@@ -44,10 +44,8 @@ def reading_file(where: str, cls: type[Told] = BadFolder) -> Iterator[None]:
 
 
 def read_json(path: Path, file: str) -> dict[str, Any]:
-    """Read a JSON object, with or without a byte order mark. path: the model folder. file: the config, in it.
-
-    Raises BadFolder where it is not there, too large, or no JSON object.
-    """
+    """Read a JSON object, with or without a byte order mark. path: the model folder. file: the config, in it. Raises
+    BadFolder where it is not there, too large, or no JSON object."""
     if not (path / file).exists():
         raise BadFolder(
             "'{}' has no {}. Choose a folder in diffusers format, which holds it, or download the model again.",

@@ -105,10 +105,8 @@ class CompileOptions:
 
 
 def choose_backend(request: str, device: torch.device) -> BackendChoice:
-    """Resolve 'auto' to the first backend that works here; check one that was asked for.
-
-    Raises BackendUnavailable where the one asked for does not work, saying what is missing.
-    """
+    """Resolve 'auto' to the first backend that works here; check one that was asked for. Raises BackendUnavailable
+    where the one asked for does not work, saying what is missing."""
     if request == "eager":
         return BackendChoice("eager", "as you chose: not compiled")
     if request in _PROBES:
@@ -139,10 +137,8 @@ def backend_states(device: torch.device) -> dict[str, str | None]:
 
 def for_dtype(choice: BackendChoice, architecture: Architecture, dtype: str) -> BackendChoice:
     """The backend for a plan's dtype: no compiler makes bf16 code for a device that only emulates it, and 'auto'
-    chooses none that came out wrong in the card's self-test.
-
-    Raises BackendUnavailable where a compiler was asked for by name.
-    """
+    chooses none that came out wrong in the card's self-test. Raises BackendUnavailable where a compiler was asked for
+    by name."""
     if choice.automatic and choice.name != EAGER and COMPILED in architecture.failed:
         why = failure(architecture, COMPILED)
         return BackendChoice(EAGER, Message("auto: {} is there, but {}", choice.name, why), automatic=True)

@@ -38,10 +38,7 @@ class ComponentSpec:
 
     def class_named(self, name: str = "") -> Any:
         """Return a class of its library: the usual one where none is named, or where the installed version has none of
-        this name.
-
-        Raises LibraryFailed where the library cannot be imported.
-        """
+        this name. Raises LibraryFailed where the library cannot be imported."""
         try:
             import diffusers
             import transformers

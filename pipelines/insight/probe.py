@@ -82,10 +82,8 @@ def keep_profile(handle: PipelineHandle, found: ProbeResult) -> str:
 
 
 def usual_size(handle: PipelineHandle, width: int, height: int, frames: int) -> tuple[int, int, int]:
-    """Sizes in pixels and frames; for each 0, what the model's config says that it was made for.
-
-    Raises BadInput where the config does not say.
-    """
+    """Sizes in pixels and frames; for each 0, what the model's config says that it was made for. Raises BadInput where
+    the config does not say."""
     family, model = handle.family, handle.store.model
     usual = family.usual_size(model.denoiser_config, family.layout.spatial(model.vae_config))
     width, height, frames = (given or known for given, known in zip((width, height, frames), usual, strict=True))

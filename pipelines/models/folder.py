@@ -144,10 +144,8 @@ def is_single_file(path: Path) -> bool:
 
 
 def open_model(path: Path, expected: FamilySpec) -> StoredModel:
-    """Check a model against a family, by JSON and safetensors headers alone, and return what it holds.
-
-    Raises BadFolder where it is no model of the family, or not whole.
-    """
+    """Check a model against a family, by JSON and safetensors headers alone, and return what it holds. Raises BadFolder
+    where it is no model of the family, or not whole."""
     if not is_single_file(path):
         return inspect(path, expected)
     if expected is not SVD:
@@ -160,10 +158,8 @@ def open_model(path: Path, expected: FamilySpec) -> StoredModel:
 
 
 def family_of(path: Path) -> FamilySpec:
-    """Return the family that a folder's model_index.json names, or for a file the only family that has such.
-
-    Raises BadFolder where it is none of ours.
-    """
+    """Return the family that a folder's model_index.json names, or for a file the only family that has such. Raises
+    BadFolder where it is none of ours."""
     if is_single_file(path):
         return SVD
     index = read_json(path, INDEX)
@@ -264,10 +260,8 @@ def _why_not_built() -> str:
 
 
 def _on_meta(where: str, component: ComponentSpec, fields: Mapping[str, Any]) -> torch.nn.Module:
-    """Return the module that a config describes, without memory. It is shared, and must not be changed.
-
-    Raises BadFolder where no module can be built from the config.
-    """
+    """Return the module that a config describes, without memory. It is shared, and must not be changed. Raises
+    BadFolder where no module can be built from the config."""
     try:
         return _built(component, json.dumps(fields, sort_keys=True))
     except (LibraryFailed, MemoryError):

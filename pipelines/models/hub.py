@@ -99,10 +99,8 @@ def _checked(folder: Path) -> Path:
 
 
 def _needed(paths: Collection[str], family: FamilySpec, hub_id: str) -> list[str]:
-    """Return the index, and of each component its configs or vocabularies and one set of safetensors.
-
-    Raises BadFolder where a component has no safetensors.
-    """
+    """Return the index, and of each component its configs or vocabularies and one set of safetensors. Raises BadFolder
+    where a component has no safetensors."""
     needed = [INDEX]
     for name, spec in family.components.items():
         if not spec.weights:

@@ -243,10 +243,8 @@ def _alphas(
     placed: Placed, settings: LoraSettings, names: LayerNames, known: Mapping[str, float]
 ) -> tuple[dict[str, float], bool]:
     """Return the alpha of each layer, and whether the root of its rank divides it, and not the rank. Without alphas in
-    the file, or in its settings, an addition is taken as it is: alpha = rank. known: layer → alpha in the file.
-
-    Raises Unreadable for an alpha out of bounds, and for one of what is no layer of the denoiser.
-    """
+    the file, or in its settings, an addition is taken as it is: alpha = rank. known: layer → alpha in the file. Raises
+    Unreadable for an alpha out of bounds, and for one of what is no layer of the denoiser."""
     if odd := [layer for layer, alpha in known.items() if not abs(alpha) <= MOST_ALPHA]:
         raise Unreadable(f"it is damaged: the alpha of '{odd[0]}' is {known[odd[0]]:g}")
     if known or settings.lora_alpha is None:

@@ -110,10 +110,8 @@ class LayerNames:
 
 
 def place(shapes: Mapping[str, Shape], family: FamilySpec, denoiser: torch.nn.Module) -> Placed:
-    """Find where each tensor of a file belongs. shapes: key → shape.
-
-    Raises Unreadable unless every one has a place and fits it, or belongs to what only a model that takes an image has.
-    """
+    """Find where each tensor of a file belongs. shapes: key → shape. Raises Unreadable unless every one has a place and
+    fits it, or belongs to what only a model that takes an image has."""
     names, parts = LayerNames(family, denoiser), {key: _parted(key) for key in shapes}
     if unknown := [key for key, (_, part) in parts.items() if not part]:
         raise not_plain(_some(unknown))

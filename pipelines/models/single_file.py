@@ -71,10 +71,8 @@ class SvdFile(StoredModel):
 
 def read_svd(path: Path) -> SvdFile:
     """Check a single file against Stable Video Diffusion's layout, and return what it holds. Only its header is read.
-
     Raises BadFolder where it is no safetensors file, a truncated one or another model's, and where tensors are missing,
-    left over or of another shape.
-    """
+    left over or of another shape."""
     if path.suffix.lower() != ".safetensors":
         raise BadFolder(
             "'{}' is not a .safetensors file. Others hold pickled weights, which can run code when loaded and are "

@@ -294,10 +294,8 @@ def _check_steps(settings: SampleSettings) -> None:
 
 
 def _check_guidance(family: FamilySpec, settings: SampleSettings) -> None:
-    """diffusers encodes for guidance where the last frame's scale is above 1, and guides where the largest is.
-
-    Raises BadInput where these differ.
-    """
+    """diffusers encodes for guidance where the last frame's scale is above 1, and guides where the largest is. Raises
+    BadInput where these differ."""
     if not family.guidance.first:
         return
     first, last = settings.told(family, family.guidance.first), settings.scale(family)

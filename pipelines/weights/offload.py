@@ -101,10 +101,8 @@ _REFUSED = {
 
 
 def backend_with(choice: BackendChoice, offload: Offload, device: torch.device) -> BackendChoice:
-    """Return the backend, or where 'auto' chose one that does not work with `offload`, the next one that does.
-
-    Raises BackendUnavailable where a backend that does not work was asked for by name.
-    """
+    """Return the backend, or where 'auto' chose one that does not work with `offload`, the next one that does. Raises
+    BackendUnavailable where a backend that does not work was asked for by name."""
     refused = _REFUSED[offload] if brings_parts_to(device) else ()
     if choice.name not in refused:
         return choice
