@@ -6,7 +6,6 @@ failure costs one chunk in fp32: the first whose output or cache is bad.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -18,7 +17,7 @@ from ...precision.activations import ActivationMemoryMode, on_meta
 from ...precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
 from ...precision.observe import block_names
 from ...precision.overrides import PrecisionOverrides
-from ...precision.shallow_copy import Make, mixin_class, replace_submodules, reporting, with_forward
+from ...precision.shallow_copy import Make, copy_with_base, replace_submodules, reporting, with_forward
 from ...precision.upcast import TF32, autocast_off_where_on, device_types, run_in_fp32
 from ..compile.auto_compile import CallSignature, DecoderCompiler, signature_of
 from ..weights.activation_memory import attempt_on_meta, counted
@@ -34,7 +33,7 @@ def guarded(stage: ComponentStage, part: str, calls: Calls, compiler: DecoderCom
     vae: Any = stage.module
     network = vae.get_submodule(part)
     writes = stage.handle.family.layout.cache_is_written
-    pure = _handing_on_its_cache(network) if writes else network
+    pure = copy_with_base(network, _HandsOnItsCache) if writes else network
     made = _learning(stage, pure, compiler) if stage.plan.half else _in_fp32(stage, pure, compiler)
     guard = stage.guard(pure, made)
     call = calls.telling(_into_the_cache(guard) if writes else guard)
@@ -54,7 +53,7 @@ def dry_run(
     def prepare() -> Callable[[ActivationMemoryMode], object]:
         network, bare, bare_given = stage.module.get_submodule(part), on_meta(stage.module), on_meta(given)
         writes = stage.handle.family.layout.cache_is_written
-        attempt = attempt_on_meta(stage, _handing_on_its_cache(network) if writes else network)
+        attempt = attempt_on_meta(stage, copy_with_base(network, _HandsOnItsCache) if writes else network)
         signatures: list[CallSignature] = []
 
         def count(memory: ActivationMemoryMode) -> None:
@@ -169,12 +168,6 @@ class _HandsOnItsCache(torch.nn.Module):
         """Leaves the lists that it is given as they are. Returns (output, feat_cache, feat_idx)."""
         cache, index = [*feat_cache], [*feat_idx]
         return super().forward(x, feat_cache=cache, feat_idx=index, **options), cache, index
-
-
-def _handing_on_its_cache(network: torch.nn.Module) -> torch.nn.Module:
-    shell = copy.copy(network)
-    shell.__class__ = mixin_class(_HandsOnItsCache, type(network))
-    return shell
 
 
 def _into_the_cache(call: Callable[..., Any]) -> Callable[..., Any]:
