@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from ..comfyui_host.language import translated
-from ..trust.message import Message, joined, shown
+from ..trust.message import Message, joined, listed, shown
 from . import inputs
 from .node import Node
 from .report import with_surroundings
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 _FILES = "checkpoints"  # the folder in ComfyUI's models whose single files it loads too
-_SHOWN = 12  # names of models that are not listed, in a message
 
 
 class LoadPipeline(Node):
@@ -120,12 +119,9 @@ class LoadPipeline(Node):
 
     @classmethod
     def _missing(cls, model: str) -> str:
-        listed = cls.listed()
-        others = [name for name in host.model_folders() if name not in listed]
-        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-        not_listed = (
-            f" Not listed, since they cannot be read or are of other families: {', '.join(others[:_SHOWN])}{more}."
-        )
+        offered = cls.listed()
+        others = [name for name in host.model_folders() if name not in offered]
+        not_listed = f" Not listed, since they cannot be read or are of other families: {listed(others, limit=300)}."
         return Message(
             "{}. Put its folder, with model_index.json, into {} (SVD's single file into models/checkpoints), or write "
             "its Hugging Face name, such as THUDM/CogVideoX-2b, into hub_id. Found: {}.{}",
@@ -133,7 +129,7 @@ class LoadPipeline(Node):
             if inputs.is_none_found(model)
             else Message("Model '{}' was not found", shown(model, 200)),
             host.roots_text("diffusers"),
-            ", ".join(listed) or "none",
+            ", ".join(offered) or "none",
             not_listed if others else "",
         )
 
