@@ -176,17 +176,13 @@ def decoded_video(vae: Decode, latents: torch.Tensor, _chunk: int) -> Iterator[t
     yield vae(latents).permute(0, 2, 1, 3, 4).flatten(0, 1)
 
 
-def _decoded_images(vae: Decode, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
-    yield from map(vae, latents.split(chunk or len(latents)))
-
-
 IMAGES = Layout(
     4,
     "[batch, {channels}, height, width]",
     False,
     latent_channels,
     lambda latents, _frames, config: latents / config["scaling_factor"],
-    _decoded_images,
+    lambda vae, latents, chunk: map(vae, latents.split(chunk or len(latents))),
     takes_chunks=True,
 )
 
