@@ -60,9 +60,7 @@ def read_json(path: Path, file: str) -> dict[str, Any]:
 def load(path: Path, name: str, component: ComponentSpec, cls: str) -> Any:
     """Load a component without weights, from those of its files that are read and were checked.
 
-    path: the model folder.
-    name: the component, and its folder.
-    cls: its class in model_index.json.
+    path: the model folder. name: the component, and its folder. cls: its class in model_index.json.
     Raises BadFolder where one that the class needs is missing, where one of them is too large, cut off, a pointer of
     Git LFS or of something else, and where two vocabularies differ.
     """

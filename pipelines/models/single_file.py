@@ -108,9 +108,7 @@ def read_svd(path: Path) -> SvdFile:
 def fit(where: str, name: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the config that the file's shapes tell, and where each parameter of a model with that config comes from.
 
-    where: the file's name, for messages.
-    name: "unet", "vae" or "image_encoder".
-    tensors: what the file's header says.
+    where: for messages. name: of the component. tensors: what the file's header says.
     Raises BadFolder unless each tensor has a place, and each place a tensor of the right shape.
     """
     prefix, spec = PREFIXES[name], SVD.components[name]

@@ -38,9 +38,7 @@ class _ShardIndex(Foreign):
 def weights_of(path: Path, name: str, library: str) -> tuple[Weights, dict[str, Tensor]]:
     """Return the weight files of a component of a model folder, and {tensor: what their headers say of it}.
 
-    path: the model folder.
-    name: the component, and its folder.
-    library: "diffusers" or "transformers".
+    path: the model folder. name: the component, and its folder.
     Raises BadFolder where there are none, where they are pickled, a variant or broken, and where shards are missing or
     not what their index says.
     """
@@ -81,8 +79,7 @@ def weights_of(path: Path, name: str, library: str) -> tuple[Weights, dict[str, 
 def check_fit(where: str, module: torch.nn.Module, tensors: Mapping[str, Tensor], *, sharded: bool = False) -> None:
     """Raise BadFolder unless the files hold each of the module's tensors, of the right shape, and no others.
 
-    where: the component, for messages.
-    module: on the meta device, as its class builds it.
+    where: for messages. module: on the meta device, as its class builds it.
     tensors: what the headers say. Older names of a tensor count too where the library knows them.
     sharded: the tensors lie in several files; diffusers knows no older names then.
     """

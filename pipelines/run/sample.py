@@ -84,7 +84,6 @@ def sample(
     positive, negative: [batch, tokens, channels] embeddings; None for families without a prompt.
     image: a PIL image, for families that start from one. video: PIL images to start from instead of noise.
     tell: is given a line on what takes long before a step and within one; may raise, to interrupt.
-    previews: of each step.
     unused: what of the inputs is not used, for the report's warnings; told before the first step.
     denoiser: makes the one that the diffusers pipeline is given. Defaults to `guarded_denoiser`.
     Latents and scheduler stay in float32, and noise is drawn on the CPU, so that a seed gives the same noise in every
