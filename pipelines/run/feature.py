@@ -96,7 +96,6 @@ class CallFeature:
 
     def peak_inside(self) -> torch.Tensor | None:
         """Return max |x| that the latest attempt reached inside, where a clipped value would be finite."""
-        return None
 
 
 class Feature:
@@ -133,13 +132,9 @@ class Feature:
 
     def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
         """Return what the feature does inside the guard; None: nothing."""
-        del setup
-        return None
 
     def on_meta(self, setup: DenoiserSetup) -> CallFeature | None:
         """Return what takes as much memory on "meta" as the feature does inside the guard; None: next to nothing."""
-        del setup
-        return None
 
     def on_step_end(self, latents: torch.Tensor) -> None: ...
 
