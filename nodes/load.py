@@ -102,7 +102,6 @@ class LoadPipeline(Node):
         What is a fault is said when the node runs, before anything is read. `model` is the only argument, since
         ComfyUI marks every input that is one as wrong.
         """
-        del model
         return True
 
     @classmethod

@@ -138,7 +138,6 @@ class BlockOffload(OffloadPolicy):
         once: bool = False,
     ):
         parts, grouped = Parts.of(component, offload, blocks), offload is Offload.GROUP
-        self.component = component
         self.made_for = component, offload, blocks
         self._place = parts.places
         self._stream = stream = torch.cuda.Stream(device) if device.type == "cuda" else None
