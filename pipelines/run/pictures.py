@@ -31,13 +31,11 @@ def fitted(images: torch.Tensor, width: int, height: int, fit: str) -> list[Any]
             "The image is {}×{}, but {}×{} is to be made. Set fit to 'crop' or 'stretch', or resize the image.",
             *(*found, width, height),
         )
-    pictures = []
+    resized, pictures = ImageOps.fit if fit == "crop" else Image.Image.resize, []
     for image in images.float().clamp(0, 1).cpu():
         rgb = image[..., :3] * image[..., 3:] if image.shape[-1] == 4 else image.expand(*image.shape[:2], 3)
         picture = Image.fromarray((rgb * 255).round().to(torch.uint8).numpy())
-        if fit == "crop" and found != (width, height):
-            picture = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
-        elif found != (width, height):
-            picture = picture.resize((width, height), Image.Resampling.LANCZOS)
+        if found != (width, height):
+            picture = resized(picture, (width, height), Image.Resampling.LANCZOS)
         pictures.append(picture)
     return pictures
