@@ -254,21 +254,6 @@ class ContextPlan:
     text: str = ""
 
 
-# (denoiser config, pixels of a latent's side) → width, height and frames that it was made for; 0: it does not say
-UsualSize = Callable[[Config, int], tuple[int, int, int]]
-
-# (denoiser config, pixels of a latent's side, width, height, frames) → what a checkpoint makes instead; "": that
-Bound = Callable[[Config, int, int, int, int], str]
-
-# (denoiser config with its class's defaults, shape of the latents to be decoded, options of model_index.json) → keyword
-# arguments of the denoiser's first call in a step with guidance, as tensors in float32 on "meta"
-StepInputs = Callable[[Config, tuple[int, ...], Config], dict[str, Any]]
-
-# (frames, denoiser config, frames of a latent) → how often a video's first frame has to be repeated in front, which the
-# layout drops again
-BeforeVideo = Callable[[int, Config, int], int]
-
-
 @dataclass(frozen=True)
 class FamilySpec:
     """A family of models that share a diffusers pipeline: all that is particular to it."""
@@ -279,10 +264,14 @@ class FamilySpec:
     variants: tuple[Variant, ...]  # of this family, and of those in the same module
     variant: Callable[[Config], str]  # denoiser config → name of a variant
     layout: Layout
-    step_inputs: StepInputs
+    # (denoiser config with its class's defaults, shape of the latents to be decoded, options of model_index.json) →
+    # keyword arguments of the denoiser's first call in a step with guidance, as tensors in float32 on "meta"
+    step_inputs: Callable[[Config, tuple[int, ...], Config], dict[str, Any]]
     sizes: SizeRule
-    usual_size: UsualSize
-    bound: Bound = lambda *_: ""
+    # (denoiser config, pixels of a latent's side) → width, height and frames that it was made for; 0: it does not say
+    usual_size: Callable[[Config, int], tuple[int, int, int]]
+    # (denoiser config, pixels of a latent's side, width, height, frames) → what a checkpoint makes instead; "": that
+    bound: Callable[[Config, int, int, int, int], str] = lambda *_: ""
     denoiser: str = "transformer"  # name of the component that denoises
     blocks: tuple[str, ...] = ("transformer_blocks",)  # its parts that are compiled, a list of blocks block by block
     denoiser_inputs: tuple[str, ...] = ("hidden_states", PROMPT)  # keyword arguments that carry activations
@@ -295,7 +284,9 @@ class FamilySpec:
     latent_format: Callable[[Config], str] = lambda _config: ""  # VAE config → ComfyUI's name of such latents, if any
     takes_image: bool = False
     from_video: str = ""  # diffusers class that starts from a video instead of noise
-    before_video: BeforeVideo = lambda *_: 0
+    # (frames, denoiser config, frames of a latent) → how often a video's first frame has to be repeated in front, which
+    # the layout drops again
+    before_video: Callable[[int, Config, int], int] = lambda *_: 0
     guidance: Guidance = Guidance()
     authors_names: tuple[tuple[str, str], ...] = ()  # (pattern in diffusers' name of a layer, what stands there in its
     # authors' name), one after the other
