@@ -87,17 +87,13 @@ def _counters() -> Any:
 
 @dataclass
 class Compiler:
-    """A backend, as it compiles one block after another.
-
-    replaceable: where it fails, the next one takes its place.
-    blocks, met: what it made of each block, and the sizes at which that was called.
-    """
+    """A backend, as it compiles one block after another."""
 
     name: str
     compile_block: Callable[[torch.nn.Module], Run]
-    replaceable: bool
-    blocks: list[Run] = field(default_factory=list)
-    met: list[set[Any]] = field(default_factory=list)
+    replaceable: bool  # where it fails, the next one takes its place
+    blocks: list[Run] = field(default_factory=list)  # what it made of each
+    met: list[set[Any]] = field(default_factory=list)  # the sizes at which each was called
 
 
 class Compiling:

@@ -35,16 +35,11 @@ _ATTENTION = "DIFFUSERS_ATTN_BACKEND"  # diffusers' choice of a kernel
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Who computes what of a step.
+    """Who computes what of a step."""
 
-    size: ranks in all.
-    halves: one part of them computes one half of guidance, and another part the other, at the same time.
-    context: ranks that share the tokens of a call, of neighbouring numbers.
-    """
-
-    size: int
-    halves: bool
-    context: int
+    size: int  # ranks in all
+    halves: bool  # one part of them computes one half of guidance, and another part the other, at the same time
+    context: int  # ranks that share the tokens of a call, of neighbouring numbers
 
     def half(self, rank: int) -> int:
         """Return which half of guidance a rank computes, 0 or 1."""

@@ -28,14 +28,11 @@ from .vae import dry_run, guarded
 
 
 class Portions(NamedTuple):
-    """How much is decoded at once.
+    """How much is decoded at once."""
 
-    chunk: so many frames or images; 0: all. tiling: a tile of each. slicing: one video of a batch.
-    """
-
-    chunk: int
-    tiling: bool
-    slicing: bool
+    chunk: int  # so many frames or images; 0: all
+    tiling: bool  # a tile of each
+    slicing: bool  # one video of a batch
 
     def __str__(self) -> str:
         said = [*([f"{self.chunk} at once"] if self.chunk else []), *(["tiling"] if self.tiling else [])]

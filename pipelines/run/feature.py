@@ -32,37 +32,26 @@ APART = "CFG halves in turn"  # how `SplitBatch` takes less memory
 
 @dataclass(frozen=True)
 class RunContext:
-    """What features are made for.
-
-    plan, report: of the denoiser.
-    settings: None where single calls are made, outside of a sampling run.
-    prompts: embeddings of both calls of a step, where guidance takes two; else none.
-    guided: whether a step is computed with the prompt and without.
-    compile_key: what eager seconds are counted by; "": they are not.
-    """
+    """What features are made for."""
 
     handle: PipelineHandle
-    plan: Plan
-    report: RunReport
-    settings: SampleSettings | None = None
-    prompts: tuple[torch.Tensor, ...] = ()
-    guided: bool = False
+    plan: Plan  # of the denoiser
+    report: RunReport  # of the denoiser
+    settings: SampleSettings | None = None  # None where single calls are made, outside of a sampling run
+    prompts: tuple[torch.Tensor, ...] = ()  # embeddings of both calls of a step, where guidance takes two; else none
+    guided: bool = False  # a step is computed with the prompt and without
     previews: Previews | None = None
     tell: Tell = lambda _: None
-    compile_key: str = ""
+    compile_key: str = ""  # what eager seconds are counted by; "": they are not
 
 
 @dataclass(frozen=True)
 class DenoiserSetup:
-    """How a denoiser is set up: once in a run, and anew where memory ran out.
-
-    inputs: arguments, by name, of the next guarded call.
-    savings: what features were asked to do to take less memory, as `Feature.saving` names it.
-    """
+    """How a denoiser is set up: once in a run, and anew where memory ran out."""
 
     stage: ComponentStage
-    inputs: Mapping[str, Any]
-    savings: tuple[str, ...] = ()
+    inputs: Mapping[str, Any]  # arguments, by name, of the next guarded call
+    savings: tuple[str, ...] = ()  # what features were asked to do to take less memory, as `Feature.saving` names it
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:

@@ -45,17 +45,12 @@ class lazy_property(Generic[_T]):  # noqa: N801 - a decorator, as cached_propert
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ComponentStage(Stage):
-    """name: of its folder. weights_in: the dtype that its weights are loaded in.
-
-    adapt: makes a shell of its module that computes in another way, with other processes for instance.
-    shared_by: so many processes compute a call together.
-    """
-
     handle: PipelineHandle
-    name: str
-    weights_in: str
+    name: str  # of its folder
+    weights_in: str  # the dtype that its weights are loaded in
+    # makes a shell of its module that computes in another way, with other processes for instance
     adapt: Callable[[torch.nn.Module], torch.nn.Module] | None = None
-    shared_by: int = 1
+    shared_by: int = 1  # so many processes compute a call together
 
     @property
     def loras(self) -> tuple[Lora, ...]:

@@ -54,17 +54,13 @@ _CompiledKey = tuple[str, tuple[LoraKey, ...], tuple[str, bool], CompileOptions,
 
 @dataclass
 class LoadedComponent:
-    """A component in memory.
-
-    loras, adapted: the latest LoRAs, and a shell of the module with what they add.
-    offloaded: brings its weights to the device in parts.
-    """
+    """A component in memory."""
 
     dtype: str
     module: torch.nn.Module
-    loras: tuple[LoraKey, ...] = ()
-    adapted: torch.nn.Module | None = None
-    offloaded: BlockOffload | None = None
+    loras: tuple[LoraKey, ...] = ()  # the latest
+    adapted: torch.nn.Module | None = None  # a shell of the module, with what they add
+    offloaded: BlockOffload | None = None  # brings its weights to the device in parts
     laid_out: bool = False  # its convolutions have lain with their channels last
 
     def forget_parts(self) -> None:

@@ -303,18 +303,12 @@ def _as_is() -> Generator[None]:
 
 @dataclass(frozen=True)
 class Parts:
-    """A component's weights, parted as they come to the device.
+    """A component's weights, parted as they come to the device."""
 
-    places: {name of a block or of a layer: the number of its part}. Those that share a weight are one part.
-    together: the modules of each part, in the order in which they run.
-    n_bytes: of each part.
-    rest: tensors that are in no part.
-    """
-
-    places: dict[str, int]
-    together: list[list[torch.nn.Module]]
-    n_bytes: list[int]
-    rest: list[torch.Tensor]
+    places: dict[str, int]  # name of a block or of a layer → number of its part; those that share a weight are one part
+    together: list[list[torch.nn.Module]]  # the modules of each part, in the order in which they run
+    n_bytes: list[int]  # of each part
+    rest: list[torch.Tensor]  # in no part
 
     @classmethod
     def of(cls, component: torch.nn.Module, offload: Offload, blocks: tuple[str, ...] = ()) -> Parts:

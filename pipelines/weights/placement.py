@@ -245,17 +245,12 @@ class NoRoom(Told, torch.OutOfMemoryError):
 
 
 class ExecutionOption(NamedTuple):
-    """A way to run a stage.
+    """A way to run a stage."""
 
-    said: how, for the report.
-    weights, beside: bytes that are on the device at once.
-    take: makes the calls that follow run like this.
-    """
-
-    said: str
-    weights: int
-    beside: int
-    take: Callable[[], object] = lambda: None
+    said: str  # how, for the report
+    weights: int  # bytes that are on the device at once
+    beside: int  # the same of what is no weight
+    take: Callable[[], object] = lambda: None  # makes the calls that follow run like this
 
     @property
     def takes(self) -> int:
