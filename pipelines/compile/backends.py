@@ -61,19 +61,14 @@ def uses_torch_kernels(backend: str) -> bool:
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """How blocks are compiled, whatever the backend calls it.
+    """How blocks are compiled, whatever the backend calls it."""
 
-    dynamic: True: one graph for sizes of any kind. False: one for each size. None: the backend's own way; inductor's
-        is a graph for the first size, and one for all others.
-    mode: one of MODES; inductor alone.
-    attention: one of `attention.KERNELS`; "": PyTorch's choice. For backends that use PyTorch's attention, and 'eager'.
-    channels_last: whether 2D convolutions lie in memory so; for inductor and 'eager'.
-    """
-
+    # True: one graph for all sizes. False: one for each. None: the backend's own way; inductor's is a graph for the
+    # first size, and one for all others
     dynamic: bool | None = None
-    mode: str = MODES[0]
-    attention: str = ""
-    channels_last: bool = False
+    mode: str = MODES[0]  # for inductor alone
+    attention: str = ""  # one of `attention.KERNELS`, where PyTorch's attention is used, as by 'eager'; "": its choice
+    channels_last: bool = False  # whether 2D convolutions lie in memory so; for inductor and 'eager'
 
     def given_to(self, backend: str) -> Any:
         """As OneDiff's backend takes them.

@@ -239,19 +239,16 @@ class ContextPlan:
 
     Between, each rank has its share of the tokens. All that is not attention treats tokens apart, and needs no other
     rank.
-
-    first: arguments of the first block whose tokens are split, and the dimension that they are in. It hands on what is
-        split, so that the other blocks get it so.
-    every: the same of each block, for what is handed to all of them whole.
-    given: the same of the denoiser itself, for what has a token's timestep each; left alone where it has one dimension.
-    text: the argument that carries text, where that is split too.
     """
 
     tokens: Callable[[Config, tuple[int, ...]], int]  # (denoiser config, shape of its `hidden_states`) → the blocks'
+    # arguments of the first block whose tokens are split, and the dimension that they are in. It hands on what is
+    # split, so that the other blocks get it so
     first: Mapping[str, int]
-    every: Mapping[str, int] = field(default_factory=dict)
+    every: Mapping[str, int] = field(default_factory=dict)  # of each block, the same for what all of them get whole
+    # of the denoiser itself, for what has a token's timestep each; left alone where it has one dimension
     given: Mapping[str, int] = field(default_factory=dict)
-    text: str = ""
+    text: str = ""  # the argument that carries text, where that is split too
 
 
 @dataclass(frozen=True)

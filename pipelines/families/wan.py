@@ -34,13 +34,10 @@ class _Options(Foreign):
 
 
 class _OptionsOfTwo(Foreign):
-    """The same, of a pipeline with two transformers.
-
-    boundary_ratio: the part of the timesteps below which the second one denoises.
-    """
+    """The same, of a pipeline with two transformers."""
 
     expand_timesteps: bool = False
-    boundary_ratio: Annotated[float, Field(gt=0, lt=1)]
+    boundary_ratio: Annotated[float, Field(gt=0, lt=1)]  # the part of the timesteps that the second one denoises below
 
 
 def _variant(config: Config) -> str:

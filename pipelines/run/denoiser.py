@@ -125,15 +125,12 @@ def ways_to_run(
 
 
 class GuardedCalls:
-    """Calls of a denoiser or a text encoder in one run: under the guard, with features, placed before they are made.
-
-    ranks: that make them together.
-    """
+    """Calls of a denoiser or a text encoder in one run: under the guard, with features, placed before they are made."""
 
     def __init__(self, stage: ComponentStage, features: Sequence[Feature], ranks: ProcessGroup = ALONE):
         self._stage = stage
         self._features = features
-        self._ranks = ranks
+        self._ranks = ranks  # that make them together
         self._signature = inspect.signature(stage.module.forward)
         self._known = NOTHING  # learned in earlier runs
         self._guard: StageGuard | None = None

@@ -38,22 +38,16 @@ COGVIDEOX = (
 
 @dataclass(frozen=True)
 class Previews:
-    """What a host shows while a pipeline samples.
+    """What a host shows while a pipeline samples."""
 
-    show: is given a PIL image, of one pixel a latent or more, after each step.
-    to_picture: returns what the host makes pictures with of latents of a kind, by ComfyUI's name for it, or None.
-    """
-
-    show: Callable[[Any], None]
+    show: Callable[[Any], None]  # is given a PIL image, of one pixel a latent or more, after each step
+    # returns what the host makes pictures with of latents of a kind, by ComfyUI's name for it, or None
     to_picture: Callable[[str], ToPicture | None] = lambda _kind: None
 
 
 class PreviewedRun(Feature):
     """A run goes on without previews where they do not work, or nobody has published which colours the model's latents
-    have (CogView's).
-
-    frames: of the video; 1 for images.
-    """
+    have (CogView's). frames: of the video; 1 for images."""
 
     def __init__(self, previews: Previews, handle: PipelineHandle, frames: int):
         self._previews, self._handle, self._frames = previews, handle, frames

@@ -60,12 +60,9 @@ class Offload(str, Enum):
 
 
 class OffloadPolicy:
-    """How a component's weights come to the device inside `with`. Here they are there already.
+    """How a component's weights come to the device inside `with`. Here they are there already."""
 
-    most_bytes: on the device at once, of weights that come and go.
-    """
-
-    most_bytes = 0
+    most_bytes = 0  # on the device at once, of weights that come and go
 
     def shell(self, module: torch.nn.Module, like: torch.nn.Module | None = None) -> torch.nn.Module:
         """Return a shell of `module` (the component, or a shell of it) that brings its weights when they are needed.
@@ -384,13 +381,11 @@ class PinnedBuffer:
     The buffer has pages of its own, since CUDA registers a page once; and it is the storage of its tensors from the
     first byte on, since that is the byte of which `is_pinned` asks CUDA. While it is made, main memory holds at most
     its bytes beside all weights.
-
-    stream: of all copies from it.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream):
         self.tensors = [tensor for tensor in dict.fromkeys(tensors) if _is_plain(tensor)]
-        self._stream = stream
+        self._stream = stream  # of all copies from it
         self._unlock: weakref.finalize[..., PinnedBuffer] | None = None
         begins, n_bytes = laid_out(self.tensors)
         if not self.tensors:

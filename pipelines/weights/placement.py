@@ -50,14 +50,10 @@ class DeviceMemory(NamedTuple):
 
 class PlainPlacement:
     """What moves whole components between the device that computes and the host's memory. Here they stay where they are
-    put; a host has its memory manager do it.
+    put; a host has its memory manager do it."""
 
-    wish: the offload that the process was started for: "none", "group" or "sequential"; "" where for none.
-    channels_last: whether the process was started for convolutions with their channels last.
-    """
-
-    wish = ""
-    channels_last = False
+    wish = ""  # the offload that the process was started for: "none", "group" or "sequential"; "" where for none
+    channels_last = False  # whether the process was started for convolutions with their channels last
 
     def __init__(self, device: torch.device | None = None):
         self.device = device or default_device()
