@@ -150,13 +150,10 @@ class Layout:
     cache: str = ""  # argument of the VAE's networks by which a video's chunks hand on what the next one needs
     cache_is_written: bool = False  # that argument is a list which they write to; else they return a new cache
 
-    def latents_shape(self, config: Config, width: int, height: int, frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of the latents of one video or image, as the VAE decodes them.
-
-        config: the VAE's. width, height, frames: of what is made.
-        """
-        pixels, channels = self.spatial(config), self.channels(config)
-        count, sides = (frames - 1) // self.temporal(config) + 1, (height // pixels, width // pixels)
+    def latents_shape(self, vae_config: Config, width: int, height: int, frames: int = 1) -> tuple[int, ...]:
+        """Return the shape of the latents of one video or image of that size, as the VAE decodes them."""
+        pixels, channels = self.spatial(vae_config), self.channels(vae_config)
+        count, sides = (frames - 1) // self.temporal(vae_config) + 1, (height // pixels, width // pixels)
         return (count, channels, *sides) if self.dimensions == 4 else (1, channels, count, *sides)
 
 

@@ -109,10 +109,7 @@ class Feature:
         return call
 
     def saving(self, stage: ComponentStage, inputs: Mapping[str, Any]) -> str:
-        """Return how the feature can take less memory in calls of a denoiser, for the report; "": it cannot.
-
-        inputs: of a call.
-        """
+        """Return how the feature can take less memory in calls with such inputs, for the report; "": it cannot."""
         del stage, inputs
         return ""
 
