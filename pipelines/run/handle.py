@@ -104,23 +104,18 @@ class PipelineHandle:
 
     def stage(self, component: Component, request: Precision | None = None) -> ComponentStage:
         """A component, set up to compute as its plan says; nothing is loaded yet. Raises PlanImpossible."""
-        plan, layout = self.plan(component, request), self.family.layout
-        cache = (layout.cache,) if layout.cache else ()
-        inputs = {
-            Component.DENOISER: self.family.denoiser_inputs,
-            Component.VAE_ENCODE: cache,
-            Component.VAE_DECODE: cache,
-        }
+        plan, layout, name = self.plan(component, request), self.family.layout, self.family.folder(component)
+        inputs = {self.family.denoiser: self.family.denoiser_inputs, "vae": (layout.cache,) if layout.cache else ()}
         as_the_decoder = component is Component.VAE_ENCODE  # whose weights it has, which are there once
         return ComponentStage(
             plan=plan,
             report=self.report(plan),
             architecture=self.architecture,
             asked=self.policy,
-            inputs=inputs.get(component, ()),
+            inputs=inputs.get(name, ()),
             agree=self.ranks.all_reduce_absmax if component is Component.DENOISER and not self.ranks.alone else alone,
             handle=self,
-            name=self.family.folder(component),
+            name=name,
             weights_in=self.plan(Component.VAE_DECODE, request).dtype if as_the_decoder else plan.dtype,
         )
 
