@@ -150,17 +150,12 @@ def compiled(
     parts: tuple[str, ...],
     choice: BackendChoice,
     how: CompileOptions | None = None,
-    inside: Callable[[Any], Any] | None = None,
+    inside: Callable[[Any], Any] | None = None,  # makes of a block what is compiled, or runs where nothing compiles it
     *,
-    device: torch.device | None = None,
+    device: torch.device | None = None,  # if not the CPU; other backends are tried there where one of 'auto' fails
 ) -> torch.nn.Module:
     """A shell of the denoiser in which the named parts are compiled, a list block by block; the denoiser itself for
-    'eager'.
-
-    inside: makes of a block what is compiled, and what runs where nothing compiles it.
-    device: that it runs on, if not the CPU: other backends are tried there where one that 'auto' chose fails.
-    Raises what a backend raises that was asked for by name.
-    """
+    'eager'. Raises what a backend raises that was asked for by name."""
     if choice.name == EAGER:
         return replace_submodules(denoiser, dict.fromkeys(parts, _each(inside))) if inside else denoiser
     shared = Compiling(_compilers(choice, how or CompileOptions(), device or torch.device("cpu")), inside)

@@ -105,16 +105,13 @@ class Compiling:
     Where as many sizes as `COMPILED_SIZES` had something compiled for them, blocks run uncompiled at sizes that are new
     to them. That limit is ours: dynamo's is lifted. It counts graphs for one piece of code, which blocks of several
     kinds share in a UNet, and falls back without a word.
-
-    compilers: the one to begin with, then those to go on with, looked for when they are needed.
-    inside: makes of a block what is compiled.
     """
 
     def __init__(self, compilers: Iterator[Compiler], inside: Callable[[Any], Any] | None = None):
         self.given_up: list[str] = []  # why there is another compiler than the first
         self.sizes = 0  # that had something compiled for them
-        self._compilers = compilers
-        self._inside = inside
+        self._compilers = compilers  # the one to begin with, then those to go on with, looked for when they are needed
+        self._inside = inside  # makes of a block what is compiled
         self._originals: list[torch.nn.Module] = []
         self._in_use: Compiler  # from `compile` on
         self._swapping = threading.Lock()

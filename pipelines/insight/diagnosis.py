@@ -118,21 +118,16 @@ class Diagnosis:
 
 def diagnose(
     model: Path | None = None,
-    architecture: Architecture | None = None,
+    architecture: Architecture | None = None,  # plan for that one instead of the one here
     *,
     precision: Precision = Precision.AUTO,
     accumulation: Accumulation = Accumulation.AUTO,
-    memory: int | None = None,
-    size: Size | None = None,
-    selftests: Path | None = None,
+    memory: int | None = None,  # bytes of a card, for which to tell how each stage would run
+    size: Size | None = None,  # of the result; None: the model's own
+    selftests: Path | None = None,  # folder of the results of this card's self-test
 ) -> Diagnosis:
-    """The plan for a model folder, or for all variants.
-
-    architecture: plan for that one instead of the one here.
-    memory: bytes of a card, for which to tell how each stage would run. size: of the result; None: the model's own.
-    selftests: folder of the results of this card's self-test.
-    Raises BadFolder where `model` is no folder of a known family, or is not whole; BadSize where none can be made.
-    """
+    """The plan for a model folder, or for all variants. Raises BadFolder where `model` is no folder of a known family,
+    or is not whole; BadSize where none can be made."""
     machine = look()
     here = tried(lambda: _tested(machine.device, selftests), machine.architecture)
     machine = replace(machine, architecture=here)

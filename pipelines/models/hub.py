@@ -41,18 +41,14 @@ ProgressCallback = Callable[[int, int, str], None]  # bytes done, bytes in all (
 
 
 def fetch(
-    hub_id: str,
-    revision: str | None,
+    hub_id: str,  # "owner/name", or the address of its page
+    revision: str | None,  # a branch, a tag or a commit; None is "main"
     *,
-    download: bool = True,
-    progress: ProgressCallback = lambda *_: None,
+    download: bool = True,  # False (or HF_HUB_OFFLINE) uses only what is in the cache
+    progress: ProgressCallback = lambda *_: None,  # called several times a second; what it raises cancels the download
 ) -> Path:
     """Download one commit of a repository into huggingface_hub's cache. Return its folder, which passed all checks.
 
-    hub_id: "owner/name", or the address of its page.
-    revision: a branch, a tag or a commit; None is "main".
-    download: False (or HF_HUB_OFFLINE) uses only what is in the cache.
-    progress: called several times a second. What it raises cancels the download.
     Raises HubError where the files cannot be had, and BadFolder where they are no complete model of a known family.
     """
     if address := _ADDRESS.fullmatch(hub_id):

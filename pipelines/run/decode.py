@@ -103,21 +103,16 @@ def decode(
     handle: PipelineHandle,
     latents: torch.Tensor,
     *,
-    tiling: bool = False,
-    slicing: bool = False,
-    chunk: int = 0,
+    tiling: bool = False,  # decode in overlapping tiles: slower, with less memory
+    slicing: bool = False,  # one video of a batch at a time: the same
+    chunk: int = 0,  # frames or images decoded at once, where the VAE takes them apart (SVD, CogView); 0: all
     request: Precision | None = None,
-    backend: str = "auto",
-    made_by: str | None = None,
-    progress: CallTold | None = None,
+    backend: str = "auto",  # "auto": the pipeline's own, where compiling pays; else one by its name
+    made_by: str | None = None,  # the diffusers pipeline whose latents they are, where that is known
+    progress: CallTold | None = None,  # is told each call of the decoder: one for every tile and chunk of frames
 ) -> tuple[torch.Tensor, RunReport]:
     """Decode latents, in the family's layout, to [frames or images, height, width, 3] in 0..1, float32.
 
-    tiling, slicing: decode in overlapping tiles, or one video of a batch at a time; slower, with less memory.
-    chunk: frames or images decoded at once, where the VAE takes them apart (SVD, CogView); 0: all.
-    backend: "auto": the pipeline's own, where compiling pays; else one by its name.
-    made_by: the diffusers pipeline whose latents they are, where that is known.
-    progress: is told each call of the decoder, of which there is one for every tile and chunk of frames.
     Of several processes, all that decode in chunks share them: each gets all frames. What is decoded at once, each
     decodes for itself.
     Raises BadInput where the latents are not this model's, GuardStopped where they are not finite, both before a weight

@@ -28,13 +28,12 @@ def encode_prompts(
     handle: PipelineHandle,
     prompts: list[str],
     request: Precision | None = None,
-    progress: CallTold | None = None,
+    progress: CallTold | None = None,  # is told each prompt that is new
 ) -> tuple[list[torch.Tensor], RunReport]:
     """Encode a positive prompt, then negative ones. Returns float32 embeddings [1, tokens, channels] in the host's
     memory, and the report.
 
     The text encoder is loaded only where a prompt is new. Afterwards it is in main memory, where that has room.
-    progress: is told each prompt that is new.
     Raises BadInput where the model takes no prompt, or a prompt holds half a character.
     """
     _limit(handle)

@@ -220,13 +220,12 @@ def load(
     accumulation: Accumulation = Accumulation.AUTO,
     profiles: Path | None = None,
     compiled: Path | None = None,
-    selftests: Path | None = None,
-    ranks: ProcessGroup = ALONE,
+    selftests: Path
+    | None = None,  # folder of the results of this card's self-test; None: its architecture alone is known
+    ranks: ProcessGroup = ALONE,  # of which this process is one
 ) -> PipelineHandle:
     """Check a model and make a handle. Weights are read when a stage first needs them.
 
-    selftests: folder of the results of this card's self-test; None: nothing is known of the card but its architecture.
-    ranks: of which this process is one.
     Raises TorchTooOld; BadFolder; BackendUnavailable where a backend was asked for that does not work here, or not with
     this offload; PlanImpossible where the device has no such precision.
     """

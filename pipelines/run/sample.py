@@ -66,26 +66,22 @@ class SampleSettings:
 @in_turn
 def sample(
     handle: PipelineHandle,
-    positive: torch.Tensor | None,
+    positive: torch.Tensor | None,  # [batch, tokens, channels] embeddings; None for families without a prompt
     negative: torch.Tensor | None,
     settings: SampleSettings,
     *,
-    image: Any = None,
-    video: list[Any] | None = None,
+    image: Any = None,  # a PIL image, for families that start from one
+    video: list[Any] | None = None,  # PIL images to start from instead of noise
     request: Precision | None = None,
     step_done: StepDone | None = None,
-    tell: Tell | None = None,
+    tell: Tell
+    | None = None,  # is given a line on what takes long before a step and within one; may raise, to interrupt
     previews: Previews | None = None,
-    unused: tuple[str, ...] = (),
-    denoiser: MakeDenoiser | None = None,
+    unused: tuple[str, ...] = (),  # of the inputs, for the report's warnings; told before the first step
+    denoiser: MakeDenoiser | None = None,  # makes the one that the diffusers pipeline is given; `guarded_denoiser` does
 ) -> tuple[torch.Tensor, RunReport]:
     """Denoise. Returns latents in the family's layout, as its VAE takes them, and the report.
 
-    positive, negative: [batch, tokens, channels] embeddings; None for families without a prompt.
-    image: a PIL image, for families that start from one. video: PIL images to start from instead of noise.
-    tell: is given a line on what takes long before a step and within one; may raise, to interrupt.
-    unused: what of the inputs is not used, for the report's warnings; told before the first step.
-    denoiser: makes the one that the diffusers pipeline is given. Defaults to `guarded_denoiser`.
     Latents and scheduler stay in float32, and noise is drawn on the CPU, so that a seed gives the same noise in every
     precision and on every card; the guard casts what enters the denoiser to the plan's dtype.
     Raises BadSize, BadInput before anything is loaded; GuardStopped where a step cannot be saved.

@@ -125,16 +125,12 @@ class ComponentStore:
         offload: Offload = Offload.NONE,
         loras: tuple[Lora, ...] = (),
         *,
-        place: bool = True,
-        beside: int = 0,
+        place: bool = True,  # False leaves it where it is
+        beside: int = 0,  # bytes that are to be free on the device, beside its weights
     ) -> torch.nn.Module:
         """Return the component, loaded in `dtype` ("fp16", "bf16", "fp32") if it is not there already, or a shell of it
         with LoRAs added. It is on its device, or in main memory where `offload` brings its weights in parts. Raises
-        BadFolder, BadLora.
-
-        place: False leaves it where it is.
-        beside: bytes that are to be free on the device, beside its weights.
-        """
+        BadFolder, BadLora."""
         key = keys(loras) if loras else ()
         with MOVING:
             if self.loaded().get(name) == dtype and key in ((), self.components[name].loras):

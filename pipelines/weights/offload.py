@@ -118,21 +118,16 @@ class BlockOffload(OffloadPolicy):
     Weights in none of its parts are on the device inside `with`. On CUDA, with GROUP, the next part comes while one
     computes, and weights are page-locked from their first use until `release`; else, and where the system does not let
     it, they are page-locked as they are brought.
-
-    component: the module, in main memory.
-    offload: GROUP (block by block) or SEQUENTIAL (layer by layer).
-    blocks: names of the component's blocks, or of lists of blocks. Defaults to its outermost lists.
-    once: the component is dropped after use, so page-locking all of it would take longer than it saves.
     """
 
     def __init__(
         self,
-        component: torch.nn.Module,
-        offload: Offload,
+        component: torch.nn.Module,  # in main memory
+        offload: Offload,  # GROUP (block by block) or SEQUENTIAL (layer by layer)
         device: torch.device,
         *,
-        blocks: tuple[str, ...] = (),
-        once: bool = False,
+        blocks: tuple[str, ...] = (),  # names of the component's blocks, or of lists of blocks; (): its outermost lists
+        once: bool = False,  # it is dropped after use, so page-locking all of it would take longer than it saves
     ):
         parts, grouped = Parts.of(component, offload, blocks), offload is Offload.GROUP
         self.made_for = component, offload, blocks
