@@ -313,7 +313,7 @@ def _mixed(weights: Mapping[str, Weights]) -> Iterator[str]:
 
 def _walk(folder: Path, depth: int, seen: dict[Path, int]) -> Iterator[Path]:
     """seen: to what depth each real folder was looked through, also where a thousand links lead to it."""
-    try:
+    with suppress(OSError):
         if (folder / INDEX).is_file():
             yield folder
         elif depth > 0 and folder.is_dir() and seen.get(real := folder.resolve(), 0) < depth:
@@ -321,8 +321,6 @@ def _walk(folder: Path, depth: int, seen: dict[Path, int]) -> Iterator[Path]:
             for child in sorted(folder.iterdir(), key=lambda child: (child.is_symlink(), child)):
                 if child.is_dir() and not child.name.startswith("."):
                     yield from _walk(child, depth - 1, seen)
-    except OSError:
-        return
 
 
 def _ignored(
