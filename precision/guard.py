@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -82,69 +82,49 @@ class _BrokenInFp32(RuntimeError):
     """The output of a call is non-finite in fp32 too, although its inputs are finite."""
 
 
+@dataclass(eq=False, repr=False)
 class StageGuard:
-    """A callable that stands in place of a stage: it attempts each call, checks the output, and reruns it in fp32.
+    """A callable that stands in place of a stage: it attempts each call, checks the output, and reruns it in fp32."""
 
-    stage: the name of the stage in messages and in the report.
-    attempt: what to call; may be compiled. A FallbackAdapter where the scope LEARNED shall change it.
-    rerun: what to call in fp32 where the attempt fails; the untouched original. Defaults to the FallbackAdapter's
-        module, or to `attempt`.
-    owner: the module whose weights `rerun` uses. Defaults to `rerun`, or what it is a method of.
-    dtype: "fp16", "bf16" or "fp32": the plan's dtype of this stage.
-    report: what each call is recorded in.
-    inputs: names of the keyword arguments that carry activations. They are cast to `dtype` before each attempt,
-        since a scheduler may hand on float32; positional tensors are cast too. Other arguments (timesteps, rotary
-        tables) keep their dtype.
-    constant: those of them that are the same tensors, unchanged, at every step: they are cast, and looked at, once.
-    tf32: whether a rerun may use TF32's matrix products. With exact_fp32 it never does.
-    peak_inside: returns max |x| that the last attempt reached inside, for stages that clip: a clipped value is finite,
-        and wrong. Saturation counts as failure.
-    renew: loads the weights anew, where those on the card may be stale, and returns whether it could. Called with the
-        arguments of a call that fails in fp32 too, which is then made once more.
-    agree: makes what was measured the same in all processes that compute the stage together, so that each decides as
-        the others do. It comes before the one transfer to the host, and does not wait for the device.
-    pending: what else is to be read by the transfer that it makes for each call.
-    snapshot: makes a Snapshot of what it is given: of a call's arguments, and of `owner`. Before a call is made again,
-        and where it raises, all that it changed is put back.
-    """
+    stage: str  # its name in messages and in the report
+    attempt: InitVar[Callable[..., Any] | FallbackAdapter]  # may be compiled; the latter where LEARNED may change it
+    _: KW_ONLY
+    dtype: str  # "fp16", "bf16" or "fp32": the plan's of this stage
+    policy: GuardPolicy
+    report: RunReport  # what each call is recorded in
+    # What to call in fp32 where the attempt fails, the untouched original: by default the FallbackAdapter's module, or
+    # `attempt`. And the module whose weights that uses: by default what is called, or what it is a method of.
+    rerun: Any = None
+    owner: Any = None
+    # Names of the keyword arguments that carry activations. They are cast to `dtype` before each attempt, since a
+    # scheduler may hand on float32; positional tensors are too. Others (timesteps, rotary tables) keep their dtype.
+    inputs: tuple[str, ...] = ()
+    constant: tuple[str, ...] = ()  # those that are the same at every step, unchanged: cast, and looked at, once
+    tf32: bool = False  # a rerun may use TF32's matrix products; with exact_fp32 it never does
+    # Returns max |x| that the last attempt reached inside, for stages that clip: a clipped value is finite, and wrong.
+    # Saturation counts as failure.
+    peak_inside: Callable[[], torch.Tensor | None] = lambda: None
+    # Loads the weights anew, where those on the card may be stale, and returns whether it could. Given the arguments of
+    # a call that fails in fp32 too, which is then made once more.
+    renew: Callable[..., bool] | None = None
+    # Makes what was measured the same in all processes that compute the stage together, so that each decides as the
+    # others do. It comes before the one transfer to the host, and does not wait for the device.
+    agree: Agree = alone
+    pending: Pending | None = None  # what else is to be read by the transfer that each call makes
+    # Of a call's arguments, and of `owner`: what it changed is put back before it is made again, and where it raises.
+    snapshot: Callable[..., Snapshot] = Snapshot
 
-    def __init__(
-        self,
-        stage: str,
-        attempt: Callable[..., Any] | FallbackAdapter,
-        *,
-        dtype: str,
-        policy: GuardPolicy,
-        report: RunReport,
-        rerun: Callable[..., Any] | None = None,
-        owner: torch.nn.Module | None = None,
-        inputs: tuple[str, ...] = (),
-        constant: tuple[str, ...] = (),
-        tf32: bool = False,
-        peak_inside: Callable[[], torch.Tensor | None] | None = None,
-        renew: Callable[..., bool] | None = None,
-        agree: Agree = alone,
-        pending: Pending | None = None,
-        snapshot: Callable[..., Snapshot] = Snapshot,
-    ):
-        self.stage = stage
-        self.dtype = dtype
-        self.policy = policy
-        self.report = report
+    def __post_init__(self, attempt: Callable[..., Any] | FallbackAdapter) -> None:
         learner = attempt if isinstance(attempt, FallbackAdapter) else None
-        self._learns = learner is not None and policy.scope is Scope.LEARNED
+        self._learns = learner is not None and self.policy.scope is Scope.LEARNED
         self._attempt: Callable[..., Any] = learner.attempt.run if learner else attempt  # pyright: ignore[reportAttributeAccessIssue]
         made_by = learner.module if learner else self._attempt
-        self._rerun = made_by if rerun is None else rerun  # a module's truth is its length, which a compiled one lacks
-        called = getattr(self._rerun, "__self__", self._rerun)
-        self._owner = called if owner is None else owner
-        self._inputs, self._constant, self._casts = inputs, constant, IdentityMemo()
-        self._tf32 = tf32 and not policy.exact_fp32
-        self._peak_inside = peak_inside or (lambda: None)
-        self._renew = renew or (lambda *_, **__: False)
-        self._agree = agree
-        self._measured = partial(measured, agree=agree, pending=pending)
-        self._snapshot = snapshot
+        # a module's truth is its length, which a compiled one lacks
+        self.rerun = made_by if self.rerun is None else self.rerun
+        self.owner = getattr(self.rerun, "__self__", self.rerun) if self.owner is None else self.owner
+        self.tf32 = self.tf32 and not self.policy.exact_fp32
+        self._casts = IdentityMemo()
+        self._measured = partial(measured, agree=self.agree, pending=self.pending)
         self._learner = learner or self._watching()
         self._failures, self._extremes, self._sound = 0, Extremes(), False  # sound: its weights are finite
         self._stays = self._learns and self._learner is not None and self._learner.learned.whole_run_fp32
@@ -154,14 +134,14 @@ class StageGuard:
 
         Raises GuardStopped where an input is broken, where fp32 fails as well, or where the policy says stop.
         """
-        before = self._snapshot(args, kwargs, self._owner, self._attempt)
+        before = self.snapshot(args, kwargs, self.owner, self._attempt)
         started = time.perf_counter()
         try:
             try:
                 return self._call(args, kwargs, before)
             except _BrokenInFp32:
                 self._restore(before)
-                if not self._renew(*args, **kwargs):
+                if self.renew is None or not self.renew(*args, **kwargs):
                     raise GuardStopped(self._diagnose(args, kwargs)) from None
             return self._with_new_weights(args, kwargs)
         except BaseException as error:
@@ -173,7 +153,7 @@ class StageGuard:
     def _with_new_weights(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call again whose weights were loaded again."""
         logger.warning("%s: NaN or infinite in fp32 too, so its weights were loaded again", self._where())
-        before = self._snapshot(args, kwargs, self._owner, self._attempt)  # its buffers may be loaded anew, too
+        before = self.snapshot(args, kwargs, self.owner, self._attempt)  # its buffers may be loaded anew, too
         try:
             output = self._call(args, kwargs, before)
         except _BrokenInFp32:
@@ -207,7 +187,7 @@ class StageGuard:
                 with fp16_accumulation(self._learner.attempt.fp16_accumulation if self._learner else None):
                     output = self._attempt(*half_args, **half_kwargs)
             except _OF_A_PLAN as error:
-                if self._agree is not alone or isinstance(error, _NOT_OF_A_PLAN):
+                if self.agree is not alone or isinstance(error, _NOT_OF_A_PLAN):
                     raise
                 # the first step, which learned scales were made of, did not raise it
                 again = bool(self._learner and self._learner.attempt.renew())
@@ -225,10 +205,10 @@ class StageGuard:
             output, made, _, rerun = self._again(args, kwargs, before, None, to_blame=True, saturated=False, runs=False)
             note = Message("in {} it raised {}", self.dtype, shown(failed, 200))
             return self._recorded(output, started, None, "fp32", "rerun", made, note=note, rerun=rerun)
-        given, made, inside, timestep = self._measured(changed, output, self._peak_inside(), kwargs.get("timestep"))
+        given, made, inside, timestep = self._measured(changed, output, self.peak_inside(), kwargs.get("timestep"))
         dtype = self.dtype if self._narrow else "fp32"
         outcome, ends = made.outcome(dtype, inside), None
-        if given.finite and outcome != "finite" and inside.outcome(dtype, inside) == "finite" and self._agree is alone:
+        if given.finite and outcome != "finite" and inside.outcome(dtype, inside) == "finite" and self.agree is alone:
             ends = places(output, dtype)
             if self._extremes.known(ends) or (self.dtype == "fp32" and self._is_mask(output)):
                 outcome = "finite"
@@ -329,7 +309,7 @@ class StageGuard:
         """
         started, finding = time.perf_counter(), None
         learner = self._learner if to_blame and (self._learns or not self._failures) else None
-        with extra_peak(self._owner, (args, kwargs)) as extra_bytes:
+        with extra_peak(self.owner, (args, kwargs)) as extra_bytes:
             if learner:
                 (output, made, _), finding = learner.watch(lambda: self._in_fp32(args, kwargs))
             else:
@@ -366,7 +346,7 @@ class StageGuard:
         Raises _BrokenInFp32 where the output is non-finite in fp32 too.
         """
         own_args, own_kwargs = self._apart(args, kwargs)
-        output = run_in_fp32(self._rerun, *own_args, tf32=self._tf32, **own_kwargs)
+        output = run_in_fp32(self.rerun, *own_args, tf32=self.tf32, **own_kwargs)
         _, made, _, timestep = self._measured((), output, timestep=kwargs.get("timestep"))
         if not made.finite and not self._is_mask(output):
             self._refuse_broken_input(args, kwargs)
@@ -375,8 +355,8 @@ class StageGuard:
 
     def _is_mask(self, output: Any) -> bool:
         """Return whether an output in fp32 may be right although it is not finite: it has -inf, from finite weights."""
-        owner = self._owner
-        if not only_minus_inf(output) or self._agree is not alone:
+        owner = self.owner
+        if not only_minus_inf(output) or self.agree is not alone:
             return False
         self._sound = self._sound or not isinstance(owner, torch.nn.Module) or broken_weight(owner) is None
         return self._sound
@@ -399,10 +379,10 @@ class StageGuard:
 
     def _watching(self) -> FallbackAdapter | None:
         """Return a learner for a stage whose attempt stays as it is: it only finds where a call fails."""
-        if self.dtype == "fp32" or not isinstance(self._owner, torch.nn.Module):
+        if self.dtype == "fp32" or not isinstance(self.owner, torch.nn.Module):
             return None
         attempt = HalfPrecisionForward(self._attempt, self._attempt)
-        return FallbackAdapter(self._owner, self.dtype, lambda _: attempt, agree=self._agree)
+        return FallbackAdapter(self.owner, self.dtype, lambda _: attempt, agree=self.agree)
 
     @property
     def standing(self) -> tuple[int, bool]:
@@ -468,12 +448,12 @@ class StageGuard:
             return value if fits else change(value, once)
 
         return tuple(map(cast, args)), {
-            name: pytree.tree_map(partial(cast, once=name in self._constant), value) if name in self._inputs else value
+            name: pytree.tree_map(partial(cast, once=name in self.constant), value) if name in self.inputs else value
             for name, value in kwargs.items()
         }
 
     def _refuse_broken_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        named = {f"argument {i + 1}": v for i, v in enumerate(args)} | {n: kwargs.get(n) for n in self._inputs}
+        named = {f"argument {i + 1}": v for i, v in enumerate(args)} | {n: kwargs.get(n) for n in self.inputs}
         for name, value in named.items():
             broken = sum(non_finite(t) for t in floating(value))
             if broken:
@@ -497,7 +477,7 @@ class StageGuard:
 
     def _diagnose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         found = Message("{}: the output is NaN or infinite in fp32 too", self._where())
-        owner = self._owner
+        owner = self.owner
         if not isinstance(owner, torch.nn.Module):
             return Message("{}. Precision cannot help here.", found)
         if weight := broken_weight(owner):
@@ -508,7 +488,7 @@ class StageGuard:
                 *weight,
             )
         module = (
-            first_broken(owner, lambda: run_in_fp32(self._rerun, *args, **kwargs), agree=self._agree)
+            first_broken(owner, lambda: run_in_fp32(self.rerun, *args, **kwargs), agree=self.agree)
             or type(owner).__name__
         )
         return Message(
