@@ -146,7 +146,8 @@ def _round_as_trained(undo: ExitStack) -> None:
 
     def rounded(original: Any, part: Any, timestep: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         def table(timestep: torch.Tensor) -> torch.Tensor:
-            return original(_WithoutLayers(part), timestep.bfloat16(), timestep)
+            own = _With(part, timestep_embedder=lambda frequencies: frequencies)  # without the layers behind it
+            return original(own, timestep.bfloat16(), timestep)
 
         return part.timestep_embedder(OneOperation(table)(timestep))
 
@@ -186,41 +187,26 @@ def _replace(
         host.check_absence(".".join(filter(None, (module, of_class, name))), since)
 
 
-class _Unquantised:
-    """A layer as ComfyUI's own functions see it that ask its weight whether it is quantised: it is not."""
+class _With:
+    """An object of ComfyUI's as its own functions see it, with other attributes than it has."""
 
-    weight = None
-
-    def __init__(self, layer: Any):
-        self._layer = layer
+    def __init__(self, of: Any, **attributes: Any):
+        self._of = of
+        vars(self).update(attributes)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
+        return getattr(self._of, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._layer(*args, **kwargs)
-
-
-class _WithoutLayers:
-    """MageFlow's embedding of a timestep, whose table is returned as it is."""
-
-    def __init__(self, part: Any):
-        self._part = part
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._part, name)
-
-    @staticmethod
-    def timestep_embedder(table: torch.Tensor) -> torch.Tensor:
-        return table
+        return self._of(*args, **kwargs)
 
 
 def _with_unquantised_layer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `linear_input_act`, whatever else its version takes. Its way for layers that are not quantised calls the
-    layer, which then multiplies in full."""
+    """Call `linear_input_act`, whatever else its version takes. It asks a weight whether it is quantised; its way for
+    layers that are not calls the layer, which then multiplies in full."""
     if args:
-        return original(_Unquantised(args[0]), *args[1:], **kwargs)
-    return original(**{**kwargs, "linear": _Unquantised(kwargs["linear"])})
+        return original(_With(args[0], weight=None), *args[1:], **kwargs)
+    return original(**{**kwargs, "linear": _With(kwargs["linear"], weight=None)})
 
 
 _WHOLE_PRODUCTS = SharedSetting(_make_whole_products)
