@@ -166,12 +166,10 @@ class FusedAttention(TraceableMode):
         super().__init__()
         self._unless = unless
 
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not F.scaled_dot_product_attention or self._unless(*args, **(kwargs or {})):
-            return func(*args, **(kwargs or {}))
-        return self.attention(*args, **(kwargs or {}))
+    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is not F.scaled_dot_product_attention or self._unless(*args, **kwargs):
+            return func(*args, **kwargs)
+        return self.attention(*args, **kwargs)
 
     def attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any

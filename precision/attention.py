@@ -84,12 +84,9 @@ def _sage_operator() -> Any:
 
 
 class _BySage(TraceableMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if func is torch.Tensor.unflatten:  # it calls super(), which dynamo cannot follow from here
-            return args[0].unflatten(*args[1:], **given)
-        made = sage(*args, **given) if func is sdpa else None
-        return func(*args, **given) if made is None else made
+    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made = sage(*args, **kwargs) if func is sdpa else None
+        return func(*args, **kwargs) if made is None else made
 
 
 def preferring(kernel: str) -> AbstractContextManager[Any]:

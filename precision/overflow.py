@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -248,43 +248,38 @@ class Clips(TraceableMode):
         a value was clipped. None where the stage has nothing that clips."""
         return self.peak if self._needed else None
 
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        named = kwargs or {}
-        if func is _T.unflatten:  # it calls super(), which dynamo cannot follow from here
-            return args[0].unflatten(*args[1:], **named)
+    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _PARSE_TO:  # by `Module.to`: dynamo has a stand-in for it, which 2.11 cannot look up in a set
-            return func(*args, **named)
+            return func(*args, **kwargs)
         if func in _ASKS or (func in COMPARES and _asks_for_the_end(*args[:2])):
-            self._see_asked(_given(args, named))
+            self._see_asked(_given(args, kwargs))
         if func in _NAN_TO_NUM:
-            self._see(_given(args, named), FP16_MAX)
+            self._see(_given(args, kwargs), FP16_MAX)
         elif func in _CLAMP:
-            low = args[1] if len(args) > 1 else named.get("min")
-            self._see(_given(args, named), args[2] if len(args) > 2 else named.get("max"), low)
+            low = args[1] if len(args) > 1 else kwargs.get("min")
+            self._see(_given(args, kwargs), args[2] if len(args) > 2 else kwargs.get("max"), low)
         elif func in _CLAMP_MAX:
-            self._see(_given(args, named), args[1] if len(args) > 1 else named.get("max"))
+            self._see(_given(args, kwargs), args[1] if len(args) > 1 else kwargs.get("max"))
         elif func is torch.nn.functional.hardtanh:
-            self._see(_given(args, named), args[2] if len(args) > 2 else named.get("max_val", 1.0))
+            self._see(_given(args, kwargs), args[2] if len(args) > 2 else kwargs.get("max_val", 1.0))
         elif func in _MINIMUM:
-            other = args[1] if len(args) > 1 else named.get("other")
-            self._see(_given(args, named), other)
+            other = args[1] if len(args) > 1 else kwargs.get("other")
+            self._see(_given(args, kwargs), other)
             if isinstance(other, torch.Tensor) and other.numel() > 1:
-                self._see(other, _given(args, named))
+                self._see(other, _given(args, kwargs))
         elif func is torch.nn.functional.normalize:
-            self._see_norm(*args, **named)
-        elif func in _RSQRT or _is_one_over(func, args, named):
-            self._see_divisor(_given(args, named))
-        elif func in _DIVIDE and (divisor := _norm_in(args, named)) is not None:
+            self._see_norm(*args, **kwargs)
+        elif func in _RSQRT or _is_one_over(func, args, kwargs):
+            self._see_divisor(_given(args, kwargs))
+        elif func in _DIVIDE and (divisor := _norm_in(args, kwargs)) is not None:
             self._see_divisor(divisor)
         elif func in _NORMS:
-            made = func(*args, **named)
+            made = func(*args, **kwargs)
             self._see_divisor(made)
             return made
         elif _rounds_its_input(func, args):
-            self._see_rounded(_given(args, named))
-        return func(*args, **named)
+            self._see_rounded(_given(args, kwargs))
+        return func(*args, **kwargs)
 
     def _see(self, given: Any, bound: Any, low: Any = None) -> None:
         """Note what is clipped to an upper bound. One that is not near fp16's end is the model's own, in fp32 too.
@@ -455,6 +450,8 @@ class ShownInside(torch.nn.Module):
 
 
 class _NonfiniteAttentionMode(TraceableMode):
+    """It is around all that is computed in half precision, and adds one frame to that."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.unflatten:  # it calls super(), which dynamo cannot follow from here
             return args[0].unflatten(*args[1:], **(kwargs or {}))

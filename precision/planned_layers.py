@@ -215,20 +215,17 @@ class _PlannedBlockMode(TraceableMode):
         super().__init__()
         self._safe_attention = safe_attention
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.scaled_dot_product_attention:
-            return _attention(*args, **given) if self._safe_attention else scaled_attention(*args, **given)
-        if func is torch.Tensor.unflatten:  # it calls super(), which dynamo cannot follow from here
-            return args[0].unflatten(*args[1:], **given)
+            return _attention(*args, **kwargs) if self._safe_attention else scaled_attention(*args, **kwargs)
         if getattr(func, "__name__", "") in _OF_TWO and both_floating(args):
-            return func(*(each.float() if each.dtype is FP16 else each for each in args[:2]), *args[2:], **given)
+            return func(*(each.float() if each.dtype is FP16 else each for each in args[:2]), *args[2:], **kwargs)
         if func is torch.Tensor.type_as and args[0].dtype is torch.float32 and args[1].dtype in HALF_DTYPES:
             return args[0]
         if func is torch.Tensor.to and args[0].dtype is torch.float32:
             args = tuple(map(_float32_dtype, args))
-            given = {name: _float32_dtype(value) for name, value in given.items()}
-        return func(*args, **given)
+            kwargs = {name: _float32_dtype(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
 
 
 def _float32_dtype(value: Any) -> Any:

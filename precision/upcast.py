@@ -40,7 +40,19 @@ class TraceableMode(TorchFunctionMode):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        _compile_what_it_calls_alone(cls.__torch_function__.__code__)
+        for function in (cls.__torch_function__, cls.computed):
+            _compile_what_it_calls_alone(function.__code__)
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.unflatten:  # it calls super(), which dynamo cannot follow from here
+            return args[0].unflatten(*args[1:], **(kwargs or {}))
+        return self.computed(func, args, kwargs or {})
+
+    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make one call of a function of PyTorch, and return its result. Subclasses do some otherwise."""
+        return func(*args, **kwargs)
 
 
 def _compile_what_it_calls_alone(code: CodeType) -> None:
@@ -188,13 +200,8 @@ class Fp32Mode(TraceableMode):
     def end(self) -> None:
         """Told that the call was made. May raise."""
 
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self.computed(func, args, kwargs or {})
-
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make one call of a function of PyTorch, in float32, and return its result. Subclasses do some otherwise."""
+        """Make one call of a function of PyTorch in float32."""
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             return _access_property(func, name, args)

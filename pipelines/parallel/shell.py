@@ -106,12 +106,8 @@ class _Exchanging(TraceableMode):
         super().__init__()
         self._split = split
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.unflatten:  # it calls super(), which dynamo cannot follow from here
-            return args[0].unflatten(*args[1:], **(kwargs or {}))
-        if func is sdpa:
-            return self._attended(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._attended(*args, **kwargs) if func is sdpa else func(*args, **kwargs)
 
     def _attended(
         self,
