@@ -37,7 +37,7 @@ def watch(data: dict[str, Any]) -> dict[str, Any]:
     with _lock:
         _awaited[prompt_id] = time.monotonic()
         if not _watching:
-            _watching.append(_watch_of(providers.CacheProvider))
+            _watching.append(type("Watch", (_Watch, providers.CacheProvider), {})())
             providers.register_cache_provider(_watching[0])
     return {**data, "prompt_id": prompt_id}
 
@@ -70,34 +70,49 @@ def _is_looked_at(prompt: Any, client_id: Any) -> bool:
     return is_small and with_guards(prompt, host.node_classes())[1] > 0
 
 
-def _watch_of(base: Any) -> Any:
-    look = _Look()
+class _Watch:
+    """A cache provider, before ComfyUI's class of them: each of its methods may be called from the thread that executes
+    prompts, and raise nothing."""
 
-    class Watch(base):
-        """Every method of it may be called from the thread that executes prompts, and raise nothing."""
+    prompt_id = ""  # of the prompt that runs, where it is looked at
+    found: tuple[str, str] | None = None  # of this prompt: a node, and what is wrong with what it put out
 
-        def should_cache(self, context: Any, value: Any = None) -> bool:
-            if value is not None and look.prompt_id:
-                look.at(context.node_id, context.class_type, value.outputs)
-            return False
+    def should_cache(self, context: Any, value: Any = None) -> bool:
+        if value is not None and self.prompt_id and self.found is None:
+            node = host.node_classes().get(context.class_type)
+            if (wrong := problem_of(value.outputs, outputs_of(node))) and computes(node):
+                self.found = context.node_id, wrong
+        return False
 
-        async def on_lookup(self, context: Any) -> None:
-            return None
+    async def on_lookup(self, context: Any) -> None:
+        return None
 
-        async def on_store(self, context: Any, value: Any) -> None:
-            return None
+    async def on_store(self, context: Any, value: Any) -> None:
+        return None
 
-        def on_prompt_start(self, prompt_id: str) -> None:
-            look.found, look.prompt_id = None, prompt_id if prompt_id in _awaited else ""
-            _come_off()
+    def on_prompt_start(self, prompt_id: str) -> None:
+        self.found, self.prompt_id = None, prompt_id if prompt_id in _awaited else ""
+        _come_off()
 
-        def on_prompt_end(self, prompt_id: str) -> None:
-            try:
-                look.tell()
-            finally:
-                _come_off(prompt_id)
+    def on_prompt_end(self, prompt_id: str) -> None:
+        try:
+            self._tell()
+        finally:
+            _come_off(prompt_id)
 
-    return Watch()
+    def _tell(self) -> None:
+        """Tell of what was found in a prompt that ends, where a guard may have prevented it."""
+        server, found = host.server(), self.found
+        if not found or server.client_id is None:
+            return
+        node_id, wrong = found
+        logger.warning("Node %s put out a result that is %s.", node_id, wrong)
+        running, _ = server.prompt_queue.get_current_queue_volatile()
+        (prompt,) = (item[2] for item in running if item[1] == self.prompt_id)
+        guarded, _ = with_guards(prompt, host.node_classes())
+        if any(guarded[each] is not prompt[each] for each in _before(prompt, node_id)):
+            told = {"prompt": self.prompt_id, "node": node_id, "problem": wrong}
+            server.send_sync("onediff_guard.black", told, server.client_id)
 
 
 def problem_of(outputs: Any, types: Sequence[str]) -> str:
@@ -122,30 +137,6 @@ def problem_of(outputs: Any, types: Sequence[str]) -> str:
                 if total == 0 and kind == "IMAGE" and not tensor.any():
                     return BLACK
     return ""
-
-
-class _Look:
-    prompt_id = ""  # of the prompt that runs, where it is looked at
-    found: tuple[str, str] | None = None  # of this prompt: a node, and what is wrong with what it put out
-
-    def at(self, node_id: str, class_type: str, outputs: Any) -> None:
-        node = host.node_classes().get(class_type)
-        if self.found is None and (wrong := problem_of(outputs, outputs_of(node))) and computes(node):
-            self.found = node_id, wrong
-
-    def tell(self) -> None:
-        """Tell of what was found in a prompt that ends, where a guard may have prevented it."""
-        server, found = host.server(), self.found
-        if not found or server.client_id is None:
-            return
-        node_id, wrong = found
-        logger.warning("Node %s put out a result that is %s.", node_id, wrong)
-        running, _ = server.prompt_queue.get_current_queue_volatile()
-        (prompt,) = (item[2] for item in running if item[1] == self.prompt_id)
-        guarded, _ = with_guards(prompt, host.node_classes())
-        if any(guarded[each] is not prompt[each] for each in _before(prompt, node_id)):
-            told = {"prompt": self.prompt_id, "node": node_id, "problem": wrong}
-            server.send_sync("onediff_guard.black", told, server.client_id)
 
 
 def _before(prompt: dict[str, Any], node_id: str) -> set[str]:
