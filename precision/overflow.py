@@ -180,33 +180,24 @@ BEYOND = 65520.0  # what rounds to infinity in fp16: a bound from here on clips 
 FP8_END = 448.0  # float8_e4m3fn's. ComfyUI clamps to it what its fp8 products take: values, and infinities with them
 
 _T = torch.Tensor
-_NAN_TO_NUM = frozenset({torch.nan_to_num, torch.nan_to_num_, _T.nan_to_num, _T.nan_to_num_})
-_CLAMP = frozenset({torch.clamp, torch.clamp_, torch.clip, torch.clip_, _T.clamp, _T.clamp_, _T.clip, _T.clip_})
-_CLAMP_MAX = frozenset({torch.clamp_max, torch.clamp_max_, _T.clamp_max, _T.clamp_max_})
-_DIVIDE = frozenset(
-    {
-        torch.div, torch.divide, torch.true_divide, torch.addcdiv, _T.addcdiv, _T.__truediv__, _T.__itruediv__,
-        _T.div, _T.div_, _T.divide, _T.divide_, _T.true_divide, _T.true_divide_,
-    }
-)  # fmt: skip
-_NORMS = frozenset({torch.norm, _T.norm, torch.linalg.norm, torch.linalg.vector_norm})
-_RSQRT = frozenset({torch.rsqrt, torch.rsqrt_, _T.rsqrt, _T.rsqrt_})
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # of a library: comfy_kitchen's quantize_fp8
+
+
+def _named(*names: str) -> frozenset[str]:
+    """Return the names of functions, and of what does the same in place or by an operator. In sets of functions dynamo
+    takes Tensor.__pow__ for another one."""
+    return frozenset(form.format(name) for name in names for form in ("{}", "{}_", "__{}__"))
+
+
+_NAN_TO_NUM, _CLAMP, _CLAMP_MAX = _named("nan_to_num"), _named("clamp", "clip"), _named("clamp_max")
+_MINIMUM = _named("minimum", "min")  # of two tensors; also of one, along a dimension
+# Tensor.__itruediv__ is called "__idiv__"
+_DIVIDE = _named("div", "divide", "true_divide", "truediv", "itruediv", "idiv", "addcdiv")
+_NORMS = _named("norm", "linalg_norm", "linalg_vector_norm")
+_RSQRT, _POWERS, _INVERSES = _named("rsqrt"), _named("pow", "float_power"), _named("reciprocal", "rdiv", "rtruediv")
 # what asks where a tensor is not finite, to put something else there, or leaves out what is NaN
-_ASKS = frozenset(
-    {
-        torch.isfinite, torch.isinf, torch.isnan, torch.isposinf, torch.isneginf, torch.nansum, torch.nanmean,
-        _T.isfinite, _T.isinf, _T.isnan, _T.isposinf, _T.isneginf, _T.nansum, _T.nanmean,
-        torch.fmin, torch.fmax, _T.fmin, _T.fmax,
-    }
-)  # fmt: skip
-COMPARES = frozenset(
-    {
-        torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge, _T.eq, _T.ne, _T.lt, _T.le, _T.gt, _T.ge,
-        _T.__eq__, _T.__ne__, _T.__lt__, _T.__le__, _T.__gt__, _T.__ge__,
-    }
-)  # fmt: skip
-_MINIMUM = frozenset({torch.minimum, _T.minimum, torch.min, _T.min})  # of two tensors; also of one, along a dimension
+_ASKS = _named("isfinite", "isinf", "isnan", "isposinf", "isneginf", "nansum", "nanmean", "fmin", "fmax")
+_COMPARES = _named("eq", "ne", "lt", "le", "gt", "ge")
 _PARSE_TO = getattr(torch._C, "_nn")._parse_to  # noqa: B009 - it has no stubs
 
 
@@ -251,34 +242,35 @@ class Clips(TraceableMode):
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _PARSE_TO:  # by `Module.to`: dynamo has a stand-in for it, which 2.11 cannot look up in a set
             return func(*args, **kwargs)
-        if func in _ASKS or (func in COMPARES and _asks_for_the_end(*args[:2])):
-            self._see_asked(_given(args, kwargs))
-        if func in _NAN_TO_NUM:
-            self._see(_given(args, kwargs), FP16_MAX)
-        elif func in _CLAMP:
+        name, given = getattr(func, "__name__", ""), args[0] if args else kwargs.get("input")
+        if name in _ASKS or (name in _COMPARES and _asks_for_the_end(*args[:2])):
+            self._see_asked(given)
+        if name in _NAN_TO_NUM:
+            self._see(given, FP16_MAX)
+        elif name in _CLAMP:
             low = args[1] if len(args) > 1 else kwargs.get("min")
-            self._see(_given(args, kwargs), args[2] if len(args) > 2 else kwargs.get("max"), low)
-        elif func in _CLAMP_MAX:
-            self._see(_given(args, kwargs), args[1] if len(args) > 1 else kwargs.get("max"))
-        elif func is torch.nn.functional.hardtanh:
-            self._see(_given(args, kwargs), args[2] if len(args) > 2 else kwargs.get("max_val", 1.0))
-        elif func in _MINIMUM:
+            self._see(given, args[2] if len(args) > 2 else kwargs.get("max"), low)
+        elif name in _CLAMP_MAX:
+            self._see(given, args[1] if len(args) > 1 else kwargs.get("max"))
+        elif name == "hardtanh":
+            self._see(given, args[2] if len(args) > 2 else kwargs.get("max_val", 1.0))
+        elif name in _MINIMUM:
             other = args[1] if len(args) > 1 else kwargs.get("other")
-            self._see(_given(args, kwargs), other)
+            self._see(given, other)
             if isinstance(other, torch.Tensor) and other.numel() > 1:
-                self._see(other, _given(args, kwargs))
-        elif func is torch.nn.functional.normalize:
+                self._see(other, given)
+        elif name == "normalize":
             self._see_norm(*args, **kwargs)
-        elif func in _RSQRT or _is_one_over(func, args, kwargs):
-            self._see_divisor(_given(args, kwargs))
-        elif func in _DIVIDE and (divisor := _norm_in(args, kwargs)) is not None:
+        elif name in _RSQRT or _is_one_over(name, args, kwargs):
+            self._see_divisor(given)
+        elif name in _DIVIDE and (divisor := _norm_in(args, kwargs)) is not None:
             self._see_divisor(divisor)
-        elif func in _NORMS:
+        elif name in _NORMS:
             made = func(*args, **kwargs)
             self._see_divisor(made)
             return made
         elif _rounds_its_input(func, args):
-            self._see_rounded(_given(args, kwargs))
+            self._see_rounded(given)
         return func(*args, **kwargs)
 
     def _see(self, given: Any, bound: Any, low: Any = None) -> None:
@@ -363,13 +355,12 @@ def _norm_in(args: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor | Non
     return divisor if divisor.numel() < values.numel() or divisor.shape[-1:].numel() == 1 else None
 
 
-def _is_one_over(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+def _is_one_over(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
     """Return whether a function inverts a tensor, as a norm is inverted that values are multiplied by."""
-    name = getattr(func, "__name__", "")  # dynamo takes Tensor.__pow__ for another function than a set has
-    if name in ("pow", "pow_", "__pow__", "float_power"):
+    if name in _POWERS:
         exponent = args[1] if len(args) > 1 else named.get("exponent", 0)
         return isinstance(exponent, torch.Tensor) or (isinstance(exponent, (int, float)) and exponent < 0)
-    return name in ("reciprocal", "reciprocal_", "__rdiv__", "__rtruediv__")
+    return name in _INVERSES
 
 
 def _rounds_its_input(func: Any, args: tuple[Any, ...]) -> bool:
@@ -391,10 +382,6 @@ def _compiled_something() -> bool:
     """Return whether this process has compiled anything by now."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
-
-
-def _given(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    return args[0] if args else named.get("input")
 
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
