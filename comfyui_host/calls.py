@@ -459,7 +459,7 @@ class CallMemory:
             self._kept.narrow(self._dtypes, self._dtype, self._beside.holds())
             if self._kept_variables is not None:
                 self._kept_variables.restore()
-                self._kept_variables.narrow(self._dtypes_of_variables, otherwise, self._variables.tensors)
+                self._kept_variables.narrow(self._dtypes_of_variables, otherwise, self._variables.holds())
         if self.in_full and self._dtype in HALF_DTYPES:
             for at, (cell, value) in _captured(self.options).items():
                 made = isinstance(value, torch.Tensor) and value.dtype is torch.float32

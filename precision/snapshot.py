@@ -36,10 +36,11 @@ _TORCH = frozenset(vars(torch.nn.Module()))  # what a module keeps of its own: p
 _ABSENT: Any = object()
 _AS_IT_IS = torch._C.DisableTorchFunction  # out of the fp32 rerun's mode, in which half tensors look like float32
 Path = tuple[Any, ...]  # a root's number, then keys and names of attributes
+Dtypes = dict[Path, torch.dtype]  # where tensors are, and of which dtype
 _Look = Callable[[Any, Any, Path], Iterable[tuple[Any, Any]]]
 
 
-class _Held(NamedTuple):
+class Held(NamedTuple):
     """A container, and what it held: by key or name, or in order."""
 
     container: Any
@@ -48,18 +49,18 @@ class _Held(NamedTuple):
 
 
 @dataclass
-class _Reachable:
+class Reachable:
     """Everything changeable that can be reached from some roots."""
 
     opaque: tuple[str, ...]
     on_meta: bool = False  # whether tensors without values count, too
     functions: list[tuple[Any, Path]] | None = None  # met so far, to be looked into later; None: they keep nothing
     _in_functions: bool = False
-    held: dict[int, _Held] = field(default_factory=dict)
+    held: dict[int, Held] = field(default_factory=dict)
     tensors: dict[int, tuple[torch.Tensor, Path]] = field(default_factory=dict)
     generators: dict[int, Any] = field(default_factory=dict)
     _kinds: dict[type, _Look | None] = field(default_factory=dict)  # unbound: a circle would keep all
-    _left: int = _ENTRIES
+    left: int = _ENTRIES
 
     def walk(self, roots: Iterable[Any]) -> None:
         """Look at all that can be reached from the roots, but through functions."""
@@ -89,15 +90,15 @@ class _Reachable:
         if issubclass(kind, _LEAVES):
             return None
         if issubclass(kind, torch.Tensor):
-            return None if hasattr(kind, "__tensor_flatten__") else _Reachable._tensor  # of those, only weights
+            return None if hasattr(kind, "__tensor_flatten__") else Reachable._tensor  # of those, only weights
         if issubclass(kind, torch.nn.Module):
-            return _Reachable._module
+            return Reachable._module
         if issubclass(kind, (torch.Generator, random.Random)):
-            return _Reachable._generator
+            return Reachable._generator
         if issubclass(kind, dict):
-            return _Reachable._dict
+            return Reachable._dict
         if issubclass(kind, (list, deque, set, bytearray)):
-            return _Reachable._items
+            return Reachable._items
         if issubclass(kind, (tuple, frozenset)):
             return lambda _found, value, _path: enumerate(value)
         if issubclass(kind, partial):
@@ -106,7 +107,7 @@ class _Reachable:
             return None
         if any(f"{each.__module__}.".startswith(self.opaque) for each in kind.__mro__):  # another pack's class, too
             return None
-        return _Reachable._object
+        return Reachable._object
 
     def _tensor(self, value: torch.Tensor, path: Path) -> Iterable[tuple[Any, Any]]:
         if (value.device.type != "meta" or self.on_meta) and value.layout is torch.strided:
@@ -165,25 +166,25 @@ class _Reachable:
             and f"{kind.__module__}.".startswith((*_FOREIGN, *self.opaque))
         )
         if foreign and not children and not buffers:
-            self.held[id(value)] = _Held(None, [], path)
+            self.held[id(value)] = Held(None, [], path)
             return
         yield from self._hold(value, _own(vars(value)), path)
         yield from self._hold(buffers, dict(buffers), path)
         yield from children.items()
 
     def _hold(self, container: Any, items: Any, path: Path) -> Iterable[tuple[Any, Any]]:
-        if len(items) > self._left or id(container) in self.held:
+        if len(items) > self.left or id(container) in self.held:
             return ()
-        self._left -= len(items)
-        self.held[id(container)] = _Held(container, items, path)
+        self.left -= len(items)
+        self.held[id(container)] = Held(container, items, path)
         return items.items() if isinstance(items, dict) else enumerate(items)
 
 
 _CONTENTS = "cell_contents"
 _IN_FUNCTIONS: dict[type, _Look] = {
-    types.FunctionType: _Reachable._function,
-    types.MethodType: _Reachable._method,
-    types.CellType: _Reachable._cell,
+    types.FunctionType: Reachable._function,
+    types.MethodType: Reachable._method,
+    types.CellType: Reachable._cell,
 }
 
 
@@ -210,17 +211,17 @@ class Snapshot:
     def __init__(
         self, *roots: Any, opaque: tuple[str, ...] = (), rewritten: Iterable[Any] = (), in_functions: bool = False
     ):
-        found = _Reachable(opaque, functions=[] if in_functions else None)
+        found = Reachable(opaque, functions=[] if in_functions else None)
         with _AS_IT_IS():
             found.walk(rewritten)
             left_out = {*found.tensors}
             found.walk(roots)
             given = [found.tensors[each] for each in found.tensors if each not in left_out]
-            self._tensors = [*_copied(given, COPIED)]
+            self._tensors = [*copied(given, COPIED)]
             left_out |= {*found.tensors}
             found.walk_functions()
             in_them = [found.tensors[each] for each in found.tensors if each not in left_out]
-            self._tensors += _copied(in_them, _COPIED_IN_FUNCTIONS, only_what_fits=True)
+            self._tensors += copied(in_them, _COPIED_IN_FUNCTIONS, only_what_fits=True)
         self._held = [held for held in found.held.values() if held.container is not None]
         self._random = _RandomState(found.generators.values(), {copy.alias.device for copy in self._tensors})
         self._roots, self._rewritten = roots, tuple(rewritten)
@@ -240,8 +241,8 @@ class Snapshot:
         """
         with _AS_IT_IS():
             for container, items, _ in self._held:
-                _put_back(container, items)
-            lost = [".".join(map(str, copy.path[1:])) for copy in self._tensors if not _restored(copy, waits)]
+                put_back(container, items)
+            lost = [".".join(map(str, copy.path[1:])) for copy in self._tensors if not restored(copy, waits)]
         self._random.restore()
         return lost[0] if lost else ""
 
@@ -277,13 +278,12 @@ class Snapshot:
             after.restore()
 
     @property
-    def dtypes(self) -> dict[Path, torch.dtype]:
-        """Where tensors were, and of which dtype."""
+    def dtypes(self) -> Dtypes:
+        """Those that were."""
         with _AS_IT_IS():
             return {copy.path: copy.alias.dtype for copy in self._tensors}
 
-    def dtypes_now(self) -> dict[Path, torch.dtype]:
-        """Return where tensors are now, and of which dtype."""
+    def dtypes_now(self) -> Dtypes:
         with _AS_IT_IS():
             return {path: tensor.dtype for tensor, path in self._now().tensors.values()}
 
@@ -291,28 +291,18 @@ class Snapshot:
         """Return the ids of the tensors that were there."""
         return {id(copy.tensor) for copy in self._tensors}
 
-    def narrow(
-        self, dtypes: dict[Path, torch.dtype], otherwise: torch.dtype | None = None, but: Collection[int] = ()
-    ) -> None:
+    def narrow(self, dtypes: Dtypes, otherwise: torch.dtype | None = None, but: Collection[int] = ()) -> None:
         """Bring tensors that are float32 now to half precision, where a call in half precision left them so, and where
         they fit.
 
         dtypes: what that call left. otherwise: where it left nothing; None: as it is. but: ids of tensors that stay.
         """
         with _AS_IT_IS():
-            for container, items, path in self._now().held.values():
-                for key, value in items.items() if isinstance(items, dict) else enumerate(items):
-                    if (narrowed := _narrowed(value, (*path, key), dtypes, otherwise, but)) is value:
-                        continue
-                    if isinstance(container, (dict, list, deque)):
-                        container[key] = narrowed
-                    elif isinstance(container, types.CellType):
-                        container.cell_contents = narrowed
-                    elif not isinstance(container, set):
-                        object.__setattr__(container, str(key), narrowed)
+            for held in self._now().held.values():
+                narrow_held(held, dtypes, otherwise, but)
 
-    def _now(self) -> _Reachable:
-        found = _Reachable(self._opaque, functions=[] if self._in_functions else None)
+    def _now(self) -> Reachable:
+        found = Reachable(self._opaque, functions=[] if self._in_functions else None)
         found.walk((*self._roots, *self._rewritten))
         found.walk_functions()
         return found
@@ -356,7 +346,7 @@ def _slots(kind: type) -> list[str]:
     return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
-def _copied(
+def copied(
     entries: Iterable[tuple[torch.Tensor, Path]], left: int, *, only_what_fits: bool = False
 ) -> Generator[_Copy]:
     for tensor, path in entries:
@@ -372,10 +362,10 @@ def _copied(
 
 def copies(*roots: Any) -> list[torch.Tensor]:
     """Return what a Snapshot of the roots copies, of tensors without values too."""
-    found = _Reachable((), on_meta=True)
+    found = Reachable((), on_meta=True)
     with _AS_IT_IS():
         found.walk(roots)
-        return [copy.values for copy in _copied(found.tensors.values(), COPIED) if copy.values is not None]
+        return [copy.values for copy in copied(found.tensors.values(), COPIED) if copy.values is not None]
 
 
 def _distinct(tensor: torch.Tensor) -> torch.Tensor:
@@ -399,7 +389,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.itemsize])
 
 
-def _restored(copy: _Copy, waits: bool) -> bool:
+def restored(copy: _Copy, waits: bool) -> bool:
     """Put a tensor back. Returns whether that could be done; what was not copied can be if it did not change."""
     tensor, alias, values, mark, _ = copy
     if values is None:
@@ -421,7 +411,7 @@ def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return looks[0] == looks[1]
 
 
-def _put_back(container: Any, items: Any) -> None:
+def put_back(container: Any, items: Any) -> None:
     if isinstance(container, types.CellType):
         _put_back_cell(container, items)
     elif isinstance(container, torch.nn.Module):
@@ -464,11 +454,23 @@ def _put_back_names(state: dict[Any, Any], now: dict[Any, Any], items: dict[Any,
             state[name] = value
 
 
-def _narrowed(
-    value: Any, path: Path, dtypes: dict[Path, torch.dtype], otherwise: torch.dtype | None, but: Collection[int]
-) -> Any:
+def narrow_held(held: Held, dtypes: Dtypes, otherwise: torch.dtype | None, but: Collection[int]) -> None:
+    """Bring the tensors that a container holds to half precision, as Snapshot.narrow has it."""
+    container, items, path = held
+    for key, value in items.items() if isinstance(items, dict) else enumerate(items):
+        if (made := narrowed(value, (*path, key), dtypes, otherwise, but)) is value:
+            continue
+        if isinstance(container, (dict, list, deque)):
+            container[key] = made
+        elif isinstance(container, types.CellType):
+            container.cell_contents = made
+        elif not isinstance(container, set):
+            object.__setattr__(container, str(key), made)
+
+
+def narrowed(value: Any, path: Path, dtypes: Dtypes, otherwise: torch.dtype | None, but: Collection[int]) -> Any:
     if isinstance(value, tuple):
-        made = [_narrowed(each, (*path, at), dtypes, otherwise, but) for at, each in enumerate(value)]
+        made = [narrowed(each, (*path, at), dtypes, otherwise, but) for at, each in enumerate(value)]
         if all(new is old for new, old in zip(made, value, strict=True)):
             return value
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
@@ -477,8 +479,8 @@ def _narrowed(
         return value
     if id(value) in but:
         return value
-    narrowed = value.to(dtype)
-    return narrowed if torch.isfinite(narrowed).all() else value
+    half = value.to(dtype)
+    return half if torch.isfinite(half).all() else value
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

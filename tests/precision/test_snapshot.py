@@ -330,7 +330,7 @@ def test_what_functions_and_methods_keep_is_put_back_where_they_are_looked_into(
 
 
 def test_a_container_that_is_too_large_to_be_looked_at_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comfyui_onediff_guard.precision.snapshot._Reachable._left", 50)
+    monkeypatch.setattr("comfyui_onediff_guard.precision.snapshot.Reachable.left", 50)
     large, small = {number: number for number in range(100)}, {"a": 1}
     before = Snapshot(large, small)
     small["a"] = 2
