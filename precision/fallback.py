@@ -17,7 +17,6 @@ from .learned_scales import LearnedProducts
 from .observe import Agree, alone, difference, first_broken, floating, leaf_peaks
 from .overflow import propagate_nonfinite_attention
 from .overrides import (
-    ALL_LAYERS_SCALED,
     MAX_FP16_ERROR,
     NOTHING,
     STAY,
@@ -52,11 +51,6 @@ class HalfPrecisionForward:
     overrides: PrecisionOverrides = NOTHING  # that it was built with
     renew: Callable[[], bool] = lambda: False  # after a call that failed: forget learned scales, if it used any
     slower: Callable[[], str] = lambda: ""  # why scaling takes longer than it might, in words
-
-    @property
-    def in_words(self) -> str:
-        """What of the attempt is float32; "" where nothing is."""
-        return ALL_LAYERS_SCALED if self.all_layers_scaled else ""
 
 
 Compiled = Callable[[torch.nn.Module, Any, Callable[[Any], Any] | None], torch.nn.Module]

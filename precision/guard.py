@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -27,7 +27,7 @@ from .fallback import FallbackAdapter, HalfPrecisionForward
 from .memory import extra_peak
 from .observe import Agree, alone, broken_weight, first_broken, floating, non_finite
 from .overflow import Extremes, Pending, Places, Range, measured, only_minus_inf, places, propagate_nonfinite_attention
-from .overrides import NOTHING, STAY, OverflowDiagnosis, PrecisionOverrides
+from .overrides import ALL_LAYERS_SCALED, NOTHING, STAY, OverflowDiagnosis, PrecisionOverrides
 from .planned_products import LeftPlan
 from .policy import Plan
 from .report import PROBLEMS, Rerun, RunReport, StepRecord
@@ -75,7 +75,13 @@ RENEWED = Message("values left the range that earlier steps had shown: recompute
 OTHERWISE = Message("the model computed otherwise than in earlier steps: computed again in fp16 with new scales")
 _OF_A_PLAN = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError, ArithmeticError)
 _NOT_OF_A_PLAN = (torch.OutOfMemoryError, Told)
-_Call = tuple[tuple[Any, ...], dict[str, Any]]  # its arguments, by position and by name
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # by position and by name
+
+
+class _Call(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    before: Snapshot  # of what it may change
 
 
 class _BrokenInFp32(RuntimeError):
@@ -134,31 +140,34 @@ class StageGuard:
 
         Raises GuardStopped where an input is broken, where fp32 fails as well, or where the policy says stop.
         """
-        before = self.snapshot(args, kwargs, self.owner, self._attempt)
+        call = self._begun(args, kwargs)
         started = time.perf_counter()
         try:
             try:
-                return self._call(args, kwargs, before)
+                return self._call(call)
             except _BrokenInFp32:
-                self._restore(before)
+                self._restore(call)
                 if self.renew is None or not self.renew(*args, **kwargs):
-                    raise GuardStopped(self._diagnose(args, kwargs)) from None
+                    raise GuardStopped(self._diagnose(call)) from None
             return self._with_new_weights(args, kwargs)
         except BaseException as error:
-            before.restore()
+            call.before.restore()
             if isinstance(error, GuardStopped):
                 self._recorded(None, started, None, self.dtype, error.outcome, Range(False, None))
             raise
 
+    def _begun(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        return _Call(args, kwargs, self.snapshot(args, kwargs, self.owner, self._attempt))
+
     def _with_new_weights(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call again whose weights were loaded again."""
         logger.warning("%s: NaN or infinite in fp32 too, so its weights were loaded again", self._where())
-        before = self.snapshot(args, kwargs, self.owner, self._attempt)  # its buffers may be loaded anew, too
+        call = self._begun(args, kwargs)  # its buffers may be loaded anew, too
         try:
-            output = self._call(args, kwargs, before)
+            output = self._call(call)
         except _BrokenInFp32:
-            self._restore(before)
-            raise GuardStopped(self._diagnose(args, kwargs)) from None
+            self._restore(call)
+            raise GuardStopped(self._diagnose(call)) from None
         last = self.report.steps[-1]
         rerun = last.outcome == "rerun"
         helped = (
@@ -167,13 +176,13 @@ class StageGuard:
         self.report.note(Message("NaN or infinite in fp32 too: the weights were loaded again, {}", helped))
         return output
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Snapshot, renewed: str = "") -> Any:
+    def _call(self, call: _Call, renewed: str = "") -> Any:
         started = time.perf_counter()
         if self._stays:
-            output, made, timestep = self._in_fp32(args, kwargs)
+            output, made, timestep = self._in_fp32(call)
             return self._recorded(output, started, timestep, "fp32", "finite", made, note=STAYS)
         casts, self._casts = self._casts, IdentityMemo()  # a call that fails, or raises, leaves none behind
-        half_args, half_kwargs, changed = self._half(args, kwargs, casts)
+        half_args, half_kwargs, changed = self._half(call, casts)
         failed, left, again, output = "", False, False, None
         with (
             propagate_nonfinite_attention((half_args, half_kwargs))
@@ -192,20 +201,21 @@ class StageGuard:
                 # the first step, which learned scales were made of, did not raise it
                 again = bool(self._learner and self._learner.attempt.renew())
                 in_fp32 = self.dtype != "fp32" and self.policy.on_failure is OnFailure.RERUN
-                if not (again or in_fp32) or before.restore():
+                if not (again or in_fp32) or call.before.restore():
                     raise
                 left = isinstance(error, LeftPlan)
                 failed = f"{type(error).__name__}: {error}"  # and not the error, whose frames hold the step's tensors
         if failed and again:
             logger.info("%s: %s, computed again with scales anew", self._where(), failed)
             said = Message("by learned scales it raised {}: computed again in fp16 with new scales", shown(failed, 200))
-            return self._call(args, kwargs, before, OTHERWISE if left else said)
+            return self._call(call, OTHERWISE if left else said)
         if failed:  # code that meets NaN or infinity may raise
             logger.warning("%s: in %s it raised %s, rerunning in fp32", self._where(), self.dtype, failed)
-            output, made, _, rerun = self._again(args, kwargs, before, None, to_blame=True, saturated=False, runs=False)
+            output, made, _, rerun = self._again(call, None, to_blame=True, saturated=False, runs=False)
             note = Message("in {} it raised {}", self.dtype, shown(failed, 200))
             return self._recorded(output, started, None, "fp32", "rerun", made, note=note, rerun=rerun)
-        given, made, inside, timestep = self._measured(changed, output, self.peak_inside(), kwargs.get("timestep"))
+        at = call.kwargs.get("timestep")
+        given, made, inside, timestep = self._measured(changed, output, self.peak_inside(), at)
         dtype = self.dtype if self._narrow else "fp32"
         outcome, ends = made.outcome(dtype, inside), None
         if given.finite and outcome != "finite" and inside.outcome(dtype, inside) == "finite" and self.agree is alone:
@@ -214,34 +224,35 @@ class StageGuard:
                 outcome = "finite"
         if given.finite and outcome == "finite":
             if self._learner:
-                self._came_out_right(self._learner, args, kwargs, before, output)
+                self._learner.on_success()
+                if self._learner.checks_fp16_accumulation:
+                    self._in_half(self._learner.check_fp16_accumulation, call, output)
                 self._attempt = self._learner.attempt.run
             self._casts = casts
             return self._recorded(output, started, timestep, self.dtype, outcome, made, note=renewed)
         if given.finite and self._learner and self._learner.attempt.renew():
             del output
-            self._restore(before)
-            return self._call(args, kwargs, before, RENEWED)
+            self._restore(call)
+            return self._call(call, RENEWED)
         if self.policy.on_failure is OnFailure.OFF:
             outcome = "non-finite" if outcome == "finite" else outcome
             return self._recorded(output, started, timestep, self.dtype, outcome, made)
         del output
-        dtypes = before.dtypes_now()
-        self._restore(before)
+        dtypes = call.before.dtypes_now()
+        self._restore(call)
         outcome = "non-finite" if outcome == "finite" else outcome
         problem = PROBLEMS[outcome] if given.finite else Message("its input does not fit")
-        self._refuse(outcome, args, kwargs, fits=given.finite, may_be_right=ends is not None)
+        self._refuse(outcome, call, fits=given.finite, may_be_right=ends is not None)
         logger.info("%s: %s in %s, rerunning in fp32", self._where(), problem, self.dtype)
-        output, made, finding, rerun = self._again(
-            args, kwargs, before, ends, to_blame=given.finite, saturated=outcome == "saturated"
-        )
-        before.narrow(dtypes)
+        saturated = outcome == "saturated"
+        output, made, finding, rerun = self._again(call, ends, to_blame=given.finite, saturated=saturated)
+        call.before.narrow(dtypes)
         note = Message("{} in {}", problem, self.dtype) + (Message(": {}", finding.reason) if finding else "")
         return self._recorded(output, started, timestep, "fp32", "rerun", made, note=note, rerun=rerun)
 
-    def _restore(self, before: Snapshot) -> None:
+    def _restore(self, call: _Call) -> None:
         """Put back what a failed call changed. Raises GuardStopped where that cannot be done."""
-        if lost := before.restore():
+        if lost := call.before.restore():
             raise GuardStopped(
                 "{}: the call in {} failed after it had overwritten '{}', which is too large to be copied beforehand, "
                 "so it cannot be made again. Choose precision 'fp32' for this stage ('bf16' where the card has it), or "
@@ -251,25 +262,21 @@ class StageGuard:
                 lost,
             )
 
-    def _came_out_right(
-        self, learner: FallbackAdapter, args: tuple[Any, ...], kwargs: dict[str, Any], before: Snapshot, output: Any
-    ) -> None:
-        learner.on_success()
-        if not learner.checks_fp16_accumulation:
-            return
-        with before.once_more(output) as possible:
+    def _in_half(self, do: Callable[..., Any], call: _Call, output: Any, **how: Any) -> Any:
+        """Have the same call made once more with the arguments of an attempt, where all can be put back. Returns what
+        `do` returns; None where it cannot."""
+        with call.before.once_more(output) as possible:
             if possible:
-                half_args, half_kwargs, _ = self._half(args, kwargs, IdentityMemo())
-                learner.check_fp16_accumulation(*half_args, **half_kwargs)
+                half_args, half_kwargs, _ = self._half(call, IdentityMemo())
+                return do(*half_args, **how, **half_kwargs)
+        return None
 
-    def _refuse(
-        self, outcome: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, fits: bool, may_be_right: bool
-    ) -> None:
+    def _refuse(self, outcome: str, call: _Call, *, fits: bool, may_be_right: bool) -> None:
         """Raise GuardStopped where a rerun cannot help, or is not wanted, unless it may show that nothing is wrong.
 
         fits: whether the input is finite in half precision.
         """
-        self._refuse_broken_input(args, kwargs)
+        self._refuse_broken_input(call)
         if self.dtype == "fp32":
             raise _BrokenInFp32
         if self.policy.on_failure is OnFailure.STOP and not may_be_right:
@@ -292,15 +299,7 @@ class StageGuard:
             raise stopped
 
     def _again(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: Snapshot,
-        ends: Places | None,
-        *,
-        to_blame: bool,
-        saturated: bool,
-        runs: bool = True,
+        self, call: _Call, ends: Places | None, *, to_blame: bool, saturated: bool, runs: bool = True
     ) -> tuple[Any, Range, OverflowDiagnosis | None, Rerun]:
         """Make the call in fp32. Returns its output and the output's range, why it had to be made, and what it cost.
 
@@ -309,21 +308,18 @@ class StageGuard:
         """
         started, finding = time.perf_counter(), None
         learner = self._learner if to_blame and (self._learns or not self._failures) else None
-        with extra_peak(self.owner, (args, kwargs)) as extra_bytes:
+        with extra_peak(self.owner, (call.args, call.kwargs)) as extra_bytes:
             if learner:
-                (output, made, _), finding = learner.watch(lambda: self._in_fp32(args, kwargs))
+                (output, made, _), finding = learner.watch(lambda: self._in_fp32(call))
             else:
-                output, made, _ = self._in_fp32(args, kwargs)
+                output, made, _ = self._in_fp32(call)
         if self._extremes.learn(ends, output):
             right = OverflowDiagnosis("fp32 has the same at the same places, so it is right from the next call on")
             return output, made, right, Rerun("", None, "", time.perf_counter() - started, extra_bytes())
         if self.policy.on_failure is OnFailure.STOP:
-            self._refuse("saturated" if saturated else "non-finite", args, kwargs, fits=to_blame, may_be_right=False)
+            self._refuse("saturated" if saturated else "non-finite", call, fits=to_blame, may_be_right=False)
         if learner and finding is None and runs:
-            with before.once_more(output) as possible:
-                if possible:
-                    half_args, half_kwargs, _ = self._half(args, kwargs, IdentityMemo())
-                    finding = learner.locate(*half_args, saturated=saturated, **half_kwargs)
+            finding = self._in_half(learner.locate, call, output, saturated=saturated)
         action = self._follow(finding)
         module, peak = (finding.module, finding.peak) if finding else ("", None)
         return output, made, finding, Rerun(module, peak, action, time.perf_counter() - started, extra_bytes())
@@ -332,7 +328,7 @@ class StageGuard:
         self, output: Any, started: float, timestep: float | None, dtype: str, outcome: str, made: Range, **more: Any
     ) -> Any:
         if self._learner:
-            self.report.protection = self._learner.attempt.in_words
+            self.report.protection = ALL_LAYERS_SCALED if self._learner.attempt.all_layers_scaled else ""
             if slower := self._learner.attempt.slower():
                 self.report.note(slower)
         seconds = time.perf_counter() - started
@@ -340,16 +336,16 @@ class StageGuard:
         self.report.add(record)
         return output
 
-    def _in_fp32(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Range, float | None]:
+    def _in_fp32(self, call: _Call) -> tuple[Any, Range, float | None]:
         """Make the call in fp32. Returns its output, the output's range and the timestep.
 
         Raises _BrokenInFp32 where the output is non-finite in fp32 too.
         """
-        own_args, own_kwargs = self._apart(args, kwargs)
+        own_args, own_kwargs = self._apart(call)
         output = run_in_fp32(self.rerun, *own_args, tf32=self.tf32, **own_kwargs)
-        _, made, _, timestep = self._measured((), output, timestep=kwargs.get("timestep"))
+        _, made, _, timestep = self._measured((), output, timestep=call.kwargs.get("timestep"))
         if not made.finite and not self._is_mask(output):
-            self._refuse_broken_input(args, kwargs)
+            self._refuse_broken_input(call)
             raise _BrokenInFp32
         return output, made, timestep
 
@@ -410,15 +406,13 @@ class StageGuard:
     def _where(self) -> str:
         return Message("{}, call {}", self.stage.replace("_", " "), self._step + 1)
 
-    def _half(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], known: IdentityMemo
-    ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+    def _half(self, call: _Call, known: IdentityMemo) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
         """Return the arguments of an attempt, and those that had to be cast: a value may not have fitted.
 
         known: the casts of constant ones, which fitted.
         """
         if not self._narrow:
-            return *self._apart(args, kwargs), []
+            return *self._apart(call), []
         target = DTYPES[self.dtype]
         changed: list[torch.Tensor] = []
 
@@ -426,19 +420,14 @@ class StageGuard:
             changed.append(value.to(target))
             return changed[-1]
 
-        half_args, half_kwargs = self._cast(
-            args, kwargs, lambda value, once: known.of(value, narrowed) if once else narrowed(value)
-        )
-        return half_args, half_kwargs, changed
+        return *self._cast(call, lambda value, once: known.of(value, narrowed) if once else narrowed(value)), changed
 
-    def _apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def _apart(self, call: _Call) -> _Arguments:
         """Return the arguments of a call in float32: what half precision is given a cast of, it is given a copy of, so
         that neither writes to the caller's."""
-        return self._cast(args, kwargs, lambda value, _once: value.clone())
+        return self._cast(call, lambda value, _once: value.clone())
 
-    def _cast(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor, bool], torch.Tensor]
-    ) -> _Call:
+    def _cast(self, call: _Call, change: Callable[[torch.Tensor, bool], torch.Tensor]) -> _Arguments:
         """Return the arguments with those changed that are not in the plan's dtype, and have to be. change: is told
         whether one is constant."""
         target = DTYPES[self.dtype]
@@ -447,13 +436,14 @@ class StageGuard:
             fits = not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == target
             return value if fits else change(value, once)
 
-        return tuple(map(cast, args)), {
+        return tuple(map(cast, call.args)), {
             name: pytree.tree_map(partial(cast, once=name in self.constant), value) if name in self.inputs else value
-            for name, value in kwargs.items()
+            for name, value in call.kwargs.items()
         }
 
-    def _refuse_broken_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        named = {f"argument {i + 1}": v for i, v in enumerate(args)} | {n: kwargs.get(n) for n in self.inputs}
+    def _refuse_broken_input(self, call: _Call) -> None:
+        named = {f"argument {i + 1}": value for i, value in enumerate(call.args)}
+        named |= {name: call.kwargs.get(name) for name in self.inputs}
         for name, value in named.items():
             broken = sum(non_finite(t) for t in floating(value))
             if broken:
@@ -475,7 +465,7 @@ class StageGuard:
                     broken,
                 )
 
-    def _diagnose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _diagnose(self, call: _Call) -> str:
         found = Message("{}: the output is NaN or infinite in fp32 too", self._where())
         owner = self.owner
         if not isinstance(owner, torch.nn.Module):
@@ -488,7 +478,7 @@ class StageGuard:
                 *weight,
             )
         module = (
-            first_broken(owner, lambda: run_in_fp32(self.rerun, *args, **kwargs), agree=self.agree)
+            first_broken(owner, lambda: run_in_fp32(self.rerun, *call.args, **call.kwargs), agree=self.agree)
             or type(owner).__name__
         )
         return Message(
