@@ -6,7 +6,7 @@ import os
 import platform
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -77,9 +77,9 @@ def _nvidia(
     """Make NVIDIA's row. Its kernels quantise from Ampere on, to fp8 where the card has that."""
     source = CUDA_GUIDE if name not in ("sm60", "sm61", "sm70", "sm72") else OLDER_GUIDE
     quantises = (*(("fp8",) if fp8 else ()), *(("int8",) if bf16 else ()))
-    bf16_is: Literal["native", "emulated"] = "native" if bf16 else "emulated"
-    more: Any = {"quantises": quantises, "fp16_sums": "geforce" if name in _GEFORCE else "same"}
-    return Architecture(name, label, bf16_is, fp16, tensor, tf32, fp8, half, source, **more)
+    sums, how = "geforce" if name in _GEFORCE else "same", "native" if bf16 else "emulated"
+    row = Architecture(name, label, how, fp16, tensor, tf32, fp8, half, source)
+    return replace(row, quantises=quantises, fp16_sums=sums)
 
 
 def _amd(name: str, label: str, bf16: bool, matrix: bool, fp8: bool, fused: Fused) -> Architecture:
@@ -88,8 +88,8 @@ def _amd(name: str, label: str, bf16: bool, matrix: bool, fp8: bool, fused: Fuse
 
     fused: by what AOTriton has, PyTorch's fused attention on ROCm (https://github.com/ROCm/aotriton).
     """
-    bf16_is: Literal["native", "emulated"] = "native" if bf16 else "emulated"
-    return Architecture(name, label, bf16_is, True, matrix, False, fp8, "untried", ROCM_GUIDE, fused_attention=fused)
+    how = "native" if bf16 else "emulated"
+    return Architecture(name, label, how, True, matrix, False, fp8, "untried", ROCM_GUIDE, fused_attention=fused)
 
 
 # By name; a gfx target is found by its longest prefix here. A new architecture is one row.

@@ -28,11 +28,6 @@ class PeakMemory:
     used: int
     reserved: int | None = None  # what the allocator keeps for later included; None on a CPU
 
-    def or_more(self, other: PeakMemory) -> PeakMemory:
-        """Return the larger of both; reserved is None where either is."""
-        reserved = None if self.reserved is None or other.reserved is None else max(self.reserved, other.reserved)
-        return PeakMemory(max(self.used, other.used), reserved)
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -53,10 +48,10 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.3g} MB"
 
 
+@dataclass(eq=False)
 class _PeakWatch:
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.peak = _peak(device)
+    device: torch.device
+    peak: PeakMemory
 
 
 _watches: list[_PeakWatch] = []
@@ -74,7 +69,7 @@ def peak_memory(device: torch.device) -> Generator[Callable[[], PeakMemory | Non
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     with _lock:
         _note(device)
-        mine = _PeakWatch(device) if _start_anew(device) else None
+        mine = _PeakWatch(device, _peak(device)) if _start_anew(device) else None
         if mine:
             _watches.append(mine)
     if mine is None:
@@ -99,7 +94,9 @@ def _note(device: torch.device) -> None:
     """Have all who watch a device know what its counter shows now."""
     for watch in _watches:
         if watch.device == device:
-            watch.peak = watch.peak.or_more(_peak(device))
+            now = _peak(device)
+            reserved = None if now.reserved is None else max(now.reserved, watch.peak.reserved or 0)
+            watch.peak = PeakMemory(max(now.used, watch.peak.used), reserved)
 
 
 def _peak(device: torch.device) -> PeakMemory:
