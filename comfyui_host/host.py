@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,22 +225,9 @@ def output_directory() -> Path:
     return Path(folder_paths.get_output_directory()) if folder_paths else _folders.get().output
 
 
-def profiles_directory() -> Path:
-    """Where what runs taught is kept: ONEDIFF_GUARD_PROFILES, else ComfyUI's user folder, else ~/.onediff-guard."""
-    return _kept(PROFILES_VARIABLE, "profiles")
-
-
-def compiled_directory() -> Path:
-    """Where compiled code is kept: ONEDIFF_GUARD_COMPILED, else ComfyUI's user folder, else ~/.onediff-guard."""
-    return _kept(COMPILED_VARIABLE, "compiled")
-
-
-def selftest_directory() -> Path:
-    """Where self-tests are kept: ONEDIFF_GUARD_SELFTEST, else ComfyUI's user folder, else ~/.onediff-guard."""
-    return _kept(SELFTEST_VARIABLE, "selftest")
-
-
 def _kept(variable: str, what: str) -> Path:
+    """Where something is kept: in the folder that a variable names, else in ComfyUI's user folder, else in
+    ~/.onediff-guard."""
     if named := os.environ.get(variable):
         return Path(named).expanduser()
     if user := user_directory():
@@ -248,6 +235,11 @@ def _kept(variable: str, what: str) -> Path:
     if _comfy("folder_paths"):  # 0.0.1
         return output_directory().parent / "user" / "onediff_guard" / what
     return Path.home() / ".onediff-guard" / what
+
+
+profiles_directory = partial(_kept, PROFILES_VARIABLE, "profiles")  # of what runs taught
+compiled_directory = partial(_kept, COMPILED_VARIABLE, "compiled")
+selftest_directory = partial(_kept, SELFTEST_VARIABLE, "selftest")
 
 
 @unless_changed("ComfyUI's list of samplers", _KNOWN_SAMPLERS)
