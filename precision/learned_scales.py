@@ -18,25 +18,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from ..trust.message import Message
-from . import shared
-from .fp16_safe import (
-    CASTS,
-    CASTS_LIKE,
-    COPIES,
-    FP16,
-    KEEPS_RANGE,
-    MOVES,
-    POINTS,
-    PRODUCTS,
-    QUOTIENTS,
-    ROOM,
-    SUMS,
-    both_floating,
-    is_exact,
-    is_noted,
-    reads_bytes,
-    written,
-)
+from . import fp16_safe, shared
+from .fp16_safe import FP16, ROOM, both_floating, written
 from .observe import Agree, alone
 from .planned_products import (
     BROADCAST,
@@ -185,23 +168,24 @@ class LearningMode(LocatedMode):
         kwargs = kwargs or {}
         if changed := written(func, args, kwargs):
             self.way.writes = True
-            if getattr(func, "__name__", "") not in _OVERWRITES or not all(map(is_exact, args[1:])):
+            if getattr(func, "__name__", "") not in _OVERWRITES or not all(map(fp16_safe.is_exact, args[1:])):
                 makers = (self._makers.get(storage_of(each)) for each in changed)
                 self.way.summed |= {maker for maker in makers if maker}
-        self.way.writes |= reads_bytes(func, args, kwargs)  # what this call made is told from what was there, too
-        self.way.points |= func in POINTS
+        # what reads bytes tells what this call made from what was there, too
+        self.way.writes |= fp16_safe.reads_bytes(func, args, kwargs)
+        self.way.points |= func in fp16_safe.POINTS
         made = self.computed(func, args, kwargs)
         if func in LAYER_CALLS:
             self._makers[storage_of(made)] = id(self._anchor), 0, ""
-        elif func in COPIES:
+        elif func in fp16_safe.COPIES:
             self._makers[storage_of(made)] = self.next_key(func)
-        elif is_noted(func, args):
+        elif fp16_safe.is_noted(func, args):
             key = self.next_key(func)
             for each in made if isinstance(made, tuple) else (made,):
                 self._note_output(key, each)
         elif func is F.scaled_dot_product_attention:
             self._note_attention(made, *args, **kwargs)
-        elif func in SUMS and both_floating(args) and (args[0].shape != args[1].shape or 1 in args[0].shape):
+        elif func in fp16_safe.SUMS and both_floating(args) and (args[0].shape != args[1].shape or 1 in args[0].shape):
             self._makers[storage_of(made)] = BROADCAST
         elif not changed and _is_floating(made):
             given = next((each for each in args if isinstance(each, torch.Tensor)), kwargs.get("input"))
@@ -381,6 +365,7 @@ def _peak(x: torch.Tensor) -> torch.Tensor:
 
 
 # what may hand on fp16 of fp16 by no plan of its own: who writes to that writes to what made it
-_STAYS_FP16 = MOVES | KEEPS_RANGE | CASTS | CASTS_LIKE | PRODUCTS | QUOTIENTS
-_PRODUCTS = {func.__name__ for func in PRODUCTS}
+_STAYS_FP16 = fp16_safe.MOVES | fp16_safe.KEEPS_RANGE | fp16_safe.CASTS | fp16_safe.CASTS_LIKE
+_STAYS_FP16 |= fp16_safe.PRODUCTS | fp16_safe.QUOTIENTS
+_PRODUCTS = {func.__name__ for func in fp16_safe.PRODUCTS}
 _OVERWRITES = frozenset({"__setitem__", "copy_", "fill_", "zero_", "masked_fill_"})

@@ -24,38 +24,9 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from ..trust.message import Message
-from . import shared
+from . import fp16_safe, shared
 from .accumulation import fp16_accumulation
-from .fp16_safe import (
-    CASTS,
-    CASTS_LIKE,
-    COPIES,
-    DIFFERENCES,
-    FP16,
-    KEEPS_RANGE,
-    MODULATIONS,
-    MOVES,
-    NORM_ARGUMENTS,
-    NORMS,
-    POINTS,
-    PRODUCTS,
-    QUOTIENTS,
-    REVERSED,
-    SUMS,
-    SUMS_IN_PLACE,
-    both_floating,
-    by_number,
-    casts_alone,
-    changes_in_place,
-    is_bf16,
-    is_fp16_and_number,
-    is_rope_kernel,
-    is_small,
-    keeps_range,
-    made_finite,
-    reads_bytes,
-    written,
-)
+from .fp16_safe import FP16, both_floating, is_bf16, written
 from .scaled_products import (
     FAINT,
     LAYER_CALLS,
@@ -71,12 +42,12 @@ from .scaled_products import (
 from .upcast import Fp32Mode, OneOperation, autocast_off_where_on, storage_of
 
 # what computes on no value and changes nothing, whatever its arguments
-_MOVES_ALONE = frozenset(func for func in MOVES if not func.__name__.endswith("_") or func.__name__.endswith("__"))
-_MOVES_ALONE -= POINTS | {torch.Tensor.view, torch.Tensor.__setitem__, F.dropout}
+_MOVES_ALONE = fp16_safe.MOVES - fp16_safe.POINTS - {torch.Tensor.view, torch.Tensor.__setitem__, F.dropout}
+_MOVES_ALONE -= {func for func in _MOVES_ALONE if func.__name__.endswith("_") and not func.__name__.endswith("__")}
 _ALIASES = {torch.Tensor.numpy, torch.Tensor.__array__}
 # what changes no tensor, unless it is told to
-_CHANGES_NONE = KEEPS_RANGE | COPIES | PRODUCTS | NORMS | SUMS | QUOTIENTS | CASTS | MODULATIONS
-_CHANGES_NONE |= {torch.Tensor.view, F.dropout}
+_CHANGES_NONE = {torch.Tensor.view, F.dropout} | fp16_safe.KEEPS_RANGE | fp16_safe.COPIES | fp16_safe.PRODUCTS
+_CHANGES_NONE |= fp16_safe.NORMS | fp16_safe.SUMS | fp16_safe.QUOTIENTS | fp16_safe.CASTS | fp16_safe.MODULATIONS
 _LAYERS_AND_ATTENTION = LAYER_CALLS | {F.scaled_dot_product_attention}
 # the id of a weight, or of the layer that has it; how many other functions were called since; the name of the last one
 Key = tuple[int, int, str]
@@ -270,7 +241,7 @@ class PlannedMode(LocatedMode):
         kwargs = kwargs or {}
         made = func(*args, **kwargs) if func in _MOVES_ALONE else self.computed(func, args, kwargs)
         if self._way.writes:
-            for each in [made] if isinstance(made, torch.Tensor) else made if is_rope_kernel(func) else ():
+            for each in [made] if isinstance(made, torch.Tensor) else made if fp16_safe.is_rope_kernel(func) else ():
                 of = storage_of(each)
                 is_view = bool(args) and isinstance(args[0], torch.Tensor) and storage_of(args[0]) == of
                 if each.dtype is FP16 and not is_view:  # a view of a weight is of what was there before
@@ -282,56 +253,57 @@ class PlannedMode(LocatedMode):
             return super().computed(func, args, kwargs)
         if getattr(func, "__name__", "") == "__get__":  # a dtype, most often
             return Fp32Mode.computed(self, func, args, kwargs)
-        if self._halves and (kwargs or not (func in _CHANGES_NONE or is_rope_kernel(func))):
+        if self._halves and (kwargs or not (func in _CHANGES_NONE or fp16_safe.is_rope_kernel(func))):
             self._share_less(func, args, kwargs)
         if kwargs.get("out") is not None and not self._way.writes and written(func, args, kwargs):
             raise self._leave("the network changes a tensor in place")
-        if func in MOVES or (func in KEEPS_RANGE and keeps_range(func, args, kwargs)):
+        if func in fp16_safe.MOVES or (func in fp16_safe.KEEPS_RANGE and fp16_safe.keeps_range(func, args, kwargs)):
             return self._moved(func, args, kwargs)
-        if func in COPIES:
+        if func in fp16_safe.COPIES:
             made, summed = func(*args, **kwargs), self.next_key(func) in self._way.summed
             return made.float() if summed and made.dtype is FP16 else made
-        if func in PRODUCTS:
+        if func in fp16_safe.PRODUCTS:
             return self._product(func, args, kwargs)
-        if func in NORMS:
+        if func in fp16_safe.NORMS:
             return self._norm(func, args, kwargs)
-        if func in MODULATIONS:
+        if func in fp16_safe.MODULATIONS:
             return self._modulated(func, args, kwargs)
-        if is_rope_kernel(func):
+        if fp16_safe.is_rope_kernel(func):
             rotated = args[: 1 if func.__name__.endswith("1") else 2]
             in_fp16 = self._is_safe(func) and rotated and all(each.dtype is FP16 for each in rotated)
             return func(*args, **kwargs) if in_fp16 else Fp32Mode.computed(self, func, args, kwargs)
-        if func in SUMS and both_floating(args) and not kwargs:
+        if func in fp16_safe.SUMS and both_floating(args) and not kwargs:
             return self._sum(func, *args)
-        if func in SUMS and not kwargs and is_fp16_and_number(args):
+        if func in fp16_safe.SUMS and not kwargs and fp16_safe.is_fp16_and_number(args):
             return self._plus_number(func, *args)
-        if func in QUOTIENTS and by_number(args, kwargs):
+        if func in fp16_safe.QUOTIENTS and fp16_safe.by_number(args, kwargs):
             return func(*args)
-        if func in CASTS_LIKE and not kwargs and both_floating(args) and args[0].device == args[1].device:
+        if func in fp16_safe.CASTS_LIKE and not kwargs and both_floating(args) and args[0].device == args[1].device:
             func, args = torch.Tensor.to, (args[0], self._dtype_seen(args[1]), *args[2:])
-        if func in CASTS and casts_alone(args, kwargs):
+        if func in fp16_safe.CASTS and fp16_safe.casts_alone(args, kwargs):
             return self._cast(func, args, kwargs)
         if func is torch.view_as_complex:
             return func(args[0].float())
         if not self._way.writes and written(func, args, kwargs):
             raise self._leave("the network changes a tensor in place")
-        if func in SUMS_IN_PLACE and args[0].dtype is torch.float32 and not any(map(_is_wider, args)):
+        if func in fp16_safe.SUMS_IN_PLACE and args[0].dtype is torch.float32 and not any(map(_is_wider, args)):
             return func(*args, **kwargs)
         self._shares &= func not in _ALIASES
-        looked_at, may_be_masks = made_finite(func, args, kwargs)
+        looked_at, may_be_masks = fp16_safe.made_finite(func, args, kwargs)
         for given in looked_at:
             self._look(given, may_be_mask=may_be_masks)
         return super().computed(func, args, kwargs)
 
     def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that computes on no value, or keeps the range."""
-        if func in POINTS:
+        if func in fp16_safe.POINTS:
             raise self._leave("the network starts a kernel that the first step did not start")
-        if not self._way.writes and (func is torch.Tensor.__setitem__ or changes_in_place(func, args, kwargs)):
+        sets = func is torch.Tensor.__setitem__
+        if not self._way.writes and (sets or fp16_safe.changes_in_place(func, args, kwargs)):
             raise self._leave("the network changes a tensor in place")
-        if func is torch.Tensor.__setitem__ and isinstance(args[2], torch.Tensor) and args[2].dtype is FP16:
+        if sets and isinstance(args[2], torch.Tensor) and args[2].dtype is FP16:
             args = *args[:2], args[2].to(args[0].dtype)  # which a slice does by itself, and a mask or an index does not
-        if reads_bytes(func, args, kwargs):
+        if fp16_safe.reads_bytes(func, args, kwargs):
             if not self._way.writes:
                 raise self._leave("the network reads a tensor's bytes")
             made_here = args[0].dtype is FP16 and self._dtype_seen(args[0]) is torch.float32
@@ -449,7 +421,7 @@ class PlannedMode(LocatedMode):
         """Forget what a function may have changed: no tensor of inference mode tells."""
         if isinstance(func, OneOperation):  # of weights
             return
-        if func not in _CHANGES_NONE or kwargs.get("out") is not None or changes_in_place(func, args, kwargs):
+        if func not in _CHANGES_NONE or kwargs.get("out") is not None or fp16_safe.changes_in_place(func, args, kwargs):
             self._halves.clear()
 
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -481,7 +453,7 @@ class PlannedMode(LocatedMode):
     def _norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Compute a norm in float32, and its weights with the cast to fp16 in one pass."""
         safe = self._is_safe(func)
-        x, shape, weight, bias, eps = NORM_ARGUMENTS[func](*args, **kwargs)
+        x, shape, weight, bias, eps = fp16_safe.NORM_ARGUMENTS[func](*args, **kwargs)
         held = [each for each in (x, weight, bias) if each is not None]
         if any(each.dtype is torch.float64 for each in held):
             return Fp32Mode.computed(self, func, args, kwargs)
@@ -494,7 +466,7 @@ class PlannedMode(LocatedMode):
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not both_floating(args):
-            plain = not kwargs and len(args) == 2 and all(is_small(each) for each in args)
+            plain = not kwargs and len(args) == 2 and all(fp16_safe.is_small(each) for each in args)
             return func(*args) if plain else Fp32Mode.computed(self, func, args, kwargs)
         if is_bf16(args[0]) or is_bf16(args[1]):
             self.next_key(func)
@@ -538,16 +510,16 @@ class PlannedMode(LocatedMode):
 
     def _plus_number(self, func: Any, *args: Any) -> torch.Tensor:
         """Return the sum of a tensor in fp16 and a number, in float32."""
-        if func in REVERSED or not isinstance(args[0], torch.Tensor):
+        if func in fp16_safe.REVERSED or not isinstance(args[0], torch.Tensor):
             return Fp32Mode.computed(self, func, args, {})
         one = number(1.0, args[0].device)
-        return torch.addcmul(args[0], one, one, value=-args[1] if func in DIFFERENCES else args[1])
+        return torch.addcmul(args[0], one, one, value=-args[1] if func in fp16_safe.DIFFERENCES else args[1])
 
     def _sum(self, func: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if a.dtype is b.dtype is FP16 and (a.shape == b.shape or BROADCAST in self._way.summed):
-            if func in REVERSED:
+            if func in fp16_safe.REVERSED:
                 a, b = b, a
-            return torch.addcmul(a, b, number(1.0, a.device), value=-1 if func in DIFFERENCES else 1)
+            return torch.addcmul(a, b, number(1.0, a.device), value=-1 if func in fp16_safe.DIFFERENCES else 1)
         to_widen = FP16 in (a.dtype, b.dtype) and 0 in (a.ndim, b.ndim)  # which a number's dtype does not
         if to_widen or is_bf16(a) or is_bf16(b):
             return Fp32Mode.computed(self, func, (a, b), {})
