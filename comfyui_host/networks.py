@@ -95,21 +95,18 @@ def _automatic(model: str, chosen: str, architecture: Architecture) -> tuple[str
     if not _best_in_fp16(architecture):
         lacks = "" if architecture.fast_fp16 else Message(", and {} has no fast fp16", architecture)
         return chosen, Message("{}, which ComfyUI chose for {}{}", chosen, model, lacks)
-    if chosen == "fp32" and _fp32_is_asked_for():
-        return "fp32", Message("fp32 for {}, as ComfyUI's start options say", model)
     why = Message("fp16, since {} has no native bf16", architecture)
-    if chosen == "fp32":  # 3.9 to 4.7 times plain fp16 on a T4, counted: docs/overflow_protection.md
-        return "fp16", Message("{} (ComfyUI alone would compute it in fp32, about 4 times as long)", why)
-    return "fp16", why
+    if chosen != "fp32":
+        return "fp16", why
+    options = host.arguments()
+    if any(getattr(options, name, False) for name in ("force_fp32", "fp32_unet")):
+        return "fp32", Message("fp32 for {}, as ComfyUI's start options say", model)
+    # 3.9 to 4.7 times plain fp16 on a T4, counted: docs/overflow_protection.md
+    return "fp16", Message("{} (ComfyUI alone would compute it in fp32, about 4 times as long)", why)
 
 
 def _best_in_fp16(architecture: Architecture) -> bool:
     return architecture.fast_fp16 and not architecture.native_bf16
-
-
-def _fp32_is_asked_for() -> bool:
-    options = host.arguments()
-    return any(getattr(options, name, False) for name in ("force_fp32", "fp32_unet"))
 
 
 _snapshot = partial(Snapshot, opaque=OPAQUE)
