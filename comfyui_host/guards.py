@@ -25,7 +25,6 @@ from torch.utils import _pytree as pytree
 from ..precision.dtypes import DTYPES, FP16_MAX, dtype_name
 from ..precision.observe import floating
 from ..precision.policy import Component
-from ..precision.report import StepRecord
 from ..precision.snapshot import Snapshot
 from ..trust.message import BadInput, Message, shown
 from . import host
@@ -272,11 +271,6 @@ def _in_place(owner: Any, **methods: Callable[..., Any]) -> Generator[None]:
         own.update({name: before[name] for name in ours if name in before})
 
 
-def _has_room(call: StepRecord) -> bool:
-    """Return whether half precision holds what a ControlNet gave, times its strength, and with what others give."""
-    return call.largest is not None and call.largest < FP16_MAX / 16
-
-
 class _NetworkGuard:
     def __init__(self, network: torch.nn.Module, run: Run):
         self._network, self._run = network, run
@@ -305,7 +299,9 @@ class _NetworkGuard:
             kind = type(self._network).__name__
             of = ComfyNetwork(kind, Component.DENOISER, self._network, rerun=self._in_full, **how)
             made = self._run.call(of, *args, **kwargs)
-            if dtype_name(dtype) in DTYPES and _has_room(self._run.latest):
+            largest = self._run.latest.largest
+            # half precision holds what a ControlNet gave, times its strength, and with what others give
+            if dtype_name(dtype) in DTYPES and largest is not None and largest < FP16_MAX / 16:
                 made = [each.to(dtype) if isinstance(each, torch.Tensor) else each for each in made]
             return pytree.tree_unflatten([made[at] for at in self._at], self._structure)
 
