@@ -179,21 +179,13 @@ def _broken(given: Mapping[str, Any]) -> str:
 
 
 def apply_model(
-    *,
-    executor: Any,
-    x: Any,
-    timestep: Any,
-    c_concat: Any,
-    c_crossattn: Any,
-    control: Any,
-    memory: CallMemory,
-    options: Mapping[str, Any] = MappingProxyType({}),
-    **more: Any,
+    *, executor: Any, memory: CallMemory, control: Any, options: Mapping[str, Any] = MappingProxyType({}), **given: Any
 ) -> Any:
     """Goes on with the chain. ControlNet's residuals are taken off their lists as they are used: off a copy, so that
     the call can be made again. options: beside those that ComfyUI gave."""
     control = pytree.tree_map(lambda residual: residual, control)
-    return executor(x, timestep, c_concat, c_crossattn, control, memory.of_a_call(options), **more)
+    by_position = [given.pop(name) for name in ("x", "timestep", "c_concat", "c_crossattn")]
+    return executor(*by_position, control, memory.of_a_call(options), **given)
 
 
 def calls_others(thorough: bool, *, executor: Any, memory: CallMemory, **_: Any) -> bool:
