@@ -87,22 +87,9 @@ class Reachable:
         """Return what looks at values of a class; None where they cannot change, or are nobody's state."""
         if self.functions is not None and kind in _IN_FUNCTIONS:
             return _IN_FUNCTIONS[kind]
-        if issubclass(kind, _LEAVES):
-            return None
-        if issubclass(kind, torch.Tensor):
-            return None if hasattr(kind, "__tensor_flatten__") else Reachable._tensor  # of those, only weights
-        if issubclass(kind, torch.nn.Module):
-            return Reachable._module
-        if issubclass(kind, (torch.Generator, random.Random)):
-            return Reachable._generator
-        if issubclass(kind, dict):
-            return Reachable._dict
-        if issubclass(kind, (list, deque, set, bytearray)):
-            return Reachable._items
-        if issubclass(kind, (tuple, frozenset)):
-            return lambda _found, value, _path: enumerate(value)
-        if issubclass(kind, partial):
-            return lambda _found, value, _path: enumerate((value.func, value.args, value.keywords))
+        for kinds, look in _LOOKS:
+            if issubclass(kind, kinds):
+                return look
         if f"{kind.__module__}.".startswith(_FOREIGN):
             return None
         if any(f"{each.__module__}.".startswith(self.opaque) for each in kind.__mro__):  # another pack's class, too
@@ -110,6 +97,8 @@ class Reachable:
         return Reachable._object
 
     def _tensor(self, value: torch.Tensor, path: Path) -> Iterable[tuple[Any, Any]]:
+        if hasattr(type(value), "__tensor_flatten__"):
+            return ()  # of those, only weights
         if (value.device.type != "meta" or self.on_meta) and value.layout is torch.strided:
             self.tensors[id(value)] = value, path
         return ()
@@ -143,12 +132,6 @@ class Reachable:
         inside = self._hold(value, held, path)
         return () if isinstance(held.get(_CONTENTS), torch.nn.Module) else inside
 
-    def _dict(self, value: dict[Any, Any], path: Path) -> Iterable[tuple[Any, Any]]:
-        return self._hold(value, dict(value), path)
-
-    def _items(self, value: Any, path: Path) -> Iterable[tuple[Any, Any]]:
-        return self._hold(value, [*value], path)
-
     def _object(self, value: Any, path: Path) -> Iterable[tuple[Any, Any]]:
         names = (name for name in _slots(type(value)) if hasattr(value, name))
         slots = {name: getattr(value, name) for name in names}
@@ -160,12 +143,8 @@ class Reachable:
     def _module(self, value: torch.nn.Module, path: Path) -> Iterable[tuple[Any, Any]]:
         """Layers without children and buffers keep nothing, if they are PyTorch's or opaque: most of a network."""
         children, buffers, kind = value._modules, value._buffers, type(value)
-        foreign = (
-            len(path) > 1
-            and kind is not torch.nn.Module
-            and f"{kind.__module__}.".startswith((*_FOREIGN, *self.opaque))
-        )
-        if foreign and not children and not buffers:
+        below = len(path) > 1 and kind is not torch.nn.Module and not children and not buffers
+        if below and f"{kind.__module__}.".startswith((*_FOREIGN, *self.opaque)):
             self.held[id(value)] = Held(None, [], path)
             return
         yield from self._hold(value, _own(vars(value)), path)
@@ -186,6 +165,16 @@ _IN_FUNCTIONS: dict[type, _Look] = {
     types.MethodType: Reachable._method,
     types.CellType: Reachable._cell,
 }
+_LOOKS: tuple[tuple[Any, _Look | None], ...] = (
+    (_LEAVES, None),
+    (torch.Tensor, Reachable._tensor),
+    (torch.nn.Module, Reachable._module),
+    ((torch.Generator, random.Random), Reachable._generator),
+    (dict, lambda found, value, path: found._hold(value, dict(value), path)),
+    ((list, deque, set, bytearray), lambda found, value, path: found._hold(value, [*value], path)),
+    ((tuple, frozenset), lambda _found, value, _path: enumerate(value)),
+    (partial, lambda _found, value, _path: enumerate((value.func, value.args, value.keywords))),
+)
 
 
 class _Copy(NamedTuple):
@@ -223,7 +212,7 @@ class Snapshot:
             in_them = [found.tensors[each] for each in found.tensors if each not in left_out]
             self._tensors += copied(in_them, _COPIED_IN_FUNCTIONS, only_what_fits=True)
         self._held = [held for held in found.held.values() if held.container is not None]
-        self._random = _RandomState(found.generators.values(), {copy.alias.device for copy in self._tensors})
+        self._random = _random_state(found.generators.values(), {copy.alias.device for copy in self._tensors})
         self._roots, self._rewritten = roots, tuple(rewritten)
         self._opaque, self._in_functions = opaque, in_functions
 
@@ -243,18 +232,17 @@ class Snapshot:
             for container, items, _ in self._held:
                 put_back(container, items)
             lost = [".".join(map(str, copy.path[1:])) for copy in self._tensors if not restored(copy, waits)]
-        self._random.restore()
+        for put_back_state in self._random:
+            put_back_state()
         return lost[0] if lost else ""
 
     def with_nan(self) -> str:
         """Return the name of a tensor that held NaN; "" where none did."""
         with _AS_IT_IS():
             for _, _, held, _, path in self._tensors:  # None: too large to be kept
-                if (
-                    held is not None
-                    and held.is_floating_point()
-                    and (held.float() if held.itemsize < 2 else held).isnan().any()
-                ):
+                if held is None or not held.is_floating_point():
+                    continue
+                if (held.float() if held.itemsize < 2 else held).isnan().any():
                     return ".".join(map(str, path[1:]))
         return ""
 
@@ -308,26 +296,21 @@ class Snapshot:
         return found
 
 
-class _RandomState:
-    """The state of the generators that a call may draw from: PyTorch's, Python's and NumPy's, and those in reach."""
-
-    def __init__(self, generators: Iterable[Any], devices: Iterable[torch.device]):
-        pairs: list[tuple[Any, Any]] = [(random.getstate, random.setstate), (torch.get_rng_state, torch.set_rng_state)]
-        if numpy := sys.modules.get("numpy.random"):
-            pairs.append((numpy.get_state, numpy.set_state))
-        for device in devices:
-            its: Any = torch.get_device_module(device) if device.type != "cpu" else None
-            if hasattr(its, "get_rng_state"):
-                where = {} if device.type == "mps" else {"device": device}
-                pairs.append((partial(its.get_rng_state, **where), partial(its.set_rng_state, **where)))
-        for each in generators:
-            python = isinstance(each, random.Random)
-            pairs.append((each.getstate, each.setstate) if python else (each.get_state, each.set_state))
-        self._states = [(put, get()) for get, put in pairs]
-
-    def restore(self) -> None:
-        for put, before in self._states:
-            put(before)
+def _random_state(generators: Iterable[Any], devices: Iterable[torch.device]) -> list[Callable[[], Any]]:
+    """Return what puts back the state of each generator that a call may draw from: PyTorch's, Python's and NumPy's, and
+    those in reach."""
+    pairs: list[tuple[Any, Any]] = [(random.getstate, random.setstate), (torch.get_rng_state, torch.set_rng_state)]
+    if numpy := sys.modules.get("numpy.random"):
+        pairs.append((numpy.get_state, numpy.set_state))
+    for device in devices:
+        its: Any = torch.get_device_module(device) if device.type != "cpu" else None
+        if hasattr(its, "get_rng_state"):
+            where = {} if device.type == "mps" else {"device": device}
+            pairs.append((partial(its.get_rng_state, **where), partial(its.set_rng_state, **where)))
+    for each in generators:
+        python = isinstance(each, random.Random)
+        pairs.append((each.getstate, each.setstate) if python else (each.get_state, each.set_state))
+    return [partial(put, get()) for get, put in pairs]
 
 
 def _own(state: dict[str, Any]) -> dict[str, Any]:
