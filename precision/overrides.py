@@ -255,11 +255,8 @@ class Profile:
 
     def in_words(self) -> str:
         known = self.learned
-        parts = [
-            Message("{}, {}, {}", self.model, self.architecture, self.dtype)
-            + (Message(", with LoRA") if self.loras else "")
-        ]
-        parts += known.in_words()
+        of = Message("{}, {}, {}", self.model, self.architecture, self.dtype)
+        parts = [of + (Message(", with LoRA") if self.loras else ""), *known.in_words()]
         if known.fp16_error is not None:
             parts.append(Message("fp16 accumulation: {}", fp16_accumulation_in_words(known.fp16_error)))
         return joined("; ", parts) if len(parts) > 1 else Message("{}; nothing needs protection", parts[0])
@@ -274,13 +271,8 @@ class Profile:
             if getattr(self, what) != getattr(here, what):
                 return Message("it is for {}, and this is {}", getattr(self, what), getattr(here, what))
         for package, version in here.versions.items():
-            if self.versions.get(package) != version:
-                return Message(
-                    "it was made with {} {}, and this is {}",
-                    package,
-                    self.versions.get(package, "of no version"),
-                    version,
-                )
+            if (its := self.versions.get(package, "of no version")) != version:
+                return Message("it was made with {} {}, and this is {}", package, its, version)
         return ""
 
 
@@ -348,13 +340,8 @@ def parse(text: str, where: str) -> Profile:
 def _fitting(value: Any) -> Profile:
     facts = foreign.fitting(_ProfileJson, value)
     given = facts.model_dump(exclude={"kind", "format", "learned", "loras"})
-    learned = facts.learned
-    known = PrecisionOverrides(
-        all_layers_scaled=learned.all_layers_scaled,
-        unquantised=tuple(learned.unquantised),
-        fp16_error=learned.fp16_error,
-    )
-    return Profile(**given, loras=tuple(facts.loras), learned=known)
+    learned: dict[str, Any] = facts.learned.model_dump() | {"unquantised": tuple(facts.learned.unquantised)}
+    return Profile(**given, loras=tuple(facts.loras), learned=PrecisionOverrides(**learned))
 
 
 def _bad(where: str, found: Unreadable) -> BadProfile:
@@ -400,8 +387,9 @@ class ProfileFile:
 
     def save(self, learned: PrecisionOverrides) -> None:
         """Write it, unless the given profile or the kept one says it. A disk that refuses is logged."""
-        profile = replace(self.here, learned=learned.to_share)
-        if self.folder is None or self._is_given(profile):
+        profile, given = replace(self.here, learned=learned.to_share), self.given
+        is_given = given is not None and given.learned == profile.learned and not given.misfit(profile)
+        if self.folder is None or is_given:
             return
         try:
             with suppress(BadProfile):
@@ -411,10 +399,6 @@ class ProfileFile:
             logger.info("keeping a profile: %s", write(self.folder, profile))
         except OSError as error:
             logger.warning("The profile %s could not be kept in %s: %s", profile.name, self.folder, error)
-
-    def _is_given(self, profile: Profile) -> bool:
-        given = self.given
-        return given is not None and given.learned == profile.learned and not given.misfit(profile)
 
     def _on_disk(self) -> Profile | None:
         """The kept one, else one of the same weights that had another name."""
