@@ -162,9 +162,8 @@ class FallbackAdapter:
 
     def learn(self, finding: OverflowDiagnosis) -> str:
         """Build the next attempt as the finding asks for. Returns what changes, in words; "" where nothing does."""
-        known = replace(
-            self.learned, all_layers_scaled=self.learned.all_layers_scaled or self.attempt.all_layers_scaled
-        )
+        scaled = self.learned.all_layers_scaled or self.attempt.all_layers_scaled
+        known = replace(self.learned, all_layers_scaled=scaled)
         learned, action = escalate_overrides(known, finding)
         if learned == known:
             return ""

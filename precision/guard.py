@@ -184,11 +184,8 @@ class StageGuard:
         casts, self._casts = self._casts, IdentityMemo()  # a call that fails, or raises, leaves none behind
         half_args, half_kwargs, changed = self._half(call, casts)
         failed, left, again, output = "", False, False, None
-        with (
-            propagate_nonfinite_attention((half_args, half_kwargs))
-            if self.dtype != "fp32"
-            else tf32_off(self.policy.exact_fp32)
-        ):
+        half, inputs = self.dtype != "fp32", (half_args, half_kwargs)
+        with propagate_nonfinite_attention(inputs) if half else tf32_off(self.policy.exact_fp32):
             if self._learner and self._learner.attempt.measure:
                 self._learner.prepare(*half_args, **half_kwargs)
                 self._attempt = self._learner.attempt.run
@@ -200,7 +197,7 @@ class StageGuard:
                     raise
                 # the first step, which learned scales were made of, did not raise it
                 again = bool(self._learner and self._learner.attempt.renew())
-                in_fp32 = self.dtype != "fp32" and self.policy.on_failure is OnFailure.RERUN
+                in_fp32 = half and self.policy.on_failure is OnFailure.RERUN
                 if not (again or in_fp32) or call.before.restore():
                     raise
                 left = isinstance(error, LeftPlan)
@@ -477,10 +474,8 @@ class StageGuard:
                 found,
                 *weight,
             )
-        module = (
-            first_broken(owner, lambda: run_in_fp32(self.rerun, *call.args, **call.kwargs), agree=self.agree)
-            or type(owner).__name__
-        )
+        run = partial(run_in_fp32, self.rerun, *call.args, **call.kwargs)
+        module = first_broken(owner, run, agree=self.agree) or type(owner).__name__
         return Message(
             "{}, first in '{}'. Its weights and inputs are finite: try another seed or guidance scale.", found, module
         )

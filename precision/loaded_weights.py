@@ -245,15 +245,13 @@ def _count_small(named: _Weights, shares: _Shares, stored: Stored) -> Iterator[s
         flushed += int(torch.count_nonzero(small & (narrowed == 0)))
     count = sum(lost.values())
     if count > TRACE * total:
-        yield (
-            Message(
-                "{:.1%} of the weights are too small for fp16: {:,} become 0 and {:,} lose digits, most of them in "
-                "'{}'; bf16 and fp32 hold them",
-                count / total,
-                flushed,
-                count - flushed,
-                max(lost, key=lambda name: lost[name]),
-            )
+        yield Message(
+            "{:.1%} of the weights are too small for fp16: {:,} become 0 and {:,} lose digits, most of them in '{}'; "
+            "bf16 and fp32 hold them",
+            count / total,
+            flushed,
+            count - flushed,
+            max(lost, key=lambda name: lost[name]),
         )
 
 

@@ -171,11 +171,8 @@ def _ask_torch() -> tuple[Any, str, str]:
         version = version_of("torch")
         if version is None:
             return None, "not installed", f"PyTorch is not installed. Get it from {GET_TORCH}"
-        return (
-            None,
-            version,
-            f"PyTorch {version} cannot be imported ({first_line(error)}). Install it again: {GET_TORCH}",
-        )
+        problem = f"PyTorch {version} cannot be imported ({first_line(error)}). Install it again: {GET_TORCH}"
+        return None, version, problem
     return torch, str(torch.__version__), ""
 
 

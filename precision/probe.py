@@ -156,10 +156,9 @@ class Verdict:
         """How a run in this dtype would go, in a few words."""
         if not self.fits:
             return f"{self.dtype} is not enough"
-        how = self.learned.in_words()
-        return (
-            f"{self.dtype} with {' + '.join(how)}" if how else self.dtype + (" plain" if self.dtype == "fp16" else "")
-        )
+        if how := self.learned.in_words():
+            return f"{self.dtype} with {' + '.join(how)}"
+        return "fp16 plain" if self.dtype == "fp16" else self.dtype
 
 
 @dataclass(frozen=True)

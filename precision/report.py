@@ -290,13 +290,8 @@ def _wrong(step: StepRecord, dtype: str) -> Message:
         if reached == end:
             return Message("a value reached {} in {}", reached, rerun.module)
         return Message("a value reached {} ({} ends at {}) in {}", reached, dtype, end, rerun.module)
-    wrong = Message(
-        "NaN or infinite values"
-        if step.outcome == "non-finite"
-        else "clipped values"
-        if step.outcome == "saturated"
-        else "NaN, infinite or clipped values"
-    )
+    known = {"non-finite": Message("NaN or infinite values"), "saturated": Message("clipped values")}
+    wrong = known.get(step.outcome, Message("NaN, infinite or clipped values"))
     return Message("{} in {}", wrong, rerun.module) if rerun and rerun.module else wrong
 
 
