@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from ..trust.message import Message
@@ -150,12 +151,8 @@ def _torch(name: str, default: bool, read: Callable[[Any], bool], write: Callabl
 
 
 def _matmul(name: str, default: bool) -> _Spec:
-    return _torch(
-        f"matmul.{name}",
-        default,
-        lambda cuda: getattr(cuda.matmul, name),
-        lambda cuda, value: setattr(cuda.matmul, name, value),
-    )
+    path = f"matmul.{name}"
+    return _torch(path, default, attrgetter(path), lambda cuda, value: setattr(cuda.matmul, name, value))
 
 
 SPECS: tuple[_Spec, ...] = (

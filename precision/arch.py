@@ -227,7 +227,8 @@ def by_capability(major: int, minor: int) -> Architecture:
     name = f"sm{major}{minor}"
     if row := ARCHITECTURES.get(name):
         return row
-    listed = {_capability(row): row for row in ARCHITECTURES.values() if re.fullmatch(r"sm\d+", row.name)}
+    rows = [row for row in ARCHITECTURES.values() if re.fullmatch(r"sm\d+", row.name)]
+    listed = {(int(row.name[2:-1]), int(row.name[-1])): row for row in rows}
     older = [capability for capability in listed if capability < (major, minor)]
     if not older:
         return replace(_unknown(name, "older than the table"), fast_fp16=False)
@@ -243,10 +244,6 @@ def by_gfx(name: str) -> Architecture:
     if prefixes:
         return replace(ARCHITECTURES[max(prefixes, key=len)], name=gfx)
     return _unknown(gfx, "not in the table")
-
-
-def _capability(row: Architecture) -> tuple[int, int]:
-    return int(row.name[2:-1]), int(row.name[-1])
 
 
 def _unknown(name: str, label: str) -> Architecture:

@@ -129,14 +129,9 @@ def casts_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a cast is between fp16 and float32, and does nothing else. Which of them a tensor has is decided
     here, and not by the network: where that asks, it sees float32."""
     asked = [*args[1:], *(value for name, value in kwargs.items() if name not in ("non_blocking", "copy"))]
-    plain = all(each in (FP16, torch.bfloat16, torch.float32) for each in asked if isinstance(each, torch.dtype))
-    return (
-        plain
-        and all(isinstance(each, torch.dtype) for each in asked)
-        and isinstance(args[0], torch.Tensor)
-        and args[0].dtype in (FP16, torch.float32)
-        and not kwargs.get("copy")
-    )
+    dtypes, given = (FP16, torch.bfloat16, torch.float32), args[0]
+    plain = not kwargs.get("copy") and all(isinstance(each, torch.dtype) and each in dtypes for each in asked)
+    return plain and isinstance(given, torch.Tensor) and given.dtype in (FP16, torch.float32)
 
 
 _T = torch.Tensor
@@ -245,12 +240,9 @@ def _hidden_by(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     if name in HANDS_ON and func is not _T.bool and not _is_to_integers(name, args, kwargs):
         return ()
     if name in OF_MASKS:  # a single number is a bound, which may be infinite
-        return args[:1], [each for each in (*args[1:], *kwargs.values()) if not _is_number(each)]
+        rest = (*args[1:], *kwargs.values())
+        return args[:1], [each for each in rest if not (isinstance(each, torch.Tensor) and each.numel() == 1)]
     return args, kwargs
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 def _may_be_infinite(value: Any) -> bool:

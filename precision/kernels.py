@@ -22,10 +22,6 @@ from .shared import NO_WARNINGS
 _BROKEN_CUDNN = range(9_08_00, 9_15_00)  # its 3D convolutions in half precision are wrong at some sizes
 
 
-def _has(*_: Any, **__: Any) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Kernels:
     """Those of a device. Each function returns why no lean kernel takes a call, and what to do; "" where one does.
@@ -34,8 +30,8 @@ class Kernels:
     conv3d: is given the dtype of a 3D convolution whose kernel is larger than 1.
     """
 
-    attention: Callable[..., str] = _has
-    conv3d: Callable[[torch.dtype], str] = _has
+    attention: Callable[..., str] = lambda *_, **__: ""
+    conv3d: Callable[[torch.dtype], str] = lambda _: ""
 
 
 LEAN = Kernels()
