@@ -43,7 +43,7 @@ from .scaled_products import (
     times,
 )
 from .shallow_copy import KeptInFp32, Make, copy_with_base, replace_submodules, with_forward
-from .upcast import TraceableMode
+from .upcast import TraceableMode, fp32_dtype
 
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)  # which are not called
 
@@ -223,13 +223,9 @@ class _PlannedBlockMode(TraceableMode):
         if func is torch.Tensor.type_as and args[0].dtype is torch.float32 and args[1].dtype in HALF_DTYPES:
             return args[0]
         if func is torch.Tensor.to and args[0].dtype is torch.float32:
-            args = tuple(map(_float32_dtype, args))
-            kwargs = {name: _float32_dtype(value) for name, value in kwargs.items()}
+            args = tuple(map(fp32_dtype, args))
+            kwargs = {name: fp32_dtype(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
-
-
-def _float32_dtype(value: Any) -> Any:
-    return torch.float32 if isinstance(value, torch.dtype) and value in HALF_DTYPES else value
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -213,7 +213,7 @@ class Fp32Mode(TraceableMode):
             return _converted(func, args[0], args[1:], kwargs)
         if func in ALIASING and args:
             return _mapped(partial(_fp32_unless_alias, args[0]), func(*args, **kwargs))
-        if func is torch.nn.functional.embedding and _max_norm(args, kwargs) is None:
+        if func is torch.nn.functional.embedding and (args[3] if len(args) > 3 else kwargs.get("max_norm")) is None:
             return _mapped(_float, func(*args, **kwargs))
         if func in _PRODUCTS:
             args, kwargs = _mapped(dequantised, (args, kwargs))
@@ -268,14 +268,14 @@ def dequantised(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _given_in_fp32(argument: Any) -> Any:
-    return _float(argument) if isinstance(argument, torch.Tensor) else _fp32_dtype(argument)
+    return _float(argument) if isinstance(argument, torch.Tensor) else fp32_dtype(argument)
 
 
 def _upcast(memo: _Memo, value: Any) -> Any:
     """Return a float32 copy of a half tensor, whose version counter tells afterwards whether it was written to, and
     float32 for a half dtype. Anything else is returned as it is."""
     if not isinstance(value, torch.Tensor):
-        return _fp32_dtype(value)
+        return fp32_dtype(value)
     if value.dtype not in HALF_DTYPES:
         return value
     if id(value) not in memo:
@@ -315,7 +315,7 @@ def _converted(func: Any, source: torch.Tensor, args: tuple[Any, ...], kwargs: d
     return _fp32_unless_alias(source, func(source, *args, **kwargs))
 
 
-def _fp32_dtype(value: Any) -> Any:
+def fp32_dtype(value: Any) -> Any:
     return torch.float32 if isinstance(value, torch.dtype) and value in HALF_DTYPES else value
 
 
@@ -332,11 +332,7 @@ def _access_property(func: Any, name: str, args: tuple[Any, ...]) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point() and target.dtype in HALF_DTYPES:
             value = value.to(target.dtype)
         return func(target, value)
-    return _fp32_dtype(func(*args))
-
-
-def _max_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[3] if len(args) > 3 else kwargs.get("max_norm")
+    return fp32_dtype(func(*args))
 
 
 def _shares_storage(result: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
@@ -461,11 +457,7 @@ def device_types() -> tuple[str, ...]:
 def autocast_off_where_on(device_types: Iterable[str]) -> AbstractContextManager[Any]:
     """Return a context with autocast off, whatever is set around it, at next to no cost where it is off anyway: one is
     entered for each function that is called."""
-    on = [
-        device_type
-        for device_type in device_types
-        if _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
-    ]
+    on = [each for each in device_types if _has_autocast(each) and torch.is_autocast_enabled(each)]
     if not on:
         return _AS_IT_IS
     with ExitStack() as stack:
