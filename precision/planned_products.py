@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from .scaled_products import (
     number,
     row_of,
     state_of,
+    times,
 )
 from .upcast import Fp32Mode, OneOperation, autocast_off_where_on, storage_of
 
@@ -92,42 +94,41 @@ class _Half:
 class LocatedMode(ScaledHalfMatmulMode):
     """Knows which layer a call is of: by its weight, or by the layer that the weight was last cast for."""
 
+    _noted: tuple[str, ...] = ("place",)
+
     def __init__(self, kernel_of: KernelOf = no_kernel):
         super().__init__(FP16, kernel_of)
         self._layer_at_hand: Any = None
-        self._at, self._since = 0, 0
+        self.place = 0, 0  # the latest layer; how many other functions were called since
 
     def casts_for(self, layer: Any) -> None:
         self._layer_at_hand = layer
 
     def begin(self, inputs: Any) -> None:
         super().begin(inputs)
-        self._layer_at_hand, self._at, self._since = None, 0, 0
+        self._layer_at_hand, self.place = None, (0, 0)
 
     def at_layer(self, weight: torch.Tensor) -> Any:
         """Return what stands for the layer that is computed now."""
         anchor = weight if isinstance(weight, torch.nn.Parameter) else self._layer_at_hand
         self._layer_at_hand = None
-        self._leave_layer(self._at, self._since)
-        self._at, self._since = id(anchor), 0
+        self._leave_layer(*self.place)
+        self.place = id(anchor), 0
         return anchor
 
     def next_key(self, func: Any) -> Key:
-        self._since += 1
-        self._layer_at_hand = None
-        return self._at, self._since, func.__name__
+        layer, since = self.place
+        self._layer_at_hand, self.place = None, (layer, since + 1)
+        return layer, since + 1, func.__name__
 
     def end(self) -> None:
         self._layer_at_hand = None
-        self._leave_layer(self._at, self._since)
+        self._leave_layer(*self.place)
 
     def so_far(self) -> Callable[[], None]:
-        at, since = self._at, self._since
-
-        def back() -> None:
-            self._at, self._since = at, since
-
-        return back
+        """Return what takes back, once, all that is noted from here on."""
+        before = {name: copy(vars(self)[name]) for name in self._noted}
+        return lambda: vars(self).update(before)
 
     def clear(self) -> None:
         """Hold no tensor of the call any more."""
@@ -136,25 +137,14 @@ class LocatedMode(ScaledHalfMatmulMode):
         """Told how many calls of other functions there were between a layer and the next one."""
 
 
-def place_in_network() -> tuple[int, int] | None:
-    """Return where the network is that such a mode computes now; None where none does."""
-    mode = _running()
-    return (mode._at, mode._since) if mode else None
-
-
-def go_on_from(place: tuple[int, int] | None) -> None:
-    """Let the network go on from where it once was: what lies between is left out in this call."""
-    if (mode := _running()) and place:
-        mode._at, mode._since = place
-
-
 def so_far() -> Callable[[], None]:
     """Return what takes back all that such a mode notes from here on, in this call: as if nothing were computed."""
-    mode = _running()
+    mode = running()
     return mode.so_far() if mode else lambda: None
 
 
-def _running() -> LocatedMode | None:
+def running() -> LocatedMode | None:
+    """Return such a mode that computes a network now; None where none does."""
     stack = _get_current_function_mode_stack()
     return next((mode for mode in reversed(stack) if isinstance(mode, LocatedMode)), None)
 
@@ -163,6 +153,7 @@ class PlannedMode(LocatedMode):
     """Each layer computed as its plan says."""
 
     is_first = False
+    _noted = (*LocatedMode._noted, "_left", "_lost", "_rows", "_gated", "_asked")
 
     def __init__(self, plan: dict[Key, Scale], way: Way, kernel_of: KernelOf = no_kernel):
         super().__init__(kernel_of)
@@ -194,17 +185,6 @@ class PlannedMode(LocatedMode):
         super().end()
         if self._left:
             raise LeftPlan(self._left)
-
-    def so_far(self) -> Callable[[], None]:
-        above, left = super().so_far(), self._left
-        looks = [[*self._lost], [*self._rows], [*self._gated], [*self._asked]]
-
-        def back() -> None:
-            above()
-            self._left = left
-            self._lost, self._rows, self._gated, self._asked = map(list, looks)
-
-        return back
 
     def clear(self) -> None:
         self._left = ""
@@ -373,7 +353,7 @@ class PlannedMode(LocatedMode):
             return super()._layer(func, input, weight, bias, *args, **kwargs)
         with autocast_off_where_on((input.device.type,)):
             if scale.loudness != 1 or weight.dtype is not FP16:
-                weight = times(weight, 1 / scale.loudness)
+                weight = times(weight, 1 / scale.loudness, FP16)
             if scale.half:
                 made = self._halved(func, input, scale.loudness)
                 bias = bias if bias is None else bias.to(FP16)
@@ -407,9 +387,9 @@ class PlannedMode(LocatedMode):
             return found
         self._forget_halves()
         if self._way.writes or not self._shares or func is not F.linear or type(x) is not torch.Tensor:
-            return _Half(x, state, times(x, factor))
+            return _Half(x, state, times(x, factor, FP16))
         with shared.lasting():
-            made = self._halves[id(x), factor] = _Half(x, state, times(x, factor))
+            made = self._halves[id(x), factor] = _Half(x, state, times(x, factor, FP16))
         return made
 
     def _forget_halves(self) -> None:
@@ -427,12 +407,9 @@ class PlannedMode(LocatedMode):
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self._forget_halves()
         mask = args[0] if args else kwargs.get("attn_mask")
-        safe = self._is_safe(F.scaled_dot_product_attention) and torch.float64 not in (
-            query.dtype,
-            key.dtype,
-            value.dtype,
-        )
-        if not safe or (mask is not None and mask.is_floating_point()):
+        unfit = torch.float64 in (query.dtype, key.dtype, value.dtype)
+        unfit |= mask is not None and mask.is_floating_point()
+        if not self._is_safe(F.scaled_dot_product_attention) or unfit:
             return super()._attention(query, key, value, *args, **kwargs)
         self._look_at_both(query, key)  # a row of logits that are all -inf is 0 in some kernels
         if value.dtype is not FP16:
@@ -577,15 +554,6 @@ def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _together(numbers: Iterable[torch.Tensor], beside: torch.Tensor) -> torch.Tensor:
     """Return tensors [] as one [n] on the device of another."""
     return torch.stack([each.to(beside.device) for each in numbers]).float()
-
-
-def times(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return x · factor in fp16."""
-    if factor == 1:
-        return x.to(FP16)
-    if x.device.type == "cpu" or torch.compiler.is_compiling():
-        return (x.float() * factor).to(FP16)
-    return torch.mul(x, factor, out=torch.empty_like(x, dtype=FP16))
 
 
 def _affine(

@@ -96,10 +96,13 @@ def row_of(x: torch.Tensor, spatial: int) -> tuple[int, ...]:
     return tuple(range(-1 - spatial, 0)) if spatial else tuple(range(x.ndim))
 
 
-def times(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def times(x: torch.Tensor, factor: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor:
     """Return x · factor in `dtype`, computed in float32: in one pass, but for the CPU, where that takes 20 times as
     long."""
-    if x.dtype is factor.dtype is dtype:
+    if not isinstance(factor, torch.Tensor):
+        if factor == 1:
+            return x.to(dtype)
+    elif x.dtype is factor.dtype is dtype:
         return x * factor
     if x.device.type == "cpu" or torch.compiler.is_compiling():
         return (x.float() * factor).type(dtype)  # which no mode takes for the network's own cast
@@ -476,14 +479,8 @@ def error_beside_bf16(layer: Any, x: Any) -> torch.Tensor:
     found = limit(weight, torch.float16, transposed=False)
     half = weight if found.quieter is None else times(weight, found.quieter, torch.float16)
     with autocast_off_where_on((x.device.type,)):
-        fp16 = scaled_product(
-            lambda scaled: product(scaled, half, None),
-            rows,
-            torch.float16,
-            found.limit,
-            spatial,
-            loudness=found.loudness,
-        )
+        how = (rows, torch.float16, found.limit, spatial)
+        fp16 = scaled_product(lambda scaled: product(scaled, half, None), *how, loudness=found.loudness)
         bf16, right = (product(rows.to(dtype), weight.to(dtype), None) for dtype in (torch.bfloat16, torch.float32))
     by_channel = [each.float().movedim(-1 - spatial, -1).flatten(0, -2) for each in (fp16, bf16, right)]
     one, other = (error_of(made, by_channel[-1]) for made in by_channel[:2])

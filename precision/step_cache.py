@@ -30,7 +30,7 @@ from .error_estimate import (
 )
 from .observe import floating
 from .overflow import Pending
-from .planned_products import go_on_from, place_in_network
+from .planned_products import running
 from .shallow_copy import Make, replace_submodules, with_forward
 from .snapshot import Snapshot, copies
 
@@ -162,10 +162,6 @@ def _comparisons(calls: Sequence[_DenoiserCall]) -> list[torch.Tensor]:
     return [call.comparison for call in calls if call.comparison is not None]
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 @dataclass(eq=False)
 class DenoiserHistory:
     """The history of one denoiser in a run, and the calls that use it."""
@@ -173,8 +169,8 @@ class DenoiserHistory:
     blocks: Sequence[str]  # names of the denoiser's blocks, two or more, in the order in which they are called
     controller: StepCacheController
     weights: GuidanceWeights = (1.0,)  # what the sampler multiplies a step's outputs by
-    own: _Change = _unchanged  # returns the share of the first block's input that this process computes with
-    whole: _Change = _unchanged  # returns a call's whole output, of what is made of it in this process
+    own: _Change = lambda tensor: tensor  # returns the share of the first block's input that this process computes with
+    whole: _Change = lambda tensor: tensor  # returns a call's whole output, of what is made of it in this process
 
     def __post_init__(self) -> None:
         self.history: dict[int, tuple[_Values, ...]] = {}  # call of a step → of the latest steps
@@ -242,9 +238,8 @@ class DenoiserHistory:
     def _attempt(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self._begin()
         self._calls.append(call)
-        before = (
-            Snapshot(args, kwargs) if call.choice is CacheDecision.COMPUTE else None
-        )  # the first block is called once
+        compares = call.choice is CacheDecision.COMPUTE
+        before = Snapshot(args, kwargs) if compares else None  # the first block is called once
         output = run(*args, **kwargs)
         if before is None:
             return output
@@ -302,14 +297,16 @@ class DenoiserHistory:
         call = self._calls[-1]
         if call.skips:
             self._count_skip()
-            go_on_from(self._after)
+            if (mode := running()) and self._after:
+                mode.place = self._after  # what lies between is left out in this call
             with torch._C.DisableTorchFunction():
                 first = _hidden(call.first_output)
                 added = self._extrapolated([values.added for values in call.history])
                 return _with_hidden(call.first_output, (added + first.float()).to(first.dtype))
         self.controller.count(skipped=False)
         output = block(*args, **kwargs)
-        self._after = place_in_network() or self._after
+        if mode := running():
+            self._after = mode.place
         with torch._C.DisableTorchFunction():
             added, signal = _hidden(output) - _hidden(call.first_output), call.signal
             assert signal is not None
