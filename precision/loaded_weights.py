@@ -1,11 +1,9 @@
 """What a cast did to a component that was just loaded. What can be repaired is, and each finding is told.
 
-- Weights that are stored in fp32 or bf16 and lie beyond fp16's range are read again and kept in fp32. Those too small
-  for fp16 are counted.
-- T5's feed-forward ends in `wo`, which stays in fp32, as `_keep_in_fp32_modules` asks; a later `.to(fp16)` undoes that
-  without a word, and values beyond 65504 become infinite. And with `wo` in fp32 the stream is fp32 while the norms'
-  weights are fp16, which some fused norms (apex's FusedRMSNorm, which older transformers take where it is installed)
-  refuse: diffusers shows `expected scalar type Float but found Half`.
+T5's feed-forward ends in `wo`, which stays in fp32, as `_keep_in_fp32_modules` asks; a later `.to(fp16)` undoes that
+without a word, and values beyond 65504 become infinite. And with `wo` in fp32 the stream is fp32 while the norms'
+weights are fp16, which some fused norms (apex's FusedRMSNorm, which older transformers take where it is installed)
+refuse: diffusers shows `expected scalar type Float but found Half`.
 """
 
 from __future__ import annotations
