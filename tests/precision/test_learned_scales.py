@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -180,11 +181,11 @@ def test_what_left_the_range_is_not_made_finite_in_silence(finite: Any, squared:
 
 
 class Fn(nn.Module):
-    """A function of a network and its input."""
+    """A function of a network and its input; `step` is which call it is, from 0 on."""
 
     def __init__(self, function: Any, gains: tuple[float, ...] = (1, 1), **parts: Any) -> None:
         super().__init__()
-        self.function: Any = function
+        self.function, self.step = function, 0
         self.l: Any = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in gains)
         for layer, gain in zip(self.l, gains, strict=True):
             layer.weight.data.mul_(gain)
@@ -196,121 +197,112 @@ class Fn(nn.Module):
             else:
                 self.register_parameter(name, nn.Parameter(part))
 
-    def forward(self, x: torch.Tensor, step: int) -> Any:
-        return self.function(self, x, step)
+    def forward(self, x: torch.Tensor, step: int = 0) -> Any:
+        self.step = step
+        return self.function(self, x)
+
+
+Case = tuple[Callable[[], Fn], tuple[float, ...]]  # a network, and by how much its inputs are louder, step by step
+
+
+def case(function: Any, louder: tuple[float, ...] = (1, 1), *, gains: tuple[float, ...] = (1, 1), **parts: Any) -> Case:
+    return partial(Fn, function, gains, **parts), louder
+
+
+def built(make: Any, stored: torch.dtype = FP16) -> Any:
+    torch.manual_seed(0)
+    return make().to(stored).requires_grad_(False)
+
+
+def noise(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def renormed(x: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(x, (64,), eps=1e-20)
 
 
-def attended(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
+def behind(function: Any) -> Any:
+    """Of a layer's output, and given to another layer."""
+    return lambda s, x: s.l[1](function(s.l[0](x)))
+
+
+def normed(function: Any) -> Any:
+    return lambda s, x: renormed(function(s.l[0](x)))
+
+
+def attended(s: Any, x: torch.Tensor) -> torch.Tensor:
     q, k, v = (layer(x).view(2, 8, 4, 16).transpose(1, 2) for layer in s.l[:3])
     return s.l[3](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-def weight_changed_in_place(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
-    w = s.g.float()
-    w.mul_(1.5)
-    return s.l[0](x) * w
-
-
-def view_of_a_weight_changed_in_place(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
-    w = s.g.view(1, 64).float()
-    w.mul_(1.5)
-    return s.l[0](x) * w
-
-
-def buffer_changed_in_place(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
-    t = s.b.float()
-    t /= 64
-    return s.l[0](x) * t
-
-
-def written(value: Any, *, from_second: bool = False) -> Any:
-    def network(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
-        h, y = s.l[0](x), s.l[1](x)
-        if step or not from_second:
-            value(s, h, y)
-        return renormed(h)
+def copy_changed_in_place(of: Any) -> Any:
+    def network(s: Any, x: torch.Tensor) -> torch.Tensor:
+        w = of(s).float()
+        w.mul_(1.5)
+        return s.l[0](x) * w
 
     return network
 
 
-def activated_copy(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
+def written(write: Any, then: Any = renormed, *, into: Any = lambda s, x: s.l[0](x), since: int = 0) -> Any:
+    def network(s: Any, x: torch.Tensor) -> torch.Tensor:
+        h = into(s, x)
+        if s.step >= since:
+            write(s, h, x)
+        return then(h)
+
+    return network
+
+
+def into_cast(cast: Any) -> Any:
+    return lambda s, x: cast(s.l[0](x))
+
+
+def activated_copy(s: Any, x: torch.Tensor) -> torch.Tensor:
     h = s.l[0](x)
     copied = h.half()
     F.relu(copied, inplace=True)
     return copied + 0 * h
 
 
-def copied_and_changed_later(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+def copied_and_changed_later(s: Any, x: torch.Tensor) -> torch.Tensor:
     h = s.l[0](x)
     copied = h.half()
-    if step:
+    if s.step:
         copied.add_(1)
     return h + 0 * copied
 
 
-def put_in_place_later(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+def put_in_place_later(s: Any, x: torch.Tensor) -> torch.Tensor:
     h = s.l[0](x)
-    made = torch.mul(h, s.g, out=h) if step else torch.mul(h, s.g)
-    return renormed(made)
+    return renormed(torch.mul(h, s.g, out=h) if s.step else torch.mul(h, s.g))
 
 
-def other_way(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+def other_way(is_taken: Any) -> Any:
+    def network(s: Any, x: torch.Tensor) -> torch.Tensor:
+        h = s.l[0](x)
+        h = h * s.g if is_taken(s.step) else h
+        return s.l[1](renormed(h * s.q))
+
+    return network
+
+
+def catching(s: Any, x: torch.Tensor) -> torch.Tensor:
+    """As ComfyUI adds a ControlNet's residual."""
     h = s.l[0](x)
-    h = h if step == 0 else h * s.g
-    return s.l[1](renormed(h * s.q))
+    with contextlib.suppress(Exception):
+        if s.step:
+            h += s.g
+    return s.l[1](h)
 
 
-def part_left_out(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
-    h = s.l[0](x)
-    h = h * s.g if step == 0 else h
-    return s.l[1](renormed(h * s.q))
+def quieter(how: str, exponent: int) -> Case:
+    def network(s: Any, x: torch.Tensor) -> torch.Tensor:
+        factor, h = s.g.view(1, 1, 64) * 2.0 ** (exponent * s.step), s.l[0](x)
+        return renormed(torch.addcmul(s.q, h, factor) if how == "modulated" else h * factor)
 
-
-def as_bits(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
-    h = s.l[0](x)
-    return s.l[1](h.view(torch.int32).view(torch.float32).view_as(h))
-
-
-class Bytes(nn.Module):
-    """Weights that are stored as bytes: a scale in fp16 and int8 of each row, as GGUF's Q8_0 has them, and bits of
-    float32."""
-
-    packed: torch.Tensor
-    bits: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        weight = torch.randn(64, 64) / 8
-        scale = (weight.abs().amax(1, keepdim=True) / 127).half()
-        codes = (weight / scale.float()).round().to(torch.int8)
-        self.register_buffer("packed", torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], 1))
-        self.register_buffer("bits", torch.randn(64, 64).div(8).view(torch.int32))
-        self.first, self.last = nn.Linear(64, 64, bias=False).half(), nn.Linear(64, 64, bias=False).half()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale, codes = (part.contiguous() for part in self.packed.split([2, 64], 1))
-        weight = scale.view(torch.float16) * codes.view(torch.int8)
-        h = F.silu(F.linear(self.first(x), weight.to(x.dtype)))
-        return self.last(F.linear(h, self.bits.view(torch.float32).to(x.dtype)))
-
-
-def test_weights_that_are_stored_as_bytes_are_no_reason_to_leave_a_plan() -> None:
-    torch.manual_seed(3)
-    network = Bytes().requires_grad_(False)
-    learned, x = LearnedProducts(), torch.randn(2, 8, 64).half()
-    exact = run_in_fp32(network, x)
-    for _ in range(3):
-        assert error(learned.run(network, x), exact) < 1e-3
-        assert learned._planned
-
-
-def as_complex(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
-    z = torch.view_as_complex(s.l[0](x).float().unflatten(-1, (-1, 2)))
-    return s.l[1](torch.view_as_real(z.exp()).flatten(-2))
+    return case(network, g=ONE, q=ONE * 0)
 
 
 @torch.library.custom_op("comfy_kitchen::apply_rope1", mutates_args=())
@@ -335,107 +327,69 @@ for kernel in (turned, normed_and_turned):
     kernel.register_fake(lambda x, *_: torch.empty_like(x))
 
 
-def overwritten(write: Any, exponent: int) -> Any:
+def overwritten(write: Any, exponent: int) -> Case:
     """A norm's output, of which a part is replaced, as CogVideoX-5B turns those queries that are of images."""
 
-    def network(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+    def network(s: Any, x: torch.Tensor) -> torch.Tensor:
         y = F.layer_norm(s.l[0](x), (64,))
-        write(y, y.float() * s.g.float() + y.flip(-1).float(), 2.0 ** (exponent * step), step)
+        write(y, (y.float() * s.g.float() + y.flip(-1).float()) * 2.0 ** (exponent * s.step), s.step)
         return s.l[1](renormed(y)) + F.rms_norm(y[..., 32:], (32,), eps=1e-20).repeat(1, 1, 2)
 
-    return Fn(network, g=ONE / 2)
+    return case(network, (1, 1, 1), g=ONE / 2)
 
 
+def put(y: torch.Tensor, at: Any, value: torch.Tensor) -> None:
+    y[at] = value
+
+
+ROWS, HALF_OF_ROWS = (slice(None), slice(3, None)), (..., slice(32, None))
 OVERWRITES: dict[str, Any] = {
-    "rows": lambda y, turned, by, _: y.__setitem__((slice(None), slice(3, None)), (turned * by)[:, 3:].to(y.dtype)),
-    "rows by one number": lambda y, turned, by, _: y.__setitem__((slice(None), slice(3, None)), turned[0, 0, 0] * by),
-    "half of rows": lambda y, turned, by, _: y.__setitem__((..., slice(32, None)), (turned * by)[..., 32:]),
-    "rows, copied later": lambda y, turned, by, step: (
-        y[:, 3:].copy_((turned * by)[:, 3:]) if step else y.__setitem__((slice(None), slice(3, None)), turned[:, 3:])
-    ),
+    "rows": lambda y, made, _: put(y, ROWS, made[ROWS].to(y.dtype)),
+    "rows by one number": lambda y, made, _: put(y, ROWS, made[0, 0, 0]),
+    "half of rows": lambda y, made, _: put(y, HALF_OF_ROWS, made[HALF_OF_ROWS]),
+    "rows, copied later": lambda y, made, step: y[ROWS].copy_(made[ROWS]) if step else put(y, ROWS, made[ROWS]),
 }
-
-
 GATED: dict[str, Any] = {
     "a product": lambda a, b: a * b,
     "swiglu": lambda a, b: F.silu(a) * b,
     "geglu": lambda a, b: F.gelu(a) * b,
     "one channel": lambda a, b: a[..., :1] * b,
 }
-SATURATES: dict[str, Any] = {  # and is given what is scaled down after it left fp16's range
-    "exp": lambda h: torch.exp(-h.abs()),
-    "exp2": lambda h: torch.exp2(-h.abs()),
-    "expm1": lambda h: torch.expm1(-h.abs()) + 1,
-    "sigmoid of negative values": lambda h: torch.sigmoid(-h.abs()),
-    "sigmoid in place": lambda h: (h * 1).sigmoid_(),
-    "expit": torch.special.expit,
-    "logsigmoid": lambda h: F.logsigmoid(h.abs()),
-    "softplus": lambda h: F.softplus(-h.abs()),
-    "erfc": torch.erfc,
-    "atan2": lambda h: torch.atan2(h.abs(), torch.ones_like(h)) + 1,
-    "glu": lambda h: F.glu(torch.cat([torch.ones_like(h), h], -1)),
-    "relu6": lambda h: F.relu6(h) + 1,
-    "elu": lambda h: F.elu(-h.abs()) + 1,
-    "a power of a number": lambda h: 0.5 ** h.abs(),
-    "logaddexp": lambda h: torch.logaddexp(-h.abs(), torch.zeros_like(h)),
-    "a remainder": lambda h: torch.remainder(torch.full_like(h, 3.0), 1 + h.abs()),
-}
 EVEN = torch.arange(64) % 2 == 0
-WRITES: dict[str, tuple[Any, Any]] = {  # into a layer's output, and what is made of that
+WRITES: dict[str, Any] = {  # into a layer's output, and what is made of that
     "a quiet number": (lambda s, h, x: h[..., ::2].fill_(1e-6), lambda h: h[..., ::2].repeat(1, 1, 2) * 1e6),
     "where a mask is": (lambda s, h, x: h.masked_fill_(EVEN, 1e-6), lambda h: h[..., EVEN].repeat(1, 1, 2) * 1e6),
-    "at places": (lambda s, h, x: h.__setitem__((..., EVEN), 1e-6), lambda h: h[..., EVEN].repeat(1, 1, 2) * 1e6),
+    "at places": (lambda s, h, x: put(h, (..., EVEN), 1e-6), lambda h: h[..., EVEN].repeat(1, 1, 2) * 1e6),
     "a number with digits": (lambda s, h, x: h[..., ::2].fill_(1000.3), lambda h: h[..., ::2].repeat(1, 1, 2) - 1000),
-    "a product": (lambda s, h, x: torch.mul(s.l[1](x), TINY, out=h), lambda h: renormed(h)),
-    "through another order": (lambda s, h, x: torch.einsum("abc->cba", h).mul_(TINY), lambda h: renormed(h)),
-    "a list of one": (lambda s, h, x: torch._foreach_mul_([h], TINY), lambda h: renormed(h)),
-    "PyTorch's operator": (lambda s, h, x: torch.ops.aten.mul_.Scalar(h, TINY), lambda h: renormed(h)),
-    "any of PyTorch's operators": (lambda s, h, x: torch.ops.aten.mul_(h, TINY), lambda h: renormed(h)),
-    "a library's operator": (lambda s, h, x: dampen(h, TINY), lambda h: renormed(h)),
-    "a library's, by name": (lambda s, h, x: torch.ops.guard_tests.dampen(by=TINY, x=h), lambda h: renormed(h)),
+    "a product": (lambda s, h, x: torch.mul(s.l[1](x), TINY, out=h),),
+    "through another order": (lambda s, h, x: torch.einsum("abc->cba", h).mul_(TINY),),
+    "a list of one": (lambda s, h, x: torch._foreach_mul_([h], TINY),),
+    "PyTorch's operator": (lambda s, h, x: torch.ops.aten.mul_.Scalar(h, TINY),),
+    "any of PyTorch's operators": (lambda s, h, x: torch.ops.aten.mul_(h, TINY),),
+    "a library's operator": (lambda s, h, x: dampen(h, TINY),),
+    "a library's, by name": (lambda s, h, x: torch.ops.guard_tests.dampen(by=TINY, x=h),),
 }
-
-
-def written_into(write: Any, then: Any) -> Any:
-    def network(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
-        write(s, h := s.l[0](x), x)
-        return then(h)
-
-    return network
-
-
-def summed_and_written(write: Any, then: Any) -> Any:
-    def network(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
-        write(s, h := s.l[0](x) + s.g, x)
-        return then(h)
-
-    return network
-
-
-def catching(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
-    """As ComfyUI adds a ControlNet's residual."""
-    h = s.l[0](x)
-    with contextlib.suppress(Exception):
-        if step:
-            h += s.g
-    return s.l[1](h)
-
-
-def quieter(how: str, exponent: int) -> Any:
-    def network(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
-        factor, h = s.g.view(1, 1, 64) * 2.0 ** (exponent * step), s.l[0](x)
-        return renormed(torch.addcmul(s.q, h, factor) if how == "modulated" else h * factor)
-
-    return Fn(network, g=torch.ones(64), q=torch.zeros(64))
-
-
-def cast_and_changed(cast: Any) -> Any:
-    def network(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
-        h = cast(s.l[0](x))
-        h.mul_(TINY)
-        return renormed(h)
-
-    return Fn(network)
+CASTS: dict[str, Any] = {
+    "float": torch.Tensor.float,
+    "to a dtype": lambda h: h.to(torch.float32),
+    "to another's": lambda h: h.to(h),
+    "type as": lambda h: h.type_as(h),
+    "half": torch.Tensor.half,
+    "by 2": lambda h: h * 2,
+    "over 2": lambda h: h / 2,
+    "laid out": lambda h: h.transpose(0, 1).contiguous().transpose(0, 1),
+    "turned": lambda h: torch.ops.comfy_kitchen.apply_rope1(h, torch.ones(32)),
+}
+DECIDES: dict[str, Any] = {  # by signs or order, which are the same however loud a step is
+    "a comparison": lambda h: torch.where(h > 0, 1.0, -1.0),
+    "sign": torch.sign,
+    "argmax": lambda h: TABLE[h.argmax(-1)],
+    "topk": lambda h: TABLE[h.topk(4).indices],
+    "integers": lambda h: h.clamp(-9, 9).to(torch.int8).float(),
+    "max's indices": lambda h: TABLE[h.max(-1).indices],
+    "heaviside": lambda h: torch.heaviside(h, h.new_zeros(())),
+    "not": lambda h: torch.logical_not(F.relu(h)).float(),
+}
 
 
 def signs(x: torch.Tensor) -> torch.Tensor:
@@ -448,268 +402,150 @@ def spread(token: float) -> torch.Tensor:
     return made
 
 
-ONE, TINY = torch.ones(64), 2.0**-22
+ONE, TINY, TABLE = torch.ones(64), 2.0**-22, noise(64, 64)
 AT_3 = torch.arange(8)[:, None] == 3
 LOUDER, QUIETER = (1.0, 1.0, 2.0**17), (1.0, 2.0**-16, 2.0**-20, 2.0**-30)
-STEPS: dict[str, tuple[Any, tuple[float, ...]]] = {  # → a network, and by how much its inputs are louder, step by step
-    "a weight's copy changed in place": (lambda: Fn(weight_changed_in_place, g=ONE.clone()), (1, 1, 1)),
-    "a copy of a weight's view changed in place": (
-        lambda: Fn(view_of_a_weight_changed_in_place, g=ONE.clone()),
-        (1, 1, 1),
+STEPS: dict[str, Case] = {
+    "a weight's copy changed in place": case(copy_changed_in_place(lambda s: s.g), (1, 1, 1), g=ONE),
+    "a copy of its view": case(copy_changed_in_place(lambda s: s.g.view(1, 64)), (1, 1, 1), g=ONE),
+    "a buffer's copy": case(copy_changed_in_place(lambda s: s.b), (1, 1, 1), b=ONE),
+    "quiet values in attention": case(attended, gains=(1, 1, 2.0**-20, 2.0**10)),
+    "a quiet token in a product": case(lambda s, x: s.l[1](renormed(s.l[0](x) * s.g)), g=spread(TINY)),
+    "a quiet token behind a norm": case(
+        lambda s, x: s.l[1](renormed(F.layer_norm(s.l[0](x) * s.g, (64,), eps=1))), g=spread(TINY)
     ),
-    "a buffer's copy changed in place": (lambda: Fn(buffer_changed_in_place, b=ONE.clone()), (1, 1, 1)),
-    "quiet values in attention": (lambda: Fn(attended, (1, 1, 2.0**-20, 2.0**10)), (1, 1)),
-    "a quiet token in a product": (
-        lambda: Fn(lambda s, x, _: s.l[1](renormed(s.l[0](x) * s.g)), g=spread(TINY)),
-        (1, 1),
+    "one layer, two products": case(
+        lambda s, x: s.l[1](renormed(s.l[0](x) * s.g) + renormed(s.l[0](x) * s.q)), g=ONE, q=ONE * TINY
     ),
-    "a quiet token behind a norm": (
-        lambda: Fn(lambda s, x, _: s.l[1](renormed(F.layer_norm(s.l[0](x) * s.g, (64,), eps=1))), g=spread(TINY)),
-        (1, 1),
+    "quieter steps": case(behind(renormed), QUIETER),
+    "quieter steps behind a small gain": case(behind(lambda h: renormed(F.gelu(h))), (1, 2.0**-11), gains=(2.0**-8, 1)),
+    "the same, of which fp16 holds nothing": case(
+        normed(lambda h: h), (1, 2.0**-13, 2.0**-15), gains=(2.0**-12,)
     ),
-    "one layer, two products": (
-        lambda: Fn(lambda s, x, _: s.l[1](renormed(s.l[0](x) * s.g) + renormed(s.l[0](x) * s.q)), g=ONE, q=ONE * TINY),
-        (1, 1),
+    "one quiet token behind a small gain": case(
+        lambda s, x: renormed(s.l[0](x * torch.where(AT_3, 2.0 ** (-15 * s.step), 1))), gains=(2.0**-11,)
     ),
-    "quieter steps": (lambda: Fn(lambda s, x, _: s.l[1](renormed(s.l[0](x)))), QUIETER),
-    "quieter steps behind a small gain": (
-        lambda: Fn(lambda s, x, _: s.l[1](renormed(F.gelu(s.l[0](x)))), (2.0**-8, 1)), (1, 2.0**-11)
+    "the same of three layers": case(
+        lambda s, x: renormed(s.l[2](F.gelu(s.l[1](F.gelu(s.l[0](x)))))), (1, 2.0**-11), gains=(0.25, 0.25, 0.25)
     ),
-    "the same, of which fp16 holds nothing": (
-        lambda: Fn(lambda s, x, _: renormed(s.l[0](x)), (2.0**-12,)), (1, 2.0**-13, 2.0**-15)
+    "the same of a convolution": case(
+        lambda s, x: renormed(F.conv1d(x.mT, s.g).mT), (1, 2.0**-11), g=noise(64, 64, 1) * 2.0**-10
     ),
-    "one quiet token behind a small gain": (
-        lambda: Fn(lambda s, x, step: renormed(s.l[0](x * torch.where(AT_3, 2.0 ** (-15 * step), 1))), (2.0**-11,)),
-        (1, 1),
+    "attention's values, quieter later": case(
+        lambda s, x: renormed(F.scaled_dot_product_attention(x, x, s.l[0](x).float() / 2.0 ** (18 * s.step)))
     ),
-    "the same of three layers": (
-        lambda: Fn(lambda s, x, _: renormed(s.l[2](F.gelu(s.l[1](F.gelu(s.l[0](x)))))), (0.25, 0.25, 0.25)),
-        (1, 2.0**-11),
+    "a small number": case(lambda s, x: s.l[0](x) * 1e-7 * 1e7),
+    "over a large number": case(normed(lambda h: h / 1e6)),
+    "a number that is added": case(lambda s, x: torch.log(F.relu(s.l[0](x)) + 1e-7)),
+    **{f"a choice by {what}": case(behind(lambda h, choose=choose: choose(signs(h))), LOUDER)
+       for what, choose in DECIDES.items()},
+    "sigmoid of a small part": case(lambda s, x: s.l[1](torch.sigmoid(s.l[0](x) * s.g)), LOUDER, g=ONE * 1e-5),
+    "a number added and taken": case(behind(lambda h: (h + 1000) - 1000)),
+    "one and a small part": case(lambda s, x: renormed((1 + s.l[0](x) / 256) * (1 + s.l[1](x) / 256) - 1)),
+    "a chain of small factors": case(normed(lambda h: h / 16 / 16 / 16 / 16 / 16)),
+    "by name": case(behind(lambda h: torch.flip(input=torch.neg(input=h), dims=(0,)))),
+    "a bias without a weight": case(lambda s, x: F.layer_norm(x, (64,), None, s.g), g=3 * ONE),
+    "an activation in place, on a copy": case(activated_copy),
+    "a copy that is changed from the second step on": case(copied_and_changed_later),
+    "quiet values written": case(written(lambda s, h, x: h[:, :4].copy_(s.l[1](x)[:, :4] * 2.0**-24))),
+    "quiet values set": case(written(lambda s, h, x: put(h, ..., s.l[1](x) * TINY))),
+    "quiet factors in place": case(lambda s, x: renormed(F.silu(s.l[0](x)).mul_(s.g)), g=ONE * TINY),
+    "a product put in place from the second step on": case(put_in_place_later, g=ONE * TINY),
+    **{f"written, {what}": case(written(*write), (1, 1, 2.0**-9)) for what, write in WRITES.items()},
+    **{f"written from the second step on, {what}": case(written(write[0], since=1)) for what, write in WRITES.items()},
+    **{f"a sum with a vector, written, {what}": case(
+           written(*write, into=lambda s, x: s.l[0](x) + s.g), (1, 1, 2.0**-9), g=noise(8, 64))
+       for what, write in WRITES.items()},
+    "another way from the second step on": case(other_way(lambda step: step > 0), (1, 1, 1), g=ONE, q=ONE * TINY),
+    "a part left out from then on": case(other_way(lambda step: step == 0), (1, 1, 1), g=ONE, q=ONE * TINY),
+    "a layer that puts out nothing": case(lambda s, x: x + s.l[0](x * 4096), gains=(0,)),
+    "the same, in quiet": case(lambda s, x: x + s.l[0](x * 2.0**-20), gains=(0,)),
+    "padded by what fp16 does not hold": case(behind(lambda h: F.pad(h, (0, 4), value=-1e9)[..., :64])),
+    "padded by a quiet number": case(lambda s, x: F.pad(s.l[0](x), (0, 64), value=1e-6)[..., 64:] * 1e6),
+    "padded by a number with digits": case(
+        lambda s, x: nn.ConstantPad1d((0, 64), 1000.3)(s.l[0](x))[..., 64:] - 1000
     ),
-    "the same of a convolution": (
-        lambda: Fn(lambda s, x, _: renormed(F.conv1d(x.mT, s.g).mT), g=torch.randn(64, 64, 1) * 2.0**-10),
-        (1, 2.0**-11),
+    "a number added more than once": case(lambda s, x: torch.add(s.l[0](x), 3, alpha=2)),
+    "a bf16 weight by a number of float32": case(
+        lambda s, x: s.l[0](x) * torch.mul(x.float().square().mean() * 1.001, s.g), g=ONE / 3
     ),
-    "attention's values, quieter later": (
-        lambda: Fn(
-            lambda s, x, step: renormed(F.scaled_dot_product_attention(x, x, s.l[0](x).float() / 2.0 ** (18 * step)))
-        ),
-        (1, 1),
+    "a quiet product of a quiet layer": case(
+        lambda s, x: renormed(s.l[0](x) * (s.g + s.q)), gains=(2.0**-7, 1), g=ONE * 2.0**-13, q=ONE * 0
     ),
-    "a small number": (lambda: Fn(lambda s, x, _: s.l[0](x) * 1e-7 * 1e7), (1, 1)),
-    "over a large number": (lambda: Fn(lambda s, x, _: renormed(s.l[0](x) / 1e6)), (1, 1)),
-    "a number that is added": (lambda: Fn(lambda s, x, _: torch.log(F.relu(s.l[0](x)) + 1e-7)), (1, 1)),
-    "a choice by a comparison": (
-        lambda: Fn(lambda s, x, _: s.l[1](torch.where(signs(s.l[0](x)) > 0, 1.0, -1.0))), LOUDER
+    "a sum of quiet and loud": case(lambda s, x: renormed((h := s.l[0](x)) + s.l[1](x) - h), gains=(8, 1 / 8)),
+    "a factor by name": case(lambda s, x: s.l[1](torch.mul(s.l[0](x), other=s.g)), g=ONE / 3),
+    "put into a new one by name": case(behind(lambda h: torch.neg(input=h, out=torch.empty(2, 8, 64)))),
+    **{f"a copy that is written to: {what}": case(behind(lambda h, copied=copied: (copied(h).zero_(), h)[1]))
+       for what, copied in {"half": torch.Tensor.half, "asked for": lambda h: h.to(h.dtype, copy=True)}.items()},
+    "an alias that is written to": case(behind(lambda h: (h.float()[..., :32].zero_(), h)[1])),
+    "interpolated": case(
+        lambda s, x: F.interpolate(s.l[0](x)[:, None], size=(4, 32), mode="bilinear", antialias=True)
     ),
-    "sign": (lambda: Fn(lambda s, x, _: s.l[1](torch.sign(signs(s.l[0](x))))), LOUDER),
-    "argmax": (
-        lambda: Fn(lambda s, x, _: F.embedding(signs(s.l[0](x)).argmax(-1), s.g), g=torch.randn(64, 64)),
-        LOUDER,
+    "bits": case(behind(lambda h: h.view(torch.int32).view(torch.float32).view_as(h))),
+    "complex numbers": case(behind(
+        lambda h: torch.view_as_real(torch.view_as_complex(h.float().unflatten(-1, (-1, 2))).exp()).flatten(-2)
+    )),
+    "in float64": case(lambda s, x: renormed(s.l[0](x).double()).float()),
+    "modulated": case(lambda s, x: s.l[1](torch.addcmul(s.q, s.l[0](x), s.g)), LOUDER, g=3 * ONE, q=ONE / 8),
+    **{f"{how}, by a factor of 2^{exponent} from the second step on": quieter(how, exponent)
+       for how in ("modulated", "multiplied") for exponent in (-16, -22, -30)
+       if (how, exponent) != ("multiplied", -16)},  # some digits: as far off as bf16
+    **{f"{way}, and quiet in place": case(written(lambda s, h, x: h.mul_(TINY), into=into_cast(cast)))
+       for way, cast in CASTS.items()},
+    "a gated sum": case(lambda s, x: s.l[1](torch.addcmul(s.l[0](x), s.l[1](x), s.g)), LOUDER, g=ONE * 2.0**9),
+    "a gated sum of quiet and loud": case(
+        lambda s, x: torch.addcmul(h := s.l[0](x), s.l[1](x), s.g) - h, g=ONE / 64
     ),
-    "topk": (
-        lambda: Fn(lambda s, x, _: F.embedding(signs(s.l[0](x)).topk(4).indices, s.g), g=torch.randn(64, 64)),
-        LOUDER,
+    "gated sums in place": case(
+        written(lambda s, h, x: h.addcmul_(y := s.l[1](x), s.g).add_(y)), LOUDER, g=ONE * 2.0**9
     ),
-    "integers": (lambda: Fn(lambda s, x, _: s.l[1](signs(s.l[0](x)).clamp(-9, 9).to(torch.int8).float())), LOUDER),
-    "max's indices": (
-        lambda: Fn(lambda s, x, _: F.embedding(signs(s.l[0](x)).max(-1).indices, s.g), g=torch.randn(64, 64)),
-        LOUDER,
+    "a write that a later step begins, and no error ends": case(catching, (1, 1, 1), g=3 * ONE),
+    **{f"{what} overwritten, 2^{exponent}": overwritten(write, exponent)
+       for what, write in OVERWRITES.items() for exponent in (0, 18, -18)},
+    **{f"gated by another layer, {how}, by {exponent}": case(
+           lambda s, x, gate=gate: s.l[2](gate(s.l[0](x), s.l[1](x))), (1, 2.0**exponent), gains=(1, 1, 1))
+       for how, gate in GATED.items() for exponent in (-8, -10, -12)},
+    "scaled down after it left the range": case(  # test_hidden_overflow.py has the other functions
+        lambda s, x: s.l[1](torch.exp(-(s.l[0](x) * s.g).abs())), (1, 2.0**13), gains=(16, 1), g=ONE * 2.0**-16
     ),
-    "heaviside": (lambda: Fn(lambda s, x, _: s.l[1](torch.heaviside(signs(s.l[0](x)), x.new_zeros(())))), LOUDER),
-    "not": (lambda: Fn(lambda s, x, _: s.l[1](torch.logical_not(F.relu(signs(s.l[0](x)))).float())), LOUDER),
-    "sigmoid of a small part": (
-        lambda: Fn(lambda s, x, _: s.l[1](torch.sigmoid(s.l[0](x) * s.g)), g=ONE * 1e-5),
-        LOUDER,
+    "a sum that has one shape in the first step, and two later": case(
+        lambda s, x: renormed((s.l[0](x if s.step else x[:1]) + s.l[1](x[:1])).mul_(2.0**-21)), (1, 1, 1)
     ),
-    "a number added and taken": (lambda: Fn(lambda s, x, _: s.l[1]((s.l[0](x) + 1000) - 1000)), (1, 1)),
-    "one and a small part": (
-        lambda: Fn(lambda s, x, _: renormed((1 + s.l[0](x) / 256) * (1 + s.l[1](x) / 256) - 1)),
-        (1, 1),
+    "a convolution that puts out little": case(
+        lambda s, x: renormed(F.conv1d(x.mT, s.g).mT), (1, 2.0**-10, 2.0**-16), g=noise(64, 64, 3) * 2.0**-16
     ),
-    "a chain of small factors": (lambda: Fn(lambda s, x, _: renormed(s.l[0](x) / 16 / 16 / 16 / 16 / 16)), (1, 1)),
-    "by name": (
-        lambda: Fn(lambda s, x, _: s.l[1](torch.flip(input=torch.neg(input=s.l[0](x)), dims=(0,)))),
-        (1, 1),
-    ),
-    "a bias without a weight": (lambda: Fn(lambda s, x, _: F.layer_norm(x, (64,), None, s.g), g=3 * ONE), (1, 1)),
-    "an activation in place, on a copy": (lambda: Fn(activated_copy), (1, 1)),
-    "a copy that is changed from the second step on": (lambda: Fn(copied_and_changed_later), (1, 1)),
-    "quiet values written": (
-        lambda: Fn(written(lambda s, h, y: h[:, :4].copy_(y[:, :4] * 2.0**-24))), (1, 1)
-    ),
-    "quiet values set": (lambda: Fn(written(lambda s, h, y: h.__setitem__(..., y * TINY))), (1, 1)),
-    "quiet factors in place": (
-        lambda: Fn(lambda s, x, _: renormed(F.silu(s.l[0](x)).mul_(s.g)), g=ONE * TINY), (1, 1)
-    ),
-    "a product put in place from the second step on": (lambda: Fn(put_in_place_later, g=ONE * TINY), (1, 1)),
-    **{
-        f"written from the second step on, {what}": (
-            lambda write=write: Fn(written(lambda s, h, y: write(s, h, y), from_second=True)), (1, 1)
-        )
-        for what, (write, _) in WRITES.items()
-    },
-    "another way from the second step on": (lambda: Fn(other_way, g=ONE, q=ONE * TINY), (1, 1, 1)),
-    "a part left out from the second step on": (lambda: Fn(part_left_out, g=ONE, q=ONE * TINY), (1, 1, 1)),
-    "a layer that puts out nothing": (lambda: Fn(lambda s, x, _: x + s.l[0](x * 4096), (0,)), (1, 1)),
-    "the same, in quiet": (lambda: Fn(lambda s, x, _: x + s.l[0](x * 2.0**-20), (0,)), (1, 1)),
-    "padded by what fp16 does not hold": (
-        lambda: Fn(lambda s, x, _: s.l[1](F.pad(s.l[0](x), (0, 4), value=-1e9)[..., :64])), (1, 1)
-    ),
-    "padded by a quiet number": (
-        lambda: Fn(lambda s, x, _: F.pad(s.l[0](x), (0, 64), value=1e-6)[..., 64:] * 1e6), (1, 1)
-    ),
-    "padded by a number with digits": (
-        lambda: Fn(lambda s, x, _: nn.ConstantPad1d((0, 64), 1000.3)(s.l[0](x))[..., 64:] - 1000), (1, 1)
-    ),
-    "a number added more than once": (lambda: Fn(lambda s, x, _: torch.add(s.l[0](x), 3, alpha=2)), (1, 1)),
-    "a bf16 weight by a number of float32": (
-        lambda: Fn(lambda s, x, _: s.l[0](x) * torch.mul(x.float().square().mean() * 1.001, s.g), g=ONE / 3), (1, 1)
-    ),
-    "a quiet product of a quiet layer": (
-        lambda: Fn(lambda s, x, _: renormed(s.l[0](x) * (s.g + s.q)), (2.0**-7, 1), g=ONE * 2.0**-13, q=ONE * 0), (1, 1)
-    ),
-    "a sum of quiet and loud": (
-        lambda: Fn(lambda s, x, _: renormed((h := s.l[0](x)) + s.l[1](x) - h), (8, 1 / 8)), (1, 1)
-    ),
-    "a factor by name": (lambda: Fn(lambda s, x, _: s.l[1](torch.mul(s.l[0](x), other=s.g)), g=ONE / 3), (1, 1)),
-    "put into a new one by name": (
-        lambda: Fn(lambda s, x, _: s.l[1](torch.neg(input=s.l[0](x), out=torch.empty(2, 8, 64)))), (1, 1)
-    ),
-    **{
-        f"a copy that is written to: {what}": (
-            lambda copied=copied: Fn(lambda s, x, _: (h := s.l[0](x), copied(h).zero_(), s.l[1](h))[-1]), (1, 1)
-        )
-        for what, copied in {
-            "half": torch.Tensor.half,
-            "asked for": lambda h: h.to(h.dtype, copy=True),
-        }.items()
-    },
-    "an alias that is written to": (
-        lambda: Fn(lambda s, x, _: (h := s.l[0](x), h.float()[..., :32].zero_(), s.l[1](h))[-1]), (1, 1)
-    ),
-    "interpolated": (
-        lambda: Fn(lambda s, x, _: F.interpolate(s.l[0](x)[:, None], size=(4, 32), mode="bilinear", antialias=True)),
-        (1, 1),
-    ),
-    "bits": (lambda: Fn(as_bits), (1, 1)),
-    "complex numbers": (lambda: Fn(as_complex), (1, 1)),
-    "in float64": (lambda: Fn(lambda s, x, _: renormed(s.l[0](x).double()).float()), (1, 1)),
-    "modulated": (
-        lambda: Fn(lambda s, x, _: s.l[1](torch.addcmul(s.q, s.l[0](x), s.g)), g=3 * ONE, q=ONE / 8), LOUDER
-    ),
-    **{
-        f"{how}, by a factor of 2^{exponent} from the second step on": (partial(quieter, how, exponent), (1, 1))
-        for how in ("modulated", "multiplied")
-        for exponent in (-16, -22, -30)
-        if (how, exponent) != ("multiplied", -16)  # some digits: as far off as bf16
-    },
-    **{
-        f"{way}, and quiet in place": (partial(cast_and_changed, cast), (1, 1))
-        for way, cast in {
-            "float": torch.Tensor.float,
-            "to a dtype": lambda h: h.to(torch.float32),
-            "to another's": lambda h: h.to(h),
-            "type as": lambda h: h.type_as(h),
-            "half": torch.Tensor.half,
-            "by 2": lambda h: h * 2,
-            "over 2": lambda h: h / 2,
-            "laid out": lambda h: h.transpose(0, 1).contiguous().transpose(0, 1),
-            "turned": lambda h: torch.ops.comfy_kitchen.apply_rope1(h, torch.ones(32)),
-        }.items()
-    },
-    "a gated sum": (
-        lambda: Fn(lambda s, x, _: s.l[1](torch.addcmul(s.l[0](x), s.l[1](x), s.g)), g=ONE * 2.0**9), LOUDER
-    ),
-    "a gated sum of quiet and loud": (
-        lambda: Fn(lambda s, x, _: torch.addcmul(h := s.l[0](x), s.l[1](x), s.g) - h, g=ONE / 64), (1, 1)
-    ),
-    "gated sums in place": (lambda: Fn(written(lambda s, h, y: h.addcmul_(y, s.g).add_(y)), g=ONE * 2.0**9), LOUDER),
-    "a write that a later step begins, and no error ends": (lambda: Fn(catching, g=3 * ONE), (1, 1, 1)),
-    **{
-        f"{what} overwritten, 2^{exponent}": (partial(overwritten, write, exponent), (1, 1, 1))
-        for what, write in OVERWRITES.items()
-        for exponent in (0, 18, -18)
-    },
-    **{
-        f"gated by another layer, {how}, by {exponent}": (
-            lambda gate=gate: Fn(lambda s, x, _: s.l[2](gate(s.l[0](x), s.l[1](x))), (1, 1, 1)),
-            (1, 2.0**exponent),
-        )
-        for how, gate in GATED.items()
-        for exponent in (-8, -10, -12)
-    },
-    **{
-        f"scaled down, {what}": (
-            lambda f=f: Fn(lambda s, x, _: s.l[1](f(s.l[0](x) * s.g)), (16, 1), g=ONE * 2.0**-16), (1, 2.0**13)
-        )
-        for what, f in SATURATES.items()
-    },
-    **{
-        f"written, {what}": (lambda write=write, then=then: Fn(written_into(write, then)), (1, 1, 2.0**-9))
-        for what, (write, then) in WRITES.items()
-    },
-    **{
-        f"a sum with a vector, written, {what}": (
-            lambda write=write, then=then: Fn(summed_and_written(write, then), g=torch.randn(8, 64)), (1, 1, 2.0**-9)
-        )
-        for what, (write, then) in WRITES.items()
-    },
-    "a sum that has one shape in the first step, and two later": (
-        lambda: Fn(lambda s, x, step: renormed((s.l[0](x) + s.l[1](x[:1]) if step else s.l[0](x[:1]) + s.l[1](x[:1]))
-                                               .mul_(2.0**-21))),
-        (1, 1, 1),
-    ),
-    "a convolution that puts out little": (
-        lambda: Fn(lambda s, x, _: renormed(F.conv1d(x.mT, s.g).mT), g=torch.randn(64, 64, 3) * 2.0**-16),
-        (1, 2.0**-10, 2.0**-16),
-    ),
-    "the same, of some pixels in the first step": (
-        lambda: Fn(lambda s, x, _: renormed(F.conv1d((x * s.q).mT, s.g).mT), g=torch.randn(64, 64, 1) * 2.0**-23,
-                   q=spread(2.0**-14)),
-        (1, 1),
+    "the same, of some pixels in the first step": case(
+        lambda s, x: renormed(F.conv1d((x * s.q).mT, s.g).mT), g=noise(64, 64, 1) * 2.0**-23, q=spread(2.0**-14)
     ),
     "attention as one function": (
-        lambda: Fn(lambda s, x, _: s.m(s.l[0](x), x[:, :5] / 2**15, x[:, :5], need_weights=False)[0],
+        lambda: Fn(lambda s, x: s.m(s.l[0](x), x[:, :5] / 2**15, x[:, :5], need_weights=False)[0],
                    m=nn.MultiheadAttention(64, 4, batch_first=True)),
         (1, 1, 2.0**17),
     ),
-    "a weight of one output": (lambda: Fn(lambda s, x, _: F.linear(s.l[0](x), s.g)[..., None], g=ONE / 3), (1, 1)),
-    "a row of few channels that becomes quiet": (
-        lambda: Fn(lambda s, x, step: renormed(F.linear(x[..., :3] * torch.where(AT_3, 2.0 ** (-17 * step), 1), s.g)),
-                   g=torch.randn(64, 3)),
-        (1, 1),
+    "a weight of one output": case(lambda s, x: F.linear(s.l[0](x), s.g)[..., None], g=ONE / 3),
+    "a row of few channels that becomes quiet": case(
+        lambda s, x: renormed(F.linear(x[..., :3] * torch.where(AT_3, 2.0 ** (-17 * s.step), 1), s.g)), g=noise(64, 3)
     ),
-    "a weight's bytes": (
-        lambda: Fn(lambda s, x, _: s.l[0](x) * (s.q.view(torch.int16).float().sum() * 1e-5), q=ONE / 3),
-        (1, 1),
+    "a weight's bytes": case(lambda s, x: s.l[0](x) * (s.q.view(torch.int16).float().sum() * 1e-5), q=ONE / 3),
+    "by another's dtype": case(lambda s, x: s.l[1](s.l[0](x).to(x).type_as(s.g)), LOUDER, g=ONE),
+    "by another's dtype, and changed": case(
+        written(lambda s, h, x: h.add_((y := s.l[1](x)).to(s.g).mul_(2)).add_(y.type_as(h))), g=ONE
     ),
-    "by another's dtype": (lambda: Fn(lambda s, x, _: s.l[1](s.l[0](x).to(x).type_as(s.g)), g=ONE), LOUDER),
-    "by another's dtype, and changed": (
-        lambda: Fn(written(lambda s, h, y: h.add_(y.to(s.g).mul_(2)).add_(y.type_as(h))), g=ONE), (1, 1)
+    "turned": case(lambda s, x: s.l[1](torch.ops.comfy_kitchen.apply_rope1(s.l[0](x), s.q)), LOUDER, q=ONE[:32]),
+    "a norm, and turned": case(
+        lambda s, x: s.l[1](torch.ops.comfy_kitchen.rms_rope1(s.l[0](x), s.q, s.g)), LOUDER, g=ONE, q=ONE[:32]
     ),
-    "turned": (
-        lambda: Fn(lambda s, x, _: s.l[1](torch.ops.comfy_kitchen.apply_rope1(s.l[0](x), s.q)), q=ONE[:32]), LOUDER
-    ),
-    "a norm, and turned": (
-        lambda: Fn(lambda s, x, _: s.l[1](torch.ops.comfy_kitchen.rms_rope1(s.l[0](x), s.q, s.g)), g=ONE, q=ONE[:32]),
-        LOUDER,
-    ),
-    "values of both signs near the end": (
-        lambda: Fn(lambda s, x, _: s.l[1](s.l[0](x).clamp(-65504, 65504))),
-        (1, 2.0**15),
-    ),
+    "values of both signs near the end": case(behind(lambda h: h.clamp(-65504, 65504)), (1, 2.0**15)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("stored", [FP16, BF16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize(("make", "gains"), STEPS.values(), ids=STEPS)
-def test_a_later_step_is_right_or_made_again(make: Any, gains: tuple[float, ...], stored: torch.dtype) -> None:
-    torch.manual_seed(0)
-    module, products = make().to(stored).requires_grad_(False), LearnedProducts()
+@pytest.mark.parametrize(("make", "louder"), STEPS.values(), ids=STEPS)
+def test_a_later_step_is_right_or_made_again(make: Any, louder: tuple[float, ...], stored: torch.dtype) -> None:
+    module, products = built(make, stored), LearnedProducts()
     before = copy.deepcopy(module.state_dict())
-    for step, gain in enumerate(gains):
-        x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(step)) * gain
+    for step, gain in enumerate(louder):
+        x = noise(2, 8, 64, seed=step) * gain
         exact = run_in_fp32(module, x.clone(), step)
         allowed = max(2e-3, 1.1 * error(by_rows(module, x.clone(), step, dtype=BF16), exact))
         try:
@@ -723,137 +559,145 @@ def test_a_later_step_is_right_or_made_again(make: Any, gains: tuple[float, ...]
     assert all(torch.equal(now, before[name]) for name, now in module.state_dict().items())
 
 
-def crossing_zero() -> nn.Module:
-    """Of a row with one channel, nothing tells that it was louder before."""
-    gate = nn.Linear(64, 1, bias=False)
-    gate.weight.data.mul_(0.1)
-    return nn.Sequential(nn.Linear(64, 64), gate)
+class Bytes(nn.Module):
+    """Weights that are stored as bytes: a scale in fp16 and int8 of each row, as GGUF's Q8_0 has them, and bits of
+    float32."""
+
+    packed: torch.Tensor
+    bits: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randn(64, 64) / 8
+        scale = (weight.abs().amax(1, keepdim=True) / 127).half()
+        codes = (weight / scale.float()).round().to(torch.int8)
+        self.register_buffer("packed", torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], 1))
+        self.register_buffer("bits", torch.randn(64, 64).div(8).view(torch.int32))
+        self.first, self.last = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale, codes = (part.contiguous() for part in self.packed.split([2, 64], 1))
+        weight = scale.view(torch.float16) * codes.view(torch.int8)
+        h = F.silu(F.linear(self.first(x), weight.to(x.dtype)))
+        return self.last(F.linear(h, self.bits.view(torch.float32).to(x.dtype)))
 
 
-def filled(layer: Any, gain: float) -> Any:
+def weighted(layer: Any, gain: float) -> Any:
     layer.weight.data.mul_(gain)
     return layer
 
 
-class Beside(nn.Module):
-    """As a ControlNet's zero convolution adds to a block."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.last = layer, nn.Conv2d(64, 4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(F.silu(x + self.layer(F.silu(x))))
-
-
 def quiet_beside(gain: float, bias: float) -> nn.Module:
+    """As a ControlNet's zero convolution adds to a block."""
     layer: Any = nn.Conv2d(64, 64, 1)
     layer.weight.data.normal_().mul_(gain)
     layer.bias.data.normal_().mul_(bias)
-    return Beside(layer)
+    return Fn(lambda s, x: s.last(F.silu(x + s.layer(F.silu(x)))), (), layer=layer, last=nn.Conv2d(64, 4, 3))
 
 
-class Rows(nn.Module):
-    """Makes some tokens quieter than others."""
-
-    def __init__(self, least: int) -> None:
-        super().__init__()
-        self.least = least
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.logspace(self.least, 2, x.shape[1], base=2)[:, None]
+def quiet_rows_and_loud_bias(least: int) -> nn.Module:
+    """Some tokens are quieter than others."""
+    loud: Any = nn.Linear(64, 64)
+    loud.bias.data.normal_().mul_(256)
+    rest = nn.Sequential(loud, nn.LayerNorm(64), nn.Linear(64, 64))
+    return Fn(lambda s, x: s.rest(x * torch.logspace(least, 2, x.shape[1], base=2)[:, None]), (), rest=rest)
 
 
-def loud_bias() -> Any:
-    layer: Any = nn.Linear(64, 64)
-    layer.bias.data.normal_().mul_(256)
-    return layer
+def by_name(s: Any, x: torch.Tensor) -> torch.Tensor:
+    x = F.linear(input=x, weight=s.w, bias=s.c)
+    x = F.layer_norm(input=x, normalized_shape=(64,), weight=s.c, bias=s.d, eps=0.1)
+    x = F.layer_norm(x, (64,), bias=s.d, weight=s.c) + F.rms_norm(input=x, normalized_shape=(64,), eps=0.1)
+    x = F.rms_norm(x, weight=s.c, normalized_shape=[64]) * F.group_norm(x, num_groups=1, weight=s.c[:8])
+    x = F.scaled_dot_product_attention(query=x, key=x, value=x, is_causal=True, scale=0.2)
+    return torch.add(F.conv1d(input=x, weight=s.w[:8, :8, None], bias=s.d[:8]), x, alpha=2)
 
 
-def swiglu(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
-    return s.g + s.l[2](F.silu(s.l[0](x)) * s.l[1](x))
+def written_at(at: Any, into_norm: bool) -> Any:
+    """HiDream's experts, LTXV's guide frames and HiDream-O1's pictures do that."""
+
+    def network(s: Any, x: torch.Tensor) -> torch.Tensor:
+        h = s.l[0](x)
+        y = F.layer_norm(h, (64,)) if into_norm else torch.zeros(h.shape, dtype=h.dtype)
+        y[:, at] = h[:, at] + h[:, at] if into_norm else h[:, at]
+        return s.l[1](y)
+
+    return partial(Fn, network)
 
 
-KEEPS_PLAN: dict[str, Any] = {  # → what is called, its dtype, the shape of its input, and how loud that is in turn
-    "a gate that crosses zero": (crossing_zero, FP16, (2, 32, 64), (1,)),
-    "one channel": (lambda: nn.Sequential(nn.Conv1d(1, 8, 3), nn.Conv1d(8, 8, 1)), FP16, (2, 1, 9999), (1,)),
-    "weights that are 0": (lambda: filled(nn.Linear(64, 64), 0), BF16, (2, 32, 64), (1,)),
-    **{
-        f"rows down to 2^{least} and a loud bias": (
-            lambda least=least: nn.Sequential(Rows(least), loud_bias(), nn.LayerNorm(64), nn.Linear(64, 64)),
-            BF16,
-            (2, 32, 64),
-            (1,),
-        )
-        for least in (-8, -22)
-    },
-    "one channel comes out": (
-        lambda: nn.Sequential(nn.GroupNorm(8, 64), nn.SiLU(), filled(nn.Conv2d(64, 1, 3), 0.05)),
-        FP16,
-        (1, 64, 128, 128),
-        (1,),
+def kept(make: Any, stored: Any = FP16, shape: tuple[int, ...] = (2, 8, 64), louder: tuple[float, ...] = (1,)) -> Any:
+    """A network, its dtype, the shape of its input, and how loud that is in turn."""
+    return make, stored, shape, louder
+
+
+EVERY_OTHER = torch.arange(8) % 2 == 0
+KEEPS_PLAN: dict[str, Any] = {
+    "a gate that crosses zero": kept(  # of a row with one channel, nothing tells that it was louder before
+        lambda: nn.Sequential(nn.Linear(64, 64), weighted(nn.Linear(64, 1, bias=False), 0.1)), shape=(2, 32, 64)
     ),
-    **{
-        f"a convolution beside a louder bias, {stored}, {gain}, {bias}": (
-            lambda gain=gain, bias=bias: quiet_beside(gain, bias),
-            stored,
-            (1, 64, 24, 24),
-            (1,),
-        )
-        for stored, gain, bias in ((BF16, 1e-4, 1), (BF16, 1e-7, 0.01), (FP16, 1e-6, 0.1))
-    },
-    "few small weights and a bias": (lambda: filled(nn.Linear(4, 64), 2.0**-6), BF16, (2, 99, 4), (1,)),
-    "a prompt of zeros in every second call": (
-        lambda: Fn(swiglu, (1, 1, 1), g=torch.randn(8, 64)),
-        FP16,
-        (2, 8, 64),
-        (1, 0),
+    "one channel": kept(lambda: nn.Sequential(nn.Conv1d(1, 8, 3), nn.Conv1d(8, 8, 1)), shape=(2, 1, 9999)),
+    "weights that are 0": kept(lambda: weighted(nn.Linear(64, 64), 0), BF16, (2, 32, 64)),
+    **{f"rows down to 2^{least} and a loud bias": kept(partial(quiet_rows_and_loud_bias, least), BF16, (2, 32, 64))
+       for least in (-8, -22)},
+    "one channel comes out": kept(
+        lambda: nn.Sequential(nn.GroupNorm(8, 64), nn.SiLU(), weighted(nn.Conv2d(64, 1, 3), 0.05)),
+        shape=(1, 64, 128, 128),
     ),
-}
+    **{f"a convolution beside a louder bias, {stored}, {gain}, {bias}":
+           kept(partial(quiet_beside, gain, bias), stored, (1, 64, 24, 24))
+       for stored, gain, bias in ((BF16, 1e-4, 1), (BF16, 1e-7, 0.01), (FP16, 1e-6, 0.1))},
+    "few small weights and a bias": kept(lambda: weighted(nn.Linear(4, 64), 2.0**-6), BF16, (2, 99, 4)),
+    "a prompt of zeros in every second call": kept(
+        lambda: Fn(lambda s, x: s.g + s.l[2](F.silu(s.l[0](x)) * s.l[1](x)), (1, 1, 1), g=torch.randn(8, 64)),
+        louder=(1, 0),
+    ),
+    "weights stored as bytes": kept(Bytes),
+    "by name": kept(partial(Fn, by_name, w=noise(64, 64) / 8, c=noise(64).sigmoid(), d=noise(64).sigmoid())),
+    **{f"written at places, by {what}, {'into a norm' if into_norm else 'into a buffer'}":
+           kept(written_at(at, into_norm))
+       for what, at in {"a mask": EVERY_OTHER, "an index": EVERY_OTHER.nonzero().flatten(), "a list": [0, 2, 4, 6],
+                        "a slice": slice(0, None, 2)}.items()
+       for into_norm in (True, False)},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "stored", "shape", "gains"), KEEPS_PLAN.values(), ids=KEEPS_PLAN)
-def test_what_is_right_is_no_reason_for_another_plan(make: Any, stored: Any, shape: Any, gains: Any) -> None:
-    torch.manual_seed(0)
-    module, products = make().to(stored).requires_grad_(False), LearnedProducts()
-    call = (lambda x: module(x, 0)) if isinstance(module, Fn) else module
+@pytest.mark.parametrize(("make", "stored", "shape", "louder"), KEEPS_PLAN.values(), ids=KEEPS_PLAN)
+def test_what_is_right_is_no_reason_for_another_plan(make: Any, stored: Any, shape: Any, louder: Any) -> None:
+    module, products = built(make, stored), LearnedProducts()
     for seed in range(30):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * gains[seed % len(gains)]
-        found = products.run(call, x)
-        if len(gains) > 1 and not found.isfinite().all():
+        x = noise(*shape, seed=seed) * louder[seed % len(louder)]
+        found = products.run(module, x)
+        if len(louder) > 1 and not found.isfinite().all():
             assert products.renew() and products._renewals == 1
-            found = products.run(call, x)
-        assert error(found, run_in_fp32(call, x)) < 2e-3
+            found = products.run(module, x)
+        assert error(found, run_in_fp32(module, x)) < 2e-3
     assert products._planned
 
 
-def outside_of_modes(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
-    h = s.l[0](x)
-    with torch._C.DisableTorchFunction():
-        return h @ x.mT
+def follow(call: Any, *inputs: torch.Tensor) -> LearnedProducts:
+    """Call it with each, which is near to fp32 each time. Returns what it has learned."""
+    products = LearnedProducts()
+    for x in inputs:
+        exact, found = run_in_fp32(call, x.clone()), products.run(call, x.clone())
+        assert found.shape == exact.shape and error(found, exact) < 2e-3
+    return products
 
 
 def test_what_a_later_step_may_not_be_given_in_fp16_is_made_again() -> None:
-    torch.manual_seed(0)
-    module = Fn(outside_of_modes).half().requires_grad_(False)
+    def outside_of_modes(s: Any, x: torch.Tensor) -> torch.Tensor:
+        h = s.l[0](x)
+        with torch._C.DisableTorchFunction():
+            return h @ x.mT
+
+    module = built(partial(Fn, outside_of_modes))
     single = copy.deepcopy(module).float()
     learner = FallbackAdapter(
         module, "fp16", lambda known: build_half_precision_forward(module, known, "fp16", all_layers_scaled=True)
     )
     run = guards.guarded(learner, "fp16", rerun=module, scope=Scope.LEARNED)
     for step in range(6):
-        x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(step))
-        assert error(run(x.clone(), step), single(x.clone(), step)) < 2e-3
+        x = noise(2, 8, 64, seed=step)
+        assert error(run(x.clone()), single(x.clone())) < 2e-3
     assert {each.outcome for each in run.report.steps} == {"finite"}
-
-
-def queries_and_keys(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
-    y = x * 2
-    return s.l[0](y) + s.l[1](y)
-
-
-def prompted_twice(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
-    return s.l[0](x) + s.l[1](x * 2) + s.l[2](x)
 
 
 @torch.library.custom_op("onediff_guard_tests::turn", mutates_args=("x",))
@@ -878,51 +722,43 @@ CHANGED: dict[str, Any] = {  # what changes a tensor in place, where no mode or 
 @pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
 def test_an_input_of_two_layers_that_changes_in_between_is_cast_again(change: Any, inference: bool) -> None:
-    def network(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
+    def network(s: Any, x: torch.Tensor) -> torch.Tensor:
         y = x * 2
         first = s.l[0](y)
         change(y)
         return s.l[1](y) + first
 
-    torch.manual_seed(0)
-    module, products, x = Fn(network).half().requires_grad_(False), LearnedProducts(), torch.randn(1, 64, 64).half()
-    exact = run_in_fp32(module, x, 0)
     with torch.inference_mode(inference):
-        for _ in range(2):
-            found = products.run(module, x, 0)
-            assert found.shape == exact.shape and error(found, exact) < 2e-3
-
-
-def test_a_kernel_that_a_later_step_starts_is_given_no_fp16() -> None:
-    """It asks where a tensor lies, and takes it for float32."""
-    pointers: list[int] = []
-
-    def network(s: Any, x: torch.Tensor, step: int) -> torch.Tensor:
-        y = s.l[0](x)
-        if step:
-            pointers.append(y.data_ptr())
-        return s.l[1](y)
-
-    module, products, x = Fn(network).half().requires_grad_(False), LearnedProducts(), torch.randn(2, 8, 64).half()
-    products.run(module, x, 0)
-    with pytest.raises(LeftPlan, match="starts a kernel"):
-        products.run(module, x, 1)
-    assert not pointers and products.renew()
+        follow(built(partial(Fn, network)), *[noise(1, 64, 64).half()] * 2)
 
 
 def test_an_input_whose_memory_is_known_outside_of_pytorch_is_cast_for_each_layer() -> None:
-    def network(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
+    def network(s: Any, x: torch.Tensor) -> torch.Tensor:
         y = x * 2
         seen = y.numpy()
         first = s.l[0](y)
         seen *= 3
         return s.l[1](y) + first
 
-    module, products, x = Fn(network).half().requires_grad_(False), LearnedProducts(), torch.randn(2, 8, 64).half()
-    exact = run_in_fp32(module, x, 0)
     with torch.inference_mode():
-        assert all(error(products.run(module, x, 0), exact) < 2e-3 for _ in range(2))
-    assert planned(products)
+        assert planned(follow(built(partial(Fn, network)), *[noise(2, 8, 64).half()] * 2))
+
+
+def test_a_kernel_that_a_later_step_starts_is_given_no_fp16() -> None:
+    """It asks where a tensor lies, and takes it for float32."""
+    pointers: list[int] = []
+
+    def network(s: Any, x: torch.Tensor) -> torch.Tensor:
+        y = s.l[0](x)
+        if s.step:
+            pointers.append(y.data_ptr())
+        return s.l[1](y)
+
+    module, products, x = built(partial(Fn, network)), LearnedProducts(), noise(2, 8, 64).half()
+    products.run(module, x, 0)
+    with pytest.raises(LeftPlan, match="starts a kernel"):
+        products.run(module, x, 1)
+    assert not pointers and products.renew()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -950,14 +786,20 @@ def test_a_quiet_row_of_an_input_that_layers_share_is_seen(order: tuple[int, int
         assert products.run(network, x).isnan().any()
 
 
+SHARES: dict[str, Any] = {  # a function, and how often its input is cast
+    "queries and keys": (lambda s, x: (y := x * 2, s.l[0](y) + s.l[1](y))[1], 1),
+    "a prompt, twice": (lambda s, x: s.l[0](x) + s.l[1](x * 2) + s.l[2](x), 2),
+}
+
+
 @pytest.mark.parametrize("hot", [1.0, 2.0**12])
-@pytest.mark.parametrize(("network", "casts"), [(queries_and_keys, 1), (prompted_twice, 2)])
+@pytest.mark.parametrize(("network", "casts"), SHARES.values(), ids=SHARES)
 def test_layers_that_share_an_input_cast_it_once(network: Any, casts: int, hot: float) -> None:
-    module, products = Fn(network, (1, 1, 1)).half().requires_grad_(False), LearnedProducts()
-    x = torch.randn(2, 8, 64).mul_(hot).half()
-    products.run(module, x, 0)
+    module, products = built(partial(Fn, network, (1, 1, 1))), LearnedProducts()
+    x = noise(2, 8, 64).mul_(hot).half()
+    products.run(module, x)
     with Casts() as counted:
-        products.run(module, x, 0)
+        products.run(module, x)
     assert planned(products) and counted.of[x.shape] == casts
 
 
@@ -981,7 +823,7 @@ class Casts(TorchDispatchMode):
 )
 def test_what_has_room_is_widened_for_no_function_on_a_card(name: str) -> None:
     """Counted without values: a CPU has casts of its own."""
-    module, x = STEPS[name][0]().half().requires_grad_(False).to("meta"), torch.empty(2, 8, 64, device="meta")
+    module, x = built(STEPS[name][0]).to("meta"), torch.empty(2, 8, 64, device="meta")
     first = LearningMode()
     run_in(first, module, (x, 0), {})
     plan = {key: Scale(half=key not in first.way.summed) for key, _ in first.notes.of}
@@ -991,38 +833,27 @@ def test_what_has_room_is_widened_for_no_function_on_a_card(name: str) -> None:
     assert not counted.of[x.shape]
 
 
-@pytest.mark.parametrize("network", [lambda s, x, _: s.l[0](x).argmax(-1), lambda s, x, _: x.copy_(s.l[0](x)) and None])
+@pytest.mark.parametrize("network", [lambda s, x: s.l[0](x).argmax(-1), lambda s, x: x.copy_(s.l[0](x)) and None])
 def test_what_cannot_be_made_nan_has_no_plan(network: Any) -> None:
-    module, products = Fn(network).half().requires_grad_(False), LearnedProducts()
+    module, products = built(partial(Fn, network)), LearnedProducts()
     with contextlib.suppress(RuntimeError):  # the truth of a tensor of many values
-        products.run(module, torch.randn(2, 8, 64), 0)
+        products.run(module, noise(2, 8, 64))
     assert not planned(products)
 
 
-class Writes(nn.Module):
-    """Casts, and then writes into the copy, or into the tensor itself."""
-
-    def __init__(self, write: Any) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.write = write
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = self.layers[0](x)
-        same = made.to(made.dtype)
-        self.write(same)
-        copied = made.to(torch.float16 if made.dtype == torch.float32 else torch.float32)
-        self.write(copied)
-        return self.layers[1](made) + self.layers[2](copied * same)
-
-
-@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x.__setitem__((0, 0), 3.0), lambda x: x.__imul__(2)])
+@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: put(x, (0, 0), 3.0), lambda x: x.__imul__(2)])
 def test_a_network_that_writes_in_place_writes_to_what_it_wrote_to(write: Any) -> None:
-    torch.manual_seed(0)
-    module, products = Writes(write).half().requires_grad_(False), LearnedProducts()
-    for seed in range(3):
-        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(seed))
-        assert error(products.run(module, x), run_in_fp32(module, x)) < 2e-3
+    """Into a copy in another dtype, or into the tensor itself."""
+
+    def network(s: Any, x: torch.Tensor) -> torch.Tensor:
+        made = s.l[0](x)
+        same = made.to(made.dtype)
+        write(same)
+        copied = made.to(torch.float16 if made.dtype == torch.float32 else torch.float32)
+        write(copied)
+        return s.l[1](made) + s.l[2](copied * same)
+
+    follow(built(partial(Fn, network, (1, 1, 1))), *(noise(2, 8, 64, seed=seed) for seed in range(3)))
 
 
 @pytest.mark.parametrize("start", ["linear", "convolution"])
@@ -1031,34 +862,8 @@ def test_a_stream_beyond_fp16_is_float32_however_it_is_summed(sum: str, start: s
     shape = Shape(3, "layer", "mlp", sum, "none", sandwich=False, streams=1, start=start, positions=False, clips=False,
                   unnormed=False, bypassed=True, shared=False)  # fmt: skip
     module: Any = network(shape, tuple(f"blocks.{block}.1.out" for block in range(3))).half()
-    products = LearnedProducts()
-    for seed in range(4):
-        x, t = (torch.randn(size, generator=torch.Generator().manual_seed(seed)) for size in ((2, TOKENS, 4), (2, 4)))
-        exact, found = run_in_fp32(module, x.clone(), t), products.run(module, x.clone(), t)
-        assert error(found, exact) < 2e-3
+    products = follow(lambda x: module(x, noise(2, 4)), *(noise(2, TOKENS, 4, seed=seed) for seed in range(4)))
     assert products._renewals == 0 and any(scale.half for scale in planned(products).values())
-
-
-def test_functions_take_their_arguments_by_name() -> None:
-    torch.manual_seed(0)
-    weights = nn.ParameterDict(
-        {name: torch.randn(8, 8) for name in ("a", "b")} | {"c": torch.rand(8), "d": torch.rand(8)}
-    )
-    w: Any = weights.half().requires_grad_(False)
-
-    def network(x: torch.Tensor) -> torch.Tensor:
-        x = F.linear(input=x, weight=w["a"], bias=w["c"])
-        x = F.layer_norm(input=x, normalized_shape=(8,), weight=w["c"], bias=w["d"], eps=0.1)
-        x = F.layer_norm(x, (8,), bias=w["d"], weight=w["c"]) + F.rms_norm(input=x, normalized_shape=(8,), eps=0.1)
-        x = F.rms_norm(x, weight=w["c"], normalized_shape=[8]) * F.group_norm(x, num_groups=1, weight=w["c"][:3])
-        x = F.scaled_dot_product_attention(query=x, key=x, value=x, is_causal=True, scale=0.2)
-        return torch.add(F.conv1d(input=x, weight=w["b"][:3, :3, None], bias=w["d"][:3]), x, alpha=2)
-
-    products = LearnedProducts()
-    for seed in range(3):
-        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(seed))
-        assert error(products.run(network, x), run_in_fp32(network, x)) < 2e-3
-    assert planned(products)
 
 
 PLAIN = Seen(input=2.0, output=3.0, faint=1.0, strain=1.0)
@@ -1222,31 +1027,3 @@ def test_memory_that_runs_out_is_not_made_again(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(PlannedMode, "end", lambda _: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
         run(latents())
-
-
-EVERY_OTHER = torch.arange(8) % 2 == 0
-WRITES_WHERE = {
-    "by a mask": EVERY_OTHER,
-    "by an index": EVERY_OTHER.nonzero().flatten(),
-    "by a list": [0, 2, 4, 6],
-    "by a slice": slice(0, None, 2),
-}
-
-
-@pytest.mark.parametrize("into", ["a buffer of its dtype", "a norm"])
-@pytest.mark.parametrize("at", WRITES_WHERE.values(), ids=WRITES_WHERE)
-def test_what_is_written_at_places_leaves_no_plan(at: Any, into: str) -> None:
-    """HiDream's experts, LTXV's guide frames and HiDream-O1's pictures do that."""
-
-    def network(s: Any, x: torch.Tensor, _: int) -> torch.Tensor:
-        h = s.l[0](x)
-        y = F.layer_norm(h, (64,)) if into == "a norm" else torch.zeros(h.shape, dtype=h.dtype)
-        y[:, at] = h[:, at] + h[:, at] if into == "a norm" else h[:, at]
-        return s.l[1](y)
-
-    torch.manual_seed(0)
-    module, products = Fn(network).half().requires_grad_(False), LearnedProducts()
-    for step in range(3):
-        x = torch.randn(2, 8, 64)
-        assert error(products.run(module, x.clone(), step), run_in_fp32(module, x.clone(), step)) < 2e-3
-    assert products.renew(), "it was computed by a plan"
