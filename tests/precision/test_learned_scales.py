@@ -506,7 +506,8 @@ STEPS: dict[str, Case] = {
            lambda s, x, gate=gate: s.l[2](gate(s.l[0](x), s.l[1](x))), (1, 2.0**exponent), gains=(1, 1, 1))
        for how, gate in GATED.items() for exponent in (-8, -10, -12)},
     "scaled down after it left the range": case(  # test_hidden_overflow.py has the other functions
-        lambda s, x: s.l[1](torch.exp(-(s.l[0](x) * s.g).abs())), (1, 2.0**13), gains=(16, 1), g=ONE * 2.0**-16
+        lambda s, x: s.l[1](F.glu(torch.cat([ONE.expand_as(x), s.l[0](x) * s.g], -1))), (1, 2.0**13), gains=(16, 1),
+        g=ONE * 2.0**-16,
     ),
     "a sum that has one shape in the first step, and two later": case(
         lambda s, x: renormed((s.l[0](x if s.step else x[:1]) + s.l[1](x[:1])).mul_(2.0**-21)), (1, 1, 1)
