@@ -11,6 +11,7 @@ import pytest
 import torch
 from blocky import build, latents, overflow_inside, overflow_stream
 from comfyui_onediff_guard.precision import fallback
+from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
 from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides
 from comfyui_onediff_guard.precision.shallow_copy import replace_submodules
@@ -18,7 +19,7 @@ from guards import error
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ALL_LAYERS_SCALED, HALF, SINGLE = PrecisionOverrides(all_layers_scaled=True), torch.float16, torch.float32
+ALL_LAYERS_SCALED = PrecisionOverrides(all_layers_scaled=True)
 
 
 class Products(TorchDispatchMode):
@@ -58,46 +59,40 @@ class Compiler:
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("planned", [True, False])
-def test_with_every_layer_scaled_nothing_leaves_the_range_in_any_step(planned, is_compiled):
-    module = build()
-    overflow_stream(module, 1)
-    overflow_inside(module, 2)
-    before, brought, compiler = module.state_dict(keep_vars=True), [], Compiler()
-    assert not build_half_precision_forward(module, NOTHING, "fp16").run(latents().half())[0].isfinite().all()
-    known = NOTHING if planned else ALL_LAYERS_SCALED
+@pytest.mark.parametrize(
+    ("dtype", "known"), [("fp16", NOTHING), ("fp16", ALL_LAYERS_SCALED), ("bf16", ALL_LAYERS_SCALED)]
+)
+def test_with_every_layer_scaled_products_alone_are_half_and_none_leaves_the_range(dtype, known, is_compiled):
+    """Planned so, or learned. bf16 is not compiled."""
+    module, brought, compiler = build(dtype=dtype), [], Compiler()
+    if dtype == "fp16":
+        overflow_stream(module, 1)
+        overflow_inside(module, 2)
+    before, right = module.state_dict(keep_vars=True), copy.deepcopy(module).float()
     more = {"compiled": compiler.compiled, "blocks": [f"blocks.{index}" for index in range(4)]} if is_compiled else {}
     made = build_half_precision_forward(
         module,
         known,
-        "fp16",
-        all_layers_scaled=planned,
+        dtype,
+        all_layers_scaled=known is NOTHING,
         onloaded=lambda *given: brought.append(given) or given[0],
         **more,
     )
+    is_compiled = is_compiled and dtype == "fp16"
     assert made.all_layers_scaled and len(brought) == 1 + is_compiled, "weights are brought to the device"
     assert all(like is module for _, like in brought)
     for step in range(4):
         products, x = Products(), latents(step)
+        allowed = 1e-3 if dtype == "fp16" else error(module(x.bfloat16())[0].float(), right(x)[0])
         with nullcontext() if step else products:  # nothing is compiled under it
             found = made.run(x)[0]
-        assert found.dtype == SINGLE and error(found, copy.deepcopy(module).float()(x)[0]) < 1e-3
-        assert step or products.seen == {HALF}
+        assert found.dtype == torch.float32 and error(found, right(x)[0]) < allowed
+        assert step or products.seen == {DTYPES[dtype]}
+        assert error(made.eager(x)[0], right(x)[0]) < allowed
     assert bool(compiler.graphs) == is_compiled == bool(compiler.shells) and None not in compiler.inside
-    assert error(made.eager(latents())[0], copy.deepcopy(module).float()(latents())[0]) < 1e-3
     assert all(module.state_dict(keep_vars=True)[name] is tensor for name, tensor in before.items())
-
-
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_bf16_has_products_in_it_and_all_else_in_float32(is_compiled):
-    module, products, x, compiler = build(dtype="bf16"), Products(), latents(), Compiler()
-    more = {"compiled": compiler.compiled, "blocks": ["blocks.0"]} if is_compiled else {}
-    made = build_half_precision_forward(module, ALL_LAYERS_SCALED, "bf16", **more)
-    with products:
-        found = made.run(x)[0]
-    assert made.all_layers_scaled and products.seen == {torch.bfloat16} and not compiler.shells
-    right, plain = copy.deepcopy(module).float()(x)[0], module(x.bfloat16())[0]
-    assert found.dtype == SINGLE and error(found, right) < error(plain.float(), right)
+    plain = build_half_precision_forward(module, NOTHING, dtype).run(latents().to(DTYPES[dtype]))[0]
+    assert plain.isfinite().all() == (dtype == "bf16"), "without it, fp16 does"
 
 
 @pytest.mark.parametrize("tf32", [True, False])
