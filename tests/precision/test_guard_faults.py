@@ -10,7 +10,7 @@ import pytest
 import torch
 from at_once import at_once
 from blocky import Faults, build, guarded, latents, overflow_inside
-from comfyui_onediff_guard.precision.guard import RENEWED, Scope
+from comfyui_onediff_guard.precision.guard import RENEWED, GuardPolicy, Scope
 from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides
 from comfyui_onediff_guard.precision.shallow_copy import with_forward
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tiers import drawn
 
 NAN, INF = math.nan, math.inf
-SCALED = PrecisionOverrides(all_layers_scaled=True)
+SCALED, REST = PrecisionOverrides(all_layers_scaled=True), "the rest of the run in fp32"
 PLACES = {  # in what a module puts out, [batch, frames, channels]
     "one element": (1, 2, 3),
     "all": ...,
@@ -53,19 +53,26 @@ def state(module):
 
 @pytest.mark.parametrize("calls", [[0], [4], [1, 2, 3], range(5)], ids=str)
 @pytest.mark.parametrize("scope", Scope)
-def test_calls(calls, scope):
+def test_each_scope_recomputes_the_calls_that_fail_and_does_its_own_with_later_ones(calls, scope):
+    assert GuardPolicy().scope is Scope.LEARNED, "the default is to learn"
     module = build(dtype="bf16")
     run = guarded(module, "bf16", scope=scope, give_up_after=9, faults=Faults({"blocks.1": spoil(NAN, 0)}, calls))
     for call in range(5):
-        assert (run(latents(call)) - in_fp32(module, latents(call))).abs().max() < 0.1
+        found = run(latents(call), timestep=torch.tensor([100 * call]))
+        assert (found - in_fp32(module, latents(call))).abs().max() < 0.1
     failed = list(calls) if scope is Scope.STEP else list(calls)[:1]
     assert [index for index, step in enumerate(run.report.steps) if step.outcome == "rerun"] == failed
+    assert [run.rerun(call).module for call in failed] == ["blocks.1", "", "", "", ""][: len(failed)], "found once"
     in_half = {
         Scope.STEP: [call not in calls for call in range(5)],
         Scope.LEARNED: [call != failed[0] for call in range(5)],
         Scope.RUN: [call < failed[0] for call in range(5)],
     }
     assert [dtype == "bf16" for dtype in run.dtypes] == in_half[scope]
+    assert [step.timestep for step in run.report.steps] == [0, 100, 200, 300, 400]
+    if scope is not Scope.LEARNED:
+        assert run.rerun(failed[0]).action == ("" if scope is Scope.STEP else REST)
+        assert run.learned is None and len(run.built) == 1
 
 
 @pytest.mark.parametrize(("dtype", "learned"), [("fp16", SCALED), ("bf16", NOTHING)])  # bf16 goes further

@@ -12,7 +12,6 @@ import pytest
 import torch
 from blocky import Faults, build, guarded, latents, overflow_inside, overflow_stream
 from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward, counts
-from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.overrides import NOTHING, OverflowDiagnosis, PrecisionOverrides
 from comfyui_onediff_guard.precision.report import Rerun, StepRecord
 from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
@@ -155,25 +154,6 @@ def test_what_is_learned_from_failing_calls(case):
             sample(guarded(module, case.dtype, **copy.deepcopy(case.given) | {"learned": run.learned})).report.reruns
             == 0
         )
-
-
-def test_scope_step_reruns_the_call_and_learns_nothing():
-    assert GuardPolicy().scope is Scope.LEARNED, "the default is to learn"
-    module = build()
-    overflow_inside(module, 2)
-    run = sample(guarded(module, scope=Scope.STEP))
-    assert run.outcomes == ["rerun"] * 5 and run.learner.learned == NOTHING and run.learned is None
-    first, *later = map(run.rerun, range(5))
-    assert (first.module, first.action) == ("blocks.2.inner", "") and first.peak > 65504
-    assert {rerun.module for rerun in later} == {""}, "it is looked for once"
-
-
-def test_scope_run_attempts_half_precision_until_something_fails_and_learns_nothing():
-    run = sample(guarded(build(), scope=Scope.RUN, faults=Faults({"blocks.1": nan}, [2])))
-    assert run.dtypes == ["fp16", "fp16", "fp32", "fp32", "fp32"] and run.outcomes.count("rerun") == 1
-    assert len(run.built) == 1 and run.learned is None
-    run(latents(), timestep=torch.tensor([700]))
-    assert run.report.steps[-1].timestep == 700
 
 
 def test_a_fault_that_does_not_come_back_teaches_nothing():
