@@ -4,41 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import precision_page as page
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, by_capability, by_gfx
-from comfyui_onediff_guard.precision.policy import Component, Plan, Precision, choose
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 
 PAGE = page.render()
 DEVICES = (*ARCHITECTURES.values(), by_capability(5, 2), by_gfx("gfx9999"))
 
 
-class Table(NamedTuple):
-    titles: list[str]
-    rows: list[list[str]]
-
-
-def tables(title: str) -> list[Table]:
-    """The tables below a heading, as cells."""
-    section = re.split(r"\n##+ ", PAGE.split(f"# {title}\n", 1)[1])[0]
-    blocks = re.findall(r"(?:^\|.*\n)+", section, flags=re.M)
-    cells = [[line.strip("|").split("|") for line in block.splitlines()] for block in blocks]
-    stripped = [[[cell.strip() for cell in row] for row in table] for table in cells]
-    return [Table(titles, rows) for titles, _, *rows in stripped]
-
-
-def links(cell: str) -> set[str]:
-    return set(re.findall(r"\[([^]]+)\]", cell))
-
-
-def codes(cell: str) -> set[str]:
-    return set(re.findall(r"`([^`]+)`", cell))
-
-
-def cell_of(plan: Plan) -> str:
-    return f"{plan.dtype} protected" if plan.overflow_protection else plan.dtype
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def test_the_committed_page_is_up_to_date_and_make_docs_writes_it(root: Path, tmp_path: Path) -> None:
@@ -51,12 +28,15 @@ def test_the_committed_page_is_up_to_date_and_make_docs_writes_it(root: Path, tm
 
 
 def test_the_matrix_is_what_auto_chooses() -> None:
-    ((titles, rows),) = tables("What `auto` chooses")
-    assert set().union(*map(links, titles)) == set(VARIANTS)
-    assert codes(" ".join(row[0] for row in rows)) | {"cpu"} == set(ARCHITECTURES)
+    section = PAGE.split("## What `auto` chooses\n", 1)[1].split("\n##", 1)[0]
+    titles, _, *rows = (cells(line) for line in section.splitlines() if line.startswith("|"))
+    models = [set(re.findall(r"\[([^]]+)\]", title)) for title in titles]
+    cards = [set(re.findall(r"`([^`]+)`", row[0])) for row in rows]
+    assert set().union(*models) == set(VARIANTS) and set().union(*cards) | {"cpu"} == set(ARCHITECTURES)
     for device in DEVICES:
-        kind = "any other device" if device.name == "gfx9999" else "older NVIDIA cards" if not device.known else ""
-        (row,) = (row for row in rows if device.name in codes(row[0]) or (kind or device.label) in row[0].split(", "))
+        kind = {"gfx9999": "any other device", "sm52": "older NVIDIA cards"}.get(device.name, device.label)
+        (row,) = (row for row, its in zip(rows, cards, strict=True) if device.name in its or kind in row[0].split(", "))
         for variant in VARIANTS.values():
-            column = next(i for i, title in enumerate(titles) if variant.name in links(title))
-            assert row[column] == f"**{cell_of(choose(device, variant, Component.DENOISER, Precision.AUTO))}**"
+            plan = choose(device, variant, Component.DENOISER, Precision.AUTO)
+            (column,) = (index for index, its in enumerate(models) if variant.name in its)
+            assert row[column] == f"**{plan.dtype}{' protected' * plan.overflow_protection}**"
