@@ -10,13 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-def test_a_page_shows_markup_as_it_is() -> None:
+def test_a_page_shows_markup_as_it_is_and_makes_no_link_of_other_words() -> None:
     assert for_page("<img src=x onerror='a()'> & \"b\"\x1b[0m") == (
         "&lt;img src=x onerror=&#x27;a()&#x27;&gt; &amp; &quot;b&quot;�&#91;0m"
     )
-
-
-def test_a_page_makes_no_link_of_other_words() -> None:
     assert for_page("[[here|https://a.b]] __LNK0__ ![x](https://a.b/c_d)") == (
         "&#91;&#91;here|https://a.b]] &#95;_LNK0__ !&#91;x](https://a.b/c_d)"
     )
