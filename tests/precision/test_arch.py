@@ -290,21 +290,13 @@ def test_a_card_that_is_not_listed_is_taken_for_the_nearest_older_one(capability
     assert found == replace(row, name=found.name, label=found.label, **unsaid)
 
 
-@pytest.mark.parametrize(
-    ("target", "row"),
-    [
-        ("gfx1030", "gfx103"),
-        ("gfx1036", "gfx103"),
-        ("gfx1010", "gfx101"),
-        ("gfx1100", "gfx11"),
-        ("gfx1151", "gfx11"),
-        ("gfx1201", "gfx12"),
-        ("gfx942:sramecc+:xnack-", "gfx94"),
-        ("gfx950", "gfx95"),
-        ("gfx90a", "gfx90a"),
-        ("gfx908", "gfx908"),
-    ],
-)
+TARGETS = {
+    "gfx1030": "gfx103", "gfx1036": "gfx103", "gfx1010": "gfx101", "gfx1100": "gfx11", "gfx1151": "gfx11",
+    "gfx1201": "gfx12", "gfx942:sramecc+:xnack-": "gfx94", "gfx950": "gfx95", "gfx90a": "gfx90a", "gfx908": "gfx908",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "row"), TARGETS.items())
 def test_a_gfx_target_belongs_to_the_row_that_it_begins_with(target: str, row: str) -> None:
     assert by_gfx(target) == replace(ARCHITECTURES[row], name=target.split(":")[0])
 
