@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import EAGER, BackendChoice, compiled
@@ -22,9 +21,9 @@ from comfyui_onediff_guard.precision.planned_products import Scale
 from comfyui_onediff_guard.precision.shallow_copy import structural_copy
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from guards import error
+from sample_networks import HOT, check_scales, check_steps, is_changed_in, scaled
+from sample_networks import heated as heated_of_diffusers
 from small_denoisers import ATTENTION, FEED_FORWARD, MODELS, build
-from test_all_layers_scaled import HOT, NETWORKS, heat, scaled
-from test_learned_scales import is_changed_in
 from torch._dynamo.utils import counters
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -51,7 +50,7 @@ class Layered:
         )
 
     def __call__(self, **call: Any) -> torch.Tensor:
-        made = self.attempt.run(**call, return_dict=False)[0]
+        made = self.attempt.run(**call)[0]
         assert made.dtype is torch.float32
         return made
 
@@ -66,13 +65,8 @@ def heated(name: str, hot: str) -> tuple[torch.nn.Module, Callable[[], dict[str,
         module, call = build(name, peak=5e5 if writer else None, writer=writer or ATTENTION)
         if hot == "first":
             module.patch_embed.proj.weight.mul_(1e6).clamp_(-6e4, 6e4)
-        del call["return_dict"]
         return module, lambda: call
-    config, inputs = NETWORKS[name]
-    torch.manual_seed(1)
-    module = getattr(diffusers, name)(**config).eval().requires_grad_(False)
-    heat(module, hot)
-    return module, inputs
+    return heated_of_diffusers(name, hot)
 
 
 OURS = [*MODELS, "WanTransformer3DModel", "UNet2DConditionModel"]  # of each kind that samplers compile
@@ -86,21 +80,9 @@ def test_each_step_is_four_times_nearer_to_fp32_than_bf16_and_a_healthy_one_as_n
     module, inputs = heated(name, hot)
     module.half()
     layered = Layered(module)
-    for gain in (1.0, 0.2, 1.0, 4.0):
-        step = is_changed_in(inputs(), gain)
-
-        def call(network: Any, step: dict[str, Any] = step) -> torch.Tensor:
-            return network(**step, return_dict=False)[0]
-
-        exact, found = run_in_fp32(call, module), layered(**step)
-        assert error(found, exact) <= error(scaled(module, call, BF16), exact) / 4
-        if hot == "nothing":
-            half = {key: value.half() if torch.is_tensor(value) and value.is_floating_point() else value
-                    for key, value in step.items()}  # fmt: skip
-            assert error(found, exact) <= 1.1 * error(module(**half, return_dict=False)[0].float(), exact)
+    check_steps(layered, module, inputs, healthy=hot == "nothing")
     assert len(layered.plans) == 1  # and none failed
-    plain = sum(scale.half for scale in layered.scales.values()) / len(layered.scales)
-    assert plain > (0.95 if hot == "nothing" else 0.3)
+    check_scales(layered.scales, healthy=hot == "nothing")
 
 
 def test_a_layer_has_its_own_scale_and_is_computed_as_the_same_one_of_the_other_blocks() -> None:
@@ -137,8 +119,8 @@ def test_what_leaves_the_plan_is_not_finite_or_right_and_the_next_plan_holds_it(
     layered = Layered(module.half())
     layered(**inputs())
     call = SPIKES[spike](inputs(), module)
-    exact = run_in_fp32(partial(module, **call, return_dict=False))[0]
-    bf16 = error(scaled(module, lambda network: network(**call, return_dict=False)[0], BF16), exact)
+    exact = run_in_fp32(partial(module, **call))[0]
+    bf16 = error(scaled(module, lambda network: network(**call)[0], BF16), exact)
 
     def is_right(found: torch.Tensor) -> bool:
         return bool(found.isfinite().all()) and error(found, exact) <= bf16 / 2
@@ -171,7 +153,7 @@ def test_it_says_that_layers_are_scaled_by_rows_where_a_device_has_no_float32_pr
     module, inputs = heated("CogVideoX-5B", "middle")
     layered = Layered(module.half())
     assert not layered.attempt.slower()
-    exact = run_in_fp32(module, **inputs(), return_dict=False)[0]
+    exact = run_in_fp32(module, **inputs())[0]
     assert all(error(layered(**inputs()), exact) < 2e-3 for _ in range(2))
     assert bool(re.match(r"[1-9]\d* layers are scaled row by row", layered.attempt.slower())) is not has
 
@@ -187,7 +169,7 @@ def test_shells_of_blocks_stay_in_the_way() -> None:
     inner = block.forward
     block.forward = lambda *args, **kwargs: (seen.append(True), inner(*args, **kwargs))[1]
     call = inputs()
-    steps = [run.func(shell, **call, return_dict=False, **run.keywords)[0] for _ in range(2)]
+    steps = [run.func(shell, **call, **run.keywords)[0] for _ in range(2)]
     assert len(seen) == 2
     assert torch.equal(steps[1], layered(**call))
 
@@ -198,7 +180,7 @@ def test_the_untouched_module_and_a_run_by_rows_are_not_changed_by_a_plan() -> N
     layered = Layered(module)
     first = layered(**inputs())
     layered(**inputs())
-    assert torch.equal(layered.attempt.eager(**inputs(), return_dict=False)[0], first)
+    assert torch.equal(layered.attempt.eager(**inputs())[0], first)
     assert {name: (type(part), *vars(part)) for name, part in module.named_modules()} == before
 
 
@@ -210,7 +192,7 @@ def test_inductor_makes_one_graph_and_no_worse_numbers(name: str) -> None:
     counters.clear()
     eager, run = Layered(module), Layered(module, choice=BackendChoice("inductor", ""))
     call, changed = inputs(), is_changed_in(inputs(), 0.5)
-    exact = run_in_fp32(partial(module, **call, return_dict=False))[0]
+    exact = run_in_fp32(partial(module, **call))[0]
     expected, found = [(eager(**call), run(**call)) for _ in range(2)][-1]
     assert error(found, exact) <= 1.1 * error(expected, exact) < 1e-3
     assert counters["stats"]["unique_graphs"] == 1  # of the hot block, too
