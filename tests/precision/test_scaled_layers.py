@@ -1,125 +1,21 @@
-"""Scaled products alone, and the real diffusers classes with every layer scaled, also with LoRA: float32's range, and
-fp16's digits."""
+"""The real diffusers classes with every layer scaled, also with LoRA: float32's range, and fp16's digits."""
 
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
 import torch
 from comfyui_onediff_guard.precision.learned_scales import LearnedProducts
-from comfyui_onediff_guard.precision.scaled_products import limit_of, reaches, scaled_product, times
 from guards import error
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from peft import LoraConfig, inject_adapter_in_model
 from small_denoisers import ATTENTION, FEED_FORWARD, MODELS, build, in_dtype
 from stream_peaks import stream_peak
-from tiers import drawn
-from torch import nn
-from torch.nn import functional as F
 
 # peft's, at each adapter after the first
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 HALF, BFLOAT = torch.float16, torch.bfloat16
-LAYERS = {
-    "linear": (lambda: nn.Linear(24, 16), (3, 5, 24)),
-    "convolution": (lambda: nn.Conv1d(6, 8, 3, padding=1), (3, 6, 11)),
-    "of pictures": (lambda: nn.Conv2d(6, 8, 3, stride=2, groups=2), (3, 6, 9, 7)),
-    "of videos": (lambda: nn.Conv3d(4, 8, 3, padding=1, bias=False), (2, 4, 3, 5, 4)),
-}
-
-
-def scaled(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    weight = layer.weight
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, weight) if weight.ndim == 2 else layer._conv_forward(x, weight, None)
-
-    return scaled_product(product, x, weight.dtype, limit_of(reaches(weight).amax()), weight.ndim - 2, layer.bias)
-
-
-def drawn_layer(name: str, seed: int = 0) -> tuple[Any, torch.Tensor]:
-    """(layer whose weights fp16 holds, in float32; its input)"""
-    torch.manual_seed(seed)
-    make, shape = LAYERS[name]
-    layer = make().half().float().requires_grad_(False)
-    return layer, torch.randn(shape)
-
-
-# --- a product --------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=drawn(200, 40), deadline=None)
-@given(name=st.sampled_from(sorted(LAYERS)), power=st.integers(-60, 60), weights=st.integers(-8, 12))
-def test_a_scaled_product_has_float32s_range_and_fp16s_digits(name, power, weights):
-    layer, x = drawn_layer(name, seed=power)
-    layer.weight.mul_(2.0**weights)
-    if layer.bias is not None:
-        layer.bias.zero_()
-    x *= 2.0**power
-    found = scaled(layer.half(), x)
-    expected = layer.float()(x)
-    assert found.dtype == torch.float32 and found.shape == expected.shape
-    assert error(found, expected) < 2**-10
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_half_and_float32_inputs_come_to_the_same_and_in_float32_it_is_the_layer(name):
-    layer, x = drawn_layer(name)
-    torch.testing.assert_close(scaled(layer, x), layer(x), rtol=1e-6, atol=1e-6)
-    assert torch.equal(scaled(layer.half(), x.half()), scaled(layer, x.half().float()))
-
-
-def test_no_sign_takes_the_product_out_of_range():
-    """The worst case: every product in a sum at its largest, and all of one sign."""
-    layer = nn.Linear(4096, 8, bias=False).half().requires_grad_(False)
-    layer.weight.fill_(6e4)
-    x = torch.full((2, 4096), 65504.0).half()
-    expected = x.float() @ layer.weight.float().T
-    found = scaled(layer, x)
-    assert found.isfinite().all() and error(found, expected) < 2**-10
-    assert layer(x).isinf().all()
-
-
-def test_each_row_has_a_scale_of_its_own():
-    layer, _ = drawn_layer("linear")
-    torch.manual_seed(1)
-    x = torch.randn(7, 24) * torch.tensor([1e-30, 1e-6, 0.0, 1.0, 1e6, 1e20, 1e30])[:, None]
-    layer.bias.zero_()
-    found = scaled(layer.half(), x)
-    expected = layer.float()(x)
-    assert torch.equal(found[2], torch.zeros(16))
-    assert [i for i in (0, 1, 3, 4, 5, 6) if not error(found[i] / x[i].max(), expected[i] / x[i].max()) < 2**-9] == []
-    assert scaled(layer, torch.full((1, 24), 1e-40)).isfinite().all()
-
-
-@pytest.mark.parametrize("broken", [math.inf, -math.inf, math.nan])
-def test_what_is_broken_stays_so_for_the_guard_to_find(broken):
-    layer, x = drawn_layer("linear")
-    x[1, 2, 3] = broken
-    finite = scaled(layer.half(), x).isfinite().all(-1)
-    assert not finite[1, 2] and finite.sum() == finite.numel() - 1
-
-
-def test_the_bias_keeps_its_digits_beside_a_huge_scale():
-    layer, x = drawn_layer("linear")
-    layer.weight.zero_()
-    assert torch.equal(scaled(layer.half(), x * 1e30), layer.bias.float().expand(3, 5, 16))
-
-
-@pytest.mark.parametrize("given", [torch.float32, BFLOAT])
-@pytest.mark.parametrize("factor", [2.0**-40, 1.0, 2.0**40])
-def test_what_fits_once_it_is_scaled_is_not_cast_before(given, factor):
-    right = torch.tensor([1.5, -3.0, 0.0]).half()
-    made = times((right.double() / factor).to(given), torch.tensor(factor), HALF)
-    assert made.dtype is HALF and torch.equal(made, right)
-
-
-# --- denoisers with every layer scaled, and with LoRA as peft makes it ------------------------------------------------
-
 LORAS: dict[str, tuple[tuple[float, ...], dict[str, Any]]] = {  # → each adapter's scale, and what more peft is told
     "no LoRA": ((), {}),
     "one": ((1.0,), {}),
