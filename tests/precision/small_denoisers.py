@@ -12,8 +12,9 @@ from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel, CogView4Transformer2DModel
 from stream_peaks import stream_peak
 
-HEAD = 16  # channels of one attention head
-TEXT = 32  # channels of a prompt's embedding
+HEADS, HEAD = 4, 16  # of attention, and the channels of one
+TEXT, TOKENS = 32, 12  # channels of a prompt's embedding, and how many it has
+HEIGHT, WIDTH = 8, 12  # of latents
 ATTENTION, FEED_FORWARD = "attn1.to_out.0", "ff.net.2"  # what writes to the stream, in each block
 
 
@@ -23,15 +24,6 @@ class Model:
     family: FamilySpec
     gates: dict[str, tuple[str, int, int]]  # writer → the layer that makes its gates, and where: of picture and of text
     config: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Size:
-    heads: int = 4
-    layers: int = 3
-    tokens: int = 12  # of the prompt
-    height: int = 8  # latents
-    width: int = 12  # latents
 
 
 def _cogvideox(**config: Any) -> Model:
@@ -59,22 +51,19 @@ MODELS = {
 }
 
 
-def build(
-    name: str, *, size: Size = Size(), peak: float | None = None, writer: str = FEED_FORWARD
-) -> tuple[Any, dict[str, Any]]:
+def build(name: str, *, peak: float | None = None, writer: str = FEED_FORWARD) -> tuple[Any, dict[str, Any]]:
     """(denoiser in float32, one call's arguments). With `peak`, one block's `writer` takes the stream there."""
     torch.manual_seed(0)
     model = MODELS[name]
-    config = model.config | {"num_attention_heads": size.heads, "attention_head_dim": HEAD, "num_layers": size.layers}
+    config = model.config | {"num_attention_heads": HEADS, "attention_head_dim": HEAD, "num_layers": 3}
     if model.family is COGVIDEOX:
-        config |= {"max_text_seq_length": size.tokens, "sample_width": size.width, "sample_height": size.height}
+        config |= {"max_text_seq_length": TOKENS, "sample_width": WIDTH, "sample_height": HEIGHT}
     denoiser = model.cls(**config).eval().requires_grad_(False)
     for layer in denoiser.modules():  # made as 1 and 0, which would hide what misses them
         if isinstance(layer, torch.nn.LayerNorm) and layer.elementwise_affine:
             layer.weight.add_(torch.randn_like(layer.weight), alpha=0.1)
             layer.bias.add_(torch.randn_like(layer.bias), alpha=0.1)
-    make_call = _video_call if model.family is COGVIDEOX else _picture_call
-    call = make_call(denoiser, size)
+    call = _call(denoiser, is_video=model.family is COGVIDEOX)
     if peak:
         _overflow(model, denoiser, call, peak, writer)
     return denoiser, call
@@ -84,35 +73,28 @@ def in_dtype(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return call | {name: call[name].to(dtype) for name in ("hidden_states", "encoder_hidden_states")}
 
 
-def _video_call(denoiser: Any, size: Size) -> dict[str, Any]:
-    config, frames = denoiser.config, 4 if denoiser.config.patch_size_t else 3
-    if config.use_learned_positional_embeddings:
-        torch.nn.init.normal_(denoiser.patch_embed.pos_embedding, std=0.1)
-    call = {
-        "hidden_states": torch.randn(2, frames, config.in_channels, size.height, size.width),
-        "encoder_hidden_states": torch.randn(2, size.tokens, TEXT),
+def _call(denoiser: Any, *, is_video: bool) -> dict[str, Any]:
+    config = denoiser.config
+    frames: list[int] = []
+    if is_video:
+        frames = [4 if config.patch_size_t else 3]
+        if config.use_learned_positional_embeddings:
+            torch.nn.init.normal_(denoiser.patch_embed.pos_embedding, std=0.1)
+    call: dict[str, Any] = {
+        "hidden_states": torch.randn(2, *frames, config.in_channels, HEIGHT, WIDTH),
+        "encoder_hidden_states": torch.randn(2, TOKENS, TEXT),
         "timestep": torch.tensor([700, 700]),
         "return_dict": False,
     }
+    if not is_video:
+        pixels = torch.tensor([[8.0 * HEIGHT, 8.0 * WIDTH]] * 2)
+        return call | {"original_size": pixels, "target_size": pixels, "crop_coords": torch.zeros(2, 2)}
     if config.use_rotary_positional_embeddings:
-        angles = torch.rand(frames // (config.patch_size_t or 1) * size.height * size.width // 4, HEAD)
+        angles = torch.rand(frames[0] // (config.patch_size_t or 1) * HEIGHT * WIDTH // 4, HEAD)
         call["image_rotary_emb"] = (angles.cos(), angles.sin())
     if config.ofs_embed_dim:
         call["ofs"] = torch.full((1,), 2.0)
     return call
-
-
-def _picture_call(denoiser: Any, size: Size) -> dict[str, Any]:
-    pixels = torch.tensor([[8.0 * size.height, 8.0 * size.width]] * 2)
-    return {
-        "hidden_states": torch.randn(2, denoiser.config.in_channels, size.height, size.width),
-        "encoder_hidden_states": torch.randn(2, size.tokens, TEXT),
-        "timestep": torch.tensor([700, 700]),
-        "original_size": pixels,
-        "target_size": pixels,
-        "crop_coords": torch.zeros(2, 2),
-        "return_dict": False,
-    }
 
 
 def _overflow(model: Model, denoiser: Any, call: dict[str, Any], peak: float, writer: str) -> None:
