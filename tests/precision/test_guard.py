@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.accumulation import Switch
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.guard import GuardStopped, OnFailure, Scope, StageGuard
 from comfyui_onediff_guard.precision.overflow import Clips
@@ -80,15 +78,16 @@ def test_a_failing_call_is_rerun_and_equals_fp32(scale, hidden):
     assert ("outside of all layers" in step.note) == (scale == 2000)
 
 
-def test_a_stage_that_cannot_learn_names_where_it_failed_once():
-    module, guard = build(scope=Scope.LEARNED, give_up_after=9)
+def test_a_stage_that_cannot_learn_names_where_it_failed_once_and_stays_in_fp32_where_it_keeps_failing():
+    module, guard = build(scope=Scope.LEARNED, give_up_after=2)
     module.out.weight.mul_(1000)
-    for _ in range(2):
+    for _ in range(3):
         guard(hidden_states=latents(2000).half())
-    first, second = (step.rerun for step in guard.report.steps)
-    assert first and second and (first.module, first.action, second.module) == ("out", "", "")
-    assert first.peak and first.peak > 65504 and "'out' reaches" in guard.report.steps[0].note
-    assert guard.report.steps[1].note == "NaN or infinite in fp16"
+    first, second, third = guard.report.steps
+    assert first.rerun and second.rerun and first.rerun.peak and first.rerun.peak > 65504
+    assert (first.rerun.module, first.rerun.action, second.rerun.module) == ("out", "", "")
+    assert "'out' reaches" in first.note and second.note == "NaN or infinite in fp16"
+    assert (third.outcome, third.dtype) == ("finite", "fp32") and module.seen.count(torch.float16) == 2
 
 
 class Chunked(nn.Module):
@@ -109,14 +108,6 @@ def test_what_a_rerun_wrote_into_a_buffer_stays_when_its_reason_is_looked_for():
     )
     made = guard(torch.full((3,), 1000.0).half(), buffer=buffer)
     assert made is buffer and torch.equal(buffer, torch.full((3,), 1000.0))
-
-
-def test_a_stage_that_cannot_learn_stays_in_fp32_where_it_keeps_failing():
-    module, guard = build(scope=Scope.LEARNED, give_up_after=2)
-    for _ in range(3):
-        guard(hidden_states=latents(2000).half())
-    assert outcomes(guard) == ["rerun", "rerun", "finite"]
-    assert guard.report.steps[2].dtype == "fp32" and len([d for d in module.seen if d == torch.float16]) == 3
 
 
 def test_half_steps_go_on_after_a_rerun_handed_on_float32():
@@ -175,11 +166,6 @@ def test_off_only_watches():
     found = guard(hidden_states=latents(2000))[0]
     assert not torch.isfinite(found).all() and module.seen == [torch.float16]
     assert outcomes(guard) == ["non-finite"] and guard.report.failed == 1
-    broken = "1 with NaN, infinite or clipped values: the result is broken; set the NaN Guard's on_failure to 'rerun'."
-    assert broken in guard.report.summary()
-    assert guard.report.finding() == (
-        "Step 1: NaN or infinite values; on_failure 'rerun' also finds out in which layer."
-    )
 
 
 def with_nan(count: int) -> torch.Tensor:
@@ -196,7 +182,8 @@ def with_nan(count: int) -> torch.Tensor:
         ("fp16", {"on_failure": OnFailure.STOP}, 0, latents(1e5),
          "denoiser, call 1: its input does not fit in fp16, and the guard is set to stop", 1),
         ("fp16", {}, 0, with_nan(2), "input 'hidden_states' holds 2 NaN or infinite values", 1),  # no rerun was wasted
-        ("fp16", {}, INF, latents(), r"in fp32 too.*weight 'out.weight' holds 1 NaN or infinite values of 16", None),
+        ("fp16", {}, INF, latents(),
+         r"in fp32 too.*weight 'out.weight' holds 1 NaN or infinite values of 16.*is damaged", None),
         ("bf16", {}, 0, latents(1e25), "NaN or infinite in fp32 too, first in 'Denoiser'", None),
         ("fp32", {}, 0, latents(1e30), "NaN or infinite in fp32 too", None),
     ],
@@ -269,38 +256,6 @@ def test_the_shell_leaves_the_module_alone():
     assert outcomes(guard) == ["finite"], "fp32 has the range"
     assert calls == ["hook"], "the module's own hooks run once, not twice"
     assert "forward" not in vars(module) and shell.out.weight is module.out.weight
-
-
-def test_an_exception_passes_through_and_the_next_call_works():
-    _, guard = build()
-    attempt, guard._attempt = guard._attempt, lambda **_: (_ for _ in ()).throw(KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        guard(hidden_states=latents())
-    guard._attempt = attempt
-    guard(hidden_states=latents())
-    assert len(guard.report.steps) == 1
-
-
-def test_the_report_has_a_cell_a_step_and_tells_the_plan_first_and_the_switches_last():
-    _, guard = build()
-    report = guard.report
-    for scale in (1, 2000, 3, 4, 5, 6, 2000):
-        guard(hidden_states=latents(scale), timestep=torch.tensor(scale))
-    facts = report.as_dict()
-    assert (facts["outcomes"], facts["reruns"]) == ({"finite": 5, "rerun": 2}, 2)
-    assert facts["seconds"] == pytest.approx(sum(step["seconds"] for step in facts["steps"]))
-    assert "7 steps, 2 recomputed in fp32" in facts["summary"]
-    assert len([line for line in report.text().splitlines() if line.startswith("step ")]) == 7
-    report.steps[4:6] = [replace(report.steps[4], dtype="fp32"), replace(report.steps[5], outcome="saturated")]
-    report.note("a note")
-    report.switches = (Switch("A_SWITCH", "1", "user", "exported"),)
-    assert report.as_dict()["cells"] == ["half", "rerun", "half", "half", "fp32", "failed", "rerun"]
-    report.calls_per_step = 2
-    assert report.cells() == ["rerun", "half", "failed", "rerun"]
-    said = report.as_dict()["text"]
-    parts = report.summary(), "overflow protection ", "step 1, call 1 of 2 (t=1): fp16, OK, ", "note: a note", "A_SW"
-    places = [said.index(part) for part in parts]
-    assert places == sorted(places)
 
 
 # --- weights that can be loaded anew, where a call fails in fp32 too --------------------------------------------------
@@ -448,18 +403,8 @@ def test_a_broken_weight_is_no_mask(value, dtype):
 
 def test_the_same_tensor_is_known_and_an_equal_one_is_not() -> None:
     once, made = IdentityMemo(kept=2), []
-
-    def make(given: torch.Tensor) -> torch.Tensor:
-        made.append(given)
-        return given + 1
-
     first, second, third = (torch.ones(2) for _ in range(3))
-    assert once.of(first, make) is once.of(first, make) and len(made) == 1
-    once.of(second, make)
-    once.of(first, make)
-    assert len(made) == 2, "two are kept"
-    once.of(third, make)
-    once.of(second, make)
-    assert len(made) == 3
-    once.of(first, make)
-    assert len(made) == 4, "the oldest went"
+    for given in (first, first, second, first, third, second, first):
+        assert once.of(given, lambda given: made.append(id(given)) or given + 1).eq(2).all()
+    assert made == [id(first), id(second), id(third), id(first)], "two are kept, and the oldest goes"
+    assert once.of(first, torch.neg) is once.of(first, torch.neg)

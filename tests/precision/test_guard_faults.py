@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from functools import partial
 
@@ -180,6 +181,7 @@ def test_what_leaves_the_range_of_a_protected_step_is_no_mask(value, place):
 
 def check_totals(report):
     facts = report.as_dict()
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     steps = facts["steps"]
     assert [step["step"] for step in steps] == list(range(len(steps)))
     assert sum(facts["outcomes"].values()) == len(steps)
@@ -187,7 +189,7 @@ def check_totals(report):
     assert facts["seconds"] == pytest.approx(sum(step["seconds"] for step in steps))
     reruns = [step["rerun"] for step in steps if step["rerun"]]
     assert facts["rerun_seconds"] == pytest.approx(sum(rerun["seconds"] for rerun in reruns))
-    assert all(step["rerun"] is None or step["rerun"]["seconds"] <= step["seconds"] for step in steps)
+    assert all(step["rerun"] is None or 0 < step["rerun"]["seconds"] <= step["seconds"] for step in steps)
     how = f"{facts['reruns']} recomputed in fp32" if facts["reruns"] else "all fine"
     assert facts["summary"].endswith(f", {how}.")
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.precision.accumulation import Switch
 from comfyui_onediff_guard.precision.arch import named
 from comfyui_onediff_guard.precision.overrides import ALL_LAYERS_SCALED
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
@@ -25,6 +26,8 @@ BF16 = "bf16, as you chose, which sm75 (Turing) only emulates: slow, and hungry 
 CHOOSE = f"{WRONG}: the result is broken; choose precision 'auto' or 'fp16'."
 UNKNOWN = "in which layer, only the NaN Guard finds out."
 SWITCHED_OFF = f"{WRONG}: the result is broken; set the NaN Guard's on_failure to 'rerun'."
+RECOMPUTED = "Recomputed in fp32; 'blocks.1' in fp32 from here on."
+BEYOND = f"a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. {RECOMPUTED}"
 NOT_LOOKED_FOR = "on_failure 'rerun' also finds out in which layer."
 
 
@@ -44,20 +47,17 @@ def report(component: Component, *steps: StepRecord, request: Precision = Precis
          "text encoder: fp16, as you chose; overflow protection; 2 prompts, all fine.", ""),
         (report(DECODER, FINE), "VAE decoder: fp16, as you chose; 1 part, fine.", ""),
         (report(DENOISER, FAILED, FINE), "fp16, as you chose; 2 steps, 1 recomputed in fp32.",
-         "Step 1: a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. "
-         "Recomputed in fp32; 'blocks.1' in fp32 from here on."),
+         f"Step 1: {BEYOND}"),
         (report(DENOISER, FINE, UNPLACED), "fp16, as you chose; 2 steps, 1 recomputed in fp32.",
          "Step 2: NaN, infinite or clipped values. Recomputed in fp32."),
         (report(DECODER, FITTING), "VAE decoder: fp16, as you chose; 1 part, 1 recomputed in fp32.",
-         "Part 1: NaN, infinite or clipped values in blocks.1.ff. "
-         "Recomputed in fp32; 'blocks.1' in fp32 from here on."),
+         f"Part 1: NaN, infinite or clipped values in blocks.1.ff. {RECOMPUTED}"),
         (report(DENOISER, AT_THE_END, request=Precision.BF16),
          f"{BF16}; 1 step, 1 recomputed in fp32.",
-         "Step 1: a value reached 3.4e+38 in blocks.1.ff. Recomputed in fp32; 'blocks.1' in fp32 from here on."),
+         f"Step 1: a value reached 3.4e+38 in blocks.1.ff. {RECOMPUTED}"),
         (report(DENOISER, FAILED, FINE, FAILED, FAILED, calls_per_step=2),
          "fp16, as you chose; 2 steps, 3 of 4 calls recomputed in fp32.",
-         "Step 1: a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. "
-         "Recomputed in fp32; 'blocks.1' in fp32 from here on."),
+         f"Step 1: {BEYOND}"),
         (report(DENOISER, FINE, NAN, request=Precision.FP16_PLAIN), f"{PLAIN}; 2 steps, 1 {CHOOSE}",
          f"Step 2: NaN or infinite values; {UNKNOWN}"),
         (report(DENOISER, FINE, NAN), f"fp16, as you chose; 2 steps, 1 {SWITCHED_OFF}",
@@ -67,8 +67,7 @@ def report(component: Component, *steps: StepRecord, request: Precision = Precis
         (report(TEXT, CLIPPED), f"text encoder: fp16, as you chose; 1 prompt, 1 {SWITCHED_OFF}",
          f"Prompt 1: clipped values; {NOT_LOOKED_FOR}"),
         (report(DENOISER, FAILED, NAN), f"fp16, as you chose; 2 steps, 1 recomputed in fp32, 1 {SWITCHED_OFF}",
-         "Step 1: a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. "
-         "Recomputed in fp32; 'blocks.1' in fp32 from here on."),
+         f"Step 1: {BEYOND}"),
         (report(DENOISER, FINE, NAN, in_calls=True, ended_by="ended by the NaN Guard at call 2"),
          f"fp16, as you chose; 2 calls, 1 {WRONG}; ended by the NaN Guard at call 2.",
          "Call 2: NaN or infinite values."),
@@ -101,6 +100,19 @@ def test_nothing_computed() -> None:
 )  # fmt: skip
 def test_a_line_for_each_step(of: RunReport, lines: list[str]) -> None:
     assert "\n".join(lines) in of.text()
+
+
+def test_the_report_has_a_cell_a_step_and_tells_the_plan_first_and_the_switches_last() -> None:
+    steps = FINE, FAILED, FINE, FINE, replace(FINE, dtype="fp32"), CLIPPED, FAILED
+    of = report(DENOISER, *steps, switches=(Switch("A_SWITCH", "1", "user", "exported"),))
+    of.note("a note")
+    assert of.as_dict()["cells"] == ["half", "rerun", "half", "half", "fp32", "failed", "rerun"]
+    of.calls_per_step = 2
+    assert of.cells() == ["rerun", "half", "failed", "rerun"]
+    said = of.as_dict()["text"]
+    parts = of.summary(), "overflow protection ", "step 1, call 1 of 2 (t=874): fp16, OK, ", "note: a note", "A_SW"
+    places = [said.index(part) for part in parts]
+    assert places == sorted(places)
 
 
 @pytest.mark.parametrize(("steps", "said"), [((FINE,), ""), ((FAILED, FINE, FAILED), "2 recomputed in fp32")])
