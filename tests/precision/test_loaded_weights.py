@@ -77,20 +77,16 @@ def test_a_consistent_component_is_left_alone():
         assert type(module.norm) is Norm, "nothing is fp32 here, so its norms never see fp32"
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [(Encoder, torch.float16), (Encoder, torch.bfloat16), (Strict, torch.float16), (Strict, torch.bfloat16)],
-)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Encoder, Strict, TellsApart])
 def test_what_belongs_in_fp32_is_put_back(kind, dtype):
+    """In bf16 only the strict ones, where a class tells them apart."""
     found = make_consistent(module := kind().to(dtype), dtype)
-    assert module.wo.weight.dtype == module.wo.bias.dtype == torch.float32
+    stays = kind is TellsApart and dtype is torch.bfloat16
+    assert module.wo.weight.dtype == module.wo.bias.dtype == (dtype if stays else torch.float32)
     assert module.wi.weight.dtype == dtype
-    assert found[0] == f"'wo.weight' and 1 more put back in fp32, where {kind.__name__} keeps wo"
-
-
-def test_in_bf16_only_the_strict_ones_are_kept_where_a_class_tells_them_apart():
-    assert make_consistent(module := TellsApart().to(torch.bfloat16), torch.bfloat16) == []
-    assert module.wo.weight.dtype == torch.bfloat16
+    put_back = f"'wo.weight' and 1 more put back in fp32, where {kind.__name__} keeps wo"
+    assert found[:1] == ([] if stays else [put_back])
 
 
 def test_what_a_cast_destroyed_is_refused():
@@ -114,38 +110,27 @@ def test_a_norm_that_refuses_fp32_computes_in_fp32_and_hands_on_its_own_dtype():
     assert make_consistent(module, torch.float16) == [], "mended once"
 
 
-class FusedNorm(Norm):
-    """Refuses mixed dtypes on a device alone, as a fused kernel for CUDA does."""
-
-    def forward(self, x):
-        return super().forward(x) if x.is_meta else x
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_norm_is_asked_on_the_device_where_it_will_compute(device):
-    module = Encoder().as_loaded()
-    module.norm.__class__ = FusedNorm
-    with HostReads() as moved:
-        make_consistent(module, torch.float16, torch.device(device))
-    assert isinstance(module.norm, KeptInFp32) == (device == "meta"), "nothing is refused here"
-    assert not moved.copies and not module.norm.weight.is_meta, "an empty copy was asked"
-
-
-def test_norms_of_one_class_are_asked_once():
+def test_norms_of_one_class_are_asked_once_on_the_device_where_they_will_compute(device):
     asked = []
 
-    class AskedNorm(Norm):
+    class FusedNorm(Norm):
+        """Refuses mixed dtypes on a device alone, as a fused kernel for CUDA does."""
+
         def forward(self, x):
             asked.append(x.dtype)
-            return super().forward(x)
+            return super().forward(x) if x.is_meta else x
 
     module = Encoder().as_loaded()
     module.more = torch.nn.ModuleList(copy.deepcopy(module.norm) for _ in range(3))
     for norm in (module.norm, *module.more):
-        norm.__class__ = AskedNorm
-    make_consistent(module, torch.float16)
+        norm.__class__ = FusedNorm
+    with HostReads() as moved:
+        make_consistent(module, torch.float16, torch.device(device))
     assert asked == [torch.float16, torch.float32]
-    assert all(isinstance(norm, KeptInFp32) for norm in (module.norm, *module.more))
+    norms = (module.norm, *module.more)
+    assert {isinstance(norm, KeptInFp32) for norm in norms} == {device == "meta"}, "nothing is refused here"
+    assert not moved.copies and not module.norm.weight.is_meta, "an empty copy was asked"
 
 
 def test_parameters_in_another_dtype_are_named():
@@ -240,17 +225,14 @@ def test_a_module_that_takes_keywords():
 
 
 def test_a_tied_weight_is_read_once_and_right_in_each_place():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shared, self.used = nn.Embedding(8, 4), nn.Embedding(8, 4)
-            self.used.weight = self.shared.weight
-
-    module, stored, asked = loaded(Tied(), shared__weight=1e5)
+    tied: Any = nn.ModuleDict({"shared": nn.Embedding(8, 4), "used": nn.Embedding(8, 4)})
+    tied["used"].weight = tied["shared"].weight
+    module, stored, asked = loaded(tied, shared__weight=1e5)
     assert len(mend_narrowed(module, stored)) == 1
     assert asked == [("shared.weight", "used.weight")]
-    assert module.used.weight is module.shared.weight and module.used.weight.dtype == torch.float32
-    assert module.used(torch.tensor([1])).dtype == module.shared(torch.tensor([1])).dtype == torch.float16
+    shared, used = module["shared"], module["used"]
+    assert used.weight is shared.weight and used.weight.dtype == torch.float32
+    assert used(torch.tensor([1])).dtype == shared(torch.tensor([1])).dtype == torch.float16
 
 
 @pytest.mark.parametrize("broken", [float("inf"), float("nan")])
