@@ -117,18 +117,11 @@ IS_RIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("function", IS_RIGHT.values(), ids=IS_RIGHT)
 def test_what_is_right_loses_no_plan(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    class Network(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers[1](function(self.layers[0](x)))
-
     torch.manual_seed(0)
-    network, products = Network().half().requires_grad_(False), LearnedProducts()
+    first, last = (torch.nn.Linear(64, 64).half().requires_grad_(False) for _ in range(2))
+    products = LearnedProducts()
     for _ in range(3):
-        assert products.run(network, torch.randn(2, 8, 64)).isfinite().all()
+        assert products.run(lambda x: last(function(first(x))), torch.randn(2, 8, 64)).isfinite().all()
     assert products._planned and not products._renewals
 
 
