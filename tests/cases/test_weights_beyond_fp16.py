@@ -8,12 +8,9 @@ import svd_layout
 import torch
 from comfyui_onediff_guard.pipelines.families.svd import SVD
 from comfyui_onediff_guard.pipelines.models.folder import family_of
-from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.handle import add_lora
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.precision.guard import GuardStopped
 from comfyui_onediff_guard.precision.policy import Precision
 from mechanisms import error
 from safetensors.torch import load_file, save_file
@@ -22,16 +19,6 @@ from transformers import T5EncoderModel
 SMALL = SampleSettings(width=32, height=32, frames=5, steps=3, guidance_scale=6.0, seed=3, scheduler="DPM")
 BLOCK = "transformer_blocks.1"
 TO_Q = f"{BLOCK}.attn1.to_q.weight"
-
-
-def one_large(name, value=1e5):
-    """Sets a model's one weight. What it is multiplied with stays as it is: products may leave fp16's range too."""
-
-    def change(module):
-        weight = module.get_parameter(name).view(-1)
-        weight[min(7, len(weight) - 1)] = value
-
-    return change
 
 
 def sampled(handle):
@@ -68,36 +55,23 @@ WEIGHTS = {
 }
 
 
-def told(report, name):
-    (note,) = [note for note in report.notes if "fp16 cannot hold" in note]
-    assert name in note and note in report.text()
-    return note
-
-
 @pytest.mark.parametrize("what", WEIGHTS)
 def test_a_large_weight(model_folder, changed, on_card, what):
     component, name = WEIGHTS[what]
     model, kind, run = COMPONENTS[component]
-    folder = changed(model_folder(model), component, kind, one_large(name))
+
+    def change(module):  # what it is multiplied with stays as it is: products may leave fp16's range too
+        weight = module.get_parameter(name).view(-1)
+        weight[min(7, len(weight) - 1)] = 1e5
+
+    folder = changed(model_folder(model), component, kind, change)
     family = family_of(folder)
     expected, _ = run(on_card(folder, "sm75", "fp32", family))
     made, report = run(on_card(folder, "sm75", "auto" if component == "transformer" else "fp16", family))
     assert report.plan.dtype == "fp16" and not report.failed and error(made, expected) < 2e-2
-    assert report.plan.overflow_protection or component != "transformer"
-    assert "up to 1e+05" in told(report, f"'{name}'")
-
-
-def test_a_layer_that_stays_in_fp16s_range_needs_no_rerun(model_folder, changed, on_card):
-    def change(encoder):
-        attention = encoder.encoder.block[0].layer[0]
-        attention.SelfAttention.v.weight[3, 5] = 1e5
-        attention.layer_norm.weight[5] = 1e-4
-
-    folder = changed(model_folder("2b"), "text_encoder", T5EncoderModel, change)
-    expected, _ = encoded(on_card(folder, "sm75", "fp32"))
-    embeddings, report = encoded(on_card(folder, "sm75"))
-    assert report.plan.dtype == "fp16" and report.reruns == 0
-    assert error(embeddings, expected) < 1e-2
+    assert component == "vae" or (report.plan.overflow_protection and not report.reruns)
+    (note,) = [note for note in report.notes if "fp16 cannot hold" in note]
+    assert f"'{name}'" in note and "up to 1e+05" in note and note in report.text()
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
@@ -115,34 +89,3 @@ def test_of_a_single_file(tmp_path, on_card, stored):
     kept = encoder.get_submodule("vision_model.encoder.layers.0.self_attn.q_proj").weight
     assert torch.equal(kept, weights[name].chunk(3)[0].float().where(kept.abs() > 65504, kept))
     assert kept[1, 2] == weights[name][1, 2].float() and kept.dtype == torch.float32
-
-
-@pytest.mark.parametrize("broken", [float("inf"), float("nan")])
-def test_a_weight_that_is_stored_broken_is_said_to_be_damaged(model_folder, changed, on_card, broken):
-    change = one_large(TO_Q, broken)
-    folder = changed(model_folder("2b"), "transformer", diffusers.CogVideoXTransformer3DModel, change)
-    handle = on_card(folder, "sm75")
-    with pytest.raises(GuardStopped, match=rf"'{BLOCK}.attn1.to_q.weight' holds 1 NaN or infinite .* is damaged"):
-        sampled(handle)
-    assert handle.store.notes["transformer"] == ()
-
-
-def test_a_lora_on_such_a_layer(model_folder, changed, on_card, tmp_path):
-    folder = changed(model_folder("5b"), "transformer", diffusers.CogVideoXTransformer3DModel, one_large(TO_Q))
-    generator = torch.Generator().manual_seed(1)
-    layers = {f"{BLOCK}.attn1.to_q": (64, 64), f"{BLOCK}.ff.net.2": (64, 256)}
-    lora = {}
-    for layer, (outputs, inputs) in layers.items():
-        lora[f"transformer.{layer}.lora_A.weight"] = 0.1 * torch.randn(4, inputs, generator=generator)
-        lora[f"transformer.{layer}.lora_B.weight"] = 0.1 * torch.randn(outputs, 4, generator=generator)
-    save_file(lora, tmp_path / "lora.safetensors")
-
-    def with_lora(handle):
-        return add_lora(handle, Lora(tmp_path / "lora.safetensors"))
-
-    without, _ = sampled(on_card(folder, "sm75", "fp32"))
-    expected, _ = sampled(with_lora(on_card(folder, "sm75", "fp32")))
-    assert error(without, expected) > 0.02, "the LoRA does something"
-    latents, report = sampled(with_lora(on_card(folder, "sm75")))
-    assert error(latents, expected) < 1e-2
-    told(report, "to_q.weight'")
