@@ -145,27 +145,17 @@ MAKES_FINITE = {
 @pytest.mark.parametrize("squared", [False, True], ids=["a layer's output", "a product of two"])
 @pytest.mark.parametrize("finite", MAKES_FINITE.values(), ids=MAKES_FINITE)
 def test_what_left_the_range_is_not_made_finite_in_silence(finite: Any, squared: bool) -> None:
-    torch.manual_seed(0)
-    first, second, last = (nn.Linear(16, 16) for _ in range(3))
-    module = nn.ModuleList([first, second, last]).half().requires_grad_(False)
+    def network(s: Any, x: torch.Tensor) -> torch.Tensor:
+        h = s.l[0](x)
+        return s.l[2](finite(h * s.l[1](x) if squared else h))
 
-    def call(gain: float) -> Any:
-        x = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(2)) * gain
-
-        def run() -> torch.Tensor:
-            made = first(x)
-            return last(finite(made * second(x) if squared else made))
-
-        return run
-
-    products = LearnedProducts()
-    products.run(call(1.0))
+    module, products, x = built(partial(Fn, network, (1, 1, 1))), LearnedProducts(), noise(1, 5, 64)
+    products.run(module, x)
     for exponent in range(2, 24, 2):
-        step = call(2.0**exponent)
-        found, exact = products.run(step), run_in_fp32(step)
-        allowed = max(4e-3, error(by_rows(step, dtype=BF16), exact))
+        found, exact = products.run(module, x * 2.0**exponent), run_in_fp32(module, x * 2.0**exponent)
+        allowed = max(4e-3, error(by_rows(module, x * 2.0**exponent, dtype=BF16), exact))
         assert not found.isfinite().all() or error(found, exact) <= allowed, exponent
-    assert planned(products) and module
+    assert planned(products)
 
 
 class Fn(nn.Module):
@@ -548,27 +538,20 @@ def test_a_later_step_is_right_or_made_again(make: Any, louder: tuple[float, ...
     assert all(torch.equal(now, before[name]) for name, now in module.state_dict().items())
 
 
-class Bytes(nn.Module):
-    """Weights that are stored as bytes: a scale in fp16 and int8 of each row, as GGUF's Q8_0 has them, and bits of
-    float32."""
+def stored_as_bytes() -> nn.Module:
+    """A scale in fp16 and int8 of each row, as GGUF's Q8_0 has them, and bits of float32."""
 
-    packed: torch.Tensor
-    bits: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        weight = torch.randn(64, 64) / 8
-        scale = (weight.abs().amax(1, keepdim=True) / 127).half()
-        codes = (weight / scale.float()).round().to(torch.int8)
-        self.register_buffer("packed", torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], 1))
-        self.register_buffer("bits", torch.randn(64, 64).div(8).view(torch.int32))
-        self.first, self.last = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale, codes = (part.contiguous() for part in self.packed.split([2, 64], 1))
+    def network(s: Any, x: torch.Tensor) -> torch.Tensor:
+        scale, codes = (part.contiguous() for part in s.b_packed.split([2, 64], 1))
         weight = scale.view(torch.float16) * codes.view(torch.int8)
-        h = F.silu(F.linear(self.first(x), weight.to(x.dtype)))
-        return self.last(F.linear(h, self.bits.view(torch.float32).to(x.dtype)))
+        h = F.silu(F.linear(s.l[0](x), weight.to(x.dtype)))
+        return s.l[1](F.linear(h, s.bits.view(torch.float32).to(x.dtype)))
+
+    weight = torch.randn(64, 64) / 8
+    scale = (weight.abs().amax(1, keepdim=True) / 127).half()
+    codes = (weight / scale.float()).round().to(torch.int8)
+    packed = torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], 1)
+    return Fn(network, b_packed=packed, bits=torch.randn(64, 64).div(8).view(torch.int32))
 
 
 def weighted(layer: Any, gain: float) -> Any:
@@ -639,7 +622,7 @@ KEEPS_PLAN: dict[str, Any] = {
         lambda: Fn(lambda s, x: s.g + s.l[2](F.silu(s.l[0](x)) * s.l[1](x)), (1, 1, 1), g=torch.randn(8, 64)),
         louder=(1, 0),
     ),
-    "weights stored as bytes": kept(Bytes),
+    "weights stored as bytes": kept(stored_as_bytes),
     "by name": kept(partial(Fn, by_name, w=noise(64, 64) / 8, c=noise(64).sigmoid(), d=noise(64).sigmoid())),
     **{f"written at places, by {what}, {'into a norm' if into_norm else 'into a buffer'}":
            kept(written_at(at, into_norm))
@@ -898,10 +881,7 @@ def test_without_float32_products_only_what_has_room_is_planned(monkeypatch: pyt
     monkeypatch.setattr(planned_products, "_has_float32_products", lambda _: False)
     module = build()
     overflow_stream(module, 2)
-    products = LearnedProducts()
-    for seed in range(3):
-        x = latents(seed)
-        assert error(products.run(module, x)[0], run_in_fp32(module, x)[0]) < 2e-3
+    products = follow(lambda x: module(x)[0], *map(latents, range(3)))
     assert all(scale.half for scale in planned(products).values()) and planned(products)
     run = guarded(module, all_layers_scaled=True)
     run(latents())
@@ -933,14 +913,10 @@ def protected(module: Any) -> Any:
 def test_a_step_that_leaves_the_plan_is_made_again_in_fp16_and_the_next_plan_covers_it() -> None:
     run = protected(build())
     quiet, loud = latents(), latents(1) * 2.0**17
-    run(quiet)
-    found = [run(loud), run(loud), run(quiet)]
-    assert all(
-        error(made, run_in_fp32(run.module, x)[0]) < 2e-3 for made, x in zip(found, (loud, loud, quiet), strict=True)
-    )
-    assert run.outcomes == ["finite"] * 4 and run.dtypes == ["fp16"] * 4
-    assert [bool(step.note) for step in run.report.steps] == [False, True, False, False]
-    assert "new scales" in run.report.steps[1].note and not run.learned.whole_run_fp32
+    for x, is_made_again in ((quiet, False), (loud, True), (loud, False), (quiet, False)):
+        assert error(run(x), run_in_fp32(run.module, x)[0]) < 2e-3
+        assert ("new scales" in run.report.steps[-1].note) == is_made_again == bool(run.report.steps[-1].note)
+    assert run.outcomes == ["finite"] * 4 and run.dtypes == ["fp16"] * 4 and not run.learned.whole_run_fp32
 
 
 def test_a_network_that_raises_by_learned_scales_is_made_again_and_quoted() -> None:
