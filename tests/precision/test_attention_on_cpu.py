@@ -12,13 +12,12 @@ import torch
 from comfyui_onediff_guard.pipelines.compile.backends import find_c_compiler
 from comfyui_onediff_guard.precision.attention import Attended, sdpa
 from comfyui_onediff_guard.precision.overflow import Clips, ShownInside, propagate_nonfinite_attention
-from diffusers import UNetSpatioTemporalConditionModel
+from denoisers import MODELS, build, step
 from guards import guarded, report_of
 from test_attention import Block, given, in_int8
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-FRAMES = 6
 HALVES = [torch.float16, torch.bfloat16]
 CPU = torch.ones(1)  # a call's input
 
@@ -126,36 +125,23 @@ def test_inductor_leaves_the_look_at_what_sage_is_given(monkeypatch, dynamo):
         assert run(*given()).isfinite().all() and run(*broken).isnan().all()
 
 
-@pytest.fixture(scope="module")
-def unet():
-    """diffusers' own of Stable Video Diffusion, small, in fp16."""
-    torch.manual_seed(0)
-    config: dict[str, Any] = {
-        "block_out_channels": (32,),
-        "down_block_types": ("CrossAttnDownBlockSpatioTemporal",),
-        "up_block_types": ("CrossAttnUpBlockSpatioTemporal",),
-        "addition_time_embed_dim": 32,
-        "projection_class_embeddings_input_dim": 96,
-        "layers_per_block": 1,
-        "cross_attention_dim": 32,
-        "num_attention_heads": (2,),
-        "num_frames": FRAMES,
-    }
-    return UNetSpatioTemporalConditionModel(**config).half().eval().requires_grad_(False)
-
-
+SVD = MODELS["svd-xt"]
 INPUTS = ("sample", "encoder_hidden_states", "added_time_ids")
-CALL: dict[str, Any] = {
-    "sample": torch.randn(1, FRAMES, 8, 8, 8, generator=torch.Generator().manual_seed(1)).half(),
-    "timestep": torch.tensor(1.6),
-    "encoder_hidden_states": torch.randn(1, 1, 32, generator=torch.Generator().manual_seed(2)).half(),
-    "added_time_ids": torch.tensor([[6.0, 127.0, 0.02]]).half(),
-    "return_dict": False,
-}
+
+
+@pytest.fixture(scope="module")
+def unet() -> Any:
+    """diffusers' own of Stable Video Diffusion, small, in fp16."""
+    return build(SVD, SVD.sizes["tiny"], torch.device("cpu"), torch.float16)
+
+
+@pytest.fixture
+def call(unet: Any) -> dict[str, Any]:
+    return step(SVD, unet.config, SVD.sizes["tiny"], torch.device("cpu"), torch.float16)
 
 
 @pytest.mark.parametrize("attention", ["attn1", "attn2"])
-def test_an_overflow_in_temporal_attention_is_seen_and_rerun(unet, attention):
+def test_an_overflow_in_temporal_attention_is_seen_and_rerun(unet, call, attention):
     broken = copy.deepcopy(unet)
     temporal: Any = broken.mid_block.attentions[0].temporal_transformer_blocks[0]
     attending = getattr(temporal, attention)
@@ -163,22 +149,22 @@ def test_an_overflow_in_temporal_attention_is_seen_and_rerun(unet, attention):
     query.sign_().mul_(6e4)
     query[1::2], key[1::2] = query[::2], -key[::2]  # a row's scores are all inf - inf, or all 0
     guard = guarded(broken, report=report_of("fp16", "SVD"), inputs=INPUTS)
-    in_float = {name: value.float() if name in INPUTS else value for name, value in CALL.items()}
+    in_float = {name: value.float() if name in INPUTS else value for name, value in call.items()}
     expected = copy.deepcopy(broken).float()(**in_float)[0]
     with torch.no_grad():
-        plain = broken(**CALL)[0]
-        made = guard(**CALL)[0]
+        plain = broken(**call)[0]
+        made = guard(**call)[0]
     wrong = ((plain.float() - expected).norm() / expected.norm()).item()
     assert torch.isfinite(plain).all() and wrong > 0.01, "what this is about: finite, and wrong"
     assert torch.allclose(made, expected, rtol=1e-3, atol=1e-4)
-    (step,) = guard.report.steps
-    assert step.outcome == "rerun" and f"temporal_transformer_blocks.0.{attention}.to_q" in step.note
+    (record,) = guard.report.steps
+    assert record.outcome == "rerun" and f"temporal_transformer_blocks.0.{attention}.to_q" in record.note
 
 
-def test_a_healthy_call_is_diffusers_own_to_the_bit(unet):
+def test_a_healthy_call_is_diffusers_own_to_the_bit(unet, call):
     guard = guarded(unet, report=report_of("fp16", "SVD"), inputs=INPUTS)
     with torch.no_grad():
-        assert torch.equal(guard(**CALL)[0], unet(**CALL)[0])
+        assert torch.equal(guard(**call)[0], unet(**call)[0])
     assert guard.report.reruns == 0 and not _get_current_function_mode_stack()
 
 
