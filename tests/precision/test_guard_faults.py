@@ -10,10 +10,9 @@ from functools import partial
 import pytest
 import torch
 from at_once import at_once
-from blocky import Faults, build, guarded, latents, overflow_inside
+from blocky import Faults, build, guarded, latents
 from comfyui_onediff_guard.precision.guard import RENEWED, GuardPolicy, Scope
 from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides
-from comfyui_onediff_guard.precision.shallow_copy import with_forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import drawn
@@ -147,12 +146,13 @@ def test_a_fault_anywhere_is_found_named_and_recovered(data, dtype, scope, seed,
     module = build(blocks, dtype, seed)
     faults, protected = Faults({name: spoil(value, place)}, [at]), protected and dtype == "fp16"
     run = guarded(module, dtype, scope=scope, faults=faults, all_layers_scaled=protected)
+    before = state(module)
     for call in range(calls):
         x = latents(seed + call)
         found, expected = run(x), in_fp32(module, x)
         if call == at and not protected:
             assert torch.equal(found, expected)
-        assert (found - expected).abs().max() < 0.15
+        assert (found - expected).abs().max() < 0.15 and state(module) == before
     check_totals(run.report)
     if protected:
         assert run.outcomes == ["finite"] * calls and run.learner.learned == NOTHING
@@ -192,29 +192,3 @@ def check_totals(report):
     assert all(step["rerun"] is None or 0 < step["rerun"]["seconds"] <= step["seconds"] for step in steps)
     how = f"{facts['reruns']} recomputed in fp32" if facts["reruns"] else "all fine"
     assert facts["summary"].endswith(f", {how}.")
-
-
-@settings(max_examples=drawn(60, 20))
-@given(data=st.data(), dtype=st.sampled_from(["fp16", "bf16"]))
-def test_guards_that_come_and_go_in_any_order_leave_the_module_as_it_was(data, dtype):
-    module = build(3, dtype)
-    overflow_inside(module, 1)
-    hooked = []
-    hook = module.blocks[0].register_forward_hook(lambda *_: hooked.append(1))  # somebody else's
-    before, values = state(module), {name: p.clone() for name, p in module.state_dict().items()}
-    guards = {}
-    drawn = data.draw(st.lists(st.tuples(st.sampled_from(["install", "call", "remove"]), st.integers(0, 3))))
-    for what, index in [("install", 0), ("call", 0), *drawn]:
-        if what == "install":
-            scope = data.draw(st.sampled_from(Scope))
-            run = guarded(module, dtype, scope=scope, faults=Faults({f"blocks.{index % 3}": spoil(NAN, 0)}, [1, 2]))
-            guards[index] = run, with_forward(module, run.guard)
-        elif what == "call" and index in guards:
-            run, shell = guards[index]
-            run.faults.call += 1
-            assert torch.isfinite(shell(latents(index))[0]).all()
-        elif what == "remove":
-            guards.pop(index, None)
-        assert state(module) == before
-    assert all(torch.equal(values[name], p) for name, p in module.state_dict().items())
-    hook.remove()
