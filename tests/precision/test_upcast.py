@@ -469,21 +469,24 @@ def test_setting_data_keeps_the_dtype():
 OF = {dtype: torch.ones(2, dtype=dtype) for dtype in (HALF, BFLOAT, SINGLE)}
 TYPE = {dtype: tensor.type() for dtype, tensor in OF.items()}
 BY_NAME = {HALF: torch.Tensor.half, BFLOAT: torch.Tensor.bfloat16, SINGLE: torch.Tensor.float}
+CONVERSIONS: dict[str, Any] = {
+    "to(dtype)": lambda x, dtype: x.to(dtype),
+    "to(device, dtype)": lambda x, dtype: x.to("cpu", dtype),
+    "to(tensor)": lambda x, dtype: x.to(OF[dtype]),
+    "type(dtype)": lambda x, dtype: x.type(dtype),
+    "type(str)": lambda x, dtype: x.type(TYPE[dtype]),
+    "type_as": lambda x, dtype: x.type_as(OF[dtype]),
+    "as_tensor": lambda x, dtype: torch.as_tensor(x, dtype=dtype),
+    "asarray": lambda x, dtype: torch.asarray(x, dtype=dtype),
+}
 COPIES: dict[str, Any] = {
+    **{name: lambda x, convert=convert: convert(x, HALF) for name, convert in CONVERSIONS.items()},
     "half()": lambda x: x.half(),
     "bfloat16()": lambda x: x.bfloat16(),
-    "type(dtype)": lambda x: x.type(HALF),
-    "type(str)": lambda x: x.type("torch.HalfTensor"),
     "type(class)": lambda x: x.type(torch.BFloat16Tensor),
-    "to(dtype)": lambda x: x.to(HALF),
     "to(keyword)": lambda x: x.to(dtype=BFLOAT),
-    "to(device, dtype)": lambda x: x.to("cpu", HALF),
-    "to(tensor)": lambda x: x.to(OF[HALF]),
     "to(tensor=)": lambda x: x.to(tensor=OF[HALF]),
     "to(memory_format)": lambda x: x.to(HALF, memory_format=torch.channels_last),
-    "type_as": lambda x: x.type_as(OF[HALF]),
-    "as_tensor": lambda x: torch.as_tensor(x, dtype=HALF),
-    "asarray": lambda x: torch.asarray(x, dtype=HALF),
     "to(copy)": lambda x: x.to(x.dtype, copy=True),
 }
 MADE: dict[str, Any] = {
@@ -492,17 +495,9 @@ MADE: dict[str, Any] = {
     "new_zeros": lambda w: w + w.new_zeros(4),
     "cat": lambda w: torch.cat([w, w]),
 }
-ALIASES: dict[str, Any] = {
-    "to(dtype)": lambda x, dtype: x.to(dtype),
+ALIASES: dict[str, Any] = CONVERSIONS | {
     "to(device)": lambda x, _dtype: x.to("cpu"),
-    "to(device, dtype)": lambda x, dtype: x.to("cpu", dtype),
-    "to(tensor)": lambda x, dtype: x.to(OF[dtype]),
-    "type(dtype)": lambda x, dtype: x.type(dtype),
-    "type(str)": lambda x, dtype: x.type(TYPE[dtype]),
-    "type_as": lambda x, dtype: x.type_as(OF[dtype]),
     "by name": lambda x, dtype: BY_NAME[dtype](x),
-    "as_tensor": lambda x, dtype: torch.as_tensor(x, dtype=dtype),
-    "asarray": lambda x, dtype: torch.asarray(x, dtype=dtype),
 }
 
 
