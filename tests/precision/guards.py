@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -33,6 +34,11 @@ def guarded(
     policy = {field.name: more.pop(field.name) for field in fields(GuardPolicy) if field.name in more}
     made = report or report_of(dtype)
     return StageGuard("denoiser", attempt, dtype=dtype, policy=GuardPolicy(**policy), report=made, **more)
+
+
+def in_fp32(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What a copy of the module in float32 puts out first."""
+    return copy.deepcopy(module).float()(x.float())[0]
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:

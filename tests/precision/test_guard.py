@@ -13,7 +13,7 @@ from comfyui_onediff_guard.precision.guard import GuardStopped, OnFailure, Scope
 from comfyui_onediff_guard.precision.overflow import Clips
 from comfyui_onediff_guard.precision.policy import Component
 from comfyui_onediff_guard.precision.shallow_copy import IdentityMemo, with_forward
-from guards import guarded, outcomes, report_of
+from guards import guarded, in_fp32, outcomes, report_of
 from torch import nn
 
 INF, NAN = float("inf"), float("nan")
@@ -47,10 +47,6 @@ def build(dtype: str = "fp16", **more: Any) -> tuple[Denoiser, StageGuard]:
 
 def latents(scale: float = 1.0) -> torch.Tensor:
     return torch.full((2, 3, 4), float(scale))
-
-
-def in_fp32(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return copy.deepcopy(module).float()(x.float())[0]
 
 
 def test_a_healthy_call_is_bit_equal_and_stays_in_half():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from functools import partial
@@ -13,6 +12,7 @@ from at_once import at_once
 from blocky import Faults, build, guarded, latents
 from comfyui_onediff_guard.precision.guard import RENEWED, GuardPolicy, Scope
 from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides
+from guards import in_fp32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import drawn
@@ -29,10 +29,6 @@ PLACES = {  # in what a module puts out, [batch, frames, channels]
 
 def spoil(value, place):
     return lambda made: made.__setitem__(place, value)
-
-
-def in_fp32(module, x):
-    return copy.deepcopy(module).float()(x)[0]
 
 
 def state(module):
