@@ -20,6 +20,7 @@ from PIL import Image
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 SIZES = {"2b": (128, 96, 9), "5b-i2v": (96, 64, 9), "cogview3": (128, 128, 1), "svd": (128, 128, 4), "wan": (96, 96, 5)}
 # at which a run takes more beside its weights than they are
+SMALL = (64, 48, 9)  # CogVideoX's and Wan's where that does not matter
 
 
 def opened(
@@ -56,13 +57,18 @@ def prompts(handle: PipelineHandle) -> Any:
 
 
 def sampled(
-    handle: PipelineHandle, model: str, *, steps: int = 2, seed: int = 3, **more: Any
+    handle: PipelineHandle, size: str | tuple[int, int, int], *, steps: int = 2, seed: int = 3, **more: Any
 ) -> tuple[torch.Tensor, Any]:
-    """Latents and report, at the model's size in SIZES."""
-    width, height, frames = SIZES[model]
+    """Latents and report. size: width, height and frames, or a model, for its own in SIZES."""
+    width, height, frames = SIZES[size] if isinstance(size, str) else size
     positive, negative = prompts(handle)
     settings = SampleSettings(width, height, steps=steps, seed=seed, frames=frames, guidance_scale=5.0)
     return sample(handle, positive, negative, settings, **start_of(handle, width, height), **more)
+
+
+def error(found: torch.Tensor, right: torch.Tensor) -> float:
+    """Relative to what is right, by the norm."""
+    return float((found - right).norm() / right.norm())
 
 
 def frames(
