@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import small_runs
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions, compiled
-from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
-from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement, laid_out, lay_out, of_layout
 from comfyui_onediff_guard.precision.activations import counting, on_meta
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.policy import Component, Precision
+from comfyui_onediff_guard.precision.policy import Component
 from comfyui_onediff_guard.precision.shallow_copy import with_forward
-from small_runs import sampled
+from small_runs import error, opened, sampled
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.torch_version import TorchVersion
 
 LAST = CompileOptions(channels_last=True)
-Folder = Callable[..., Path]
 
 
-def opened(folder: Path, **how: Any) -> PipelineHandle:
+@pytest.fixture(autouse=True)
+def nothing_loaded() -> None:
     stores._STORES.clear()
-    asked = {"precision": "fp32", "backend": "eager", "offload": "none", "placement": PlainPlacement()} | how
-    return load(folder, family_of(folder), **{**asked, "precision": Precision(asked["precision"])})
 
 
 def ran(handle: PipelineHandle, model: str) -> tuple[torch.Tensor, Any, Any]:
@@ -47,18 +42,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(small_runs.SIZES, "svd", (128, 128, 2))  # at 64 × 64 norms of one value are of rounding errors
 
 
-def off_by(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
-
-
 @pytest.mark.parametrize(
     ("model", "precision", "most"),
     [("svd", "fp32", 1e-5), ("svd", "fp16", 5e-3), ("cogview3", "fp32", 1e-5), ("cogview3", "bf16", 5e-2)],
 )
-def test_pictures_are_the_same_within_rounding_and_as_before_without(
-    model_folder: Folder, model: str, precision: str, most: float
-) -> None:
-    handle = opened(model_folder(model), precision=precision)
+def test_pictures_are_the_same_within_rounding_and_as_before_without(model: str, precision: str, most: float) -> None:
+    handle = opened(model, precision=precision)
     last = replace(handle, compile_options=LAST)
     before, with_last = ran(handle, model), ran(last, model)
     parts = [handle.store.module(name, dtype, place=False) for name, dtype in handle.store.loaded().items()]
@@ -66,24 +55,15 @@ def test_pictures_are_the_same_within_rounding_and_as_before_without(
     after = ran(handle, model)
     assert all(laid_out(part, channels_last=False) for part in parts)
     assert torch.equal(before[0], after[0]), "no technique changes a byte when it is off"
-    assert off_by(with_last[0], before[0]) < most
+    assert error(with_last[0], before[0]) < most
     for report, component in zip(with_last[1:], (handle.family.denoiser, "vae"), strict=True):
         wanted = len(of_layout(handle.store.module(component, handle.store.loaded()[component], place=False)))
         assert f"channels last: {wanted} of its 2D convolutions" in report.notes
     assert not any("channels last" in note for report in (*before[1:], *after[1:]) for note in report.notes)
 
 
-def test_a_transformer_has_none_and_a_vae_has(model_folder: Folder) -> None:
-    handle = replace(opened(model_folder("2b")), compile_options=LAST)
-    _, sampling, decoding = ran(handle, "2b")
-    assert "channels last: 0 of its 2D convolutions" in sampling.notes
-    assert "channels last: 6 of its 2D convolutions" in decoding.notes
-    convolutions = of_layout(handle.store.module("vae", "fp32"))
-    assert all(part.weight.is_contiguous(memory_format=torch.channels_last) for part in convolutions)
-
-
-def test_a_step_that_fails_is_rerun(model_folder: Folder) -> None:
-    handle = replace(opened(model_folder("svd"), precision="fp16"), policy=GuardPolicy(scope=Scope.STEP))
+def test_a_step_that_fails_is_rerun() -> None:
+    handle = replace(opened("svd", precision="fp16"), policy=GuardPolicy(scope=Scope.STEP))
     broken = handle.store.module("unet", "fp16").get_submodule("mid_block")
     failing: Any = lambda _, __, made: made * torch.nan if made.dtype == torch.float16 else made  # noqa: E731
     hook = broken.register_forward_hook(failing)
@@ -91,7 +71,7 @@ def test_a_step_that_fails_is_rerun(model_folder: Folder) -> None:
     found, report = sampled(replace(handle, compile_options=LAST), "svd", steps=1)
     hook.remove()
     assert plain.reruns and report.reruns == plain.reruns
-    assert found.isfinite().all() and off_by(found, expected) < 5e-3
+    assert found.isfinite().all() and error(found, expected) < 5e-3
 
 
 def test_compiled_blocks_are_compiled_for_each() -> None:
@@ -112,17 +92,17 @@ def test_compiled_blocks_are_compiled_for_each() -> None:
     assert graphs == [1, 1, 0, 0], "one for both blocks, and nothing anew for a layout that was there before"
 
 
-def test_a_backend_that_lays_weights_out_itself_is_left_to_it(model_folder: Folder) -> None:
-    handle = replace(opened(model_folder("svd")), compile_options=LAST)
+def test_a_backend_that_lays_weights_out_itself_is_left_to_it() -> None:
+    handle = replace(opened("svd"), compile_options=LAST)
     stage = replace(handle, backend=BackendChoice("oneflow", "")).stage(Component.DENOISER)
     assert laid_out(stage.module, channels_last=False)
     assert "channels last: not used, oneflow lays weights out itself" in stage.report.notes
 
 
-def test_what_comfyui_was_started_with_is_where_pipelines_begin(model_folder: Folder) -> None:
+def test_what_comfyui_was_started_with_is_where_pipelines_begin() -> None:
     placement = PlainPlacement()
     placement.channels_last = True
-    assert opened(model_folder("svd"), placement=placement).compile_options == LAST
+    assert opened("svd", placement=placement).compile_options == LAST
 
 
 def test_which_convolutions_it_matters_for() -> None:
@@ -133,6 +113,7 @@ def test_which_convolutions_it_matters_for() -> None:
     before, parameter, values = volume.weight.stride(), kept.weight, kept.weight.detach().clone()
     lay_out(module, channels_last=True)
     assert laid_out(module, channels_last=True) and not laid_out(module, channels_last=False)
+    assert kept.weight.is_contiguous(memory_format=torch.channels_last)
     assert kept.weight is parameter and torch.equal(kept.weight, values) and volume.weight.stride() == before
     lay_out(module, channels_last=False)
     assert laid_out(module, channels_last=False)
