@@ -11,6 +11,7 @@ from comfyui_onediff_guard.pipelines.run.stage import Calls
 from comfyui_onediff_guard.pipelines.run.vae import guarded_encoder
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.policy import Component
+from small_runs import opened
 
 FRAMES = 25  # decoded in 3 chunks
 
@@ -55,9 +56,9 @@ def outcomes(report):
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_chunk_that_fails_is_computed_again_alone(model_folder, open_pipeline, monkeypatch, latents, failing):
-    expected, _ = decode(open_pipeline(model_folder("2b"), "fp32"), latents)
-    handle = open_pipeline(model_folder("2b"), "bf16")
+def test_a_chunk_that_fails_is_computed_again_alone(monkeypatch, latents, failing):
+    expected, _ = decode(opened("2b"), latents)
+    handle = opened("2b", precision="bf16")
     healthy, report = decode(handle, latents)
     assert outcomes(report) == ["finite"] * 3
     decoder = handle.store.module("vae", "bf16").decoder
@@ -71,19 +72,19 @@ def test_a_chunk_that_fails_is_computed_again_alone(model_folder, open_pipeline,
     assert (frames[here] - expected[here]).abs().mean() < (healthy[here] - expected[here]).abs().mean()
 
 
-def test_a_chunk_whose_cache_alone_is_bad_is_the_one_that_is_redone(model_folder, open_pipeline, monkeypatch, latents):
-    expected, _ = decode(open_pipeline(model_folder("2b"), "fp32"), latents)
-    handle = open_pipeline(model_folder("2b"), "bf16")
+def test_a_chunk_whose_cache_alone_is_bad_is_the_one_that_is_redone(monkeypatch, latents):
+    expected, _ = decode(opened("2b"), latents)
+    handle = opened("2b", precision="bf16")
     breaking(monkeypatch, handle.store.module("vae", "bf16").decoder, {1}, infinite_cache)
     frames, report = decode(handle, latents)
     assert outcomes(report) == ["finite", "rerun", "finite"], "the next chunk gets a good cache, cast to bf16"
     assert (frames - expected).abs().max() < 0.1
 
 
-def test_a_tile_that_fails_is_computed_again_alone(model_folder, open_pipeline, monkeypatch):
+def test_a_tile_that_fails_is_computed_again_alone(monkeypatch):
     generator = torch.Generator().manual_seed(3)
     latents = torch.randn(1, 16, 1, 10, 16, generator=generator)
-    handle = open_pipeline(model_folder("2b"), "bf16")
+    handle = opened("2b", precision="bf16")
     healthy, report = decode(handle, latents, tiling=True)
     tiles = len(report.steps)
     assert tiles > 2 and report.reruns == 0
@@ -93,11 +94,11 @@ def test_a_tile_that_fails_is_computed_again_alone(model_folder, open_pipeline, 
     assert len(report.steps) == tiles and (frames - healthy).abs().max() < 0.1
 
 
-def test_encoding_a_video_is_guarded_chunk_by_chunk(model_folder, open_pipeline, monkeypatch):
+def test_encoding_a_video_is_guarded_chunk_by_chunk(monkeypatch):
     video = torch.rand(1, 3, FRAMES, 16, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    exact = open_pipeline(model_folder("2b"), "fp32").stage(Component.VAE_ENCODE)
+    exact = opened("2b").stage(Component.VAE_ENCODE)
     expected = guarded_encoder(exact, silent()).encode(video).latent_dist.mode()
-    handle = open_pipeline(model_folder("2b"), "bf16")
+    handle = opened("2b", precision="bf16")
     encoder = handle.store.module("vae", "bf16").encoder
     breaking(monkeypatch, encoder.conv_out, {1}, nan_in_output)
     stage = handle.stage(Component.VAE_ENCODE)
@@ -109,8 +110,8 @@ def test_encoding_a_video_is_guarded_chunk_by_chunk(model_folder, open_pipeline,
     assert (found - expected).abs().max() / expected.abs().max() < 0.1
 
 
-def test_in_scope_learned_a_block_that_fails_has_every_layer_scaled(model_folder, open_pipeline, monkeypatch, latents):
-    handle = open_pipeline(model_folder("2b"), "bf16")
+def test_in_scope_learned_a_block_that_fails_has_every_layer_scaled(monkeypatch, latents):
+    handle = opened("2b", precision="bf16")
     handle = replace(handle, policy=GuardPolicy(scope=Scope.LEARNED))
     block = handle.store.module("vae", "bf16").decoder.up_blocks[1]
     breaking(monkeypatch, block, set(range(100)), nan_in_output)
