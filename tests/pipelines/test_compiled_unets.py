@@ -9,28 +9,18 @@ import torch
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, compiled
 from comfyui_onediff_guard.pipelines.compile.block import graphs_compiled
 from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
-from comfyui_onediff_guard.pipelines.models.folder import family_of
-from comfyui_onediff_guard.pipelines.run.handle import load
-from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.policy import Precision
 from denoisers import MODELS, build, step
-from PIL import Image
+from small_runs import opened, sampled
 from torch.utils import _pytree as pytree
 
 pytestmark = pytest.mark.usefixtures("traced_alone")
 
 
 @torch._dynamo.config.patch(recompile_limit=1)
-def test_every_block_of_a_unet_is_compiled(model_folder: Any) -> None:
-    folder = model_folder("svd")
-    options: dict[str, Any] = {"offload": "none", "placement": PlainPlacement()}
-    handle = load(folder, family_of(folder), precision=Precision.FP32, backend="inductor", **options)
-    told: list[str] = []
-    settings = SampleSettings(64, 64, steps=1, seed=0, frames=2)
+def test_every_block_of_a_unet_is_compiled() -> None:
+    handle, told = opened("svd", backend="inductor"), list[str]()
     with torch.inference_mode():
-        start = Image.new("RGB", (64, 64), "grey")
-        reports = [sample(handle, None, None, settings, image=start, tell=told.append)[1] for _ in range(2)]
+        reports = [sampled(handle, (64, 64, 2), steps=1, tell=told.append)[1] for _ in range(2)]
     compiling = [line for line in told if line.startswith("inductor")]
     assert [line.split(" · ")[0] for line in compiling] == [f"inductor: compiling block {n} of 9" for n in range(1, 10)]
     kinds = 5  # of blocks, each with code of its own: more graphs than those need several for one code
