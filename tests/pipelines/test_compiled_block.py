@@ -9,6 +9,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions, compiled
 from comfyui_onediff_guard.pipelines.compile.block import COMPILED_SIZES, graphs_compiled, listening
+from in_blocks import Denoiser
 
 pytestmark = pytest.mark.usefixtures("traced_alone")
 BLOCKS = 4
@@ -20,15 +21,8 @@ class Scaled(torch.nn.Module):
         return x * 2 + x.shape[-1]
 
 
-class Denoiser(torch.nn.Module):
-    def __init__(self, *blocks: torch.nn.Module):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(blocks or [Scaled() for _ in range(BLOCKS)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def denoiser() -> Denoiser:
+    return Denoiser(Scaled() for _ in range(BLOCKS))
 
 
 class Ears:
@@ -44,12 +38,12 @@ class Ears:
         self.progress.append(text.split(" · ")[0])  # what is left, in minutes, hangs on the clock
 
 
-def shell(denoiser: torch.nn.Module, *, dynamic: bool | None = None) -> torch.nn.Module:
-    return compiled(denoiser, ("blocks",), BackendChoice("inductor", ""), CompileOptions(dynamic))
+def shell(network: torch.nn.Module, *, dynamic: bool | None = None) -> torch.nn.Module:
+    return compiled(network, ("blocks",), BackendChoice("inductor", ""), CompileOptions(dynamic))
 
 
 def test_each_block_is_told_of_at_a_new_size_and_none_at_one_that_it_met() -> None:
-    module, ears = shell(Denoiser()), Ears()
+    module, ears = shell(denoiser()), Ears()
     ears.call(module, 3)
     assert ears.progress == [f"inductor: compiling block {n} of {BLOCKS}" for n in range(1, BLOCKS + 1)]
     ears.call(module, 3)
@@ -60,7 +54,7 @@ def test_each_block_is_told_of_at_a_new_size_and_none_at_one_that_it_met() -> No
 
 
 def test_an_interrupt_while_compiling_leaves_nothing_behind() -> None:
-    module, denoiser, ears = shell(Denoiser()), Denoiser(), Ears()
+    module, ears = shell(denoiser()), Ears()
 
     def interrupt(text: str) -> None:
         if "block 3" in text:
@@ -68,12 +62,12 @@ def test_an_interrupt_while_compiling_leaves_nothing_behind() -> None:
 
     with pytest.raises(KeyboardInterrupt, match="block 3"), listening(interrupt, ears.notes.append):
         module(torch.ones(1, 3))
-    assert torch.equal(ears.call(module, 3), denoiser(torch.ones(1, 3)))
+    assert torch.equal(ears.call(module, 3), denoiser()(torch.ones(1, 3)))
     assert ears.progress == [f"inductor: compiling block {n} of {BLOCKS}" for n in (3, 4)], "two were compiled already"
 
 
 def test_after_so_many_sizes_new_ones_run_uncompiled_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
-    module, denoiser, ears = shell(Denoiser(), dynamic=False), Denoiser(), Ears()
+    module, ears = shell(denoiser(), dynamic=False), Ears()
     for size in range(2, 2 + COMPILED_SIZES):
         before = graphs_compiled()
         ears.call(module, size)
@@ -81,7 +75,7 @@ def test_after_so_many_sizes_new_ones_run_uncompiled_and_say_so(caplog: pytest.L
     before = graphs_compiled()
     with caplog.at_level(logging.WARNING, "comfyui_onediff_guard"):
         for size in (50, 51):
-            assert torch.equal(ears.call(module, size), denoiser(torch.ones(1, size)))
+            assert torch.equal(ears.call(module, size), denoiser()(torch.ones(1, size)))
     assert len(ears.notes) == 2 * BLOCKS and set(ears.notes) == {ears.notes[0]} and LIMIT in ears.notes[0]
     assert len([message for message in caplog.messages if LIMIT in message]) == 1, "the log says it once"
     said = len(ears.progress)
@@ -91,7 +85,7 @@ def test_after_so_many_sizes_new_ones_run_uncompiled_and_say_so(caplog: pytest.L
 
 
 def test_what_others_compile_meanwhile_is_not_counted() -> None:
-    module, ears = shell(Denoiser(), dynamic=True), Ears()
+    module, ears = shell(denoiser(), dynamic=True), Ears()
     for size in range(2, 12):
         ears.call(module, size)
         torch.compile(lambda x, k=size: x * k, backend="eager")(torch.ones(2))
@@ -110,7 +104,7 @@ def test_dynamos_own_limit_stands_outside_and_does_not_count_inside() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.number
 
-    module, ears = shell(Denoiser(*map(Kind, range(5))), dynamic=False), Ears()
+    module, ears = shell(Denoiser(map(Kind, range(5))), dynamic=False), Ears()
     before = graphs_compiled()
     ears.call(module, 2)
     assert graphs_compiled() - before == 5
@@ -133,20 +127,15 @@ def slices(*shape: int) -> torch.Tensor:
     ids=["slices", "of four dimensions", "channels last", "channels last in 3D"],
 )
 def test_a_block_is_given_what_is_contiguous_in_some_format(given: list[torch.Tensor]) -> None:
-    module, denoiser = shell(Denoiser()), Denoiser()
-    before = graphs_compiled()
+    module, before = shell(denoiser()), graphs_compiled()
     for x in given:
-        dense = any(x.is_contiguous(memory_format=layout) for layout in layouts(x))
-        expected = denoiser(x if dense else x.contiguous())
+        last = {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(x.ndim, [])
+        dense = any(x.is_contiguous(memory_format=layout) for layout in (torch.contiguous_format, *last))
+        expected = denoiser()(x if dense else x.contiguous())
         with torch.no_grad():
             made = module(x)
         assert torch.equal(made, expected) and made.stride() == expected.stride()
     assert graphs_compiled() - before == 1
-
-
-def layouts(x: torch.Tensor) -> list[torch.memory_format]:
-    last = {4: [torch.channels_last], 5: [torch.channels_last_3d]}
-    return [torch.contiguous_format, *last.get(x.ndim, [])]
 
 
 class Doubled(torch.nn.Module):
@@ -174,7 +163,7 @@ def test_the_same_call_is_computed_by_the_same_graph_whatever_ran_meanwhile(
 
     monkeypatch.setitem(registry._BACKENDS, "inductor", compiling)
     torch._dynamo.reset()
-    module, ears = shell(Denoiser(Scaled(), Doubled(), Scaled(), Doubled(), Scaled())), Ears()
+    module, ears = shell(Denoiser([Scaled(), Doubled(), Scaled(), Doubled(), Scaled()])), Ears()
     made: list[list[int]] = []
     for size in (3, *between, 3, 3):
         ran.clear()
