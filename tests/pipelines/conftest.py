@@ -72,6 +72,18 @@ def clamping_text_encoder(broken_in_half: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
+def only_backends(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """only_backends("oneflow", …): those that are found here."""
+
+    def install(*names: str) -> None:
+        probes = {name: (lambda _, name=name: None if name in names else "it is not there")
+                  for name in compiling._PROBES}  # fmt: skip
+        monkeypatch.setattr(compiling, "_PROBES", probes)
+
+    return install
+
+
+@pytest.fixture
 def traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo traces and counts as ever; what it traced runs as it is, where inductor would take long."""
     from onediff.infer_compiler.backends import registry

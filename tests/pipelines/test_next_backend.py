@@ -16,16 +16,15 @@ from comfyui_onediff_guard.pipelines.compile import backends as compiling
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, came_to, compiled
 from comfyui_onediff_guard.pipelines.compile.block import Compiling, listening
 from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
-from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
-from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights import offload
+from in_blocks import Denoiser
 from onediff.infer_compiler.backends import registry
+from small_runs import SMALL, opened, sampled
 from waiting import HANG_SECONDS
 
 AUTO = BackendChoice("oneflow", "auto: first choice", automatic=True)
 NAMED = BackendChoice("oneflow", "as you chose")
-SMALL = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")
 
 
 class InterruptProcessingException(Exception):
@@ -43,17 +42,12 @@ class Block(torch.nn.Module):
         return self.linear(x) + 1
 
 
-def denoiser(*blocks: torch.nn.Module) -> Any:
-    model = torch.nn.Module()
-    model.blocks = torch.nn.ModuleList(blocks or (Block(), Block(), Block()))
-    model.forward = lambda x: _through(model.blocks, x)
-    return model
+def denoiser() -> Denoiser:
+    return Denoiser(Block() for _ in range(3))
 
 
-def _through(blocks: Any, x: torch.Tensor) -> torch.Tensor:
-    for block in blocks:
-        x = block(x)
-    return x
+def shell(network: torch.nn.Module, backend: BackendChoice = AUTO) -> Any:
+    return compiled(network, ("blocks",), backend)
 
 
 class Backend:
@@ -84,33 +78,29 @@ class Backend:
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def installed(monkeypatch: pytest.MonkeyPatch, only_backends: Callable[..., None]) -> Callable[..., None]:
     """installed(oneflow=…, nexfort=…): backends that are found here, beside no inductor unless it is named."""
 
     def install(**backends: Backend) -> None:
-        found = {name: (lambda _device: None) if name in backends else (lambda _device: "it is not there")
-                 for name in compiling._PROBES}  # fmt: skip
-        monkeypatch.setattr(compiling, "_PROBES", found)
+        only_backends(*backends)
         for name, backend in backends.items():
             monkeypatch.setitem(registry._BACKENDS, name, backend.compile)
 
     return install
 
 
-@pytest.fixture
-def onediffs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OneDiff's backend for OneFlow, which is not installed here, as if it were."""
+def test_onediffs_own_backend_fails_and_inductor_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch, traced_alone: None
+) -> None:
+    """That for OneFlow, which is not installed here, as if it were."""
     monkeypatch.setitem(compiling._PROBES, "oneflow", lambda _device: None)
     monkeypatch.delitem(registry._BACKENDS, "oneflow", raising=False)
-
-
-def test_onediffs_own_backend_fails_and_inductor_takes_its_place(onediffs_own: None, traced_alone: None) -> None:
     model, x = denoiser(), torch.randn(2, 4)
-    shell = compiled(model, ("blocks",), AUTO)
-    used = came_to(shell, AUTO)
+    made = shell(model)
+    used = came_to(made, AUTO)
     assert used.name == "inductor" and used.automatic
     assert used.reason == "auto: oneflow failed (ModuleNotFoundError: No module named 'oneflow')"
-    assert torch.equal(_through(shell.blocks, x), model(x))
+    assert torch.equal(made(x), model(x))
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
@@ -122,14 +112,14 @@ def test_whatever_fails_the_next_one_runs_all_blocks(installed: Callable[..., No
     installed(oneflow=first, nexfort=second)
     model, x = denoiser(), torch.randn(2, 4)
     before = [(weight, weight.clone()) for weight in model.parameters()]
-    shell = compiled(model, ("blocks",), AUTO)
-    assert torch.equal(_through(shell.blocks, x), model(x)), "the failing step too"
-    assert second.compiled == 3 and came_to(shell, AUTO).name == "nexfort"
+    made = shell(model)
+    assert torch.equal(made(x), model(x)), "the failing step too"
+    assert second.compiled == 3 and came_to(made, AUTO).name == "nexfort"
     called = first.calls, second.calls
-    assert torch.equal(_through(shell.blocks, x), model(x))
+    assert torch.equal(made(x), model(x))
     assert (first.calls, second.calls) == (called[0], called[1] + 3)
     said = f"{type(error).__name__}{f': {error}' if str(error) else ''}"
-    assert came_to(shell, AUTO).reason == f"auto: oneflow failed ({said})"
+    assert came_to(made, AUTO).reason == f"auto: oneflow failed ({said})"
     after = list(model.parameters())
     assert all(weight is now and torch.equal(was, now) for (weight, was), now in zip(before, after, strict=True))
 
@@ -139,7 +129,7 @@ def test_one_that_was_asked_for_by_name_raises(installed: Callable[..., None], a
     second = Backend()
     installed(oneflow=Backend(NotImplementedError("no kernel"), at), nexfort=second)
     with pytest.raises(BackendUnavailable, match=r"^oneflow failed \(NotImplementedError: no kernel\)\. Choose "):
-        _through(compiled(denoiser(), ("blocks",), NAMED).blocks, torch.randn(2, 4))
+        shell(denoiser(), NAMED)(torch.randn(2, 4))
     assert second.compiled == 0
 
 
@@ -149,10 +139,10 @@ def test_where_all_fail_it_runs_uncompiled_and_says_why(
 ) -> None:
     installed(**{name: Backend(RuntimeError(f"{name}'s"), at) for name in ("oneflow", "nexfort", "inductor")})
     model, x = denoiser(), torch.randn(2, 4)
-    shell = compiled(model, ("blocks",), AUTO)
+    made = shell(model)
     for _ in range(3):
-        assert torch.equal(_through(shell.blocks, x), model(x))
-    used = came_to(shell, AUTO)
+        assert torch.equal(made(x), model(x))
+    used = came_to(made, AUTO)
     assert used.name == "eager"
     assert used.reason == (
         "auto: oneflow failed (RuntimeError: oneflow's); nexfort failed (RuntimeError: nexfort's); "
@@ -170,27 +160,23 @@ def test_the_error_of_a_block_itself_shows_as_itself(installed: Callable[..., No
 
     first, second = Backend(), Backend()
     installed(oneflow=first, nexfort=second)
-    model = denoiser(Refuses())
-    shell = compiled(model, ("blocks",), AUTO)
+    model = Denoiser([Refuses()])
+    made = shell(model)
     with pytest.raises(ValueError, match="four channels") as raised:
-        _through(shell.blocks, torch.randn(2, 5))
+        made(torch.randn(2, 5))
     assert raised.value.__cause__ is raised.value.__context__ is None
-    assert came_to(shell, AUTO) == AUTO and second.compiled == 0
+    assert came_to(made, AUTO) == AUTO and second.compiled == 0
     x = torch.randn(2, 4)
-    assert torch.equal(_through(shell.blocks, x), model(x))
+    assert torch.equal(made(x), model(x))
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("1 GiB"),
-        MemoryError(),
-        InterruptProcessingException(),
-        Interrupted(),
-        KeyboardInterrupt(),
-    ],
-    ids=repr,
+NOT_THE_BACKENDS = (
+    *(torch.OutOfMemoryError("1 GiB"), MemoryError()),
+    *(InterruptProcessingException(), Interrupted(), KeyboardInterrupt()),
 )
+
+
+@pytest.mark.parametrize("error", NOT_THE_BACKENDS, ids=repr)
 @pytest.mark.parametrize("at", [0, 2])
 def test_no_memory_and_an_interrupt_are_not_the_backends(
     installed: Callable[..., None], error: BaseException, at: int
@@ -198,7 +184,7 @@ def test_no_memory_and_an_interrupt_are_not_the_backends(
     second = Backend()
     installed(oneflow=Backend(error, at), nexfort=second)
     with pytest.raises(type(error)):
-        _through(compiled(denoiser(), ("blocks",), AUTO).blocks, torch.randn(2, 4))
+        shell(denoiser())(torch.randn(2, 4))
     assert second.compiled == 0
 
 
@@ -210,10 +196,10 @@ def test_an_interrupt_while_progress_is_told_is_not_the_backends(installed: Call
         raise Clicked
 
     installed(oneflow=Backend(), nexfort=Backend())
-    shell = compiled(denoiser(), ("blocks",), AUTO)
+    made = shell(denoiser())
     with pytest.raises(Clicked), listening(interrupt, lambda _: None):
-        _through(shell.blocks, torch.randn(2, 4))
-    assert came_to(shell, AUTO) == AUTO
+        made(torch.randn(2, 4))
+    assert came_to(made, AUTO) == AUTO
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -226,7 +212,7 @@ def test_what_a_failing_call_wrote_into_its_inputs_is_put_back(installed: Callab
     with mode():
         x = torch.randn(2, 4)
         expected, given = model(x), x.clone()
-        assert torch.equal(_through(compiled(model, ("blocks",), AUTO).blocks, x), expected)
+        assert torch.equal(shell(model)(x), expected)
     assert torch.equal(x, given)
 
 
@@ -234,7 +220,7 @@ def test_what_is_expanded_and_not_a_number_is_taken_too(installed: Callable[...,
     installed(oneflow=Backend(NotImplementedError(), at=1))
     model = denoiser()
     x = torch.tensor([[torch.nan], [1.0]]).expand(2, 4)
-    found = _through(compiled(model, ("blocks",), AUTO).blocks, x)
+    found = shell(model)(x)
     assert torch.equal(found.isnan(), model(x).isnan()) and torch.equal(found[1], model(x)[1])
 
 
@@ -257,11 +243,11 @@ def test_threads_that_fail_together_go_on_by_one(
     second = Backend()
     installed(oneflow=Backend(NotImplementedError(), 1, wait_for_both), nexfort=second)
     model, x = denoiser(), torch.randn(2, 4)
-    shell = compiled(model, ("blocks",), AUTO)
+    made = shell(model)
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda _: _through(shell.blocks, x), range(2)))
+        found = list(pool.map(lambda _: made(x), range(2)))
     assert all(torch.equal(one, model(x)) for one in found)
-    used = came_to(shell, AUTO)
+    used = came_to(made, AUTO)
     assert used.name == "nexfort" and used.reason == "auto: oneflow failed (NotImplementedError)"
     assert second.compiled == 3
 
@@ -295,20 +281,16 @@ class Lacking(Backend):
 
 
 def test_a_run_is_right_and_its_report_names_the_backend_that_it_came_to(
-    model_folder: Callable[..., Any],
-    open_pipeline: Callable[..., PipelineHandle],
-    installed: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken, working = Whole(NotImplementedError("Transform failed of CogVideoXBlock")), Whole()
     installed(oneflow=broken, nexfort=working)
-    handle = replace(open_pipeline(model_folder("2b")), backend=AUTO)
+    handle = replace(opened("2b"), backend=AUTO)
     monkeypatch.setattr(auto_compile, "COMPILE_SECONDS", 0.0)
-    (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
-    expected, _ = sample(replace(handle, backend=BackendChoice("eager", "")), positive, negative, SMALL)
+    expected, _ = sampled(replace(handle, backend=BackendChoice("eager", "")), SMALL)
     handle.store.compiled.clear()
     for _ in range(2):
-        latents, report = sample(handle, positive, negative, SMALL)
+        latents, report = sampled(handle, SMALL)
         assert torch.equal(latents, expected)
         assert report.backend == "nexfort"
         assert report.backend_reason == "auto: oneflow failed (NotImplementedError: Transform failed of CogVideoXBlock)"
@@ -318,38 +300,28 @@ def test_a_run_is_right_and_its_report_names_the_backend_that_it_came_to(
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_one_that_was_asked_for_by_name_ends_a_run_in_half_precision(
-    model_folder: Callable[..., Any],
-    open_pipeline: Callable[..., PipelineHandle],
-    installed: Callable[..., None],
-    precision: str,
+    installed: Callable[..., None], precision: str
 ) -> None:
     """It is no reason for fp32."""
     installed(inductor=Whole(RuntimeError("no space left")))
-    handle = replace(open_pipeline(model_folder("2b"), precision), backend=replace(NAMED, name="inductor"))
-    (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
     with pytest.raises(BackendUnavailable, match="no space left"):
-        sample(handle, positive, negative, SMALL)
+        sampled(opened("2b", precision=precision, backend="inductor"), SMALL)
 
 
 @pytest.mark.parametrize("named_first", [False, True])
 def test_what_auto_came_to_is_no_answer_to_who_names_the_backend(
-    model_folder: Callable[..., Any],
-    open_pipeline: Callable[..., PipelineHandle],
-    installed: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    named_first: bool,
+    installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch, named_first: bool
 ) -> None:
     """In one process, on the same weights: a backend that is asked for by name raises its error, and runs once the
     cause is gone, whatever 'auto' has given up; and a by-name request that works gives 'auto' nothing."""
-    handle = open_pipeline(model_folder("2b"))
+    handle = opened("2b")
     handle.store.compiled.clear()
     monkeypatch.setattr(auto_compile, "COMPILE_SECONDS", 0.0)
     auto = replace(handle, backend=BackendChoice("inductor", "auto: first choice", automatic=True))
     named = replace(handle, backend=BackendChoice("inductor", "as you chose"))
-    (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
 
     def ran_with(pipeline: PipelineHandle) -> str:
-        return sample(pipeline, positive, negative, replace(SMALL, steps=1))[1].backend
+        return sampled(pipeline, SMALL, steps=1)[1].backend
 
     backend = Lacking()
     installed(inductor=backend)
