@@ -7,29 +7,19 @@ import os
 import shutil
 
 import pytest
-import shared_models
 import torch
 from comfyui_onediff_guard.demo.small_model import build_cogvideox
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
-from comfyui_onediff_guard.pipelines.models.folder import family_of, fingerprint, inspect, list_folders
+from comfyui_onediff_guard.pipelines.models.folder import fingerprint, inspect, list_folders
 from comfyui_onediff_guard.pipelines.models.lora import Lora
+from hostile import checked, file_of, rewrite, say
 from waiting import no_hang
 
 
 @pytest.fixture
-def folder(model_folder, tmp_path):
-    return shared_models.copied(model_folder("2b"), tmp_path / "model")
-
-
-def edit_index(folder, **changes):
-    file = folder / "model_index.json"
-    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
-
-
-def weights_of(folder, component):
-    (file,) = (folder / component).glob("*.safetensors")
-    return file
+def folder(copy):
+    return copy("2b")
 
 
 @pytest.mark.parametrize(
@@ -39,24 +29,24 @@ def test_variants_are_recognised_by_config(model_folder, variant, name):
     facts = inspect(model_folder(variant), COGVIDEOX)
     assert facts.variant.name == name
     assert facts.weights["transformer"].stored_dtype == "F32"
-    assert facts.weights["transformer"].n_bytes == weights_of(facts.path, "transformer").stat().st_size
+    assert facts.weights["transformer"].n_bytes == file_of(facts.path, "transformer").stat().st_size
 
 
 def test_another_pipeline(folder):
-    edit_index(folder, _class_name="StableVideoDiffusionPipeline")
+    say(folder / "model_index.json", _class_name="StableVideoDiffusionPipeline")
     with pytest.raises(BadFolder, match=r"holds a Stable.*not a CogVideoXPipeline. It belongs to Stable Video Diff"):
         inspect(folder, COGVIDEOX)
 
 
 @pytest.mark.parametrize("variant", ["2b", "cogview3", "svd"])
-def test_what_a_vaes_config_does_not_say_is_what_its_class_says(model_folder, tmp_path, variant):
+def test_what_a_vaes_config_does_not_say_is_what_its_class_says(copy, variant):
     """Sampling ends with these numbers: it is late to miss one."""
-    folder = shared_models.copied(model_folder(variant), tmp_path / "model")
+    folder = copy(variant)
     file = folder / "vae" / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     unsaid = ("scaling_factor", "temporal_compression_ratio", "force_upcast")
     file.write_text(json.dumps({key: value for key, value in config.items() if key not in unsaid}), encoding="utf-8")
-    model = inspect(folder, family_of(folder))
+    model = checked(folder)
     assert model.vae_config["scaling_factor"] in (1.15258426, 0.18215)
     assert model.vae_config.get("temporal_compression_ratio") == (4 if variant == "2b" else None)
     loaded = model.component("vae", torch.float32)
@@ -130,20 +120,12 @@ def test_fingerprint_changes_with_the_files_of_a_linked_component(folder, tmp_pa
     assert len({before, changed, fingerprint(folder)}) == 3
 
 
-def rewrite(folder, component, **fields):
-    file = folder / component / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-
 def test_a_fine_tune_is_known_by_its_stored_dtype(tmp_path):
     for dtype, trained in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp16")):
         folder = build_cogvideox(tmp_path / str(dtype), dtype=dtype)
         variant = inspect(folder, COGVIDEOX).variant
-        assert (variant.name, variant.trained_in, variant.leaves_fp16) == (
-            "CogVideoX-2B",
-            trained,
-            dtype == torch.bfloat16,
-        )
+        assert (variant.name, variant.trained_in) == ("CogVideoX-2B", trained)
+        assert variant.leaves_fp16 == (dtype == torch.bfloat16)
 
 
 def test_what_is_unlike_the_published_model_is_noted(model_folder):
@@ -151,24 +133,12 @@ def test_what_is_unlike_the_published_model_is_noted(model_folder):
     assert note.startswith("unknown variant (num_layers 2 instead of 30")
 
 
-def test_a_checkpoint_of_several_dtypes_is_noted_and_loads(model_folder, tmp_path, open_pipeline):
-    from safetensors.torch import load_file, save_file
+def test_a_checkpoint_of_several_dtypes_is_noted_and_loads(folder):
+    def half_of_it(tensors):
+        tensors |= {key: tensor.half() for key, tensor in tensors.items() if "attn" in key}
 
-    folder = shared_models.copied(model_folder("2b"), tmp_path / "mixed")
-    (file,) = (folder / "transformer").glob("*.safetensors")
-    weights = load_file(file)
-    save_file({k: v.half() if "attn" in k else v for k, v in weights.items()}, file, metadata={"format": "pt"})
+    rewrite(folder, "transformer", half_of_it)
     notes = inspect(folder, COGVIDEOX).notes
     assert any(note.startswith("transformer is stored in several dtypes (F") for note in notes)
-    handle = open_pipeline(folder, "bf16")
-    assert {p.dtype for p in handle.store.module("transformer", "bf16").parameters()} == {torch.bfloat16}
-
-
-def test_fields_that_diffusers_does_not_know_are_named_and_the_model_runs(model_folder, tmp_path, open_pipeline):
-    folder = shared_models.copied(model_folder("5b"), tmp_path / "newer")
-    rewrite(folder, "transformer", use_flux_capacitor=True)
-    handle = open_pipeline(folder, "bf16")
-    handle.store.module("transformer", "bf16")
-    note = handle.store.model.notes[-1]
-    assert note.startswith("transformer: config.json has fields that diffusers") and "use_flux_capacitor" in note
-    assert handle.store.model.variant.name == "CogVideoX-5B"
+    loaded = checked(folder).component("transformer", torch.bfloat16)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
