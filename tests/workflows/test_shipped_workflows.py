@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import blueprints
 import comfyui_nodes
 import pytest
 from comfyui_onediff_guard.comfyui_host import host
@@ -269,3 +270,17 @@ def test_the_seed_is_followed_by_its_control(path: Path) -> None:
         assert len(node["widgets_values"]) == len(names), node["type"]
         controls += [value for name, value in zip(names, node["widgets_values"], strict=True) if name == "control"]
     assert controls and set(controls) <= set(ui_values.CONTROL_VALUES)
+
+
+# --- subgraphs/, which scripts/blueprints.py folds out of them --------------------------------------------------------
+
+
+def test_blueprints_are_as_written_by_the_tool() -> None:
+    written = dict(blueprints.files())
+    found = {file: file.read_text(encoding="utf-8") for file in blueprints.FOLDER.iterdir()}
+    assert found == written, "run python scripts/blueprints.py"
+
+
+def test_a_search_takes_a_blueprints_name() -> None:
+    """The page's finds no longer one that is typed whole."""
+    assert max(len(blueprint.name) for blueprint in blueprints.BLUEPRINTS) <= 32
