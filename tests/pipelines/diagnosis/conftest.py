@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.compile import backends as compiling
 from comfyui_onediff_guard.precision import machine
@@ -49,5 +48,5 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
-def folder(model_folder: Callable[..., Path], tmp_path: Path) -> Path:
-    return shared_models.copied(model_folder("5b"), tmp_path / "model")
+def folder(copy: Callable[[str], Path]) -> Path:
+    return copy("5b")

@@ -8,19 +8,15 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from comfyui_onediff_guard.nodes.native import NaNGuardNative
-from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose, summary
-from comfyui_onediff_guard.pipelines.run.handle import load
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import arch, machine
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
 from comfyui_onediff_guard.precision.machine import TorchTooOld
-from comfyui_onediff_guard.precision.policy import Precision
+from small_runs import opened
 from told import one_line, switch
 
 
@@ -191,16 +187,12 @@ def test_cuda_that_breaks_at_every_question(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("version", "too_old"),
     [
-        ("2.5.1+cu124", True),
-        ("1.13.1", True),
-        ("2.6.0", False),
-        ("2.6.0a0+git1", False),
-        ("2.10.0.dev1+rocm7", False),
-        ("home-made", False),
+        *(("2.5.1+cu124", True), ("1.13.1", True)),
+        *((version, False) for version in ("2.6.0", "2.6.0a0+git1", "2.10.0.dev1+rocm7", "home-made")),
     ],
 )
 def test_a_pytorch_that_is_too_old_is_named_here_and_by_whatever_would_run(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, version: str, too_old: bool
+    monkeypatch: pytest.MonkeyPatch, version: str, too_old: bool
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     found = diagnose()
@@ -208,9 +200,8 @@ def test_a_pytorch_that_is_too_old_is_named_here_and_by_whatever_would_run(
     assert summary(found).startswith("Can it run?   No. " if too_old else "Can it run?   Yes, ")
     assert version in found.text()
     refused = pytest.raises(TorchTooOld) if too_old else nullcontext()
-    options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
     with refused as loading:
-        load(folder, COGVIDEOX, precision=Precision.FP32, **options)
+        opened("5b")
     with refused as guarding:
         NaNGuardNative().apply(vae=_Vae())
     assert [str(error.value) for error in (loading, guarding) if error] == list(found.machine.advice) * 2

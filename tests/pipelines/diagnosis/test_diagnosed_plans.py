@@ -1,24 +1,28 @@
-"""What would run and why: for models with all that can be odd, and for a pipeline on a wire."""
+"""What would run and why: for models with all that can be odd, for a pipeline on a wire, and by which switches."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+from comfyui_onediff_guard.pipelines.compile import backends as compiling
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.insight.diagnosis import NOT_RUN, diagnose, diagnose_pipeline, summary
 from comfyui_onediff_guard.precision import accumulation, arch
-from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
+from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, SWITCHES, Accumulation
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure
 from comfyui_onediff_guard.precision.policy import Precision
-from told import edit_config, one_line, switch
+from hostile import say
+from small_runs import opened
+from told import one_line, switch
 
 SM75, SM80 = arch.named("sm75"), arch.named("sm80")
 
@@ -38,7 +42,7 @@ def test_all_variants_where_no_model_is_named() -> None:
 def test_a_diffusers_that_cannot_be_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
     assert sum("import of diffusers halted" in note for note in diagnose(folder).notes) == 1
-    edit_config(folder, "transformer", in_channels="sixteen")
+    say(folder / "transformer" / "config.json", in_channels="sixteen")
     with pytest.raises(BadFolder, match=r"transformer/config.json' cannot be used: its fields are of other kinds"):
         diagnose(folder)
 
@@ -54,11 +58,6 @@ def test_sums_in_fp16_are_told_with_what_is_lacking(folder: Path, monkeypatch: p
     assert "needs PyTorch 2.7" not in one_line(diagnose(folder, SM80, **asked)), "there it is of no use"
 
 
-def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(BadFolder, match=r"has no model_index.json"):
-        diagnose(tmp_path)
-
-
 def test_what_cannot_run_is_refused_in_words() -> None:
     before_14 = replace(arch.ARCHITECTURES["mps"], label="Apple GPU before macOS 14", bf16="none")
     found = diagnose(architecture=before_14, precision=Precision.BF16)
@@ -69,10 +68,10 @@ def test_what_cannot_run_is_refused_in_words() -> None:
 # --- a pipeline on a wire ---------------------------------------------------------------------------------------------
 
 
-def test_a_pipeline_is_told_as_it_is_set(folder: Path, open_pipeline: Callable[..., Any]) -> None:
-    edit_config(folder, "vae", made_up=1)
+def test_a_pipeline_is_told_as_it_is_set(folder: Path) -> None:
+    say(folder / "vae" / "config.json", made_up=1)
     handle = replace(
-        open_pipeline(folder, "fp16", "eager"),
+        opened(folder, precision="fp16"),
         policy=GuardPolicy(OnFailure.STOP, exact_fp32=True),
         accumulation=Accumulation.FAST,
         architecture=SM80,
@@ -92,14 +91,45 @@ def test_a_pipeline_is_told_as_it_is_set(folder: Path, open_pipeline: Callable[.
     assert sum("made_up" in note for note in diagnose_pipeline(handle).notes) == 1, "which is found at load too"
 
 
-def test_it_is_the_pipelines_device_and_its_neighbours(
-    folder: Path, open_pipeline: Callable[..., Any], cards: Callable[..., None]
-) -> None:
-    handle = replace(open_pipeline(folder), architecture=arch.named("sm70"), beside=(SM75,))
+def test_it_is_the_pipelines_device_and_its_neighbours(folder: Path, cards: Callable[..., None]) -> None:
+    handle = replace(opened(folder), architecture=arch.named("sm70"), beside=(SM75,))
     cards((12, 0))
     found = diagnose_pipeline(handle)
     assert (found.machine.device, found.machine.gpus[0].name) == ("cpu", "Card 0")
     assert "shared with another GPU" in switch(found, ATTENTION_SWITCH).reason
+
+
+# --- compile backends and accumulation switches -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiler", ["c++", None])
+def test_backends_are_those_of_auto(monkeypatch: pytest.MonkeyPatch, compiler: str | None) -> None:
+    monkeypatch.setattr(compiling, "find_c_compiler", lambda: compiler)
+    found = diagnose().backends
+    assert [state.name for state in found.states] == list(compiling.BACKENDS[1:])
+    assert found.chosen == compiling.choose_backend("auto", torch.device("cpu")).name
+    assert {state.name for state in found.states if not state.found} == (
+        {"oneflow", "nexfort"} if compiler else {"oneflow", "nexfort", "inductor"}
+    )
+    assert all(state.reason for state in found.states)
+
+
+def test_what_the_user_set_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEXFORT_ENABLE_MATMUL_FP16_REDUCTION", "1")
+    text = diagnose(architecture=SM80).text()
+    said = ("set by you", "NEXFORT_ENABLE_MATMUL_FP16_REDUCTION = 1", "set by onediff-guard")
+    assert sorted(said, key=text.index) == list(said)
+
+
+def test_every_switch_and_who_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(os.environ)
+    found = diagnose(architecture=SM75)
+    assert [s.name for s in found.switches] == list(SWITCHES)
+    assert {s.set_by for s in found.switches} == {"onediff-guard", "default"}
+    assert all(f"{s.name} = {s.value}" in found.text() for s in found.switches)
+    fast = diagnose(architecture=SM75, accumulation=Accumulation.FAST)
+    assert switch(fast, ATTENTION_SWITCH).value == "1"
+    assert dict(os.environ) == before, "asking sets nothing"
 
 
 # --- both forms -------------------------------------------------------------------------------------------------------

@@ -1,15 +1,8 @@
-"""What a diagnosis tells, and a model to tell something of."""
+"""What a diagnosis tells."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
-
-
-def edit_config(folder: Path, component: str, **changes: Any) -> None:
-    file = folder / component / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
 def switch(diagnosis: Any, name: str) -> Any:
