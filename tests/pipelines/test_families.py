@@ -8,17 +8,14 @@ import diffusers
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.errors import BadSize
-from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.trust.message import BadInput
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from small_runs import opened, picture, start_of
 from tiers import drawn
 
 PROMPT = "a lighthouse above a calm sea"
@@ -26,41 +23,29 @@ TEXT_TO_IMAGE = ("cogview3", "cogview4")
 FROM_IMAGE = ("5b-i2v", "1.5-i2v")
 
 
-def opened(folder, precision="fp32"):
-    options = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
-    return load(folder, family_of(folder), precision=Precision(precision), **options)
-
-
-def picture(width=96, height=80, seed=0):
-    """A ComfyUI IMAGE of one soft random picture."""
-    generator = torch.Generator().manual_seed(seed)
-    coarse = torch.rand(1, 3, 5, 6, generator=generator)
-    return torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear").permute(0, 2, 3, 1)
-
-
 def prompts(handle):
     (positive, negative), _ = encode_prompts(handle, [PROMPT, "grey"])
     return positive, negative
 
 
-def make(handle, sampling, *, chunk=0, **start):
+def make(handle, sampling, *, chunk=0, tiling=False, **start):
     embeddings = prompts(handle) if handle.family.prompt else (None, None)
     latents, report = sample(handle, *embeddings, sampling, **start)
-    frames, _ = decode(handle, latents, chunk=chunk)
+    frames, _ = decode(handle, latents, chunk=chunk, tiling=tiling)
     return frames, report
 
 
-def by_hand(handle, sampling, kind=None, **given):
-    """With the same weights: how a weight lies in memory changes the last bit of a convolution on some CPUs."""
-    folder = handle.store.model.path
-    weights = {name: handle.store.module(name, "fp32") for name in handle.family.weighted}
-    pipe = getattr(diffusers, kind or handle.family.pipeline).from_pretrained(folder, **weights)
+def by_hand(handle, sampling, kind=None, *, tiling=False, loaded=True, **given):
+    """loaded: with the same weights; how one lies in memory changes the last bit of a convolution on some CPUs."""
+    family = handle.family
+    weights = {name: handle.store.module(name, "fp32") for name in family.weighted if loaded}
+    pipe = getattr(diffusers, kind or family.pipeline).from_pretrained(handle.store.model.path, **weights)
     pipe.set_progress_bar_config(disable=True)
+    pipe.vae.use_tiling = tiling
     if sampling.scheduler:
-        pipe.scheduler = getattr(diffusers, family_of(folder).schedulers[sampling.scheduler]).from_config(
-            pipe.scheduler.config
-        )
-    if family_of(folder).prompt:
+        scheduler = getattr(diffusers, family.schedulers[sampling.scheduler])
+        pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
+    if family.prompt:
         given = {"prompt": PROMPT, "negative_prompt": "grey", "guidance_scale": sampling.guidance_scale} | given
     result = pipe(
         width=sampling.width,
@@ -70,7 +55,7 @@ def by_hand(handle, sampling, kind=None, **given):
         output_type="pt",
         **given,
     )
-    if family_of(folder).prompt is None or "frames" in result:
+    if "frames" in result:
         return result.frames[0][-sampling.frames :].permute(0, 2, 3, 1).float()  # of CogVideoX, 5 frames come as 8
     return result.images.permute(0, 2, 3, 1).float()
 
@@ -92,9 +77,8 @@ HEALTH = {"suppress_health_check": list(HealthCheck), "max_examples": drawn(3, 1
     guidance_scale=st.sampled_from([1.0, 5.0]),
     seed=st.integers(0, 2**32),
 )
-def test_text_to_image_is_bit_equal_to_diffusers(model_folder, variant, **drawn):
-    folder, sampling = model_folder(variant), SampleSettings(**drawn)
-    handle = opened(folder)
+def test_text_to_image_is_bit_equal_to_diffusers(variant, **drawn):
+    handle, sampling = opened(variant), SampleSettings(**drawn)
     images, report = make(handle, sampling)
     assert largest_difference(images, by_hand(handle, sampling)) == 0
     assert f"{sampling.steps} step" in report.summary() and report.reruns == 0
@@ -102,10 +86,10 @@ def test_text_to_image_is_bit_equal_to_diffusers(model_folder, variant, **drawn)
 
 @pytest.mark.parametrize(("variant", "frames"), [*((each, 1) for each in TEXT_TO_IMAGE), ("2b", 9)])
 @pytest.mark.parametrize(("positive", "negative"), [(PROMPT, ""), ("", "grey"), ("", "")])
-def test_an_empty_prompt_is_as_diffusers_has_it(model_folder, variant, frames, positive, negative):
+def test_an_empty_prompt_is_as_diffusers_has_it(variant, frames, positive, negative):
     """For a negative one that means none."""
     sampling = SampleSettings(96, 64, steps=2, seed=5, frames=frames, guidance_scale=5.0)
-    handle = opened(model_folder(variant))
+    handle = opened(variant)
     encoded, _ = encode_prompts(handle, [positive, negative])
     found, _ = decode(handle, sample(handle, encoded[0], encoded[1], sampling)[0])
     given = {"prompt": positive, "negative_prompt": negative or None} | ({"num_frames": frames} if frames > 1 else {})
@@ -121,13 +105,12 @@ def test_an_empty_prompt_is_as_diffusers_has_it(model_folder, variant, frames, p
     guidance_scale=st.sampled_from([1.0, 6.0]),
     seed=st.integers(0, 2**32),
 )
-def test_image_to_video_is_bit_equal_to_diffusers(model_folder, variant, size, **drawn):
+def test_image_to_video_is_bit_equal_to_diffusers(variant, size, **drawn):
     width, height, frames = size if variant == "1.5-i2v" else (96, 64, 9)  # the size that it has positions for
-    folder, sampling = model_folder(variant), SampleSettings(width, height, frames=frames, **drawn)
-    (first,) = fitted(picture(), sampling.width, sampling.height, "crop")
-    handle = opened(folder)
+    handle, sampling = opened(variant), SampleSettings(width, height, frames=frames, **drawn)
+    first = picture(width, height)
     found, report = make(handle, sampling, image=first)
-    assert largest_difference(found, by_hand(handle, sampling, image=first, num_frames=sampling.frames)) == 0
+    assert largest_difference(found, by_hand(handle, sampling, image=first, num_frames=frames)) == 0
     assert [stage.plan.component.value for stage in report.before] == ["vae_encode"]
 
 
@@ -140,12 +123,12 @@ def test_image_to_video_is_bit_equal_to_diffusers(model_folder, variant, size, *
     scheduler=st.sampled_from(["DDIM", "DPM"]),
     seed=st.integers(0, 2**32),
 )
-def test_video_to_video_is_bit_equal_to_diffusers(model_folder, variant, **drawn):
-    folder, sampling = model_folder(variant), SampleSettings(64, 48, guidance_scale=6.0, **drawn)
-    video = fitted(torch.cat([picture(seed=i) for i in range(sampling.frames)]), 64, 48, "stretch")
-    handle, kind = opened(folder), "CogVideoXVideoToVideoPipeline"
+def test_video_to_video_is_bit_equal_to_diffusers(variant, **drawn):
+    handle, sampling = opened(variant), SampleSettings(64, 48, guidance_scale=6.0, **drawn)
+    video = [picture(64, 48, seed) for seed in range(sampling.frames)]
     frames, report = make(handle, sampling, video=video)
-    expected = by_hand(handle, sampling, kind, video=video, strength=sampling.strength)
+    given = {"video": video, "strength": sampling.strength}
+    expected = by_hand(handle, sampling, "CogVideoXVideoToVideoPipeline", **given)
     assert largest_difference(frames, expected) == 0
     assert len(report.steps) == sampling.computed_steps
 
@@ -167,59 +150,49 @@ def test_video_to_video_is_bit_equal_to_diffusers(model_folder, variant, **drawn
         }
     ),
 )
-def test_svd_is_bit_equal_to_diffusers(model_folder, chunk, **drawn):
-    folder, sampling = model_folder("svd"), SampleSettings(height=64, **drawn)
-    (start,) = fitted(picture(), sampling.width, sampling.height, "crop")
-    handle = opened(folder)
+def test_svd_is_bit_equal_to_diffusers(chunk, **drawn):
+    handle, sampling = opened("svd"), SampleSettings(height=64, **drawn)
+    start = picture(sampling.width, 64)
     frames, report = make(handle, sampling, image=start, chunk=chunk)
-    expected = by_hand(
-        handle,
-        sampling,
-        image=start,
-        num_frames=sampling.frames,
-        decode_chunk_size=chunk or sampling.frames,
-        **sampling.more,
-    )
-    assert largest_difference(frames, expected) == 0
+    given = {"num_frames": sampling.frames, "decode_chunk_size": chunk or sampling.frames, **sampling.more}
+    assert largest_difference(frames, by_hand(handle, sampling, image=start, **given)) == 0
     assert [stage.plan.component.value for stage in report.before] == ["vae_encode", "image_encoder"]
 
 
-STARTS = {
-    "5b": ({"guidance_scale": 6.0, "frames": 9}, None),
-    "cogview3": ({"guidance_scale": 5.0}, None),
-    "cogview4": ({"guidance_scale": 5.0}, None),
-    "5b-i2v": ({"guidance_scale": 6.0, "frames": 9}, "image"),
-    "1.5-i2v": ({"guidance_scale": 6.0, "frames": 9}, "image"),
-    "svd": ({"frames": 4, "more": {"max_guidance_scale": 3.0}}, "image"),
+VIDEO = {"guidance_scale": 6.0, "frames": 9}
+SETTINGS = {
+    "5b": VIDEO,
+    "cogview3": {"guidance_scale": 5.0},
+    "cogview4": {"guidance_scale": 5.0},
+    "5b-i2v": VIDEO,
+    "1.5-i2v": VIDEO,
+    "svd": {"frames": 4, "more": {"max_guidance_scale": 3.0}},
 }
-SIZES = {"5b-i2v": (96, 64)}
 
 
-def started(variant):
-    drawn, start = STARTS[variant]
-    sampling = SampleSettings(*SIZES.get(variant, (64, 64)), steps=3, seed=5, **drawn)
-    return sampling, ({"image": fitted(picture(), sampling.width, sampling.height, "crop")[0]} if start else {})
+def started(variant, precision="fp32"):
+    """The pipeline, settings, and what it starts from."""
+    handle, width = opened(variant, precision=precision), 96 if variant == "5b-i2v" else 64
+    return handle, SampleSettings(width, 64, steps=3, seed=5, **SETTINGS[variant]), start_of(handle, width, 64)
 
 
-@pytest.mark.parametrize("variant", STARTS)
-def test_half_precision_is_near_fp32_with_the_same_seed(model_folder, variant):
-    folder = model_folder(variant)
-    sampling, start = started(variant)
-    expected, _ = make(opened(folder), sampling, **start)
+@pytest.mark.parametrize("variant", SETTINGS)
+def test_half_precision_is_near_fp32_with_the_same_seed(variant):
+    handle, sampling, start = started(variant)
+    expected, _ = make(handle, sampling, **start)
     coarse = 10 if variant == "svd" else 1  # random weights, and a scheduler that starts at 700 times the latents
     for precision, tolerance in (("bf16", 0.05), ("fp16", 0.005 * coarse)):
-        frames, report = make(opened(folder, precision), sampling, **start)
+        frames, report = make(opened(variant, precision=precision), sampling, **start)
         assert report.reruns == 0
         assert (frames - expected).abs().mean() < tolerance
 
 
-@pytest.mark.parametrize("variant", STARTS)
-def test_a_half_step_after_a_rerun_works_and_the_frames_are_right(model_folder, variant):
-    folder = model_folder(variant)
-    sampling, start = started(variant)
-    expected, _ = make(opened(folder), sampling, **start)
+@pytest.mark.parametrize("variant", SETTINGS)
+def test_a_half_step_after_a_rerun_works_and_the_frames_are_right(variant):
+    exact, sampling, start = started(variant)
+    expected, _ = make(exact, sampling, **start)
     dtype = "fp16" if variant == "svd" else "bf16"  # its scheduler starts at 700 times the latents: bf16 is coarse
-    handle = opened(folder, dtype)
+    handle = opened(variant, precision=dtype)
     healthy, _ = make(handle, sampling, **start)
     denoiser = handle.store.module(handle.family.denoiser, dtype)
     forward, calls = denoiser.forward, []
@@ -237,38 +210,18 @@ def test_a_half_step_after_a_rerun_works_and_the_frames_are_right(model_folder, 
     assert (frames - expected).abs().mean() < 2 * (healthy - expected).abs().mean()
 
 
-def test_svd_encodes_with_every_layer_scaled_from_weights_that_are_there_once(model_folder):
-    handle = opened(model_folder("svd"), "fp16")
-    sampling, start = started("svd")
-    _, report = make(handle, sampling, **start)
-    (encoding, looking) = report.before
-    assert [step.dtype for step in encoding.steps] == ["fp16"]
-    assert "overflow protection" in encoding.summary()
-    assert [step.dtype for step in looking.steps] == ["fp16"]
-    assert {p.dtype for p in handle.store.module("vae", "fp16").parameters()} == {torch.float16}
-
-
-def test_the_wrong_start_is_refused_before_anything_is_loaded(model_folder):
-    sampling = SampleSettings(96, 64, 2, 0, frames=9, guidance_scale=6.0)
-    (image,) = fitted(picture(), 96, 64, "crop")
-    embeddings = torch.zeros(1, 226, 32)
-    for variant, start, message in (
-        ("5b-i2v", {}, "needs a start image"),
-        ("5b", {"image": image}, "takes no start image"),
-        ("5b-i2v", {"image": image, "video": [image]}, "does not start from a video"),
-    ):
-        handle = opened(model_folder(variant))
-        with pytest.raises(BadInput, match=message):
-            sample(handle, embeddings, embeddings, sampling, **start)
-        assert handle.store.loaded() == {}
-    with pytest.raises(BadInput, match="takes no prompt"):
-        encode_prompts(opened(model_folder("svd")), ["a boat"])
+def test_a_video_is_refused_where_one_starts_from_an_image():
+    """Other starts that do not fit: tests/nodes/test_bad_input.py."""
+    handle, image = opened("5b-i2v"), picture(96, 64)
+    with pytest.raises(BadInput, match="does not start from a video"):
+        sample(handle, None, None, SampleSettings(96, 64, 2, 0, frames=9), image=image, video=[image])
+    assert handle.store.loaded() == {}
 
 
 @pytest.mark.parametrize("variant", ["2b", "cogview3", "cogview4", "wan"])
-def test_a_prompt_is_read_whole_once_for_the_report_and_once_for_the_model(model_folder, monkeypatch, variant):
+def test_a_prompt_is_read_whole_once_for_the_report_and_once_for_the_model(monkeypatch, variant):
     """diffusers reads it a third time, to log what it cut off: of 10,000 characters that took most of the time."""
-    handle = opened(model_folder(variant))
+    handle = opened(variant)
     tokenizer, read = type(handle.store.unweighted("tokenizer")), []
     plain = tokenizer.__call__
 
@@ -302,25 +255,27 @@ def test_pictures_are_fitted(fit):
         ("1.5-i2v", (112, 64, 9), "makes up to 96×64, not 112×64"),
         ("svd", (64, 64, 1), "frames is 1, but must be from 2 to 200. Nearest: 2"),
         ("cogview3", (72, 64, 1), "width is 72, but must be a multiple of 32 from 64 to 2048. Nearest: 64"),
+        ("wan", (90, 64, 9), "width is 90, but must be a multiple of 16"),
+        ("wan", (96, 64, 8), r"frames is 8, but must be 4·k \+ 1"),
+        ("wan-ti2v", (96, 80, 9), "Wan2.2-TI2V-5B makes widths that are multiples of 32 and heights of 32, not 96×80"),
     ],
 )
-def test_sizes_that_a_model_has_no_positions_for_are_refused(model_folder, variant, size, message):
-    handle = opened(model_folder(variant))
+def test_sizes_that_a_model_cannot_make_are_refused(variant, size, message):
+    handle = opened(variant)
     width, height, frames = size
     with pytest.raises(BadSize, match=message):
         sample(handle, None, None, SampleSettings(width, height, 2, 0, frames=frames))
     assert handle.store.loaded() == {}
 
 
-def test_guidance_that_ends_below_where_it_begins(model_folder):
+def test_guidance_that_ends_below_where_it_begins():
     """diffusers takes it as long as the last frame is guided; else it fails in its first step."""
-    handle = opened(model_folder("svd"))
+    handle, start = opened("svd"), picture(64, 64)
 
     def sampling(first, last):
         more = {"min_guidance_scale": first, "max_guidance_scale": last}
         return SampleSettings(64, 64, 1, 3, frames=2, more=more)
 
-    (start,) = fitted(picture(), 64, 64, "crop")
     with pytest.raises(BadInput, match="min_guidance_scale is 3, but max_guidance_scale is 1, which means no guidance"):
         sample(handle, None, None, sampling(3.0, 1.0), image=start)
     assert handle.store.loaded() == {}
@@ -328,8 +283,8 @@ def test_guidance_that_ends_below_where_it_begins(model_folder):
     assert torch.isfinite(latents).all()
 
 
-def test_half_a_character_in_a_prompt_is_refused_before_anything_is_loaded(model_folder):
-    handle = opened(model_folder("cogview4"))
+def test_half_a_character_in_a_prompt_is_refused_before_anything_is_loaded():
+    handle = opened("cogview4")
     with pytest.raises(BadInput, match="The prompt holds half a character"):
         encode_prompts(handle, ["a boat", "\ud83d"])
     assert handle.store.loaded() == {}

@@ -10,15 +10,9 @@ import torch
 from comfyui_onediff_guard.pipelines.errors import BadSize
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from test_families import opened, picture
+from small_runs import opened, picture, start_of
 
-SIZES = {
-    "2b": (64, 48),
-    "1.5": (64, 48),
-    "1.5-i2v": (96, 64),
-    "wan": (64, 48),
-    "svd": (64, 64),
-}
+SIZES = {"2b": (64, 48), "1.5": (64, 48), "1.5-i2v": (96, 64), "wan": (64, 48), "svd": (64, 64)}
 FRAMES = {"2b": (1, 5, 13, 21), "1.5": (9, 13), "1.5-i2v": (5, 9), "wan": (5, 13), "svd": (2, 3)}
 ASKED = [(model, frames) for model in FRAMES for frames in FRAMES[model]]
 
@@ -30,25 +24,15 @@ def latents_of(handle, model, frames, **start):
     if rule:
         zeros = torch.zeros(1, rule.tokens(config), rule.channels(config))
         embeddings = (zeros, zeros)
-    if handle.family.takes_image:
-        start["image"] = fitted_picture(width, height)
-    settings = SampleSettings(width, height, steps=1, seed=3, frames=frames, guidance_scale=None, **more(start))
+    start |= start_of(handle, width, height)
+    strength = 1.0 if "video" in start else None
+    settings = SampleSettings(width, height, steps=1, seed=3, frames=frames, strength=strength)
     return sample(handle, *embeddings, settings, **start)
 
 
-def more(start):
-    return {"strength": 1.0} if "video" in start else {}
-
-
-def fitted_picture(width, height, seed=0):
-    from comfyui_onediff_guard.pipelines.run.pictures import fitted
-
-    return fitted(picture(seed=seed), width, height, "crop")[0]
-
-
 @pytest.mark.parametrize(("model", "frames"), ASKED)
-def test_as_many_frames_come_as_are_asked_for(model_folder, model, frames):
-    handle = opened(model_folder(model))
+def test_as_many_frames_come_as_are_asked_for(model, frames):
+    handle = opened(model)
     latents, sampled = latents_of(handle, model, frames)
     made, report = decode(handle, latents)
     assert len(made) == frames
@@ -57,12 +41,11 @@ def test_as_many_frames_come_as_are_asked_for(model_folder, model, frames):
 
 
 @pytest.mark.parametrize("tiling", [False, True])
-def test_what_is_cut_are_the_frames_that_repeat_the_first(model_folder, tiling):
+def test_what_is_cut_are_the_frames_that_repeat_the_first(tiling):
     """Of an even number of latents CogVideoX's VAE makes as many frames of the first as of the others."""
-    folder = model_folder("2b")
-    handle = opened(folder)
+    handle = opened("2b")
     latents, _ = latents_of(handle, "2b", 13)
-    vae = diffusers.AutoencoderKLCogVideoX.from_pretrained(folder / "vae")
+    vae = diffusers.AutoencoderKLCogVideoX.from_pretrained(handle.store.model.path / "vae")
     vae.use_tiling = tiling
     with torch.no_grad():
         whole = (vae.decode(latents).sample[0].permute(1, 2, 3, 0) * 0.5 + 0.5).clamp(0, 1)
@@ -71,16 +54,16 @@ def test_what_is_cut_are_the_frames_that_repeat_the_first(model_folder, tiling):
 
 
 @pytest.mark.parametrize(("model", "frames"), [("2b", 5), ("1.5", 9), ("1.5", 13)])
-def test_a_video_comes_out_as_long_as_it_went_in(model_folder, model, frames):
-    handle = opened(model_folder(model))
-    video = [fitted_picture(*SIZES[model], seed=seed) for seed in range(frames)]
+def test_a_video_comes_out_as_long_as_it_went_in(model, frames):
+    handle = opened(model)
+    video = [picture(*SIZES[model], seed) for seed in range(frames)]
     latents, _ = latents_of(handle, model, frames, video=video)
     assert len(decode(handle, latents)[0]) == frames
 
 
-def test_a_vae_that_makes_more_frames_of_a_latent_is_asked_for_what_it_can_make(model_folder, monkeypatch):
+def test_a_vae_that_makes_more_frames_of_a_latent_is_asked_for_what_it_can_make(monkeypatch):
     """diffusers' Wan rounds down to what it can make, with a line in the log."""
-    handle = opened(model_folder("wan"))
+    handle = opened("wan")
     monkeypatch.setitem(handle.store.model.vae_config, "scale_factor_temporal", 8)
     with pytest.raises(BadSize, match=r"frames is 13, but .* 8·k \+ 1"):
         latents_of(handle, "wan", 13)
@@ -90,8 +73,8 @@ IDLE = {"2b": {"chunk"}, "svd": {"tiling", "slicing"}, "cogview3": set[str](), "
 
 
 @pytest.mark.parametrize("model", IDLE)
-def test_a_setting_that_a_vae_has_nothing_for_is_told(model_folder, model):
-    handle = opened(model_folder(model))
+def test_a_setting_that_a_vae_has_nothing_for_is_told(model):
+    handle = opened(model)
     layout, config = handle.family.layout, handle.store.model.vae_config
     sizes = {4: (2, layout.channels(config), 8, 8), 5: (1, layout.channels(config), 2, 8, 8)}
     latents = torch.randn(sizes[layout.dimensions], generator=torch.Generator().manual_seed(0))
