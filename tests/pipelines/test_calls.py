@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines.models.on_disk import listening, tell_reading
 from comfyui_onediff_guard.pipelines.run import vae
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
@@ -78,3 +79,18 @@ def test_encoding_tells_each_prompt_that_is_new() -> None:
     assert torch.equal(encode("a boat", "a kite"), first) and told == []
     encode("a boat", "grey")
     assert told == each_of(1, "encoding prompt")
+
+
+def test_what_is_read_is_told_to_who_listens_and_to_nobody_after_an_interrupt() -> None:
+    lines: list[str] = []
+    with listening(lines.append):
+        tell_reading("text_encoder", 4 * 10**9)
+    tell_reading("vae", 1000)
+    assert lines == ["loading the weights of text_encoder, 4.0 GB"]
+
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), listening(interrupt):
+        tell_reading("vae", 10**9)
+    tell_reading("vae", 10**9)
