@@ -5,31 +5,36 @@ from __future__ import annotations
 import gc
 import json
 from dataclasses import replace
+from functools import lru_cache
+from itertools import product
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.run.denoiser import PROFILE_UNUSED
+from comfyui_onediff_guard.pipelines.run.handle import profile_of
 from comfyui_onediff_guard.precision import arch
-from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.overrides import PrecisionOverrides, read
+from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
+from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides, read
+from comfyui_onediff_guard.precision.policy import Precision
 from overflows import fails_unscaled
+from small_runs import SMALL, error, sampled
+from small_runs import opened as open_pipeline
 
-SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
-LEARNED = GuardPolicy(scope=Scope.LEARNED)
+STEP, LEARNED = GuardPolicy(scope=Scope.STEP), GuardPolicy(scope=Scope.LEARNED)
+OFF = GuardPolicy(on_failure=OnFailure.OFF, scope=Scope.LEARNED)
 BROKEN = "transformer_blocks.1"
 SCALED = PrecisionOverrides(all_layers_scaled=True)
 
 
 @pytest.fixture
-def opened(model_folder, open_pipeline, tmp_path):
+def opened(tmp_path):
     """opened(policy) → a pipeline in bf16 as a new process would open it, with tmp_path/profiles for its memory.
     broken: a layer of one block is right in float32 alone."""
     hooks = []
 
     def fresh(policy=LEARNED, *, broken=True, **changes):
         gc.collect()
-        handle = open_pipeline(model_folder("2b"), "bf16")
+        handle = open_pipeline("2b", precision="bf16")
         handle.store.learned.clear()
         layer = handle.store.module("transformer", "bf16").get_submodule(BROKEN).ff.net[0]
         if broken and not layer._forward_hooks:
@@ -43,22 +48,17 @@ def opened(model_folder, open_pipeline, tmp_path):
         store.learned.clear()
 
 
-def sampled(handle, seed=3):
-    (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
-    return sample(handle, positive, negative, replace(SMALL, seed=seed))
-
-
 def kept(tmp_path):
     (file,) = (tmp_path / "profiles").glob("*.json")
     return file
 
 
 def test_nothing_is_written_twice_nor_without_a_lesson(opened, tmp_path):
-    sampled(opened(broken=False))
+    sampled(opened(broken=False), SMALL)
     assert not (tmp_path / "profiles").exists(), "nothing failed"
-    sampled(opened())
+    sampled(opened(), SMALL)
     before = kept(tmp_path).stat().st_mtime_ns
-    sampled(opened())
+    sampled(opened(), SMALL)
     assert kept(tmp_path).stat().st_mtime_ns == before
 
 
@@ -71,34 +71,80 @@ def test_nothing_is_written_twice_nor_without_a_lesson(opened, tmp_path):
     ],
 )
 def test_a_kept_profile_that_does_not_fit_is_left_alone_with_a_line(opened, tmp_path, change, says):
-    sampled(opened())
+    sampled(opened(), SMALL)
     file = kept(tmp_path)
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    latents, report = sampled(opened())
+    latents, report = sampled(opened(), SMALL)
     assert report.reruns == 1 and torch.isfinite(latents).all()
     assert any(says in note for note in report.notes), report.notes
     assert read(file).learned == report.learned == SCALED, "and is made anew"
 
 
 def test_a_profile_that_a_workflow_carries(opened, tmp_path):
-    sampled(opened())
+    sampled(opened(), SMALL)
     carried = read(kept(tmp_path))
     kept(tmp_path).unlink()
-    _, report = sampled(opened(profile=carried))
+    _, report = sampled(opened(profile=carried), SMALL)
     assert report.reruns == 0 and "from a profile" in report.text()
     assert not list((tmp_path / "profiles").iterdir()), "nothing was learned that the workflow does not carry"
     elsewhere = replace(carried, architecture="sm90")
-    _, report = sampled(opened(profile=elsewhere))
+    _, report = sampled(opened(profile=elsewhere), SMALL)
     assert "the profile that was given is left alone: it is for sm90, and this is sm80" in report.notes
     assert report.reruns == 1
     assert read(kept(tmp_path)) == carried, "what a run learned itself is kept, the same or not"
 
 
 def test_what_is_learned_on_top_of_a_profile_that_a_workflow_carries_is_kept(opened, tmp_path):
-    sampled(opened())
+    sampled(opened(), SMALL)
     whole = read(kept(tmp_path))
     kept(tmp_path).unlink()
     other = PrecisionOverrides(unquantised=("transformer_blocks.0.ff.net.2",))
-    _, report = sampled(opened(profile=replace(whole, learned=other)))
+    _, report = sampled(opened(profile=replace(whole, learned=other)), SMALL)
     both = replace(other, all_layers_scaled=True)
     assert report.reruns == 1 and read(kept(tmp_path)) == replace(whole, learned=both)
+
+
+# --- what a profile says is true, or refused, or costs time alone: none can ruin a picture ----------------------------
+
+
+@lru_cache
+def unlearned(overflow, precision):
+    return claimed(overflow, precision, STEP, None)[0]
+
+
+def claimed(overflow, precision, policy, learned):
+    """Latents and report. learned: by a profile that was made in half precision; None: there is no profile."""
+    handle = open_pipeline("5b", overflow=overflow)
+    given = replace(profile_of(handle, "transformer", precision), learned=learned) if learned else None
+    return sampled(replace(handle, precision=Precision(precision), policy=policy, profile=given), SMALL)
+
+
+@pytest.mark.parametrize("policy", [LEARNED, OFF], ids=["learned", "off"])
+@pytest.mark.parametrize(("precision", "overflow"), [("bf16", "none"), ("fp16", "none"), ("fp16", "stream")])
+@pytest.mark.parametrize(
+    "learned",
+    [SCALED, PrecisionOverrides(unquantised=("transformer_blocks.9",)), PrecisionOverrides(fp16_error=1.0)],
+    ids=["scaled", "unquantised", "fp16 accumulation"],
+)
+def test_no_claim_makes_the_result_worse(learned, precision, overflow, policy):
+    """In fp16 every layer is scaled anyway. In bf16 that has float32 where bf16 would round."""
+    latents, report = claimed(overflow, precision, policy, learned)
+    assert [(step.dtype, step.outcome) for step in report.steps] == [(precision, "finite")] * 2
+    without, right = unlearned(overflow, precision), unlearned(overflow, "fp32")
+    if precision == "bf16" and learned == SCALED:
+        assert report.protection and error(latents, right) < 0.7 * error(without, right)
+    else:
+        assert bool(report.protection) == (precision == "fp16") and torch.equal(latents, without)
+    assert [note.startswith("from a profile: ") for note in report.notes if "profile" in note] == [True]
+
+
+@pytest.mark.parametrize(
+    ("precision", "policy"),
+    [("bf16", STEP), ("fp16", STEP), *product(("fp16 (plain)", "fp32"), (STEP, LEARNED))],
+)
+def test_a_profile_that_is_not_used_is_told(precision, policy):
+    for learned in (SCALED, None):
+        latents, report = claimed("none", precision, policy, learned)
+        assert [note for note in report.notes if "profile" in note] == [PROFILE_UNUSED] * (learned is not None)
+        assert report.learned in (None, NOTHING) and bool(report.protection) == (precision == "fp16")
+        assert torch.equal(latents, unlearned("none", precision))
