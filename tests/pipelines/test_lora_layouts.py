@@ -184,7 +184,8 @@ def file_of(case: str, folder: Path) -> tuple[Path, Any, Any, Any, Content]:
     for index, (layers, parts) in enumerate(kinds):
         made |= content(model, layers, parts, seed=index)
     names = W_ALL | NORMS | TABLES | COG_LAYERS | COG_NORMS
-    return saved(folder, written(names, made, stem, endings)), model, given, family, made
+    (folder / case).mkdir()
+    return saved(folder / case, written(names, made, stem, endings)), model, given, family, made
 
 
 @torch.no_grad()
@@ -201,16 +202,11 @@ def test_a_file_of_each_trainer_is_what_is_merged_by_hand(case: str, tmp_path: P
 @torch.no_grad()
 def test_two_files_add_up(tmp_path: Path) -> None:
     (one, model, given, family, first), (other, *_, second) = (
-        file_of(case, new_folder(tmp_path, case)) for case in ("lightx2v", "differences alone")
+        file_of(case, tmp_path) for case in ("lightx2v", "differences alone")
     )
     right = merged(model, {SCALE: first, -0.4: second})(**given)[0]
     found = with_loras(model, [Lora(one, SCALE), Lora(other, -0.4)], family)(**given)[0]
     assert error_over_effect(found, right, model(**given)[0]) <= 1e-4
-
-
-def new_folder(folder: Path, name: str) -> Path:
-    (folder / name).mkdir()
-    return folder / name
 
 
 @torch.no_grad()
