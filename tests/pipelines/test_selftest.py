@@ -92,33 +92,22 @@ def without_its_first_block(network: torch.nn.Module, parts: tuple[str, ...], *_
     return made
 
 
+RECOMPUTED, PROTECTED = "a call that overflows, recomputed in fp32", "overflow protection, beyond fp16"
+NOT_SEEN = "ValueError: the guard did not see the overflow"
+
+
 @pytest.mark.parametrize(
     ("name", "part", "stand_in", "note"),
     [
-        (
-            "a call that overflows, recomputed in fp32",
-            "StageGuard",
-            lambda _stage, network, **_: network,
-            "ValueError: the guard did not see the overflow",
-        ),
-        (
-            "overflow protection, beyond fp16",
-            "LearnedProducts",
-            lambda: SimpleNamespace(run=lambda network, x: network(x)),
-            "",
-        ),
+        (RECOMPUTED, "StageGuard", lambda _stage, network, **_: network, NOT_SEEN),
+        (PROTECTED, "LearnedProducts", lambda: SimpleNamespace(run=lambda network, x: network(x)), ""),
         ("a compiled block", "compiled", lambda network, *_, **__: network.float(), "RuntimeError"),
         ("a compiled block", "compiled", lambda *_, **__: lambda x: x.mul(3), ""),
         ("a compiled block", "compiled", without_its_first_block, ""),
     ],
 )
 def test_a_part_of_the_pack_that_does_nothing_is_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-    only: Only,
-    name: str,
-    part: str,
-    stand_in: Any,
-    note: str,
+    monkeypatch: pytest.MonkeyPatch, only: Only, name: str, part: str, stand_in: Any, note: str
 ) -> None:
     monkeypatch.setattr(module, part, stand_in)
     (found,) = only(name)
