@@ -20,6 +20,7 @@ from comfyui_onediff_guard.pipelines.models.hub import fetch
 from hub_files import DENOISER, ID, Stop, files_of, in_cache, stop_after, text, without
 from hub_server import HANG_SECONDS, HubServer
 from huggingface_hub import constants, file_download
+from small_runs import opened
 
 TOKEN = "hf_secret"
 BY_ENVIRONMENT = """
@@ -56,6 +57,13 @@ def test_the_environment_that_huggingface_hub_reads_is_all_there_is_to_set(
     assert {request.authorization for request in server.requests if request.cdn} == {None}
 
 
+@pytest.fixture
+def pushed(server: HubServer, files: dict[str, bytes]) -> HubServer:
+    """The hub with the model."""
+    server.push(ID, files)
+    return server
+
+
 # --- what is downloaded -----------------------------------------------------------------------------------------------
 
 
@@ -76,7 +84,7 @@ def sharded(files: dict[str, bytes], tmp_path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("stored", ["whole", "sharded"])
 def test_only_what_the_family_needs_is_fetched(
-    server: HubServer, files: dict[str, bytes], tmp_path: Path, open_pipeline: Callable[..., Any], stored: str
+    server: HubServer, files: dict[str, bytes], tmp_path: Path, stored: str
 ) -> None:
     """No other formats, no duplicates, no code, and no path that leads out of the folder."""
     marker = tmp_path / "ran"
@@ -87,33 +95,25 @@ def test_only_what_the_family_needs_is_fetched(
     beside = {index: b'{"weight_map": {"a": "gone.safetensors"}}'} if stored == "whole" else {}
     files = sharded(files, tmp_path) if stored == "sharded" else files
     others = [
-        "README.md",
-        "demo.mp4",
-        "cogvideox-fp16.safetensors",
-        "transformer/diffusion_pytorch_model.fp16.safetensors",
-        "transformer/diffusion_pytorch_model.bin",
-        "text_encoder/flax_model.msgpack",
-        "text_encoder/pytorch_model.bin.index.json",
+        *("README.md", "demo.mp4", "cogvideox-fp16.safetensors", "safety_checker/model.safetensors"),
+        *("text_encoder/flax_model.msgpack", "text_encoder/pytorch_model.bin.index.json"),
+        *(f"transformer/diffusion_pytorch_model.{ending}" for ending in ("fp16.safetensors", "bin")),
         "vae/old/diffusion_pytorch_model.safetensors",
-        "safety_checker/model.safetensors",
-        "transformer/../../../evil.json",
-        "transformer/[a-z]*.json",
-        "tokenizer/.evil.json",
+        *("transformer/../../../evil.json", "transformer/[a-z]*.json", "tokenizer/.evil.json"),
     ]
     scripts = ["pipeline.py", "model.py", "transformer/model.py", "tokenizer/model.py"]
     server.push(ID, {**files, **beside, **dict.fromkeys(others, b"x"), **dict.fromkeys(scripts, code)})
     folder = fetch(ID, None)
     assert files_of(folder) == files and (stored == "whole") == (DENOISER in files)
     assert {request.path for request in server.requests} == {"api", *files}
-    handle = open_pipeline(folder)
+    handle = opened(folder)
     assert type(handle.store.unweighted("tokenizer")).__module__.startswith("transformers.")
     assert type(handle.store.module("text_encoder", "fp32")).__name__ == "T5EncoderModel"
     assert not marker.exists() and not list(tmp_path.rglob("*evil*"))
 
 
-def test_bytes_are_told_and_end_at_their_sum(server: HubServer, files: dict[str, bytes]) -> None:
-    server.push(ID, files)
-    server.faults.seconds_per_block = 0.03
+def test_bytes_are_told_and_end_at_their_sum(pushed: HubServer, files: dict[str, bytes]) -> None:
+    pushed.faults.seconds_per_block = 0.03
     told: list[tuple[int, int, str]] = []
     fetch(ID, None, progress=lambda *news: told.append(news))
     total = sum(map(len, files.values()))
@@ -176,43 +176,30 @@ def test_what_is_no_id_or_revision_asks_nobody(server: HubServer, hub_id: str, r
     ],
 )
 def test_what_the_hub_refuses(
-    server: HubServer,
-    files: dict[str, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-    where: str,
-    status: int,
-    code: str,
-    said: str,
+    pushed: HubServer, monkeypatch: pytest.MonkeyPatch, where: str, status: int, code: str, said: str
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    server.push(ID, files)
-    server.faults.status = {where: (status, code)}
+    pushed.faults.status = {where: (status, code)}
     with pytest.raises(HubError, match=said) as error:
         fetch(ID, None)
-    assert {request.authorization for request in server.requests if not request.cdn} == {f"Bearer {TOKEN}"}
+    assert {request.authorization for request in pushed.requests if not request.cdn} == {f"Bearer {TOKEN}"}
     assert TOKEN not in str(error.value) and error.value.__suppress_context__
     assert not in_cache()
 
 
 @pytest.mark.parametrize("off", ["download", "HF_HUB_OFFLINE"])
-def test_turned_off_nothing_is_asked(
-    server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, off: str
-) -> None:
-    server.push(ID, files)
+def test_turned_off_nothing_is_asked(pushed: HubServer, monkeypatch: pytest.MonkeyPatch, off: str) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", off == "HF_HUB_OFFLINE")
     with pytest.raises(HubError, match=f"'{ID}' at 'main' is not in the cache"):
         fetch(ID, None, download=off != "download")
-    assert not server.requests
+    assert not pushed.requests
 
 
-def test_no_network(
-    server: HubServer, files: dict[str, bytes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.push(ID, files)
+def test_no_network(pushed: HubServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = fetch(ID, None)
-    server.close()
+    pushed.close()
     secret = f"http://user:{TOKEN}@127.0.0.1:1"
-    for endpoint in (server.endpoint, secret):
+    for endpoint in (pushed.endpoint, secret):
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         with pytest.raises(HubError, match=r"'owner/other' cannot be downloaded now \(\w+\)") as error:
             fetch("owner/other", None)
@@ -223,12 +210,9 @@ def test_no_network(
 
 
 @pytest.mark.parametrize("status", [408, 429, 503])
-def test_a_hub_that_has_no_time(
-    server: HubServer, files: dict[str, bytes], caplog: pytest.LogCaptureFixture, status: int
-) -> None:
-    server.push(ID, files)
+def test_a_hub_that_has_no_time(pushed: HubServer, caplog: pytest.LogCaptureFixture, status: int) -> None:
     folder = fetch(ID, None)
-    server.faults.status = {"api": (status, "")}
+    pushed.faults.status = {"api": (status, "")}
     with pytest.raises(HubError, match=f"'owner/other' cannot be downloaded now .HTTP {status}"):
         fetch("owner/other", None)
     with caplog.at_level(logging.WARNING):
@@ -289,13 +273,12 @@ def test_a_repository_without_the_files_costs_no_weights(
 
 
 def test_an_index_that_is_too_large_is_not_downloaded(
-    server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    pushed: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "MOST_VOCABULARY_BYTES", len(files["model_index.json"]) - 1)
-    server.push(ID, files)
     with pytest.raises(BadFolder, match=f"'{ID}' has no model_index.json"):
         fetch(ID, None)
-    assert {request.path for request in server.gets()} == {"api"}
+    assert {request.path for request in pushed.gets()} == {"api"}
 
 
 # --- interrupted, cut off, damaged ------------------------------------------------------------------------------------
@@ -334,25 +317,23 @@ def test_an_interrupt_ends_the_download_at_once(
 
 @pytest.mark.parametrize("times", [1, 99])
 def test_an_answer_that_ends_early(
-    server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, times: int
+    pushed: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    server.push(ID, files)
     monkeypatch.setattr(file_download.time, "sleep", lambda _s: None)  # between the library's own attempts
-    server.faults.cut = {DENOISER: times}
+    pushed.faults.cut = {DENOISER: times}
     with suppress(HubError) if times == 1 else pytest.raises(HubError):  # newer versions go on by themselves
         fetch(ID, None)
     assert times == 1 or not in_cache()
-    server.faults.cut = {}
+    pushed.faults.cut = {}
     assert files_of(fetch(ID, None)) == files and in_cache()
 
 
-def test_other_bytes_than_the_checksum_promises(server: HubServer, files: dict[str, bytes]) -> None:
+def test_other_bytes_than_the_checksum_promises(pushed: HubServer, files: dict[str, bytes]) -> None:
     path = next(name for name in files if name.startswith("transformer/") and name.endswith(".safetensors"))
-    server.push(ID, files)
-    server.faults.corrupt = {path}
+    pushed.faults.corrupt = {path}
     with pytest.raises(HubError, match=f"{Path(path).name} has other bytes.*deleted. Run it again"):
         fetch(ID, None)
-    server.faults.corrupt = set()
+    pushed.faults.corrupt = set()
     assert files_of(fetch(ID, None)) == files
 
 
@@ -361,11 +342,10 @@ def test_other_bytes_than_the_checksum_promises(server: HubServer, files: dict[s
     "file", [DENOISER, "model_index.json", "tokenizer/spiece.model", "transformer/config.json", "vae/config.json"]
 )
 def test_a_damaged_copy_is_refused_and_fetched_again(
-    server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, file: str, links: bool
+    pushed: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, file: str, links: bool
 ) -> None:
     if not links:  # Windows without developer mode
         monkeypatch.setattr(file_download, "are_symlinks_supported", lambda _path=None: False)
-    server.push(ID, files)
     damaged = fetch(ID, None) / file
     assert damaged.is_symlink() == links
     for damage in (
@@ -376,23 +356,19 @@ def test_a_damaged_copy_is_refused_and_fetched_again(
         damage()
         with pytest.raises(BadFolder):
             fetch(ID, None, download=False)
-        server.requests.clear()
+        pushed.requests.clear()
         assert files_of(fetch(ID, None)) == files
-        assert {request.path for request in server.gets()} <= {"api", file}
+        assert {request.path for request in pushed.gets()} <= {"api", file}
 
 
-def test_no_space_is_said_before_weights_are_fetched(
-    server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.push(ID, files)
+def test_no_space_is_said_before_weights_are_fetched(pushed: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda _path: SimpleNamespace(free=10_000))
     with pytest.raises(HubError, match=r"needs 0.0 GB more in .*cache, where 0.0 GB are free.*HF_HOME"):
         fetch(ID, None)
-    assert {request.path for request in server.gets()} == {"api", "model_index.json"}
+    assert {request.path for request in pushed.gets()} == {"api", "model_index.json"}
 
 
-def test_a_disk_that_gets_full(server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    server.push(ID, files)
+def test_a_disk_that_gets_full(pushed: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     write, full = file_download.http_get, OSError(errno.ENOSPC, "No space left on device")
 
     def http_get(url: str, *rest: Any, **options: Any) -> None:
