@@ -9,19 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
-import shared_models
 import torch
-from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run import previews
-from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.previews import Previews
 from comfyui_onediff_guard.pipelines.weights import components as stores
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.policy import Precision
-from diffusers import FlowMatchEulerDiscreteScheduler
+from hostile import say
 from PIL import Image
-from small_runs import SIZES, sampled
+from small_runs import SIZES, opened, sampled
 
 STEPS = 2
 CHANNELS = {"SD15": 4, "Wan21": 16, "Wan22": 48}  # of latents for which a ComfyUI has factors
@@ -32,18 +28,14 @@ def of_the_host(kind: str) -> Callable[[torch.Tensor], Any] | None:
     return partial(previews.picture, factors=factors) if kind in CHANNELS else None
 
 
-def opened(folder: Path) -> PipelineHandle:
-    stores._STORES.clear()
-    options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
-    return load(folder, family_of(folder), precision=Precision.FP32, **options)
-
-
 @pytest.mark.parametrize("model", SIZES)
-def test_each_step_is_shown_and_the_last_is_what_the_run_returns(
-    model: str, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+def test_each_step_is_shown_nothing_is_loaded_for_it_and_the_last_is_what_the_run_returns(
+    model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handle = opened(model_folder(model))
+    stores._STORES.clear()
+    handle = opened(model)
     expected, _ = sampled(handle, model)
+    loaded = handle.store.loaded()
     shown: list[Image.Image] = []
     watched: list[torch.Tensor] = []
     watch = previews.watch_predictions
@@ -53,7 +45,7 @@ def test_each_step_is_shown_and_the_last_is_what_the_run_returns(
 
     monkeypatch.setattr(previews, "watch_predictions", listening)
     latents, _ = sampled(handle, model, previews=Previews(shown.append, of_the_host))
-    assert torch.equal(latents, expected)
+    assert torch.equal(latents, expected) and handle.store.loaded() == loaded
     if model == "cogview3":
         assert not shown, "no factors are published"
         return
@@ -63,15 +55,7 @@ def test_each_step_is_shown_and_the_last_is_what_the_run_returns(
     assert torch.allclose(finished, latents, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("model", SIZES)
-def test_a_preview_loads_nothing(model: str, model_folder: Callable[..., Path]) -> None:
-    plain, previewed = opened(model_folder(model)), opened(model_folder(model))
-    sampled(plain, model)
-    sampled(previewed, model, previews=Previews([].append, of_the_host))
-    assert previewed.store.loaded() == plain.store.loaded()
-
-
-def test_a_small_decoder_of_the_hosts_takes_the_place_of_the_colours(model_folder: Callable[..., Path]) -> None:
+def test_a_small_decoder_of_the_hosts_takes_the_place_of_the_colours() -> None:
     asked: list[str] = []
     shown: list[Any] = []
 
@@ -79,7 +63,7 @@ def test_a_small_decoder_of_the_hosts_takes_the_place_of_the_colours(model_folde
         asked.append(kind)
         return lambda latents: tuple(latents.shape)
 
-    handle = opened(model_folder("svd"))
+    handle = opened("svd")
     latents, _ = sampled(handle, "svd", previews=Previews(shown.append, decoder))
     assert asked == ["SD15"] and shown == [tuple(latents.shape[1:])] * STEPS
 
@@ -103,13 +87,9 @@ BROKEN = (
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_run_goes_on_where_previews_do_not_work(
-    when: str,
-    error: Exception,
-    model_folder: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    when: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handle = opened(model_folder("2b"))
+    handle = opened("2b")
     expected, _ = sampled(handle, "2b")
     shown: list[Any] = []
 
@@ -128,14 +108,14 @@ def test_a_run_goes_on_where_previews_do_not_work(
     ], "said once"
 
 
-def test_an_interrupt_that_a_preview_raises_ends_the_run(model_folder: Callable[..., Path]) -> None:
+def test_an_interrupt_that_a_preview_raises_ends_the_run() -> None:
     """ComfyUI raises it where it is shown a picture."""
 
     def interrupted(_: Any) -> None:
         raise InterruptProcessingException
 
     with pytest.raises(InterruptProcessingException):
-        sampled(opened(model_folder("2b")), "2b", previews=Previews(interrupted))
+        sampled(opened("2b"), "2b", previews=Previews(interrupted))
 
 
 @pytest.mark.parametrize("level", [-1.0, 0.0, 1.0], ids=["black", "grey", "white"])
@@ -152,20 +132,11 @@ def test_colours_are_mixed_by_the_factors(level: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "CogVideoXDDIMScheduler",
-        "CogVideoXDPMScheduler",
-        "EulerDiscreteScheduler",
-        "FlowMatchEulerDiscreteScheduler",
-        "UniPCMultistepScheduler",
-    ],
+    "name", ["CogVideoXDDIM", "CogVideoXDPM", "EulerDiscrete", "FlowMatchEulerDiscrete", "UniPCMultistep"]
 )
 def test_every_scheduler_ends_at_what_it_predicts_last(name: str) -> None:
-    import diffusers
-
     draw, seen = torch.Generator().manual_seed(0), []
-    scheduler = getattr(diffusers, name)()
+    scheduler = getattr(diffusers, f"{name}Scheduler")()
     scheduler.set_timesteps(4)
     previews.watch_predictions(scheduler, lambda finished: seen.append(finished()))
     latents, before, earlier = torch.randn(1, 4, 8, 8, generator=draw), None, None
@@ -180,25 +151,22 @@ def test_every_scheduler_ends_at_what_it_predicts_last(name: str) -> None:
 
 def with_flow_scheduler(folder: Path, **settings: Any) -> Path:
     """A folder with diffusers' FlowMatchEulerDiscreteScheduler, made from the one that it had: its settings stay."""
-    config, index = folder / "scheduler" / "scheduler_config.json", folder / "model_index.json"
+    config = folder / "scheduler" / "scheduler_config.json"
     kept = json.loads(config.read_text(encoding="utf-8")) | settings
-    made = FlowMatchEulerDiscreteScheduler.from_config(kept)
-    made.save_pretrained(config.parent)
-    named = json.loads(index.read_text(encoding="utf-8")) | {"scheduler": ["diffusers", type(made).__name__]}
-    index.write_text(json.dumps(named), encoding="utf-8")
+    diffusers.FlowMatchEulerDiscreteScheduler.from_config(kept).save_pretrained(config.parent)
+    say(folder / "model_index.json", scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"])
     return folder
 
 
-def test_a_scheduler_with_another_ones_settings_is_previewed(model_folder: Any, tmp_path: Path) -> None:
+def test_a_scheduler_with_another_ones_settings_is_previewed(copy: Callable[[str], Path]) -> None:
     shown: list[Any] = []
-    handle = opened(with_flow_scheduler(shared_models.copied(model_folder("wan"), tmp_path / "model")))
+    handle = opened(with_flow_scheduler(copy("wan")))
     expected, _ = sampled(handle, "wan")
     latents, _ = sampled(handle, "wan", previews=Previews(shown.append, of_the_host))
     assert torch.equal(latents, expected) and len(shown) == STEPS
 
 
-def test_a_scheduler_that_draws_noise_draws_it_by_the_seed(model_folder: Any, tmp_path: Path) -> None:
-    folder = shared_models.copied(model_folder("wan"), tmp_path / "model")
-    handle = opened(with_flow_scheduler(folder, stochastic_sampling=True))
+def test_a_scheduler_that_draws_noise_draws_it_by_the_seed(copy: Callable[[str], Path]) -> None:
+    handle = opened(with_flow_scheduler(copy("wan"), stochastic_sampling=True))
     found = [sampled(handle, "wan", steps=3, seed=seed)[0] for seed in (1, 1, 2)]
     assert torch.equal(*found[:2]) and not torch.equal(*found[1:])
