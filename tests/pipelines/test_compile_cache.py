@@ -26,17 +26,18 @@ from comfyui_onediff_guard.precision import machine
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.policy import Component
 from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
+from small_runs import opened
 from torch._dynamo.utils import counters
 
 
 @pytest.fixture
-def pipeline(model_folder, open_pipeline, tmp_path, monkeypatch):
+def pipeline(tmp_path, monkeypatch):
     monkeypatch.setenv(LIMIT_VARIABLE, "2")
     monkeypatch.delenv(INDUCTOR, raising=False)
     monkeypatch.delenv(TRITON, raising=False)
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"artifacts", None))
-    handle = open_pipeline(model_folder("2b"))
-    return replace(handle, backend=BackendChoice("inductor", "as you chose"), compiled=tmp_path / "compiled")
+    handle = opened("2b", compiled=tmp_path / "compiled")
+    return replace(handle, backend=BackendChoice("inductor", "as you chose"))
 
 
 @pytest.mark.parametrize(
@@ -172,21 +173,7 @@ def test_what_torch_exported_itself_is_put_back(pipeline, monkeypatch):
     assert (os.environ[INDUCTOR], os.environ[TRITON]) == own
 
 
-def of_another_user(file):
-    if os.name != "posix" or os.geteuid() != 0:
-        pytest.skip("only root can give files away")
-    os.chown(file, 65534, 65534)
-
-
-def others_can_write(file):
-    file.chmod(0o666)
-
-
-def its_group_can_write(file):
-    file.chmod(0o620)
-
-
-@pytest.mark.parametrize("harm", [of_another_user, others_can_write, its_group_can_write])
+@pytest.mark.parametrize("harm", ["is another user's", 0o666, 0o620])  # others can write, its group can
 @pytest.mark.parametrize("taken", ["kept", "exported", "exported for Triton", "the default"])
 def test_where_another_user_could_have_put_code_nothing_is_loaded(pipeline, monkeypatch, tmp_path, harm, taken):
     """Deep in a folder that is ours, that was exported, or that inductor takes by itself where nothing is kept."""
@@ -200,7 +187,12 @@ def test_where_another_user_could_have_put_code_nothing_is_loaded(pipeline, monk
     elif taken != "kept":
         monkeypatch.setenv(INDUCTOR if taken == "exported" else TRITON, str(shared))
     before = {variable: os.environ.get(variable) for variable in (INDUCTOR, TRITON)}
-    harm(shared / "ab" / "kernel.so")
+    if isinstance(harm, int):
+        (shared / "ab" / "kernel.so").chmod(harm)
+    elif os.name != "posix" or os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    else:
+        os.chown(shared / "ab" / "kernel.so", 65534, 65534)
     report, folder, triton, found = run(pipeline)
     assert found == set() and str(shared) not in (str(folder), triton) and not folder.exists()
     assert "another user" in report.notes[-1]
