@@ -4,8 +4,6 @@ be lost. What is copied is counted on the second device, in devices/on_it/host_c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +12,10 @@ from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights import placement
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement, has_own_memory, move, tensors_of
-from test_step_cache_runs import opened, run
+from small_runs import opened
+from test_step_cache_runs import run
 from torch import nn
 
-Folder = Callable[..., Path]
 HOST = torch.device("cpu")
 
 
@@ -78,13 +76,10 @@ class Watched(PlainPlacement):
         ("2b", "int8", "none"),
     ],
 )
-def test_no_run_changes_a_weight(
-    model_folder: Folder, monkeypatch: pytest.MonkeyPatch, model: str, precision: str, overflow: str, inference: bool
-) -> None:
-    folder = model_folder(model, overflow) if overflow != "none" else model_folder(model)
+def test_no_run_changes_a_weight(model: str, precision: str, overflow: str, inference: bool) -> None:
     with torch.inference_mode(inference):
         stores._STORES.clear()
-        handle = opened(folder, precision, offload="model")
+        handle = opened(model, "model", precision, overflow)
         handle.store.placement = watched = Watched()
         decode(handle, run(handle, model, steps=2)[0])
     assert {name for name, *_ in watched.seen} == {*handle.store.model.weights}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,8 @@ import torch
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.guard import StageGuard
 from host_reads import HostReads
-from test_step_cache_runs import MODELS, WIDE, opened, run
+from small_runs import opened
+from test_step_cache_runs import MODELS, WIDE, run
 
 SCHEDULERS = [("2b", "DDIM"), ("2b", "DPM")]
 CASES = [
@@ -23,14 +22,10 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "more", "inference"), [*CASES, ("2b", {}, True), ("wan", {}, True)])
 def test_a_run_with_a_step_cache_reads_no_more_than_one_without(
-    model_folder: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    model: str,
-    more: dict[str, Any],
-    inference: bool,
+    monkeypatch: pytest.MonkeyPatch, model: str, more: dict[str, Any], inference: bool
 ) -> None:
     """Of tensors that come from what the denoiser is given, and of the timesteps. inference: as ComfyUI runs nodes."""
-    handle, reads = opened(model_folder(model)), HostReads()
+    handle, reads = opened(model), HostReads()
     run(handle, model, steps=1)  # its prompts are encoded once
     call = StageGuard.__call__
 
