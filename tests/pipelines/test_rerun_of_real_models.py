@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from small_runs import opened
 
 
-@pytest.fixture
-def component(model_folder, open_pipeline):
-    """component(name, dtype) → (module in half, a float32 copy of it)."""
-
-    def load(name, dtype, variant="5b"):
-        module = open_pipeline(model_folder(variant), dtype).store.module(name, dtype)
-        return module, copy.deepcopy(module).float()
-
-    return load
+def component(name, dtype, variant="5b") -> Any:
+    """The module in half, and a float32 copy of it."""
+    module = opened(variant, precision=dtype).store.module(name, dtype)
+    return module, copy.deepcopy(module).float()
 
 
 def hooks(module):
@@ -35,7 +32,7 @@ def assert_bit_equal(found, expected, module, dtype, before=None):
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("variant", ["2b", "5b", "1.5"])
-def test_denoiser(component, dtype, variant):
+def test_denoiser(dtype, variant):
     module, reference = component("transformer", dtype, variant)
     torch.manual_seed(1)
     config, frames = module.config, 4
@@ -46,17 +43,14 @@ def test_denoiser(component, dtype, variant):
     }
     if config.use_rotary_positional_embeddings:
         positions = (frames // (config.patch_size_t or 1)) * 3 * 4
-        call["image_rotary_emb"] = (
-            torch.rand(positions, config.attention_head_dim),
-            torch.rand(positions, config.attention_head_dim),
-        )
+        call["image_rotary_emb"] = tuple(torch.rand(2, positions, config.attention_head_dim))
     upcast = {k: v.float() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in call.items()}
     with torch.no_grad():
         assert_bit_equal(run_in_fp32(module, **call).sample, reference(**upcast).sample, module, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_text_encoder_whose_wo_is_in_fp32(component, dtype):
+def test_text_encoder_whose_wo_is_in_fp32(dtype):
     module, reference = component("text_encoder", dtype)
     tokens, before = torch.randint(0, 50, (1, 20)), hooks(module)
     with torch.no_grad():
@@ -65,7 +59,7 @@ def test_text_encoder_whose_wo_is_in_fp32(component, dtype):
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("mode", ["whole", "tiled", "sliced"])
-def test_vae(component, dtype, mode):
+def test_vae(dtype, mode):
     module, reference = component("vae", dtype)
     for vae in (module, reference):
         vae.use_tiling, vae.use_slicing = mode == "tiled", mode == "sliced"

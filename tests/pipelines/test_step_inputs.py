@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.insight.vram_estimate import PUBLISHED
-from comfyui_onediff_guard.pipelines.models.folder import family_of
-from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
-from comfyui_onediff_guard.pipelines.run.pictures import fitted
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.activations import counting
-from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.shallow_copy import reporting, with_forward
+from small_runs import opened, start_of
 from torch.utils import _pytree as pytree
 
 Shapes = dict[str, list[tuple[int, ...]]]
@@ -39,10 +35,8 @@ SIZES = {
 @pytest.mark.parametrize(
     ("variant", "size"), [pytest.param(v, size, id=f"{v}-{size}") for v, sizes in SIZES.items() for size in sizes]
 )
-def test_a_step_is_given_what_the_family_says(
-    model_folder: Callable[..., Path], variant: str, size: tuple[int, int, int]
-) -> None:
-    handle = opened(model_folder(variant))
+def test_a_step_is_given_what_the_family_says(variant: str, size: tuple[int, int, int]) -> None:
+    handle = opened(variant)
     family, model = handle.family, handle.store.model
     calls, latents = sampled(handle, *size)
     shape = family.layout.latents_shape(model.vae_config, *size)
@@ -69,11 +63,6 @@ def test_a_published_denoiser_takes_it_and_puts_out_what_is_to_be_decoded(name: 
     assert output.numel() == made * channels >= len(output) * torch.Size(shape).numel(), "1.5's is padded"
 
 
-def opened(folder: Path) -> PipelineHandle:
-    options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
-    return load(folder, family_of(folder), precision=Precision.FP32, **options)
-
-
 def sampled(
     handle: PipelineHandle, width: int, height: int, frames: int
 ) -> tuple[Mapping[str, list[dict[str, Any]]], torch.Tensor]:
@@ -91,9 +80,7 @@ def sampled(
     family, config = handle.family, handle.store.model.denoiser_config
     rule = family.prompt
     embeddings = torch.zeros(1, rule.tokens(config), rule.channels(config)) if rule else None
-    start: dict[str, Any] = {}
-    if family.takes_image:
-        start["image"] = fitted(torch.rand(1, 64, 96, 3), width, height, "crop")[0]
+    start = start_of(handle, width, height)
     settings = SampleSettings(width, height, steps=2, seed=3, frames=frames, guidance_scale=5.0)
     latents, _ = sample(handle, embeddings, embeddings, settings, **start, denoiser=recording)
     assert {*calls} == {*family.denoisers}
