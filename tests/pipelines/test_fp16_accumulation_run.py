@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shared_models
+import small_runs
 import torch
-from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run import handle as handles
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import accumulation as switches
 from comfyui_onediff_guard.precision import planned_layers, planned_products
 from comfyui_onediff_guard.precision.accumulation import Accumulation
@@ -25,10 +23,10 @@ from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.overrides import MAX_FP16_ERROR, parse
 from comfyui_onediff_guard.precision.planned_products import float32_product
-from comfyui_onediff_guard.precision.policy import PlanImpossible, Precision
+from comfyui_onediff_guard.precision.policy import PlanImpossible
 from fp16_sums_on_cpu import Fp16SumsOnCpu, a_card_with_fp16_sums
-from safetensors.torch import load_file, save_file
-from small_runs import sampled
+from hostile import rewrite
+from small_runs import error, sampled
 
 
 def switched_on() -> bool:
@@ -53,31 +51,27 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fp16SumsOnCpu]:
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PipelineHandle]:
     monkeypatch.setattr(handles, "verified_architecture", lambda *_: ARCHITECTURES["sm89"])
 
-    def open_in(folder: Path, accumulation: Accumulation = FP16, backend: str = "eager", **more: Any) -> PipelineHandle:
-        options: dict[str, Any] = {"offload": "none", "placement": PlainPlacement(), "profiles": tmp_path / "kept"}
-        options |= {"precision": Precision.FP16, "backend": backend, "accumulation": accumulation}
-        return load(folder, family_of(folder), **options | more)
+    def open_in(model: str | Path, accumulation: Accumulation = FP16, **more: Any) -> PipelineHandle:
+        options = {"precision": "fp16", "accumulation": accumulation, "profiles": tmp_path / "kept"}
+        return small_runs.opened(model, **options | more)
 
     return open_in
 
 
 @pytest.fixture
-def overflowing(model_folder: Callable[..., Path], tmp_path: Path) -> Path:
+def overflowing(copy: Callable[[str], Path]) -> Path:
     """The folder of a CogVideoX in which one layer's sums leave fp16's range half-way."""
-    folder = shared_models.copied(model_folder("2b"), tmp_path / "2b")
-    (file,) = (folder / "transformer").glob("*.safetensors")
-    weights = load_file(file)
-    half = weights[f"{BROKEN}.weight"].shape[1] // 2
-    weights[f"{NORM}.weight"].zero_()
-    weights[f"{NORM}.bias"].fill_(64.0)
-    weights[f"{BROKEN}.weight"][:, :half], weights[f"{BROKEN}.weight"][:, half:] = 128.0, -128.0
-    weights[f"{BROKEN.replace('to_q', 'to_out.0')}.weight"].zero_()  # or all else is small beside
-    save_file(weights, file, metadata={"format": "pt"})
+    folder = copy("2b")
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        half = weights[f"{BROKEN}.weight"].shape[1] // 2
+        weights[f"{NORM}.weight"].zero_()
+        weights[f"{NORM}.bias"].fill_(64.0)
+        weights[f"{BROKEN}.weight"][:, :half], weights[f"{BROKEN}.weight"][:, half:] = 128.0, -128.0
+        weights[f"{BROKEN.replace('to_q', 'to_out.0')}.weight"].zero_()  # or all else is small beside
+
+    rewrite(folder, "transformer", change)
     return folder
-
-
-def error(made: torch.Tensor, right: torch.Tensor) -> float:
-    return float((made - right).norm() / right.norm())
 
 
 def found_error(handle: PipelineHandle) -> float:
@@ -92,34 +86,32 @@ def told(report: Any) -> str:
 
 
 @pytest.mark.parametrize("model", ["2b", "5b-i2v", "cogview3", "wan", "svd"])
-def test_every_family(opened, model_folder, card, model: str) -> None:
-    folder = model_folder(model)
-    plain, report = sampled(opened(folder, AUTO), model)
+def test_every_family(opened, card, model: str) -> None:
+    plain, report = sampled(opened(model, AUTO), model)
     assert card.launched == 0 and report.plan.fp16_sums_reason == ""
-    handle = opened(folder)
+    handle = opened(model)
     made, report = sampled(handle, model)
     assert 0 < found_error(handle) <= MAX_FP16_ERROR and told(report).startswith("on, it changes a step by 0.")
     assert [step.outcome for step in report.steps] == ["finite"] * len(report.steps)
     assert 0 < error(made, plain) < 4 * MAX_FP16_ERROR
     before = card.launched
-    assert torch.equal(sampled(opened(folder, AUTO), model)[0], plain), "off: not a bit is otherwise"
+    assert torch.equal(sampled(opened(model, AUTO), model)[0], plain), "off: not a bit is otherwise"
     assert card.launched == before
 
 
 @pytest.mark.parametrize("half_way", [False, True])
-def test_what_leaves_fp16_is_scaled_for_such_sums_too(opened, model_folder, overflowing, card, half_way: bool) -> None:
+def test_what_leaves_fp16_is_scaled_for_such_sums_too(opened, overflowing, card, half_way: bool) -> None:
     """In a sum's end or half-way; by kernels that there are."""
-    folder = overflowing if half_way else model_folder("2b", "stream")
-    exact, _ = sampled(opened(folder, AUTO, precision=Precision.FP32), "2b", steps=4)
-    made, report = sampled(opened(folder), "2b", steps=4)
+    given = {"model": overflowing} if half_way else {"model": "2b", "overflow": "stream"}
+    exact, _ = sampled(opened(**given, accumulation=AUTO, precision="fp32"), "2b", steps=4)
+    made, report = sampled(opened(**given), "2b", steps=4)
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * 4
     assert told(report).startswith("on, ") and card.launched and error(made, exact) < 4 * MAX_FP16_ERROR
 
 
-def test_a_step_that_is_wrong_with_it_turns_it_off_and_later_runs_know(opened, model_folder, card, tmp_path) -> None:
-    folder = model_folder("svd")
-    plain, _ = sampled(opened(folder, AUTO), "svd")
-    handle = opened(folder)
+def test_a_step_that_is_wrong_with_it_turns_it_off_and_later_runs_know(opened, card, tmp_path) -> None:
+    plain, _ = sampled(opened("svd", AUTO), "svd")
+    handle = opened("svd")
     hook = handle.store.module("unet", "fp16").conv_out.register_forward_hook(
         lambda _layer, _given, made: made * 1.5 if switched_on() else None
     )
@@ -129,14 +121,14 @@ def test_a_step_that_is_wrong_with_it_turns_it_off_and_later_runs_know(opened, m
     assert parse(kept.read_text(), "it").learned.fp16_error == found_error(handle) > MAX_FP16_ERROR
     handle.store.learned.clear()  # as in another process
     launched = card.launched
-    again, report = sampled(opened(folder), "svd")
+    again, report = sampled(opened("svd"), "svd")
     hook.remove()
     assert torch.equal(again, plain) and told(report).startswith("off, ") and card.launched == launched
     assert any("from a profile" in note and told(report) in note for note in report.notes)
 
 
-def test_a_second_run_checks_nothing_nor_does_another_process(opened, model_folder, card, tmp_path: Path) -> None:
-    handle = opened(model_folder("2b"))
+def test_a_second_run_checks_nothing_nor_does_another_process(opened, card) -> None:
+    handle = opened("2b")
     sampled(handle, "2b")
     found, checked = found_error(handle), card.launched
     _, report = sampled(replace(handle, accumulation=AUTO), "2b")
@@ -145,14 +137,14 @@ def test_a_second_run_checks_nothing_nor_does_another_process(opened, model_fold
     second, _ = sampled(handle, "2b")
     launched, card.launched = card.launched - checked, 0
     handle.store.learned.clear()
-    third, _ = sampled(opened(model_folder("2b")), "2b")
+    third, _ = sampled(opened("2b"), "2b")
     assert torch.equal(third, second) and card.launched == launched
 
 
-def test_only_the_denoisers_attempt_has_the_switch(opened, model_folder, card) -> None:
+def test_only_the_denoisers_attempt_has_the_switch(opened, card) -> None:
     """ComfyUI was started with --fast fp16_accumulation, which a run on this card holds off everywhere else."""
     matmul: Any = torch.backends.cuda.matmul
-    handle = opened(model_folder("2b"))
+    handle = opened("2b")
     seen: list[bool] = []
     hook = handle.store.module("transformer", "fp16").register_forward_pre_hook(
         lambda *_: seen.append(matmul.allow_fp16_accumulation)
@@ -168,8 +160,8 @@ def test_only_the_denoisers_attempt_has_the_switch(opened, model_folder, card) -
         hook.remove()
 
 
-def test_a_step_cache_stands_around_it(opened, model_folder, card) -> None:
-    handle = replace(opened(model_folder("2b")), step_cache=CachePolicy(0.5, check_every=3))
+def test_a_step_cache_stands_around_it(opened, card) -> None:
+    handle = replace(opened("2b"), step_cache=CachePolicy(0.5, check_every=3))
     positive, negative = encode_prompts(handle, ["a red kite", "grey"])[0]
     settings = SampleSettings(96, 64, steps=12, seed=3, frames=9, guidance_scale=3.0)
     plain, before = sample(replace(handle, accumulation=AUTO), positive, negative, settings)
@@ -182,29 +174,29 @@ def test_a_step_cache_stands_around_it(opened, model_folder, card) -> None:
 # where there is nothing to gain, or nothing to gain it by
 
 
-def test_on_a_card_that_gains_nothing_not_a_bit_is_otherwise(opened, model_folder, card) -> None:
-    handle = replace(opened(model_folder("2b")), architecture=ARCHITECTURES["sm80"])
+def test_on_a_card_that_gains_nothing_not_a_bit_is_otherwise(opened, card) -> None:
+    handle = replace(opened("2b"), architecture=ARCHITECTURES["sm80"])
     made, report = sampled(handle, "2b")
     assert torch.equal(made, sampled(replace(handle, accumulation=AUTO), "2b")[0]) and card.launched == 0
     assert "fp16 accumulation off: sm80 (Ampere) multiplies no faster with it" in report.text()
 
 
-def test_a_pytorch_without_the_switch_is_named_before_anything_is_read(opened, model_folder, monkeypatch) -> None:
+def test_a_pytorch_without_the_switch_is_named_before_anything_is_read(opened, monkeypatch) -> None:
     monkeypatch.setattr(switches, "FP16_SUMS", "a switch of a newer PyTorch")
     with pytest.raises(PlanImpossible, match=rf"needs PyTorch 2\.7 .* this is {torch.__version__[:4]}.*'auto'"):
-        opened(model_folder("2b"))
-    opened(model_folder("2b"), AUTO)
+        opened("2b")
+    opened("2b", AUTO)
 
 
 # compiled
 
 
-def test_the_switch_compiles_nothing_anew(opened, model_folder, traced_alone: None) -> None:
+def test_the_switch_compiles_nothing_anew(opened, traced_alone: None) -> None:
     """Without the model of a card, under whose mode nothing compiles."""
     torch._dynamo.reset()
-    handle = opened(model_folder("2b"), backend="inductor")
+    handle = opened("2b", backend="inductor")
     handle.store.learned.clear()
-    plain, _ = sampled(opened(model_folder("2b"), AUTO), "2b")
+    plain, _ = sampled(opened("2b", AUTO), "2b")
     made, report = sampled(handle, "2b")
     assert report.backend == "inductor" and report.graphs == 1, report.text()
     assert found_error(handle) == 0 and error(made, plain) < 0.01
@@ -213,11 +205,11 @@ def test_the_switch_compiles_nothing_anew(opened, model_folder, traced_alone: No
     torch._dynamo.reset()
 
 
-def test_backends_that_multiply_in_their_own_way_are_left_alone(opened, model_folder, card, monkeypatch) -> None:
+def test_backends_that_multiply_in_their_own_way_are_left_alone(opened, card, monkeypatch) -> None:
     from comfyui_onediff_guard.pipelines.compile import backends
 
     monkeypatch.setattr(backends, "_compile", lambda block, *_: block)
-    handle = replace(opened(model_folder("2b")), backend=backends.BackendChoice("nexfort", "as you chose"))
+    handle = replace(opened("2b"), backend=backends.BackendChoice("nexfort", "as you chose"))
     _, report = sampled(handle, "2b")
     assert card.launched == 0
     assert "fp16 accumulation in the transformer: nothing, since nexfort multiplies in its own way" in report.text()
