@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,11 +52,11 @@ def test_halves_of_guidance_are_the_whole_call_with_as_many_tokens_as_prompts(to
 @pytest.mark.parametrize("order", [(False, True), (True, False), (False, False, True, True)])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_run_has_no_shell_of_one_that_shared_its_calls_otherwise(
-    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, order: tuple[bool, ...], size: int
+    monkeypatch: pytest.MonkeyPatch, order: tuple[bool, ...], size: int
 ) -> None:
     monkeypatch.setattr(backends, "_compile", lambda block, *_: block)  # which shell is called, is asked here
     monkeypatch.setattr(ProcessGroup, "part", lambda ranks, size: ProcessGroup(ranks.rank % size, size))
-    handle = opened(model_folder("2b"), "none", "bf16", backend="inductor", ranks=ProcessGroup(0, size))
+    handle = opened("2b", "none", "bf16", backend="inductor", ranks=ProcessGroup(0, size))
     for guided in order:
         stage = shared(handle, guided=guided)
         run = CompiledRun(RunContext(handle, stage.plan, stage.report, guided=guided))
@@ -67,10 +65,10 @@ def test_a_run_has_no_shell_of_one_that_shared_its_calls_otherwise(
         assert split_of(made.run) == split_of(stage.module) == ((by,) if by > 1 else ())
 
 
-def test_what_a_shared_call_takes_is_counted(model_folder: Callable[..., Path]) -> None:
+def test_what_a_shared_call_takes_is_counted() -> None:
     taken: list[int] = []
     for ranks in (1, 2, 4):
-        handle = opened(model_folder("2b"), "none", "bf16", ranks=ProcessGroup(0, ranks))
+        handle = opened("2b", "none", "bf16", ranks=ProcessGroup(0, ranks))
         stage = shared(handle, guided=False)
         inputs = handle.family.step_inputs(handle.store.model.denoiser_config, (1, 16, 3, 8, 12), {})
         taken.append(estimate_activation_bytes(DenoiserSetup(stage, inputs | {"return_dict": False})))
@@ -78,11 +76,9 @@ def test_what_a_shared_call_takes_is_counted(model_folder: Callable[..., Path]) 
     assert taken[0] > taken[1] > taken[2] > 0
 
 
-def test_a_kernel_that_would_see_no_other_ranks_tokens_is_refused(
-    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_would_see_no_other_ranks_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", "flash")
-    handle = opened(model_folder("2b"), "none", "bf16", ranks=ProcessGroup(0, 2))
+    handle = opened("2b", "none", "bf16", ranks=ProcessGroup(0, 2))
     assert shared(handle, guided=True).shared_by == 1
     with pytest.raises(PlanImpossible, match=r"DIFFUSERS_ATTN_BACKEND is flash\. Leave it unset"):
         shared(handle, guided=False)
