@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.handle import load
-from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.policy import Precision
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from small_runs import opened, start_of
 from tiers import drawn
 
 STAGES = {  # (model, stage) → the component, and the part of it that runs
@@ -35,21 +30,15 @@ SIZES = {"5b-i2v": (96, 64, 9), "cogview4": (64, 64, 1), "svd": (64, 64, 2), "wa
 HEALTH = {"suppress_health_check": list(HealthCheck), "max_examples": drawn(6, 2), "derandomize": True}
 
 
-def opened(folder, precision):
-    options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
-    return load(folder, family_of(folder), precision=Precision(precision), **options)
-
-
 def run(handle, model):
     """(frames, {stage: its report})"""
     width, height, frames = SIZES[model]
     reports, positive, negative = {}, None, None
     if handle.family.prompt:
         (positive, negative), reports["text_encoder"] = encode_prompts(handle, ["a red kite", "grey"])
-    image = torch.rand(1, 64, 96, 3, generator=torch.Generator().manual_seed(2))
-    start = {"image": fitted(image, width, height, "crop")[0]} if handle.family.takes_image else {}
     guidance = 5.0 if handle.family.prompt else None
     sampling = SampleSettings(width, height, steps=2, seed=3, frames=frames, guidance_scale=guidance)
+    start = start_of(handle, width, height)
     latents, reports["denoiser"] = sample(handle, positive, negative, sampling, **start)
     reports |= {report.plan.component.value: report for report in reports["denoiser"].before}
     pixels, reports["vae_decode"] = decode(handle, latents)
@@ -82,9 +71,9 @@ def broken(layer, first_call):
 @pytest.mark.parametrize(("model", "stage"), STAGES)
 @settings(**HEALTH)
 @given(data=st.data())
-def test_a_fault_in_any_layer_of_any_stage(model_folder, model, stage, data):
+def test_a_fault_in_any_layer_of_any_stage(model, stage, data):
     component, part = STAGES[model, stage]
-    handle = opened(model_folder(model), "bf16")
+    handle = opened(model, precision="bf16")
     healthy, _ = run(handle, model)
     handle.store.prompts.clear()  # so that the text encoder runs again
     owner = handle.store.module(component, "bf16").get_submodule(part)
@@ -101,7 +90,7 @@ def test_a_fault_in_any_layer_of_any_stage(model_folder, model, stage, data):
     others = [report for other, report in reports.items() if other != stage]
     assert not [step for report in others for step in report.steps if step.outcome != "finite"]
     assert torch.isfinite(frames).all()
-    exact, _ = run(opened(model_folder(model), "fp32"), model)
+    exact, _ = run(opened(model), model)
     assert distance(frames, exact) < 4 * distance(healthy, exact)  # small random models are that sensitive to rounding
     for name, layer in layers.items():
         assert {key: value for key, value in vars(layer).items() if not key.startswith("_")} == {
