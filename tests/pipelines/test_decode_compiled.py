@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile import auto_compile
 from comfyui_onediff_guard.pipelines.compile.backends import EAGER, BackendChoice
-from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
-from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.policy import Precision
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.precision.report import RunReport
 from onediff.infer_compiler.backends import registry
+from small_runs import opened
 
 LATENTS = {  # latents, and how they are decoded
     "svd": ((7, 4, 8, 8), {"chunk": 3}),
@@ -35,11 +32,6 @@ ALIKE = {  # calls that are, of all: the last chunk, or the first ones, are of a
 pytestmark = pytest.mark.usefixtures("traced_alone")
 
 
-def opened(folder: Path, precision: str = "fp32", backend: str = "inductor") -> PipelineHandle:
-    options: dict[str, Any] = {"offload": "none", "placement": PlainPlacement()}
-    return load(folder, family_of(folder), precision=Precision(precision), backend=backend, **options)
-
-
 def run(
     handle: PipelineHandle, model: str, seed: int = 0, *, larger: bool = False, **how: Any
 ) -> tuple[torch.Tensor, RunReport]:
@@ -51,9 +43,9 @@ def run(
 
 @pytest.mark.parametrize("model", LATENTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_calls_that_are_alike_share_one_graph(model_folder: Any, model: str, precision: str) -> None:
+def test_the_calls_that_are_alike_share_one_graph(model: str, precision: str) -> None:
     """Traced by dynamo and run as it is, the result has the same bits."""
-    handle = opened(model_folder(model), precision)
+    handle = opened(model, precision=precision)
     plain, eager = run(handle, model, backend=EAGER)
     assert (eager.backend, eager.graphs) == (EAGER, None)
     pixels, report = run(handle, model, backend="inductor")
@@ -65,8 +57,8 @@ def test_the_calls_that_are_alike_share_one_graph(model_folder: Any, model: str,
     assert torch.equal(run(handle, model, backend=EAGER)[0], plain), "nothing is left in the VAE"
 
 
-def test_tiles_of_one_size_share_a_graph_and_ragged_ones_run_as_they_are(model_folder: Any) -> None:
-    handle = opened(model_folder("cogview3"))
+def test_tiles_of_one_size_share_a_graph_and_ragged_ones_run_as_they_are() -> None:
+    handle = opened("cogview3")
     latents = torch.randn(1, 16, 20, 20, generator=torch.Generator().manual_seed(0))
     plain, _ = decode(handle, latents, tiling=True, backend=EAGER)
     pixels, report = decode(handle, latents, tiling=True, backend="inductor")
@@ -75,10 +67,10 @@ def test_tiles_of_one_size_share_a_graph_and_ragged_ones_run_as_they_are(model_f
 
 
 def test_a_call_that_fails_is_computed_again_by_the_original_and_compiles_nothing(
-    model_folder: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What was compiled puts out NaN in one call: the result has the bits of a decode whose call failed uncompiled."""
-    handle = opened(model_folder("2b"), "bf16")
+    handle = opened("2b", precision="bf16")
     monkeypatch.setitem(registry._BACKENDS, "inductor", broken_in(1))
     torch.compiler.reset()
     pixels, report = run(handle, "2b", backend="inductor")
@@ -106,10 +98,8 @@ def broken_in(failing: int | None) -> Any:
     return compile_block
 
 
-def test_where_memory_runs_out_in_compiled_code_fewer_are_decoded_at_once(
-    model_folder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    handle, (shape, _) = opened(model_folder("svd")), LATENTS["svd"]
+def test_where_memory_runs_out_in_compiled_code_fewer_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, (shape, _) = opened("svd"), LATENTS["svd"]
     latents = torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
     def compile_block(module: torch.nn.Module, *, options: Any) -> Any:
@@ -131,11 +121,11 @@ def test_where_memory_runs_out_in_compiled_code_fewer_are_decoded_at_once(
 
 @pytest.mark.parametrize("model", ["2b", "cogview3"])
 def test_auto_compiles_a_size_once_its_eager_calls_took_as_long_as_a_compile(
-    model_folder: Any, model: str, monkeypatch: pytest.MonkeyPatch
+    model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auto_compile, "_eager_seconds", {})
     auto = BackendChoice("inductor", "auto: first choice", automatic=True)
-    handle = replace(opened(model_folder(model)), backend=auto)
+    handle = replace(opened(model), backend=auto)
     plain, first = run(handle, model)
     assert (first.backend, first.graphs) == (EAGER, None) and "not compiled yet" in first.backend_reason
     monkeypatch.setattr(auto_compile, "COMPILE_SECONDS", 1e-9)
@@ -157,8 +147,8 @@ def test_auto_compiles_a_size_once_its_eager_calls_took_as_long_as_a_compile(
     ],
 )
 def test_the_nodes_choice_goes_before_the_pipelines(
-    model_folder: Any, own: BackendChoice, asked: str, runs: str, monkeypatch: pytest.MonkeyPatch
+    own: BackendChoice, asked: str, runs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auto_compile, "_eager_seconds", {})
-    report = run(replace(opened(model_folder("svd")), backend=own), "svd", backend=asked)[1]
+    report = run(replace(opened("svd"), backend=own), "svd", backend=asked)[1]
     assert report.backend == runs
