@@ -80,7 +80,7 @@ def training(folder):
     return train
 
 
-def by_diffusers(model, pipeline, paths, scales, call=call):
+def by_diffusers(paths, scales, model=denoiser, pipeline=diffusers.CogVideoXPipeline, call=call):
     """The output of diffusers' own pipe.load_lora_weights and pipe.set_adapters."""
     model = copy.deepcopy(model)
     parts = {"tokenizer": None, "text_encoder": None, "vae": None, "scheduler": diffusers.CogVideoXDDIMScheduler()}
