@@ -5,23 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
 import rank_runs
+import small_runs
 import torch
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
-from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import learned_scales
 from comfyui_onediff_guard.precision.guard import RENEWED
 from comfyui_onediff_guard.precision.overrides import ALL_LAYERS_SCALED, NOTHING, PrecisionOverrides
 from comfyui_onediff_guard.precision.planned_layers import InPlannedBlock
 from lora_models import training
 from overflows import fails_in_half
-from small_runs import SIZES, opened, prompts
+from small_runs import error, opened, prompts
 from weights_apart import weights_apart
 
 CLOSE = 3e-3  # of the norm, to fp32 and to what is not compiled
@@ -45,7 +46,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[torch.Tensor, in
     )
 
     def run(handle: PipelineHandle, model: str, **more: Any) -> tuple[torch.Tensor, int, int]:
-        made, report = sampled(handle, model, before=learning.clear, **more)
+        prompts(handle)
+        learning.clear()
+        made, report = sampled(handle, model, **more)
         assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * len(report.steps)
         assert report.backend == handle.backend.name and report.learned == NOTHING
         assert report.protection == ALL_LAYERS_SCALED
@@ -54,17 +57,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[torch.Tensor, in
     return run
 
 
-def sampled(handle: PipelineHandle, model: str, before: Callable[[], None] = lambda: None, **more: Any) -> Any:
-    """Latents and report. before: called between encoding and sampling."""
-    width, height, frames = SIZES[model]
-    positive, negative = prompts(handle)
-    before()
-    settings = SampleSettings(width, height, steps=3, seed=1, frames=frames, guidance_scale=3.0)
-    return sample(handle, positive, negative, settings, **more)
-
-
-def error(made: torch.Tensor, right: torch.Tensor) -> float:
-    return float((made - right).norm() / right.norm())
+def sampled(handle: PipelineHandle, model: str, **more: Any) -> Any:
+    return small_runs.sampled(handle, model, steps=3, seed=1, **more)
 
 
 @pytest.mark.parametrize(
@@ -142,11 +136,9 @@ def test_a_step_that_fails_teaches_later_runs_nothing(run: Any, traced_alone: No
 
 @pytest.mark.parametrize("guidance", [1.0, 5.0], ids=["tokens shared", "each half by a rank"])
 def test_over_ranks(model_folder: Callable[..., Path], guidance: float) -> None:
-    cases = [
-        rank_runs.Case("2b", model_folder("2b", "stream"), "fp16", backend, steps=3, guidance=guidance)
-        for backend in ("eager", "inductor")
-    ]
-    right = rank_runs.sampled(rank_runs.Case("2b", model_folder("2b", "stream"), steps=3, guidance=guidance)).latents
+    exact = rank_runs.Case("2b", model_folder("2b", "stream"), steps=3, guidance=guidance)
+    cases = [replace(exact, precision="fp16", backend=backend) for backend in ("eager", "inductor")]
+    right = rank_runs.sampled(exact).latents
     by_rank = rank_runs.in_ranks(2, rank_runs.run_cases, cases)
     for first, second in zip(*by_rank, strict=True):
         assert torch.equal(first.latents, second.latents) and first.steps == second.steps
