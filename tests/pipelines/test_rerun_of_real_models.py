@@ -1,15 +1,20 @@
-"""The fp32 rerun on the real classes: bit-equal to module.float(), whole, tiled and sliced."""
+"""fp32 on the real classes: a rerun is bit-equal to module.float(), whole, tiled and sliced; no stage takes TF32 where
+that is asked for."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
+import shared_models
 import torch
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from device_matrix import Leg, ran
 from small_runs import opened
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def component(name, dtype, variant="5b") -> Any:
@@ -70,3 +75,30 @@ def test_vae(dtype, mode):
         video = torch.randn(1, 3, 5, 48, 64, dtype=DTYPES[dtype])
         found, expected = run_in_fp32(module.encode, video), reference.encode(video.float())
         assert_bit_equal(found.latent_dist.parameters, expected.latent_dist.parameters, module, dtype)
+
+
+PRODUCTS = {torch.ops.aten.convolution, torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm}
+LEG = Leg("fp32", "fp32", exact_fp32=True, steps=2, sizes="small")
+
+
+class Tf32(TorchDispatchMode):
+    """Counts the convolutions and products by whether they may take TF32."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: Counter[tuple[str, bool]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in PRODUCTS:
+            switch = torch.backends.cudnn if func.overloadpacket == torch.ops.aten.convolution else None
+            allowed = switch.allow_tf32 if switch else torch.get_float32_matmul_precision() != "highest"
+            self.seen[func.overloadpacket.__name__, allowed] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model", ["2b", "5b-i2v", "cogview3", "svd", "wan"])
+def test_with_exact_fp32_no_stage_takes_tf32(model):
+    with Tf32() as settings:
+        list(ran(shared_models.model_folder(model, "none"), torch.device("cpu"), LEG))
+    assert [each for each in settings.seen if each[1]] == []
+    assert settings.seen["convolution", False] and settings.seen["addmm", False]
