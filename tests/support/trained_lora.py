@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 
 
-def train_lora(folder: Path, model: Path) -> Lora:
+def train_lora(folder: Path, model: Path, layers: Sequence[str] = ("to_q",)) -> Lora:
     """folder: where it is saved. model: of diffusers, with a transformer."""
     import diffusers
     from peft import LoraConfig
@@ -19,7 +20,7 @@ def train_lora(folder: Path, model: Path) -> Lora:
     name = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))["_class_name"]
     student: Any = getattr(diffusers, name).from_pretrained(model / "transformer")
     with torch.random.fork_rng(devices=[]):
-        student.add_adapter(LoraConfig(r=2, lora_alpha=2, init_lora_weights=False, target_modules=["to_q"]))
+        student.add_adapter(LoraConfig(r=2, lora_alpha=2, init_lora_weights=False, target_modules=[*layers]))
     diffusers.CogVideoXPipeline.save_lora_weights(  # other families' do the same
         folder, transformer_lora_layers=get_peft_model_state_dict(student), weight_name="a.safetensors"
     )

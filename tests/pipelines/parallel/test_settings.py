@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from rank_runs import Case, Made, in_ranks, run_cases, sampled
-from safetensors.torch import save_file
+from small_runs import error
+from trained_lora import train_lora
 
 SIZE = 2
 MODELS = ("5b", "cogview3", "cogview4", "wan", "svd")
@@ -25,28 +25,9 @@ def case(model: str, folder: Path, **more: object) -> Case:
     return replace(Case(model, folder, size=SMALL.get(model)), **more)
 
 
-def write_lora(folder: Path, model: Path) -> Path:
-    """A LoRA of every block's attention."""
-    import diffusers
-
-    kind = json.loads((model / "transformer" / "config.json").read_text())["_class_name"]
-    network = getattr(diffusers, kind).from_pretrained(model, subfolder="transformer")
-    drawn = torch.Generator().manual_seed(5)
-    tensors = {}
-    for name, layer in network.named_modules():
-        if name.endswith(("attn1.to_q", "attn1.to_out.0")):
-            outputs, inputs = layer.weight.shape
-            tensors[f"transformer.{name}.lora_A.weight"] = torch.randn(2, inputs, generator=drawn)
-            tensors[f"transformer.{name}.lora_B.weight"] = torch.randn(outputs, 2, generator=drawn) / 8
-    file = folder / f"{model.name}.safetensors"
-    save_file(tensors, file)
-    return file
-
-
 @pytest.fixture(scope="module")
 def cases(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     """In words → a run. Guided, each of two ranks computes a half; without guidance they share the tokens."""
-    loras = tmp_path_factory.mktemp("loras")
     found: dict[str, Case] = {}
     for model in MODELS:
         folder = model_folder(model)
@@ -56,7 +37,8 @@ def cases(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
             found[f"{model} with offload {offload}"] = case(model, folder, offload=offload)
         found[f"{model} with a step cache"] = case(model, folder, cache=True, steps=CACHED)
         if model in WITH_LORA:
-            found[f"{model} with a LoRA"] = case(model, folder, lora=write_lora(loras, folder))
+            lora = train_lora(tmp_path_factory.mktemp(model), folder, ["to_q", "to_out.0"])
+            found[f"{model} with a LoRA"] = case(model, folder, lora=lora.path)
     without = [words for words in found if words.startswith(("5b", "wan"))]
     return found | {f"{words}, without guidance": replace(found[words], guidance=1.0) for words in without}
 
@@ -75,10 +57,6 @@ def of_one(words: str, found: dict[str, list[Made]]) -> Made:
     return made[0]
 
 
-def off(made: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((made - exact).norm() / exact.norm())
-
-
 GUIDED = (*((model, "") for model in MODELS), *((model, ", without guidance") for model in ("5b", "wan")))
 
 
@@ -90,7 +68,7 @@ def test_half_precision_is_as_near_as_one_process_is(
     made, asked = of_one(f"{model} in {precision}{how}", found), cases[f"{model} in {precision}{how}"]
     exact, one = sampled(replace(asked, precision="fp32")).latents, sampled(asked)
     assert {dtype for dtype, _, _ in made.steps} == {dtype for dtype, _, _ in one.steps} == {precision}
-    assert 0 < off(made.latents, exact) <= 2 * off(one.latents, exact)
+    assert 0 < error(made.latents, exact) <= 2 * error(one.latents, exact)
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
@@ -119,4 +97,4 @@ def test_all_ranks_cache_the_same_steps(
     words = f"{model} with a step cache{how}"
     made, asked = of_one(words, found), cases[words]
     assert all(each.cached == made.cached for each in found[words]) and sum(made.cached) >= 2
-    assert 0 < off(made.latents, sampled(replace(asked, cache=False)).latents) <= 0.5  # the target error
+    assert 0 < error(made.latents, sampled(replace(asked, cache=False)).latents) <= 0.5  # the target error
