@@ -5,7 +5,6 @@ So it is however they share a step: by tokens, by halves of guidance, and where 
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -16,15 +15,15 @@ import pytest
 import torch
 from comfyui_onediff_guard.precision.overrides import NOTHING
 from rank_runs import Case, Fault, Made, in_ranks, run_cases, sampled
+from small_runs import opened
 from tiers import drawn
 
 FAULTS = drawn(50, 6)
 SIZE = 2
 VALUES = (math.nan, math.nan, math.inf, -math.inf, 65504.0)
 OVERFLOWS = {("2b", "stream"): False, ("2b", "inside"): False, ("svd", "inside"): True}  # whether it teaches anything
-SHARED: dict[
-    str, tuple[tuple[str, ...], dict[str, Any]]
-] = {  # what ranks share → models, and what their runs are set to
+Shared = dict[str, tuple[tuple[str, ...], dict[str, Any]]]
+SHARED: Shared = {  # what ranks share → models, and what their runs are set to
     "tokens": (("5b",), {"guidance": 1.0}),
     "guidance": (("5b", "wan"), {}),
     "guidance and chunks of frames (Stable Video Diffusion)": (("svd",), {"size": (64, 64, 3), "chunk": 1}),
@@ -32,10 +31,7 @@ SHARED: dict[
 
 
 def layers_of(component: str, folder: Path) -> list[str]:
-    import diffusers
-
-    kind = json.loads((folder / component / "config.json").read_text())["_class_name"]
-    network = getattr(diffusers, kind).from_pretrained(folder, subfolder=component)
+    network = opened(folder).store.module(component, "fp32")
     named = [name for name, layer in network.named_modules() if [*layer.parameters(recurse=False)]]
     return sorted(name for name in named if component != "vae" or name.startswith("decoder."))
 
