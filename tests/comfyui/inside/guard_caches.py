@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
@@ -230,32 +230,6 @@ def test_a_prefix_that_each_call_makes_is_the_reruns_in_a_rerun(weight: str) -> 
     assert not difference(sampled(hot, *how, **tokens, hooks=hooks), exact) <= 2e-2 <= difference(without, exact)
     assert difference(sampled(guarded(hot), *how, **tokens, hooks=hooks), exact) <= 1e-3  # the LoRA is in fp16
     assert "2 steps, 2 recomputed in fp32" in said[-1]
-
-
-@needs(QWEN)
-@pytest.mark.parametrize(
-    ("layout", "owner", "name", "off"),
-    [
-        (QWEN, "calls.CallMemory", "_rewind", lambda *_, **__: ""),
-        (
-            replace(SENSENOVA, hot={"text_layers.0.v_proj.weight": 1e5}),
-            "runs",
-            "refining_guarded",
-            lambda model, *_: model,
-        ),
-    ],
-    ids=["puts back", "prepares again"],
-)
-def test_a_guard_that_neither_puts_back_nor_prepares_again_fails(
-    layout: Layout, owner: str, name: str, off: Callable[..., Any]
-) -> None:
-    """So the rows of these families can fail."""
-    tokens = {key: torch.ones(shape, dtype=torch.long) for key, shape in layout.ones.items()}
-    source, _, kind = owner.partition(".")
-    host = module(f"comfyui_host.{source}")
-    with patch.object(getattr(host, kind) if kind else host, name, off):
-        error = error_of(lambda: sampled(guarded(make_model(layout, hot=True)), layout, EULER, [1.0, 0.0], **tokens))
-    assert error.startswith("GuardStopped")
 
 
 def test_nan_that_a_network_keeps_where_nobody_has_it_forgotten_is_named() -> None:
