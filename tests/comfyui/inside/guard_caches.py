@@ -403,7 +403,6 @@ def _in_an_object(patcher: Any) -> None:
 
 A_PACK = """
 import cache_of_a_pack.state
-from cache_of_a_pack.state import Kept, of_all
 
 made_before = None
 
@@ -412,25 +411,17 @@ def in_a_global_variable(executor, *args, **kwargs):
     made_before = mixed(executor(*args, **kwargs), made_before)
     return made_before
 
-def in_a_modules_dict(executor, *args, **kwargs):
-    of_all["made"] = mixed(executor(*args, **kwargs), of_all.get("made"))
-    return of_all["made"]
-
 def in_another_modules_variable(executor, *args, **kwargs):
     state = cache_of_a_pack.state
     state.made = mixed(executor(*args, **kwargs), state.made)
     return state.made
-
-def in_a_class(executor, *args, **kwargs):
-    Kept.made = mixed(executor(*args, **kwargs), Kept.made)
-    return Kept.made
 
 def on_the_network(executor, *args, **kwargs):
     network = executor.class_obj
     network.made_before = mixed(executor(*args, **kwargs), getattr(network, "made_before", None))
     return network.made_before
 """
-ITS_STATE = "of_all = {}\nmade = None\nclass Kept:\n    made = None"
+ITS_STATE = "made = None"
 
 
 def _by_a_pack(name: str) -> Any:
@@ -449,7 +440,7 @@ def _by_a_pack(name: str) -> Any:
     return put
 
 
-BY_A_PACK = ("in_a_global_variable", "in_a_modules_dict", "in_another_modules_variable", "in_a_class", "on_the_network")
+BY_A_PACK = ("in_a_global_variable", "in_another_modules_variable", "on_the_network")
 
 
 @pytest.mark.parametrize("how", [{}, {"scope": "learned"}, {"precision": "fp16"}, {"inserted": True}])
