@@ -25,11 +25,6 @@ LINEAR_PAIRS = {  # two layers of which the first one's output is the second one
     "qwen_image": ("transformer_blocks.0.attn.to_v", "transformer_blocks.0.attn.to_out.0"),
     "wan": ("blocks.0.self_attn.v", "blocks.0.self_attn.o"),
 }
-RESIDUALS = {  # of a ControlNet: where they go, and their shape
-    "sd15": ("middle", (1, 64, 4, 4)),
-    "flux": ("input", (1, 16, 48)),
-    "qwen_image": ("input", (1, 16, 48)),
-}
 Made = tuple[Callable[[], Any], Any]  # gives the guarded model, where it is to run; and what that has to come to
 State = Callable[[Layout], Made]
 Around = Callable[[], AbstractContextManager[Any]]
@@ -51,8 +46,6 @@ def states(name: str) -> dict[str, tuple[State, Around]]:
         found |= {
             f"torch.compile {order}": partial(compiled, before=order == "before") for order in ("before", "after")
         }
-    if name in RESIDUALS:
-        found["ControlNet"] = partial(controlled, *RESIDUALS[name])
     if name in LINEAR_PAIRS:
         found["bf16 that fp16 does not hold"] = partial(outside_fp16, *LINEAR_PAIRS[name])
     formats = FORMATS if name == "wan" else ("float8_e4m3fn", "int8")
@@ -99,20 +92,6 @@ def compiled(layout: Layout, *, before: bool) -> Made:
     patcher = patcher.clone() if before else protected(patcher).clone()
     compile_model(patcher, backend="eager", keys=["diffusion_model"])
     return (partial(protected, patcher) if before else lambda: patcher), exact
-
-
-def controlled(place: str, shape: tuple[int, ...], layout: Layout) -> Made:
-    """Residuals in fp16, as a ControlNet in it gives them; in fp32, the same."""
-
-    def adds(dtype: torch.dtype, apply_model: Any, call: dict[str, Any]) -> torch.Tensor:
-        residual = 5 * torch.randn(shape, generator=torch.Generator().manual_seed(9)).half().to(dtype)
-        given = residual.repeat(len(call["input"]), *[1] * (len(shape) - 1))
-        return apply_model(call["input"], call["timestep"], **call["c"] | {"control": {place: [given], "output": []}})
-
-    patcher, exact = (model.clone() for model in with_its_twin(layout, hot=True))
-    patcher.set_model_unet_function_wrapper(partial(adds, torch.float16))
-    exact.set_model_unet_function_wrapper(partial(adds, torch.float32))
-    return partial(protected, patcher), exact
 
 
 def with_patches(layout: Layout) -> Made:
