@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 import torch
 from guard_beside import lora_on
 from guard_streamed import KINDS, LINEAR, SD15, with_lora
-from in_comfyui import difference, error_of, guarded, module, said, witness
+from in_comfyui import counting_loads, difference, error_of, guarded, module, said, witness
 from native_models import LAYOUTS, in_fp32, make_model, sample
 from simulated_card import CARD, DYNAMIC, HOST, MANAGEMENT, card, on_host
 
@@ -53,20 +53,6 @@ def spoil_pages(patcher: Any) -> None:
     for pins in patcher.model.dynamic_pins.values():
         for buffer in (pins["weights"][0], pins["weights-loaded"][0]):
             buffer.overwrite()
-
-
-@contextmanager
-def counting_loads() -> Iterator[list[str]]:
-    """Which models ComfyUI loads."""
-    loads: list[str] = []
-    original = MANAGEMENT.LoadedModel.model_load
-
-    def model_load(loaded: Any, *args: Any, **kwargs: Any) -> Any:
-        loads.append(type(loaded.model.model).__name__)
-        return original(loaded, *args, **kwargs)
-
-    with patch.object(MANAGEMENT.LoadedModel, "model_load", model_load):
-        yield loads
 
 
 @pytest.mark.parametrize("family", ["anima", "sensenova"])

@@ -116,6 +116,21 @@ def on(card: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def counting_loads() -> Iterator[list[str]]:
+    """Which models ComfyUI loads."""
+    loads: list[str] = []
+    loaded_model = import_module("comfy.model_management").LoadedModel
+    original = loaded_model.model_load
+
+    def model_load(loaded: Any, *args: Any, **kwargs: Any) -> Any:
+        loads.append(type(loaded.model.model).__name__)
+        return original(loaded, *args, **kwargs)
+
+    with patch.object(loaded_model, "model_load", model_load):
+        yield loads
+
+
 def error_of(call: Callable[[], Any]) -> str:
     """What it raises, "" where it does not."""
     try:
