@@ -13,12 +13,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from guard_families import CLIPS_IN_FP32_TOO, HEAD, STEPS, check_healthy, check_overflowing
+from in_comfyui import wrapped
 from native_models import LAYOUTS, Layout, in_fp32, make_model, with_its_twin
 from native_table import Cells, figures, table
 
 ARGS = import_module("comfy.cli_args").args
 MANAGEMENT = import_module("comfy.model_management")
-KINDS = import_module("comfy.patcher_extension").WrappersMP
 CACHED_STEPS, SKIPPED_STEPS = 6, {"flux": 8}  # the latter so many that EasyCache skips some
 COMPILED = ("sd15", "flux", "qwen_image", "wan")  # the others would take minutes
 Made = tuple[Any, Any]  # a model, and what its guarded runs have to come to
@@ -28,12 +28,12 @@ def with_lora(layout: Layout, *, hot: bool) -> Made:
     """The twin has the weights that ComfyUI makes of both, which it rounds to fp16."""
     patcher = lora_on(make_model(layout, hot=hot))
     MANAGEMENT.load_models_gpu([patcher])
-    return patcher, in_fp32(patcher, layout)
+    return patcher, in_fp32(patcher)
 
 
-def with_lora_as_it_goes(layout: Layout, *, hot: bool) -> Made:
+def with_lora_as_it_goes(layout: Layout, *, hot: bool, **dtypes: Any) -> Made:
     """Weights and LoRA are brought together at each layer: not rounded, where that is fp32."""
-    patcher, twin = with_its_twin(layout, hot=hot)
+    patcher, twin = with_its_twin(layout, hot=hot, **dtypes)
     return lora_on(patcher), lora_on(twin)
 
 
@@ -47,6 +47,13 @@ def lora_on(patcher: Any) -> Any:
             lora[f"{layer}.lora_up.weight"] = 0.3 * torch.randn((rows, 2), generator=generator)
             lora[f"{layer}.lora_down.weight"] = torch.randn((2, columns), generator=generator) * columns**-0.5
     return import_module("comfy.sd").load_lora_for_models(patcher, None, lora, 1.0, 0.0)[0]
+
+
+def lora_of_a_prompt(layer: str, *, inputs: int, strength: float) -> Any:
+    """Hooks by which one prompt has a LoRA of its own, on a layer with 64 outputs."""
+    down, up = (torch.randn(shape, generator=torch.Generator().manual_seed(8)) for shape in ((4, inputs), (64, 4)))
+    file = {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up}
+    return import_module("comfy.hooks").create_hook_lora(lora=file, strength_model=strength, strength_clip=0.0)
 
 
 @contextmanager
@@ -65,14 +72,17 @@ def lowvram() -> Iterator[None]:
 
 
 def compiled(layout: Layout, *, hot: bool) -> Made:
-    """By ComfyUI's own torch.compile, the block that overflows; a UNet's last part, since it calls no block as a whole.
-    The backend compiles nothing, so that it is quick and exact."""
+    """The block that overflows; a UNet's last part, since it calls no block as a whole."""
     patcher, twin = with_its_twin(layout, hot=hot)
-    compile_model: Callable[..., None] = import_module("comfy_api.torch_helpers").set_torch_compile_wrapper
-    patcher = patcher.clone()
     part = "out" if layout.block.startswith("input_blocks") else layout.block
-    compile_model(patcher, backend="eager", keys=[f"diffusion_model.{part}"])
-    return patcher, twin
+    return compiled_by_comfyui(patcher, f"diffusion_model.{part}"), twin
+
+
+def compiled_by_comfyui(patcher: Any, part: str = "diffusion_model") -> Any:
+    """The backend compiles nothing, so that it is quick and exact."""
+    clone = patcher.clone()
+    import_module("comfy_api.torch_helpers").set_torch_compile_wrapper(clone, backend="eager", keys=[part])
+    return clone
 
 
 def with_easycache(layout: Layout, *, hot: bool) -> Made:
@@ -83,10 +93,8 @@ def with_easycache(layout: Layout, *, hot: bool) -> Made:
     def copied(run: Any, x: Any, *more: Any, **named: Any) -> Any:
         return run([stream.clone() for stream in x] if isinstance(x, list) else x.clone(), *more, **named)
 
-    twin.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "copy", copied)
     node = import_module("comfy_extras.nodes_easycache").EasyCacheNode
-    patcher, twin = (node.execute(model, 0.3, 0.15, 0.95, False).args[0] for model in (patcher, twin))
-    return patcher, twin
+    return tuple(node.execute(model, 0.3, 0.15, 0.95, False).args[0] for model in (patcher, wrapped(twin, copied)))
 
 
 BESIDE: dict[str, tuple[Callable[..., Made], Callable[[], Any]]] = {
@@ -109,10 +117,9 @@ def test_a_healthy_run_is_the_same_to_the_bit_and_one_that_overflows_is_right(
     cached = beside == "EasyCache"
     steps = SKIPPED_STEPS.get(family, CACHED_STEPS) if cached else STEPS
     with around():
-        healthy = check_healthy(layout, *make(layout, hot=False), steps=steps)
-        (off, off_with_it), calls, reruns = check_overflowing(
-            layout, *make(layout, hot=True), steps=steps, bound=layout.rounds
-        )
+        healthy = check_healthy(*make(layout, hot=False), steps=steps)
+        hot = make(layout, hot=True)
+        (off, off_with_it), calls, reruns = check_overflowing(*hot, steps=steps, bound=layout.rounds)
     torch.compiler.reset()
     assert off > 2e-2 or math.isnan(off) or family in CLIPS_IN_FP32_TOO
     assert reruns >= calls > 0  # EasyCache skips some, and each step fails at first

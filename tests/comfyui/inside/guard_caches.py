@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -14,32 +15,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from guard_beside import lora_on
-from in_comfyui import difference, error_of, guarded, module, said, same
+from guard_beside import lora_of_a_prompt, lora_on
+from in_comfyui import difference, error_of, guarded, module, said, same, wrapped
 from native_layouts import IMAGE_LAYOUTS, WAN, Layout
-from native_models import LAYOUTS, SUPPORTED, in_fp32, make_model, sample
+from native_models import SUPPORTED, in_fp32, make_model, prompts, sample, with_its_twin
 from probe import facts, probed
 
-WRAPPERS = import_module("comfy.patcher_extension").WrappersMP
-HOT = {"blocks.0.ffn.0.weight": 1e5}
-CAUSAL = Layout(
-    "WAN21_CausalAR_T2V",
-    WAN | {"image_model": "wan2.1", "model_type": "t2v", "causal_ar": True},
-    latents=(1, 16, 3, 8, 8),
-    context=(1, 7, 32),
-    hot=HOT,
-    cfg=1.0,
-)
-ANIMATE = Layout(
-    "WAN_Animate2",
-    WAN | {"image_model": "wan2.1", "model_type": "animate2", "in_dim": 36},
-    latents=(1, 16, 3, 8, 8),
-    context=(1, 7, 32),
-    hot=HOT,
-    cfg=1.0,
-)
-TEXT_TO_VIDEO = Layout(
-    "WAN21_T2V", WAN | {"image_model": "wan2.1", "model_type": "t2v"}, (1, 16, 3, 8, 8), (1, 7, 32), hot=HOT
+TEXT_TO_VIDEO, CAUSAL, ANIMATE = (
+    Layout(name, WAN | {"image_model": "wan2.1"} | more, (1, 16, 3, 8, 8), "blocks.0.ffn.0", cfg=cfg)
+    for name, more, cfg in [
+        ("WAN21_T2V", {"model_type": "t2v"}, 4.0),
+        ("WAN21_CausalAR_T2V", {"model_type": "t2v", "causal_ar": True}, 1.0),
+        ("WAN_Animate2", {"model_type": "animate2", "in_dim": 36}, 1.0),
+    ]
 )
 HIDREAM, QWEN, SENSENOVA = (
     replace(IMAGE_LAYOUTS[name], cfg=1.0) for name in ("hidream_o1", "qwen_image21", "sensenova")
@@ -51,23 +39,7 @@ def needs(layout: Layout) -> pytest.MarkDecorator:
 
 
 REMEMBER = [pytest.param(layout, marks=needs(layout), id=layout.config) for layout in (HIDREAM, QWEN, SENSENOVA)]
-TOKENS = {"text_input_ids": torch.tensor([[5, 6, 7, 8, 9, 10, 11]])}
-EULER = ("euler", {})
-
-
-def sampled(
-    patcher: Any, layout: Layout, sampler: tuple[str, Any], sigmas: list[float], **conditions: Any
-) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(5)
-    noise = torch.randn(layout.latents, generator=generator)
-    text = torch.randn(layout.context, generator=generator).to(torch.bfloat16).float()  # the same in each precision
-    prompt = [[text, conditions]]
-    sampling = import_module("comfy.samplers").ksampler(*sampler), torch.tensor(sigmas)
-    given = (*sampling, prompt, prompt, torch.zeros(layout.latents))
-    with torch.inference_mode():
-        return import_module("comfy.sample").sample_custom(
-            patcher, noise, layout.cfg, *given, disable_pbar=True, seed=1
-        )
+twice = partial(sample, steps=2)
 
 
 @needs(CAUSAL)
@@ -76,9 +48,7 @@ def test_frames_after_frames_attend_to_what_the_rerun_made_of_those_before(
     hot: bool, fails: tuple[int, ...], reruns: int
 ) -> None:
     """fails: of the model's calls in half precision, those that come out infinite."""
-    how = ("ar_video", {"num_frame_per_block": 1}), [1.0, 0.6, 0.0]
-    model = make_model(CAUSAL, hot=hot)
-    calls: list[int] = []
+    model, calls = make_model(CAUSAL, hot=hot), list[int]()
 
     def spoil(_network: torch.nn.Module, _given: Any, result: torch.Tensor) -> torch.Tensor:
         if result.dtype == torch.float32:
@@ -87,24 +57,31 @@ def test_frames_after_frames_attend_to_what_the_rerun_made_of_those_before(
         return result * float("inf") if len(calls) - 1 in fails else result
 
     model.model.diffusion_model.register_forward_hook(spoil)
-    made = sampled(guarded(model), CAUSAL, *how)
+    made = frame_by_frame(guarded(model))
     assert (f", {reruns} of 9 calls recomputed in fp32." if reruns else ", all fine.") in said[-1]
     if not reruns:
-        assert torch.equal(made, sampled(make_model(CAUSAL), CAUSAL, *how))
+        assert torch.equal(made, frame_by_frame(make_model(CAUSAL)))
     # their keys and values are kept in fp16, as those of a healthy run are
-    assert difference(made, sampled(in_fp32(model, CAUSAL), CAUSAL, *how)) <= 2e-3
+    assert difference(made, frame_by_frame(in_fp32(model))) <= 2e-3
+
+
+def frame_by_frame(patcher: Any) -> torch.Tensor:
+    noise = torch.randn(CAUSAL.latents, generator=torch.Generator().manual_seed(5))
+    sampler = import_module("comfy.samplers").ksampler("ar_video", {"num_frame_per_block": 1})
+    given = (patcher, noise, CAUSAL.cfg, sampler, torch.tensor([1.0, 0.6, 0.0]), *prompts(CAUSAL), noise * 0)
+    with torch.inference_mode():
+        return import_module("comfy.sample").sample_custom(*given, disable_pbar=True, seed=1)
 
 
 @needs(HIDREAM)
 @pytest.mark.parametrize("hot", [False, True])
 def test_a_prompt_that_the_network_remembers_is_not_that_of_a_failed_call(hot: bool) -> None:
     """HiDream-O1 keeps the prompt's keys and values on itself: for later steps, and for later runs."""
-    how = EULER, [1.0, 0.7, 0.4, 0.0]
     model = make_model(HIDREAM, hot=hot)
-    expected = sampled(in_fp32(model, HIDREAM) if hot else make_model(HIDREAM), HIDREAM, *how, **TOKENS)
+    expected = sample(in_fp32(model) if hot else make_model(HIDREAM))
     behind = guarded(model)
     for _ in range(2):
-        made = sampled(behind, HIDREAM, *how, **TOKENS)
+        made = sample(behind)
         assert f"3 steps, {'3 recomputed in fp32' if hot else 'all fine'}." in said[-1]
         assert difference(made, expected) <= 1e-5 if hot else torch.equal(made, expected)
     assert len(model.model.diffusion_model._kv_cache_entries) == (0 if hot else 1)
@@ -114,23 +91,20 @@ def test_a_prompt_that_the_network_remembers_is_not_that_of_a_failed_call(hot: b
 @pytest.mark.parametrize("way", ["fp16", "bf16", "learned", "given up", "another LoRA", "probe"])
 def test_a_run_neither_takes_over_nor_leaves_what_another_one_would_compute_otherwise(way: str, layout: Layout) -> None:
     """Of the prompt: in plain fp16, in another precision, with another LoRA."""
-    how = layout, EULER, [1.0, 0.7, 0.4, 0.0]
     model, fresh = (make_model(layout, hot=way in ("probe", "learned")) for _ in range(2))
-    tokens = {name: torch.ones(shape, dtype=torch.long) for name, shape in layout.ones.items()}  # the probe's
 
     def run(patcher: Any) -> torch.Tensor:
         if way == "probe":
-            return torch.tensor(facts(probed(patcher, layout))["worst"][0]["reach"])
+            return torch.tensor(facts(probed(patcher))["worst"][0]["reach"])
         with_it = lora_on(patcher) if way == "another LoRA" else patcher
         chosen = way if "16" in way else "fp16" if way == "given up" else "inherit"
         with giving_up_at_call_2() if way == "given up" else nullcontext():
-            return sampled(guarded(with_it, precision=chosen), *how, **tokens)
+            return sample(guarded(with_it, precision=chosen))
 
-    expected = run(fresh)
-    plain = sampled(model, *how, **tokens)
+    expected, plain = run(fresh), sample(model)
     assert torch.equal(run(model), expected)
     if way != "another LoRA":
-        assert same(sampled(fresh, *how, **tokens), plain)
+        assert same(sample(fresh), plain)
 
 
 @contextmanager
@@ -155,23 +129,20 @@ def test_each_of_two_models_that_sample_together_begins_anew() -> None:
     if not hasattr(nodes, "Guider_DualModel"):
         pytest.skip("this ComfyUI samples with one model")
     main, other = (make_model(HIDREAM) for _ in range(2))
-    how = HIDREAM, EULER, [1.0, 0.7, 0.0]
-    before = sampled(other, *how, **TOKENS)
+    before = twice(other)
     for entry in other.model.diffusion_model._kv_cache_entries:
         entry["kv"] = [tuple(each * torch.nan for each in pair) for pair in entry["kv"]]
     guider = nodes.Guider_DualModel(guarded(main, precision="fp16"), other)
-    generator = torch.Generator().manual_seed(5)
-    noise = torch.randn(HIDREAM.latents, generator=generator)
-    prompt = [[torch.randn(HIDREAM.context, generator=generator), dict(TOKENS)]]
-    guider.set_conds(prompt, prompt)
+    guider.set_conds(*prompts(HIDREAM))
     guider.set_cfg(3.0)
-    sampler = import_module("comfy.samplers").ksampler("euler", {})
+    noise = torch.randn(HIDREAM.latents, generator=torch.Generator().manual_seed(5))
+    sampler, sigmas = import_module("comfy.samplers").ksampler("euler", {}), torch.tensor([1.0, 0.7, 0.0])
     with torch.inference_mode():
-        made = guider.sample(noise, noise * 0, sampler, torch.tensor(how[2]), disable_pbar=True, seed=1)
+        made = guider.sample(noise, noise * 0, sampler, sigmas, disable_pbar=True, seed=1)
     assert made.isfinite().all() and "recomputed in fp32" not in said[-1]
     for model in (main, other):
         assert len(model.model.diffusion_model._kv_cache_entries) == 0
-    assert same(sampled(other, *how, **TOKENS), before)
+    assert same(twice(other), before)
 
 
 @needs(QWEN)
@@ -179,99 +150,85 @@ def test_the_rest_of_a_run_without_its_guard_reads_nothing_that_the_guard_made()
     """Of Qwen-Image 2.1's prompt: in bf16, of a model that computes in fp16."""
     model, made_keys = make_model(QWEN), list[bool]()
     block = model.model.diffusion_model.transformer_blocks[1]
-    prompt = QWEN.context[1]
-    block.register_forward_hook(lambda _block, given, _made: made_keys.append(given[0].shape[1] == prompt))
+    block.register_forward_hook(lambda _block, given, _: made_keys.append(given[0].shape[1] == QWEN.context[1]))
     with giving_up_at_call_2():
-        sampled(guarded(model, precision="bf16"), QWEN, EULER, [1.0, 0.7, 0.4, 0.0])
+        sample(guarded(model, precision="bf16"))
     assert made_keys == [True, False, True, False, False]
 
 
 @pytest.mark.parametrize("layout", REMEMBER)
 def test_after_a_black_run_without_a_guard_a_guarded_one_is_right(layout: Layout) -> None:
     """Of the same prompt, whose keys and values are NaN by then."""
-    how = layout, EULER, [1.0, 0.7, 0.4, 0.0]
-    tokens = {name: torch.ones(shape, dtype=torch.long) for name, shape in layout.ones.items()}
     model = make_model(layout, hot=True)
-    assert sampled(model, *how, **tokens).isnan().any()
-    made = sampled(guarded(model), *how, **tokens)
-    assert difference(made, sampled(in_fp32(model, layout), *how, **tokens)) <= layout.rounds
+    assert sample(model).isnan().any()
+    assert difference(sample(guarded(model)), sample(in_fp32(model))) <= layout.rounds
 
 
 @needs(SENSENOVA)
 @pytest.mark.parametrize("trunk", [False, True])
-@pytest.mark.parametrize("weight", ["k_proj", "v_proj", "down_proj"])
-def test_a_prefix_that_half_precision_does_not_hold_is_prepared_in_fp32(weight: str, trunk: bool) -> None:
+@pytest.mark.parametrize("layer", ["k_proj", "v_proj", "down_proj"])
+def test_a_prefix_that_half_precision_does_not_hold_is_prepared_in_fp32(layer: str, trunk: bool) -> None:
     """trunk: the layers that every step calls overflow too."""
-    layout = replace(SENSENOVA, hot={f"text_layers.0.{weight}.weight": 1e5})
-    how = layout, EULER, [1.0, 0.6, 0.0]
-    tokens = {"text_input_ids": torch.tensor([[5, 6, 7, 8, 9, 10, 11]])}
-    model = make_model(layout, hot=True)
+    model = make_model(replace(SENSENOVA, hot=f"text_layers.0.{layer}"), hot=True)
     if trunk:
-        model.model.diffusion_model.layers[0].up_proj.weight.mul_(1e5)
-    plain, exact = (sampled(each, *how, **tokens) for each in (model, in_fp32(model, layout)))
+        model.model.diffusion_model.get_submodule(SENSENOVA.hot).weight.mul_(SENSENOVA.times)
+    plain, exact, made = (twice(each) for each in (model, in_fp32(model), guarded(model)))
     assert not difference(plain, exact) <= 2e-2
-    assert difference(sampled(guarded(model), *how, **tokens), exact) <= layout.rounds
+    assert difference(made, exact) <= SENSENOVA.rounds
     assert "prepared again in fp32" in said[-1]
     assert not trunk or "2 steps, 2 recomputed in fp32." in said[-1]
 
 
 @needs(SENSENOVA)
-@pytest.mark.parametrize("weight", ["text_layers.0.v_proj", "layers.0.up_proj"])
-def test_a_prefix_that_each_call_makes_is_the_reruns_in_a_rerun(weight: str) -> None:
+@pytest.mark.parametrize("layer", ["text_layers.0.v_proj", "layers.0.up_proj"])
+def test_a_prefix_that_each_call_makes_is_the_reruns_in_a_rerun(layer: str) -> None:
     """SenseNova's, where a hook may patch layers in the midst of a run."""
-    layout = replace(SENSENOVA, hot={f"{weight}.weight": 1e5})
-    generator = torch.Generator().manual_seed(8)
-    shapes = {"down": (4, 192), "up": (64, 4)}
-    down, up = (torch.randn(shape, generator=generator) for shape in shapes.values())
-    file = {
-        f"diffusion_model.layers.1.down_proj.lora_{name}.weight": w for name, w in zip(shapes, (down, up), strict=True)
-    }
-    hooks = import_module("comfy.hooks").create_hook_lora(lora=file, strength_model=0.1, strength_clip=0.0)
-    tokens = {"text_input_ids": torch.tensor([[5, 6, 7, 8, 9, 10, 11]])}
-    how = layout, EULER, [1.0, 0.6, 0.0]
-    hot = make_model(layout, hot=True)
-    twin = in_fp32(hot, layout)
-    without, exact = (sampled(twin, *how, **tokens, **more) for more in ({}, {"hooks": hooks}))
-    assert not difference(sampled(hot, *how, **tokens, hooks=hooks), exact) <= 2e-2 <= difference(without, exact)
-    assert difference(sampled(guarded(hot), *how, **tokens, hooks=hooks), exact) <= 1e-3  # the LoRA is in fp16
+    layout = replace(SENSENOVA, hot=layer)
+    hooks = lora_of_a_prompt("diffusion_model.layers.1.down_proj", inputs=192, strength=0.1)
+    hot, twin = with_its_twin(layout, hot=True)
+    plain, made, exact = (twice(each, hooks=hooks) for each in (hot, guarded(hot), twin))
+    assert not difference(plain, exact) <= 2e-2 <= difference(twice(twin), exact)
+    assert difference(made, exact) <= 1e-3  # the LoRA is in fp16
     assert "2 steps, 2 recomputed in fp32" in said[-1]
 
 
 def test_nan_that_a_network_keeps_where_nobody_has_it_forgotten_is_named() -> None:
     """A guard cannot tell what another node keeps there from a cache: it is left, and the run says where it is."""
     model = make_model(TEXT_TO_VIDEO, hot=True)
-    network = model.model.diffusion_model
-    network.prefix = Prefix(network)
-    network.blocks[0].ffn.register_forward_hook(network.prefix.through)
-    how = TEXT_TO_VIDEO, EULER, [1.0, 0.6, 0.0]
-    assert sampled(model, *how).isnan().any()
-    kept = network.prefix.layers[0][0]
-    error = error_of(lambda: sampled(guarded(model), *how))
+    prefix = Prefix.on(model)
+    assert twice(model).isnan().any()
+    kept = prefix.layers[0][0]
+    error = error_of(lambda: twice(guarded(model)))
     assert "is NaN or infinite in fp32 too" in error
     assert "the model keeps NaN from before this call, in 'prefix.layers.0.0'" in error
-    assert network.prefix.layers[0][0] is kept and kept.isnan().any()
-    network.prefix.layers.clear()
-    assert sampled(guarded(model), *how).isfinite().all()
+    assert prefix.layers[0][0] is kept and kept.isnan().any()
+    prefix.layers.clear()
+    assert twice(guarded(model)).isfinite().all()
 
 
 @needs(HIDREAM)
 def test_nothing_of_a_stopped_run_is_remembered() -> None:
     model = make_model(HIDREAM, hot=True)
-    stopped = guarded(model, on_failure="stop")
-    assert "set to stop" in error_of(lambda: sampled(stopped, HIDREAM, EULER, [1.0, 0.7, 0.0], **TOKENS))
+    assert "set to stop" in error_of(lambda: sample(guarded(model, on_failure="stop")))
     assert len(model.model.diffusion_model._kv_cache_entries) == 0
+
+
+def with_poses(patcher: Any) -> torch.Tensor:
+    poses = torch.randn((1, 16, 2, 8, 8), generator=torch.Generator().manual_seed(7))
+    return twice(patcher, pose_video_latent=poses)
+
+
+def with_a_cache(patcher: Any) -> Any:
+    return import_module("comfy_extras.nodes_wan").WanAnimate2Cache.execute(patcher, "cpu").args[0]
 
 
 @needs(ANIMATE)
 def test_a_cache_beside_the_network_is_filled_by_the_rerun() -> None:
     """Wan-Animate 2's: the pose video's activations, made at the first step."""
-    how = EULER, [1.0, 0.6, 0.0]
-    conditions = {"pose_video_latent": torch.randn((1, 16, 2, 8, 8), generator=torch.Generator().manual_seed(7))}
     model = make_model(ANIMATE, hot=True)
-    exact = sampled(in_fp32(model, ANIMATE), ANIMATE, *how, **conditions)
-    cached = import_module("comfy_extras.nodes_wan").WanAnimate2Cache.execute(model, "cpu").args[0]
-    for patcher, bound in ((model, 1e-5), (cached, 2e-3)):  # it is kept in fp16
-        assert difference(sampled(guarded(patcher), ANIMATE, *how, **conditions), exact) <= bound
+    exact = with_poses(in_fp32(model))
+    for patcher, bound in ((model, 1e-5), (with_a_cache(model), 2e-3)):  # it is kept in fp16
+        assert difference(with_poses(guarded(patcher)), exact) <= bound
         assert "2 steps, 2 recomputed in fp32" in said[-1]
 
 
@@ -279,8 +236,7 @@ def test_a_cache_beside_the_network_is_filled_by_the_rerun() -> None:
 @pytest.mark.parametrize("hot", [False, True])
 def test_what_a_cache_had_pinned_for_a_call_that_does_not_count_is_given_back(hot: bool) -> None:
     """As ComfyUI does at a run's end with what it finds in the cache. What was freed before would stay registered."""
-    conditions = {"pose_video_latent": torch.randn((1, 16, 2, 8, 8), generator=torch.Generator().manual_seed(7))}
-    management, pinned = import_module("comfy.model_management"), dict[int, torch.Tensor]()
+    pinned, begun = dict[int, torch.Tensor](), list[int]()
 
     def pin(tensor: torch.Tensor, **_: Any) -> bool:
         return pinned.setdefault(id(tensor), tensor) is tensor
@@ -288,14 +244,11 @@ def test_what_a_cache_had_pinned_for_a_call_that_does_not_count_is_given_back(ho
     def unpin(tensor: torch.Tensor) -> bool:
         return pinned.pop(id(tensor)) is tensor
 
-    model = (
-        import_module("comfy_extras.nodes_wan").WanAnimate2Cache.execute(make_model(ANIMATE, hot=hot), "cpu").args[0]
-    )
+    model = with_a_cache(make_model(ANIMATE, hot=hot))
+    model.model.diffusion_model.register_forward_pre_hook(lambda *_: begun.append(len(pinned)))
+    with patch.multiple(import_module("comfy.model_management"), pin_memory=pin, unpin_memory=unpin):
+        with_poses(guarded(model))
     cache = model.model_options["transformer_options"]["animate2_cache"]
-    with patch.multiple(management, pin_memory=pin, unpin_memory=unpin):
-        begun = list[int]()
-        model.model.diffusion_model.register_forward_pre_hook(lambda *_: begun.append(len(pinned)))
-        sampled(guarded(model), ANIMATE, EULER, [1.0, 0.6, 0.0], **conditions)
     assert not cache.slots and not pinned and bool(begun[-1]) != hot
 
 
@@ -324,6 +277,13 @@ class Prefix:
         self.slots: list[Any] = []
         self.network = network
 
+    @classmethod
+    def on(cls, patcher: Any) -> Prefix:
+        network = patcher.model.diffusion_model
+        network.prefix = cls(network)
+        network.blocks[0].ffn.register_forward_hook(network.prefix.through)
+        return network.prefix
+
     def through(self, _layer: torch.nn.Module, _given: Any, result: torch.Tensor) -> torch.Tensor:
         first = self.layers.setdefault(0, [result * 0 + 1])[0]
         return result + first.to(result.dtype)
@@ -331,14 +291,12 @@ class Prefix:
 
 def test_what_a_network_keeps_in_an_object_is_not_that_of_a_failed_call() -> None:
     """And what it writes to its arguments is not either."""
-    hot = make_model(TEXT_TO_VIDEO, hot=True)
-    exact = in_fp32(hot, TEXT_TO_VIDEO)
-    for network in (hot.model.diffusion_model, exact.model.diffusion_model):
-        network.prefix = Prefix(network)
-        network.blocks[0].ffn.register_forward_hook(network.prefix.through)
-        network.blocks[1].register_forward_pre_hook(lambda _block, given: (given[0].mul_(2), None)[1])
-    how = TEXT_TO_VIDEO, EULER, [1.0, 0.6, 0.0]
-    made, expected = (sampled(model, *how) for model in (guarded(hot), exact))
+    hot, exact = with_its_twin(TEXT_TO_VIDEO, hot=True)
+    for patcher in (hot, exact):
+        Prefix.on(patcher)
+        block = patcher.model.diffusion_model.blocks[1]
+        block.register_forward_pre_hook(lambda _block, given: (given[0].mul_(2), None)[1])
+    made, expected = (twice(model) for model in (guarded(hot), exact))
     assert "2 steps, 2 recomputed in fp32" in said[-1]
     assert difference(made, expected) <= 1e-5
 
@@ -349,8 +307,7 @@ def test_what_a_network_keeps_in_an_object_is_not_that_of_a_failed_call() -> Non
 @pytest.mark.parametrize("hot", [False, True])
 def test_what_a_nodes_function_keeps_has_the_dtype_of_a_call_without_a_guard(hot: bool, how: dict[str, Any]) -> None:
     """SDPose's calls a layer of the network with it, once the run has ended."""
-    layout = IMAGE_LAYOUTS["sd15"]
-    model = make_model(layout, torch.float16, hot=hot)
+    model = make_model("sd15", hot=hot)
     kept = marked = torch.ones(3)
 
     def keep(h: torch.Tensor, hsp: torch.Tensor, _options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -359,7 +316,7 @@ def test_what_a_nodes_function_keeps_has_the_dtype_of_a_call_without_a_guard(hot
         return h, hsp * marked.to(hsp.device, hsp.dtype)[0]
 
     model.set_model_output_block_patch(keep)
-    sample(guarded(model, **how), layout)
+    sample(guarded(model, **how))
     assert kept.dtype is torch.float16 and kept.shape != (3,)
     assert marked.dtype is torch.float32, "what it held before stays"
 
@@ -368,17 +325,17 @@ def _mixed(made: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
     return made if before is None else made + 0.5 * before.to(made.dtype)
 
 
-def _in_a_closure(patcher: Any) -> None:
+def in_a_closure() -> Any:
     kept: dict[str, torch.Tensor] = {}
 
     def wrapper(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        kept["made"] = made = _mixed(executor(*args, **kwargs), kept.get("made"))
-        return made
+        kept["made"] = _mixed(executor(*args, **kwargs), kept.get("made"))
+        return kept["made"]
 
-    patcher.add_wrapper_with_key(WRAPPERS.DIFFUSION_MODEL, "cache", wrapper)
+    return wrapper
 
 
-def _in_a_variable(patcher: Any) -> None:
+def in_a_variable() -> Any:
     kept: torch.Tensor | None = None
 
     def wrapper(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -386,7 +343,7 @@ def _in_a_variable(patcher: Any) -> None:
         kept = _mixed(executor(*args, **kwargs), kept)
         return kept
 
-    patcher.add_wrapper_with_key(WRAPPERS.DIFFUSION_MODEL, "cache", wrapper)
+    return wrapper
 
 
 class Bank:
@@ -397,8 +354,8 @@ class Bank:
         return self.kept
 
 
-def _in_an_object(patcher: Any) -> None:
-    patcher.add_wrapper_with_key(WRAPPERS.DIFFUSION_MODEL, "cache", Bank().wrapper)
+def in_an_object() -> Any:
+    return Bank().wrapper
 
 
 A_PACK = """
@@ -421,37 +378,32 @@ def on_the_network(executor, *args, **kwargs):
     network.made_before = mixed(executor(*args, **kwargs), getattr(network, "made_before", None))
     return network.made_before
 """
-ITS_STATE = "made = None"
 
 
 def _by_a_pack(name: str) -> Any:
-    """Puts in a wrapper of another pack, which was just loaded."""
+    """Gives a wrapper of another pack, which was just loaded."""
 
-    def put(patcher: Any) -> None:
-        for module_name, text in (("cache_of_a_pack.state", ITS_STATE), ("cache_of_a_pack", A_PACK)):
+    def load() -> Any:
+        for module_name, text in (("cache_of_a_pack.state", "made = None"), ("cache_of_a_pack", A_PACK)):
             made: Any = ModuleType(module_name)
             made.__file__, made.mixed = "custom_nodes/cache_of_a_pack", _mixed
             made.state = sys.modules.get("cache_of_a_pack.state")
             sys.modules[module_name] = made
             exec(text, vars(made))
-        wrapper = getattr(sys.modules["cache_of_a_pack"], name)
-        patcher.add_wrapper_with_key(WRAPPERS.DIFFUSION_MODEL, "cache", wrapper)
+        return getattr(sys.modules["cache_of_a_pack"], name)
 
-    return put
+    return load
 
 
-BY_A_PACK = ("in_a_global_variable", "in_another_modules_variable", "on_the_network")
+BY_A_PACK = map(_by_a_pack, ("in_a_global_variable", "in_another_modules_variable", "on_the_network"))
 
 
 @pytest.mark.parametrize("how", [{}, {"scope": "learned"}, {"precision": "fp16"}, {"inserted": True}])
-@pytest.mark.parametrize("put", [_in_a_closure, _in_a_variable, _in_an_object, *map(_by_a_pack, BY_A_PACK)])
-def test_what_another_pack_keeps_from_step_to_step_is_what_the_call_that_counts_left(put: Any, how: Any) -> None:
+@pytest.mark.parametrize("cache", [in_a_closure, in_a_variable, in_an_object, *BY_A_PACK])
+def test_what_another_pack_keeps_from_step_to_step_is_what_the_call_that_counts_left(cache: Any, how: Any) -> None:
     """As step caches do: in whatever a wrapper of theirs reaches, a failed call's values are put back."""
-    layout, model = LAYOUTS["sd15"], make_model(LAYOUTS["sd15"], hot=True)
-    exact = in_fp32(model, layout)
-    without = sample(exact, layout, steps=4)
-    put(exact)
-    right = sample(exact, layout, steps=4)
+    run = partial(sample, steps=4)
+    model, exact = with_its_twin("sd15", hot=True)
+    without, right = run(exact), run(wrapped(exact, cache()))
     assert difference(without, right) > 5e-2
-    put(model)
-    assert difference(sample(guarded(model, **how), layout, steps=4), right) <= 1e-2
+    assert difference(run(guarded(wrapped(model, cache()), **how)), right) <= 1e-2

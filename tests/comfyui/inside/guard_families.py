@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from in_comfyui import guarded, said
-from native_models import CARD, LAYOUTS, Layout, apart, make_model, sample, with_its_twin
+from native_models import CARD, LAYOUTS, apart, make_model, sample, with_its_twin
 from native_table import Cells, figures, table
 
 STATES = {  # dtype of the weights, and what they are cast to
@@ -32,26 +32,26 @@ not run."""
 cells = table("families", HEAD, [*STATES, *(f"{state}, overflowing" for state in FP16)])
 
 
-def check_healthy(layout: Layout, patcher: Any, exact: Any, *, steps: int = STEPS) -> float:
+def check_healthy(patcher: Any, exact: Any, *, steps: int = STEPS) -> float:
     """With the guard it has the same bits. Returns how far it is off."""
-    plain = sample(patcher, layout, steps=steps)
-    made = sample(guarded(patcher), layout, steps=steps)
+    plain = sample(patcher, steps=steps)
+    made = sample(guarded(patcher), steps=steps)
     assert plain.isfinite().all() and torch.equal(plain, made)
     assert reruns() == 0
-    return apart(layout, plain, sample(exact, layout, steps=steps))
+    return apart(patcher.model.layout, plain, sample(exact, steps=steps))
 
 
 def check_overflowing(
-    layout: Layout, patcher: Any, exact: Any, *, steps: int = STEPS, bound: float
+    patcher: Any, exact: Any, *, steps: int = STEPS, bound: float
 ) -> tuple[tuple[float, float], int, int]:
     """With the guard it is right. Returns how far it is off without and with it; how often the part that overflows is
     called in fp32, since EasyCache skips it and not the network; and the number of reruns."""
-    plain = sample(patcher, layout, steps=steps)
-    made = sample(guarded(patcher), layout, steps=steps)
-    calls: list[int] = []
+    plain = sample(patcher, steps=steps)
+    made = sample(guarded(patcher), steps=steps)
+    calls, layout = list[int](), patcher.model.layout
     part = exact.model.diffusion_model.get_submodule(layout.once or layout.block)
     hook = part.register_forward_hook(lambda *_: calls.append(1))
-    reference = sample(exact, layout, steps=steps)
+    reference = sample(exact, steps=steps)
     hook.remove()
     off = apart(layout, plain, reference), apart(layout, made, reference)
     assert off[1] <= bound
@@ -68,8 +68,7 @@ def reruns() -> int:
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_a_healthy_run_is_the_same_to_the_bit(cells: Cells, family: str, state: str) -> None:
-    layout = LAYOUTS[family]
-    off = check_healthy(layout, *with_its_twin(layout, *STATES[state]))
+    off = check_healthy(*with_its_twin(family, *STATES[state]))
     assert off > 0  # it did run in half precision
     cells[family, state] = f"same bits, {figures(off)}"
 
@@ -78,21 +77,19 @@ def test_a_healthy_run_is_the_same_to_the_bit(cells: Cells, family: str, state: 
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_an_inserted_guard_comes_to_the_same(family: str, hot: bool) -> None:
     """As one that was wired by hand; of a healthy run it says nothing."""
-    layout = LAYOUTS[family]
-    patcher = make_model(layout, hot=hot)
-    by_hand = sample(guarded(patcher), layout, steps=STEPS)
-    assert torch.equal(by_hand, sample(guarded(patcher, inserted=True), layout, steps=STEPS))
+    patcher = make_model(family, hot=hot)
+    by_hand = sample(guarded(patcher), steps=STEPS)
+    assert torch.equal(by_hand, sample(guarded(patcher, inserted=True), steps=STEPS))
     assert hot or not said
 
 
 @pytest.mark.parametrize("state", FP16)  # of what bf16 does not hold, fp32 holds no more
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_a_run_that_overflows_is_broken_without_and_right_with_it(cells: Cells, family: str, state: str) -> None:
-    layout = LAYOUTS[family]
-    models = with_its_twin(layout, *STATES[state], hot=True)
-    exact = CARD.type == "cpu" and layout.rounds == 1e-5  # a card's kernels round by where a tensor begins
-    bound = 0 if exact else layout.rounds
-    (off, off_with_it), calls, times = check_overflowing(layout, *models, bound=bound)
+    rounds = LAYOUTS[family].rounds
+    exact = CARD.type == "cpu" and rounds == 1e-5  # a card's kernels round by where a tensor begins
+    models = with_its_twin(family, *STATES[state], hot=True)
+    (off, off_with_it), calls, times = check_overflowing(*models, bound=0 if exact else rounds)
     cells[family, f"{state}, overflowing"] = figures(off, off_with_it)
     if family in CLIPS_IN_FP32_TOO:
         assert off <= 2e-2
@@ -110,6 +107,5 @@ def test_every_stream_is_looked_at(family: str, broken: list[bool]) -> None:
     """One has an overflow in its sound alone, and is right above."""
     if family not in LAYOUTS:
         pytest.skip(f"this ComfyUI has no {family}")
-    layout = LAYOUTS[family]
-    plain = sample(make_model(layout, hot=True), layout, steps=1)
-    assert [not bool(stream.isfinite().all()) for stream in layout.split(plain)] == broken
+    plain = sample(make_model(family, hot=True), steps=1)
+    assert [not bool(stream.isfinite().all()) for stream in LAYOUTS[family].split(plain)] == broken

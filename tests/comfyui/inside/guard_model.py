@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 from in_comfyui import difference, error_of, guarded, said
-from native_models import LAYOUTS, in_fp32, make_model, sample
+from native_models import LAYOUTS, make_model, sample, with_its_twin
 
-SD15, FLUX = LAYOUTS["sd15"], LAYOUTS["flux"]
-EXTENSION = import_module("comfy.patcher_extension")
-KINDS = EXTENSION.WrappersMP
 STEPS = 3
 HOT = "input_blocks.1.0.in_layers.2"
 
@@ -32,7 +29,7 @@ def counting(patcher: Any) -> Iterator[list[torch.dtype]]:
 
 @pytest.mark.parametrize(("family", "layer"), {"sd15": HOT, "flux": "double_blocks.0.txt_mlp.2"}.items())
 def test_each_rerun_is_told_as_it_happens_and_the_report_names_the_layer(family: str, layer: str) -> None:
-    sample(guarded(make_model(LAYOUTS[family], hot=True)), LAYOUTS[family])
+    sample(guarded(make_model(family, hot=True)))
     assert f"'{layer}' reaches" in said[-1]
     assert f"{STEPS} steps, {STEPS} recomputed in fp32" in said[-1]
     assert len(said) == STEPS + 1 and said[0].startswith("call 1: NaN or infinite in fp16")
@@ -41,27 +38,27 @@ def test_each_rerun_is_told_as_it_happens_and_the_report_names_the_layer(family:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_failure_costs_one_step_where_the_guard_learns(dtype: torch.dtype) -> None:
     """A layer that is broken in half precision: every layer is scaled from then on, in bf16 too."""
-    patcher = make_model(SD15, dtype)
+    patcher, twin = with_its_twin("sd15", dtype)
     layer = patcher.model.diffusion_model.get_submodule(HOT)
     hook = layer.register_forward_hook(lambda _, __, made: made * torch.inf if made.dtype is dtype else None)
     try:
-        made = sample(guarded(patcher, scope="learned"), SD15)
+        made = sample(guarded(patcher, scope="learned"))
     finally:
         hook.remove()
     assert f"{STEPS} steps, 1 recomputed in fp32" in said[-1] and "overflow protection from here on" in said[-1]
-    assert difference(made, sample(in_fp32(patcher, SD15), SD15)) <= (2e-2 if dtype is torch.bfloat16 else 5e-3)
+    assert difference(made, sample(twin)) <= (2e-2 if dtype is torch.bfloat16 else 5e-3)
 
 
 def test_the_model_that_went_in_is_not_changed() -> None:
-    patcher = make_model(SD15, hot=True)
-    sample(patcher, SD15)  # ComfyUI notes on the layers that they are loaded
+    patcher = make_model("sd15", hot=True)
+    sample(patcher)  # ComfyUI notes on the layers that they are loaded
     before = _state(patcher)
     clone = guarded(patcher)
-    sample(clone, SD15)
+    sample(clone)
     assert before == _state(patcher)
-    assert torch.isnan(sample(patcher, SD15)).all()
-    kinds = (KINDS.OUTER_SAMPLE, KINDS.APPLY_MODEL)
-    assert [len(guarded(clone).get_all_wrappers(kind)) for kind in kinds] == [1, 1]  # in the first guard's place
+    assert torch.isnan(sample(patcher)).all()
+    wrappers = [guarded(clone).get_all_wrappers(kind) for kind in ("outer_sample", "apply_model")]
+    assert [len(each) for each in wrappers] == [1, 1]  # in the first guard's place
 
 
 def _state(patcher: Any) -> list[Any]:
@@ -73,48 +70,50 @@ def _state(patcher: Any) -> list[Any]:
 
 
 def test_what_the_policy_says_is_done() -> None:
-    patcher = make_model(SD15, hot=True)
-    stopped = error_of(lambda: sample(guarded(patcher, on_failure="stop"), SD15))
+    patcher = make_model("sd15", hot=True)
+    stopped = error_of(lambda: sample(guarded(patcher, on_failure="stop")))
     assert "call 1" in stopped and "set to stop" in stopped
     assert "1 call, 1 with NaN, infinite or clipped values; ended by the NaN Guard at call 1." in said[-1]
-    assert torch.isnan(sample(guarded(patcher, on_failure="off"), SD15)).all()
+    assert torch.isnan(sample(guarded(patcher, on_failure="off"))).all()
     assert f"{STEPS} steps, {STEPS} with NaN, infinite or clipped values: " in said[-1]
     with counting(patcher) as seen:
-        step = sample(guarded(patcher, scope="step"), SD15)
+        step = sample(guarded(patcher, scope="step"))
     half, single = torch.float16, torch.float32
     looked_for = [half]  # where it fails, once
     assert seen in ([half, single] * STEPS, [half, single, *looked_for, *[half, single] * 2])
     with counting(patcher) as seen:
-        assert torch.equal(sample(guarded(patcher, scope="run"), SD15), step)
+        assert torch.equal(sample(guarded(patcher, scope="run")), step)
     assert seen == [half, single, single, single]
-    assert torch.equal(sample(guarded(guarded(patcher, on_failure="stop")), SD15), step)  # the last node counts
+    assert torch.equal(sample(guarded(guarded(patcher, on_failure="stop"))), step)  # the last node counts
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float16, torch.inf), (torch.float32, torch.nan)])
 def test_a_damaged_weight_ends_the_run_by_name(dtype: torch.dtype, value: float) -> None:
-    broken = make_model(SD15, dtype)
+    broken = make_model("sd15", dtype)
     broken.model.diffusion_model.get_submodule(HOT).weight[0, 0] = value
-    error = error_of(lambda: sample(guarded(broken), SD15))
+    error = error_of(lambda: sample(guarded(broken)))
     assert error.startswith("GuardStopped") and f"'{HOT}.weight' holds" in error
 
 
 def test_a_broken_input_is_not_blamed_on_the_model() -> None:
-    latents, pooled = torch.full(SD15.latents, torch.nan), torch.full((1, 24), torch.nan)
-    error = error_of(lambda: sample(guarded(make_model(SD15)), SD15, latents=latents))
+    behind, flux = guarded(make_model("sd15")), guarded(make_model("flux"))
+    latents, pooled = torch.full(LAYOUTS["sd15"].latents, torch.nan), torch.full((1, 24), torch.nan)
+    error = error_of(lambda: sample(behind, latents=latents))
     assert "was given latents with 512 NaN or infinite values" in error
-    error = error_of(lambda: sample(guarded(make_model(FLUX)), FLUX, pooled_output=pooled))
+    error = error_of(lambda: sample(flux, pooled_output=pooled))
     assert "was given condition 'y' with 24 NaN or infinite values" in error
-    assert sample(guarded(make_model(SD15)), SD15).isfinite().all()
+    assert sample(behind).isfinite().all()
 
 
 def test_what_a_newer_comfyui_gives_the_sampler_is_handed_on() -> None:
     """0.12 hands on `latent_shapes` too, by name."""
     handed_on: dict[str, Any] = {}
-    patcher = guarded(make_model(SD15))
+    patcher = guarded(make_model("sd15"))
     guider = import_module("comfy.samplers").CFGGuider(patcher)
-    wrappers = patcher.get_all_wrappers(KINDS.OUTER_SAMPLE)
+    wrappers = patcher.get_all_wrappers("outer_sample")
     ends_in = lambda *_args, **by_name: handed_on.update(by_name)  # noqa: E731
-    executor = EXTENSION.WrapperExecutor.new_class_executor(ends_in, guider, wrappers)
+    make_executor = import_module("comfy.patcher_extension").WrapperExecutor.new_class_executor
+    executor = make_executor(ends_in, guider, wrappers)
     executor.execute(None, None, None, [1.0, 0.0], latent_shapes=[(1, 4)])
     assert handed_on == {"latent_shapes": [(1, 4)]}
 
@@ -123,7 +122,7 @@ def test_what_a_newer_comfyui_gives_the_sampler_is_handed_on() -> None:
 @pytest.mark.parametrize("hot", [False, True])
 def test_a_call_that_a_gradient_is_computed_through_is_left_to_comfyui(hot: bool, policy: dict[str, Any]) -> None:
     """As guidance by a loss computes it. A rerun has none, so the gradient would be that of the other calls alone."""
-    model, gradients = make_model(SD15, hot=hot), list[torch.Tensor]()
+    model, gradients = make_model("sd15", hot=hot), list[torch.Tensor]()
 
     def guided(apply_model: Any, call: dict[str, Any]) -> torch.Tensor:
         with torch.inference_mode(False), torch.enable_grad():
@@ -135,8 +134,8 @@ def test_a_call_that_a_gradient_is_computed_through_is_left_to_comfyui(hot: bool
         return made.detach()
 
     model.set_model_unet_function_wrapper(guided)
-    plain = sample(model, SD15)
-    made = sample(guarded(model, **policy), SD15)
+    plain = sample(model)
+    made = sample(guarded(model, **policy))
     assert torch.equal(made.nan_to_num(), plain.nan_to_num())
     assert all(map(torch.equal, *([each.nan_to_num() for each in part] for part in (gradients[:3], gradients[3:]))))
     assert policy.get("inserted") or "Not guarded: calls that a node computes a gradient through" in said[-1]
@@ -144,7 +143,7 @@ def test_a_call_that_a_gradient_is_computed_through_is_left_to_comfyui(hot: bool
 
 @pytest.mark.parametrize("on_failure", ["stop", "rerun"])
 def test_what_stopped_is_in_the_report_where_a_sampler_goes_on(on_failure: str) -> None:
-    model = make_model(SD15, hot=True)
+    model = make_model("sd15", hot=True)
 
     def catches(apply_model: Any, call: dict[str, Any]) -> torch.Tensor:
         x = call["input"] if on_failure == "stop" else call["input"] * torch.inf
@@ -153,5 +152,5 @@ def test_what_stopped_is_in_the_report_where_a_sampler_goes_on(on_failure: str) 
         return torch.zeros_like(x)
 
     model.set_model_unet_function_wrapper(catches)
-    assert sample(guarded(model, on_failure=on_failure), SD15).isfinite().all()
+    assert sample(guarded(model, on_failure=on_failure)).isfinite().all()
     assert f"{STEPS} with NaN, infinite or clipped values: the result is broken" in said[-1]

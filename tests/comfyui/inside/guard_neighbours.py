@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from guard_beside import lora_on
-from in_comfyui import difference, error_of, guarded, module, on, said, witness
-from native_models import LAYOUTS, in_fp32, make_model, sample
+from guard_beside import compiled_by_comfyui, lora_on
+from in_comfyui import difference, error_of, guarded, module, on, said, witness, wrapped
+from native_models import LAYOUTS, in_fp32, make_model, sample, with_its_twin
 
-SD15, FLUX = LAYOUTS["sd15"], LAYOUTS["flux"]
-KINDS = import_module("comfy.patcher_extension").WrappersMP
+ATTENTION = import_module("comfy.ldm.modules.attention")
 calls = module("comfyui_host.calls")
 guards = module("comfyui_host.guards")
 HALF, SINGLE = torch.float16, torch.float32
@@ -27,13 +26,13 @@ ATTENTIONS = {"sd15": 14, "flux": 4}  # of a step
 
 def test_other_packs_wrappers_are_called_in_the_rerun_too() -> None:
     """Put on before the guard and after it."""
-    hot = make_model(SD15, hot=True)
-    exact, without = sample(_wrapped(in_fp32(hot, SD15), []), SD15), sample(in_fp32(hot, SD15), SD15)
+    hot, twin = with_its_twin("sd15", hot=True)
+    exact, without = sample(_wrapped(twin, [])), sample(twin)
     assert difference(without, exact) > 2e-2  # they have an effect
     for order in ("before", "after"):
         called: list[str] = []
         patcher = guarded(_wrapped(hot, called)) if order == "before" else _wrapped(guarded(hot), called)
-        assert difference(sample(patcher, SD15), exact) <= 1e-3
+        assert difference(sample(patcher), exact) <= 1e-3
         assert sorted(set(called)) == ["apply_model", "diffusion_model", "unet function"]
 
 
@@ -49,22 +48,20 @@ def _wrapped(patcher: Any, called: list[str]) -> Any:
 
         return wrapper
 
-    clone = patcher.clone()
-    clone.set_model_unet_function_wrapper(unet_function)
-    for kind in (KINDS.APPLY_MODEL, KINDS.DIFFUSION_MODEL):
-        clone.add_wrapper_with_key(kind, "another pack", chained(kind))
-    return clone
+    for kind in ("apply_model", "diffusion_model"):
+        patcher = wrapped(patcher, chained(kind), kind)
+    patcher.set_model_unet_function_wrapper(unet_function)
+    return patcher
 
 
 def test_a_lora_on_the_guarded_model_is_in_the_rerun() -> None:
     """One that is put on before the guard is guard_beside.py's."""
-    hot = make_model(SD15, hot=True)
-    without = sample(in_fp32(hot, SD15), SD15)
-    patcher = lora_on(guarded(hot))
-    made, exact = sample(patcher, SD15), sample(in_fp32(patcher, SD15), SD15)
+    hot, twin = with_its_twin("sd15", hot=True)
+    without, made = sample(twin), sample(patcher := lora_on(guarded(hot)))
+    exact = sample(in_fp32(patcher))  # it is in the weights by now
     assert difference(made, exact) <= 1e-5
     assert difference(without, exact) > 2e-2
-    assert torch.isnan(sample(hot, SD15)).all()
+    assert torch.isnan(sample(hot)).all()
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -73,16 +70,12 @@ def test_a_lora_on_the_guarded_model_is_in_the_rerun() -> None:
     [("sd15", True, "diffusion_model.out"), ("flux", False, "diffusion_model"), ("flux", True, "diffusion_model")],
 )
 def test_a_compiled_model_is_guarded(family: str, hot: bool, part: str, order: str) -> None:
-    """By ComfyUI's own torch.compile; the backend compiles nothing, so that it is quick and exact."""
-    compile_model = import_module("comfy_api.torch_helpers").set_torch_compile_wrapper
-    layout = LAYOUTS[family]
-    model = make_model(layout, hot=hot)
-    expected = sample(in_fp32(model, layout) if hot else model, layout)
+    model, twin = with_its_twin(family, hot=hot)
+    expected = sample(twin if hot else model)
     torch.compiler.reset()
-    patcher = model.clone() if order == "before" else guarded(model).clone()
-    compile_model(patcher, backend="eager", keys=[part])
-    made = sample(guarded(patcher) if order == "before" else patcher, layout)
-    assert torch.equal(made, expected)
+    before = order == "before"
+    patcher = guarded(compiled_by_comfyui(model, part)) if before else compiled_by_comfyui(guarded(model), part)
+    assert torch.equal(sample(patcher), expected)
 
 
 @pytest.mark.parametrize(
@@ -96,36 +89,33 @@ def test_a_compiled_model_is_guarded(family: str, hot: bool, part: str, order: s
 )
 def test_every_attention_is_right_in_the_rerun(name: str, dtypes: set[torch.dtype]) -> None:
     """Those for CUDA have stand-ins for their kernels. dtypes: that these are given."""
-    hot = make_model(SD15, hot=True)
-    with _chosen(import_module("comfy.ldm.modules.attention"), name) as seen:
-        made = sample(guarded(hot), SD15)
-    assert difference(made, sample(in_fp32(hot, SD15), SD15)) <= 1e-5
+    hot, twin = with_its_twin("sd15", hot=True)
+    with _chosen(name) as seen:
+        made = sample(guarded(hot))
+    assert difference(made, sample(twin)) <= 1e-5
     assert set(seen) == dtypes
 
 
 @pytest.mark.parametrize("name", ["basic", "sub_quad", "split", "xformers", "sage", "flash"])
 @pytest.mark.parametrize("family", ["sd15", "flux"])
-def test_every_attention_is_pytorchs_with_every_layer_scaled(family: str, name: str, monkeypatch: Any) -> None:
+def test_every_attention_is_pytorchs_with_every_layer_scaled(family: str, name: str) -> None:
     """Which multiplies in half precision, where these would in float32, or refuse what has several dtypes."""
-    layout = LAYOUTS[family]
-    hot, attention = make_model(layout, hot=True), import_module("comfy.ldm.modules.attention")
-    of_pytorch, calls = attention.attention_pytorch, Counter[str]()
+    hot, twin = with_its_twin(family, hot=True)
+    of_pytorch, calls = ATTENTION.attention_pytorch, list[int]()
 
     @wraps(of_pytorch)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        calls[name] += 1
+        calls.append(1)
         return of_pytorch(*args, **kwargs)
 
-    monkeypatch.setattr(attention, "attention_pytorch", counted)
-    with _chosen(attention, name) as seen:
-        made = sample(guarded(hot, precision="fp16"), layout)
-    monkeypatch.undo()
-    assert seen == [] and calls[name] == 3 * ATTENTIONS[family]
-    assert difference(made, sample(in_fp32(hot, layout), layout)) <= 5e-3
+    with patch.object(ATTENTION, "attention_pytorch", counted), _chosen(name) as seen:
+        made = sample(guarded(hot, precision="fp16"))
+    assert seen == [] and len(calls) == 3 * ATTENTIONS[family]
+    assert difference(made, sample(twin)) <= 5e-3
 
 
 @contextmanager
-def _chosen(attention: Any, name: str) -> Iterator[list[torch.dtype]]:
+def _chosen(name: str) -> Iterator[list[torch.dtype]]:
     """Yields the dtypes that the stand-in for a kernel was given."""
     seen: list[torch.dtype] = []
 
@@ -141,26 +131,22 @@ def _chosen(attention: Any, name: str) -> Iterator[list[torch.dtype]]:
         "flash_attn_wrapper": kernel,
         "xformers": SimpleNamespace(ops=SimpleNamespace(memory_efficient_attention=kernel)),
         "BROKEN_XFORMERS": False,
-        "optimized_attention": getattr(attention, f"attention_{name}"),
+        "optimized_attention": getattr(ATTENTION, f"attention_{name}"),
     }
-    before = {key: getattr(attention, key) for key in stand_ins if hasattr(attention, key)}
-    vars(attention).update(stand_ins)
-    try:
+    with patch.multiple(ATTENTION, create=True, **stand_ins):
         yield seen
-    finally:
-        vars(attention).update(before)
 
 
-def _as_before(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, *_: Any, **more: Any) -> torch.Tensor:
-    return import_module("comfy.ldm.modules.attention").attention_pytorch(q, k, v, heads, **more)
+def _as_it_is(_chosen: Any, q: Any, k: Any, v: Any, heads: int, *_: Any, **more: Any) -> torch.Tensor:
+    return ATTENTION.attention_pytorch(q, k, v, heads, **more)
 
 
 def _around(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return 1.5 * chosen(*args, **kwargs) + 0.3
 
 
-def _in_its_own_way(_chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return _as_before(3 * q, *args, **kwargs)
+def _in_its_own_way(chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _as_it_is(chosen, 3 * q, *args, **kwargs)
 
 
 def _of_some(chosen: Any, q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -198,8 +184,11 @@ def _of_a_folder(_chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 _of_a_folder.__module__ = "/home/sage/flash message/custom_nodes/a_pack_x_2.usage"
 
 
-def _as_it_is(_chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return _as_before(*args, **kwargs)
+def overridden(patcher: Any, override: Callable[..., torch.Tensor]) -> Any:
+    """With another attention, as other packs put it in by ComfyUI's own way."""
+    clone = patcher.clone()
+    clone.model_options["transformer_options"]["optimized_attention_override"] = override
+    return clone
 
 
 @pytest.mark.parametrize(("precision", "hot"), [("inherit", True), ("fp16", False), ("fp16", True)])
@@ -210,24 +199,19 @@ def _as_it_is(_chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 )
 def test_what_another_pack_does_to_attention_stays(family: str, override: Any, precision: str, hot: bool) -> None:
     """Regional prompts are such: in a rerun, and with every layer protected."""
-    layout, model = LAYOUTS[family], make_model(LAYOUTS[family], hot=hot)
-    exact = in_fp32(model, layout)
-    without = sample(exact, layout)
-    for each in (exact, model):
-        each.model_options["transformer_options"]["optimized_attention_override"] = override
-    right = sample(exact, layout)
-    assert difference(without, right) > 5e-2
-    assert difference(sample(guarded(model, precision=precision), layout), right) <= 1e-2
+    model, exact = with_its_twin(family, hot=hot)
+    right = sample(overridden(exact, override))
+    assert difference(sample(exact), right) > 5e-2
+    assert difference(sample(guarded(overridden(model, override), precision=precision)), right) <= 1e-2
     assert "fails in float32" not in said[-1]
 
 
 @pytest.mark.parametrize(("precision", "hot"), [("inherit", True), ("fp16", False)])
 @pytest.mark.parametrize("kernel", [_in_half_alone, lambda *args, **kwargs: torch.nan * _as_it_is(*args, **kwargs)])
 def test_a_kernel_that_gives_way_leaves_nothing(kernel: Any, precision: str, hot: bool) -> None:
-    model = make_model(SD15, hot=hot)
-    right = sample(in_fp32(model, SD15), SD15)
-    model.model_options["transformer_options"]["optimized_attention_override"] = kernel
-    assert difference(sample(guarded(model, precision=precision), SD15), right) <= 5e-3
+    model, exact = with_its_twin("sd15", hot=hot)
+    made = sample(guarded(overridden(model, kernel), precision=precision))
+    assert difference(made, sample(exact)) <= 5e-3
     assert precision == "inherit" or said[-1].split("\n")[0].endswith("3 steps, all fine.")
     refuses = "'_in_half_alone', another pack's attention, fails in float32: PyTorch's took its place" in said[-1]
     assert refuses is (kernel is _in_half_alone)
@@ -257,18 +241,16 @@ def test_kernels_are_known_by_their_names_and_not_by_where_they_lie(module: str,
 
 
 def test_another_packs_attention_gives_way_in_the_rerun() -> None:
-    """It is for half precision alone, and set by ComfyUI's own way."""
+    """It is for half precision alone."""
     seen: list[torch.dtype] = []
 
     @witness
     def override(_chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         seen.append(q.dtype)
-        return import_module("comfy.ldm.modules.attention").attention_pytorch(q, *args, **kwargs)
+        return ATTENTION.attention_pytorch(q, *args, **kwargs)
 
-    hot = make_model(SD15, hot=True)
-    patcher = guarded(hot)
-    patcher.model_options["transformer_options"]["optimized_attention_override"] = override
-    assert torch.equal(sample(patcher, SD15), sample(in_fp32(hot, SD15), SD15))
+    hot, twin = with_its_twin("sd15", hot=True)
+    assert torch.equal(sample(overridden(guarded(hot), override)), sample(twin))
     assert {*seen} == {HALF, SINGLE}
 
 
@@ -293,10 +275,8 @@ def test_the_accumulation_switches_are_held_while_a_call_runs(
         return executor(x, *args, **kwargs)
 
     before = _switches()
-    patcher = make_model(SD15, dtype, hot=hot).clone()
-    patcher.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "look", look)
     with on(card):
-        sample(guarded(patcher), SD15)
+        sample(guarded(wrapped(make_model("sd15", dtype, hot=hot), look)))
     assert found == seen and _switches() == before
     assert ("half-precision accumulation" in said[-1]) == (dtype is HALF)
 
@@ -306,9 +286,8 @@ def test_the_accumulation_switches_are_put_back_after_an_error() -> None:
         raise ValueError(_switches())
 
     before = _switches()
-    broken = make_model(SD15).clone()
-    broken.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "raises", raises)
-    assert error_of(lambda: sample(guarded(broken), SD15)).startswith("ValueError: 0, ")  # nobody reported the CPU's
+    broken = guarded(wrapped(make_model("sd15"), raises))
+    assert error_of(lambda: sample(broken)).startswith("ValueError: 0, ")  # nobody reported the CPU's
     assert _switches() == before
 
 
@@ -319,7 +298,7 @@ def _switches() -> str:
 
 @pytest.mark.parametrize("family", ["sd15", "svd", "flux"])
 def test_a_fault_in_one_step_costs_one_step(family: str) -> None:
-    layout, calls = LAYOUTS[family], list[int]()
+    calls: list[int] = []
 
     @witness
     def fault(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -327,34 +306,32 @@ def test_a_fault_in_one_step_costs_one_step(family: str) -> None:
         made = executor(*args, **kwargs)
         return made * torch.inf if len(calls) == 2 else made
 
-    healthy = make_model(layout)
-    faulty = healthy.clone()
-    faulty.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "fault", fault)
-    made = sample(guarded(faulty), layout)
-    assert 0 < difference(made, sample(in_fp32(healthy, layout), layout)) <= 2e-2
+    healthy, twin = with_its_twin(family)
+    assert 0 < difference(sample(guarded(wrapped(healthy, fault))), sample(twin)) <= 2e-2
     assert "3 steps, 1 recomputed in fp32." in said[-1]
 
 
-def _by_wrapper(patcher: Any, hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    wrapper = lambda executor, *args, **kwargs: hide(executor(*args, **kwargs))  # noqa: E731
-    patcher.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "another pack", wrapper)
+Hide = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _by_patch(patcher: Any, hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _by_wrapper(patcher: Any, hide: Hide) -> Any:
+    return wrapped(patcher, lambda executor, *args, **kwargs: hide(executor(*args, **kwargs)))
+
+
+def _by_patch(patcher: Any, hide: Hide) -> None:
     patcher.set_model_attn1_output_patch(lambda made, options: hide(made))
 
 
-def _by_attention(patcher: Any, hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    override = lambda chosen, *args, **kwargs: hide(chosen(*args, **kwargs))  # noqa: E731
-    patcher.model_options["transformer_options"]["optimized_attention_override"] = override
+def _by_attention(patcher: Any, hide: Hide) -> Any:
+    return overridden(patcher, lambda chosen, *args, **kwargs: hide(chosen(*args, **kwargs)))
 
 
-def _by_method(patcher: Any, hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _by_method(patcher: Any, hide: Hide) -> None:
     block = patcher.model.diffusion_model.out
     block.forward = lambda x, forward=block.forward: hide(forward(x))
 
 
-def _by_module(patcher: Any, hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _by_module(patcher: Any, hide: Hide) -> None:
     class Another(torch.nn.Sequential):
         def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
             return hide(super().forward(input))
@@ -362,7 +339,7 @@ def _by_module(patcher: Any, hide: Callable[[torch.Tensor], torch.Tensor]) -> No
     patcher.add_object_patch("diffusion_model.out", Another(*patcher.model.diffusion_model.out))
 
 
-def _by_an_option_of_later_calls(patcher: Any, hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _by_an_option_of_later_calls(patcher: Any, hide: Hide) -> None:
     """As ComfyUI's hooks of one prompt put them in."""
     calls: list[int] = []
 
@@ -376,7 +353,7 @@ def _by_an_option_of_later_calls(patcher: Any, hide: Callable[[torch.Tensor], to
     patcher.set_model_unet_function_wrapper(call_model)
 
 
-def _by_hook(patcher: Any, hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _by_hook(patcher: Any, hide: Hide) -> None:
     patcher.model.diffusion_model.out.register_forward_hook(lambda module, args, made: hide(made))
 
 
@@ -384,11 +361,11 @@ def _by_hook(patcher: Any, hide: Callable[[torch.Tensor], torch.Tensor]) -> None
     "put", [_by_wrapper, _by_patch, _by_attention, _by_method, _by_module, _by_hook, _by_an_option_of_later_calls]
 )
 def test_a_patch_that_hides_an_overflow_in_a_later_step_alone_is_seen(
-    put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    put: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ComfyUI-NAG normalises from one timestep on to another, by a method in place of the network's."""
-    patcher, calls = make_model(SD15), list[int]()
-    exact = sample(in_fp32(patcher, SD15), SD15)
+    (patcher, twin), calls = with_its_twin("sd15"), list[int]()
+    exact = sample(twin)
     network = type(patcher.model.diffusion_model)
     plain = network.forward
 
@@ -401,8 +378,7 @@ def test_a_patch_that_hides_an_overflow_in_a_later_step_alone_is_seen(
         return (made * 1e9).clamp(-end, end) / 1e9 if len(calls) > 1 else made
 
     monkeypatch.setattr(network, "forward", counted)
-    put(patcher, hide)
-    made = sample(guarded(patcher), SD15)
+    made = sample(guarded(put(patcher, hide) or patcher))
     assert difference(made, exact) <= 2e-2
     assert "3 steps, 2 recomputed in fp32" in said[-1]
 
@@ -418,15 +394,14 @@ def test_a_model_alone_calls_no_code_of_others(family: str, monkeypatch: pytest.
         return seen[-1]
 
     monkeypatch.setattr(guards, "calls_others", noted)
-    sample(guarded(make_model(LAYOUTS[family])), LAYOUTS[family])
+    sample(guarded(make_model(family)))
     assert not any(seen)
 
 
 @pytest.mark.parametrize("inserted", [False, True])
 def test_a_node_that_computes_the_model_by_itself_is_told(inserted: bool, caplog: pytest.LogCaptureFixture) -> None:
     """DeepCache calls the network's parts in place of the model."""
-    layout = LAYOUTS["sd15"]
-    model, called = make_model(layout, hot=True), list[int]()
+    model, called = make_model("sd15", hot=True), list[int]()
 
     @witness
     def by_itself(_apply_model: Any, given: dict[str, Any]) -> torch.Tensor:
@@ -434,6 +409,6 @@ def test_a_node_that_computes_the_model_by_itself_is_told(inserted: bool, caplog
         return torch.zeros_like(given["input"])
 
     model.set_model_unet_function_wrapper(by_itself)
-    sample(guarded(model, inserted=inserted), layout)
+    sample(guarded(model, inserted=inserted))
     assert called and any(line.startswith("NaN Guard: Not guarded: ComfyUI made no call") for line in caplog.messages)
     assert inserted or said[-1].startswith("Not guarded: ComfyUI made no call")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from guard_beside import lowvram as as_it_goes
 from guard_quantised import FORMATS, HERE, QUANT, WAN, WAYS
-from guard_quantised import quantised as make_quantised
+from guard_quantised import quantised_wan as quantised
 from guard_streamed import WAYS as CARDS
 from guard_streamed import streamed
 from in_comfyui import guarded, module, said
@@ -57,35 +57,25 @@ def counting() -> Iterator[Counter[str]]:
         yield mode.counts
 
 
-def quantised(kind: str, way: str = "own", **how: Any) -> tuple[Any, Any]:
-    """As guard_quantised has it."""
-    ways: dict[str, dict[str, Any]] = {
-        "own": {},
-        "emulated": {"disabled": {FORMATS[kind].name}},
-        "whole": {"more": {"full_precision_matrix_mult": True}},
-    }
-    return make_quantised(WAN, FORMATS[kind], **ways[way], **how)
-
-
 def layers_of(patcher: Any) -> int:
     return sum(isinstance(each, QUANT.QuantizedTensor) for each in patcher.model.diffusion_model.parameters())
 
 
 def run(patcher: Any, precision: str = "fp16", **policy: Any) -> torch.Tensor:
-    return sample(guarded(patcher, precision=precision, **policy), WAN, steps=STEPS)
+    return sample(guarded(patcher, precision=precision, **policy), steps=STEPS)
 
 
 @cache
 def exact(kind: str, *, hot: bool) -> torch.Tensor:
     """In fp32, by what the weights hold."""
-    return sample(quantised(kind, hot=hot)[1], WAN, steps=STEPS)
+    return sample(quantised(kind, hot=hot)[1], steps=STEPS)
 
 
 @cache
 def own_error(kind: str, *, hot: bool) -> float:
     """How far off ComfyUI's own products are where all else is fp32."""
     plain = quantised(kind, hot=hot, compute=torch.float32)[0]
-    return off(sample(plain, WAN, steps=STEPS), kind, hot=hot)
+    return off(sample(plain, steps=STEPS), kind, hot=hot)
 
 
 def off(made: torch.Tensor, kind: str, *, hot: bool = True) -> float:
@@ -208,7 +198,7 @@ def test_a_lora_is_in_the_products(kind: str, lowvram: bool) -> None:
         made = run(patcher)
     assert counts["products"] == (layers_of(patcher) - lowvram) * STEPS
     assert not lowvram or counts["dequantised"] == STEPS  # else it is when the LoRA is merged
-    assert distance(WAN, made, sample(twin, WAN, steps=STEPS)) <= min(1.4 * own_error(kind, hot=True), off(made, kind))
+    assert distance(WAN, made, sample(twin, steps=STEPS)) <= min(1.4 * own_error(kind, hot=True), off(made, kind))
 
 
 @pytest.mark.parametrize("way", CARDS)

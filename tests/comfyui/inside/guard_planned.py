@@ -12,14 +12,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from in_comfyui import difference, guarded, said
-from native_models import CPU, LAYOUTS, in_fp32, make_model, sample
+from in_comfyui import difference, guarded, said, wrapped
+from native_models import CPU, sample, with_its_twin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HERE = find_spec("comfy.model_prefetch") is not None
 pytestmark = pytest.mark.skipif(not HERE, reason="this ComfyUI has no dynamic VRAM")
 PREFETCH: Any = import_module("comfy.model_prefetch") if HERE else None
-KINDS = import_module("comfy.patcher_extension").WrappersMP
 STEPS = 5
 
 
@@ -87,14 +86,10 @@ def planned(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 def test_what_is_recomputed_or_protected_is_no_part_of_the_plan(
     family: str, hot: bool, how: dict[str, Any], in_plan: int, told: bool
 ) -> None:
-    layout, plan = LAYOUTS[family], Plan()
-    patcher = make_model(layout, hot=hot)
-    exact = sample(in_fp32(patcher, layout), layout, steps=STEPS)
-    behind = guarded(patcher, **how)
-    behind.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "planned", planned)
+    plan, (patcher, twin) = Plan(), with_its_twin(family, hot=hot)
     with plan.held():
-        made = sample(behind, layout, steps=STEPS)
-    assert difference(made, exact) <= 1e-2
+        made = sample(wrapped(guarded(patcher, **how), planned), steps=STEPS)
+    assert difference(made, sample(twin, steps=STEPS)) <= 1e-2
     assert (plan.calls, plan.breaks) == (in_plan, 0) and (not in_plan or plan.known)
     line = "Comfy Compiler plans no memory for recomputed or protected steps: theirs is beside it"
     assert (line in said[-1]) == told

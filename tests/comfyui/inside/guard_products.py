@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from in_comfyui import difference, guarded, module, said
-from native_models import LAYOUTS, make_model, sample
+from native_models import make_model
+from native_models import sample as sampled
 
 OPS = import_module("comfy.ops")
-SD15 = LAYOUTS["sd15"]
-STEPS = 2
+sample = partial(sampled, steps=2)
 FP8 = torch.float8_e4m3fn
 HOT = "input_blocks.1.0.in_layers.2"  # a convolution, which ComfyUI leaves in half precision
 HIDDEN = "middle_block.1.transformer_blocks.0.ff.net.0.proj"  # feeds a product through a GEGLU, with no norm between
@@ -27,7 +28,7 @@ if scaled := getattr(OPS, "scaled_fp8_ops", None):
 
 
 def make(kind: str, *, hot: bool) -> Any:
-    patcher = make_model(SD15, FP8, torch.float16, operations=KINDS[kind])
+    patcher = make_model("sd15", FP8, torch.float16, operations=KINDS[kind])
     network = patcher.model.diffusion_model
     if hot:
         layer = network.get_submodule(HOT)
@@ -45,7 +46,7 @@ def in_fp32(patcher: Any) -> Any:
     for name, scale in scales.items():
         if name.endswith("scale_weight"):
             weights[name.replace("scale_weight", "weight")] *= scale
-    twin = make_model(SD15, torch.float32)
+    twin = make_model("sd15", torch.float32)
     twin.model.diffusion_model.load_state_dict(weights)
     return twin
 
@@ -70,23 +71,18 @@ def counting() -> Iterator[list[bool]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rerun_multiplies_in_fp32_what_the_checkpoint_holds(kind: str) -> None:
-    patcher = make(kind, hot=True)
-    with counting() as products:
-        assert torch.isnan(sample(patcher, SD15, steps=STEPS)).all()
-        assert any(products) == (kind != "scaled fp8 weights")
-        made = sample(guarded(patcher), SD15, steps=STEPS)
-    assert difference(made, sample(in_fp32(patcher), SD15, steps=STEPS)) <= 1e-5
-    assert "2 steps, 2 recomputed in fp32" in said[-1]
-    assert "rerun from the float8_e4m3fn weights as they are stored, with products in fp32" in said[-1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_healthy_run_keeps_its_products(kind: str) -> None:
-    patcher = make(kind, hot=False)
-    plain, made = (sample(each, SD15, steps=STEPS) for each in (patcher, guarded(patcher)))
+def test_a_rerun_multiplies_in_fp32_what_the_checkpoint_holds_and_a_healthy_run_keeps_its_products(kind: str) -> None:
+    healthy, hot = (make(kind, hot=hot) for hot in (False, True))
+    plain, made = (sample(each) for each in (healthy, guarded(healthy)))
     assert torch.equal(made, plain)
     assert ", all fine." in said[-1].splitlines()[0] and "as they are stored" not in said[-1]
+    with counting() as products:
+        assert torch.isnan(sample(hot)).all()
+        assert any(products) == (kind != "scaled fp8 weights")
+        made = sample(guarded(hot))
+    assert difference(made, sample(in_fp32(hot))) <= 1e-5
+    assert "2 steps, 2 recomputed in fp32" in said[-1]
+    assert "rerun from the float8_e4m3fn weights as they are stored, with products in fp32" in said[-1]
 
 
 def test_what_a_product_in_fp8_hides_is_seen() -> None:
@@ -96,7 +92,7 @@ def test_what_a_product_in_fp8_hides_is_seen() -> None:
     hot = torch.ones(layer.weight.shape[0], 1)
     hot[: len(hot) // 2] = 6e4  # not the gate
     layer.weight = torch.nn.Parameter(layer.weight.float() * hot, requires_grad=False)
-    plain, made, exact = (sample(each, SD15, steps=STEPS) for each in (patcher, guarded(patcher), in_fp32(patcher)))
+    plain, made, exact = (sample(each) for each in (patcher, guarded(patcher), in_fp32(patcher)))
     assert plain.isfinite().all() and difference(plain, exact) > 0.01
     assert difference(made, exact) <= 1e-5
     assert "2 steps, 2 recomputed in fp32" in said[-1]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -26,7 +25,7 @@ QUANT: Any = import_module("comfy.quant_ops") if hasattr(OPS, "mixed_precision_o
 HERE = hasattr(QUANT, "QUANT_ALGOS")
 pytestmark = pytest.mark.skipif(not HERE, reason="this ComfyUI has no layers with quantised weights")
 WAN, SD15 = LAYOUTS["wan"], LAYOUTS["sd15"]  # WAN's feed-forward asks for an activation and a product in one
-STEPS = 2
+sampled = partial(sample, steps=2)
 HIDDEN = "middle_block.1.transformer_blocks.0.ff.net.0.proj"  # feeds a product through a GEGLU, with no norm between
 ROTATED = {"convrot_groupsize": 16}
 
@@ -65,20 +64,25 @@ def test_no_format_is_left_out() -> None:
     assert set(QUANT.QUANT_ALGOS) == {kind.name for kind in FORMATS.values()}
 
 
+def quantised_wan(kind: str, way: str = "own", **how: Any) -> tuple[Any, Any]:
+    """As WAYS has it."""
+    ways: dict[str, dict[str, Any]] = {
+        "own": {},
+        "emulated": {"disabled": {FORMATS[kind].name}},
+        "whole": {"more": {"full_precision_matrix_mult": True}},
+    }
+    return quantised(WAN, FORMATS[kind], **ways[way], **how)
+
+
 @pytest.mark.parametrize(("kind", "way"), WAYS)
 def test_a_rerun_multiplies_in_fp32_what_the_checkpoint_holds_and_a_healthy_run_keeps_its_products(
     kind: str, way: str
 ) -> None:
-    how: dict[str, Any] = {
-        "own": {},
-        "emulated": {"disabled": {FORMATS[kind].name}},
-        "whole": {"more": {"full_precision_matrix_mult": True}},
-    }[way]
-    healthy, _ = quantised(WAN, FORMATS[kind], **how)
+    healthy, _ = quantised_wan(kind, way)
     plain, made = (sampled(each) for each in (healthy, guarded(healthy)))
     assert plain.isfinite().all() and torch.equal(made, plain)
     assert ", all fine." in said[-1].splitlines()[0] and "as they are stored" not in said[-1]
-    hot, exact = quantised(WAN, FORMATS[kind], hot=True, **how)
+    hot, exact = quantised_wan(kind, way, hot=True)
     assert not sampled(hot).isfinite().all()
     before = switches(hot)
     made = sampled(guarded(hot))
@@ -95,10 +99,10 @@ def test_each_family_is_rerun_from_what_its_checkpoint_holds(family: str, kind: 
     layout = LAYOUTS[family]
     blocks = f"{layout.block.rpartition('.')[0]}."
     healthy, _ = quantised(layout, FORMATS[kind], only=blocks)
-    plain, made = (sample(each, layout, steps=STEPS) for each in (healthy, guarded(healthy)))
+    plain, made = (sampled(each) for each in (healthy, guarded(healthy)))
     assert plain.isfinite().all() and torch.equal(made, plain)
     hot, exact = quantised(layout, FORMATS[kind], hot=True, only=blocks)
-    plain, made, expected = (sample(each, layout, steps=STEPS) for each in (hot, guarded(hot), exact))
+    plain, made, expected = (sampled(each) for each in (hot, guarded(hot), exact))
     assert not difference(plain, expected) <= 2e-2
     assert difference(made, expected) <= layout.rounds
     assert "2 steps, 2 recomputed in fp32" in said[-1]
@@ -164,7 +168,7 @@ def one_layer(kind: Format) -> tuple[Any, dict[str, Products]]:
 
 
 def test_an_interrupted_rerun_leaves_every_switch_as_it_was() -> None:
-    hot, _ = quantised(WAN, FORMATS["float8_e4m3fn"], hot=True)
+    hot, _ = quantised_wan("float8_e4m3fn", hot=True)
     before = switches(hot)
     interrupted = import_module("comfy.model_management").InterruptProcessingException
 
@@ -181,8 +185,7 @@ def test_an_interrupted_rerun_leaves_every_switch_as_it_was() -> None:
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8", "nvfp4"])
 def test_a_lora_on_quantised_weights_is_in_the_rerun(kind: str) -> None:
     """Quantised into the weights again, and added by ComfyUI on the way to those that it casts (lowvram)."""
-    way: dict[str, Any] = {} if FORMATS[kind].on_cpu else {"disabled": {FORMATS[kind].name}}
-    patcher, twin = quantised(WAN, FORMATS[kind], hot=True, **way)
+    patcher, twin = quantised_wan(kind, "own" if FORMATS[kind].on_cpu else "emulated", hot=True)
     name, lora = "blocks.0.ffn.2.weight", torch.randn((96, 128), generator=torch.Generator().manual_seed(4)) * 0.05
     patcher.add_patches({f"diffusion_model.{name}": ("diff", (lora,))}, 1.0)
     layer, weight = patcher.model.diffusion_model.blocks[0].ffn[2], twin.model.diffusion_model.get_parameter(name)
@@ -210,14 +213,14 @@ def test_what_rounding_hides_is_seen() -> None:
         weight, whole = (m.model.diffusion_model.get_submodule(HIDDEN).weight for m in (patcher, twin))
         weight[: len(weight) // 2] *= 6e4  # not the gate
         whole.copy_(weight)
-    plain, made, exact = (sample(each, SD15, steps=1) for each in (patcher, guarded(patcher), twin))
+    plain, made, exact = (sampled(each) for each in (patcher, guarded(patcher), twin))
     assert plain.isfinite().all() and difference(plain, exact) > 0.01
     assert difference(made, exact) <= 1e-5
-    assert "1 step, 1 recomputed in fp32" in said[-1]
+    assert "2 steps, 2 recomputed in fp32" in said[-1]
 
 
 def test_quantised_weights_in_a_layer_without_comfyuis_switch_are_refused_by_name() -> None:
-    patcher, _ = quantised(WAN, FORMATS["int8"], hot=True)
+    patcher, _ = quantised_wan("int8", hot=True)
     network = patcher.model.diffusion_model
     with torch.inference_mode():
         plain = torch.nn.Linear(96, 96, dtype=torch.float16)
@@ -229,7 +232,7 @@ def test_quantised_weights_in_a_layer_without_comfyuis_switch_are_refused_by_nam
 
 
 def test_quantised_weights_that_are_broken_in_no_precision_are_named() -> None:
-    broken, _ = quantised(WAN, FORMATS["float8_e4m3fn"], hot=True)
+    broken, _ = quantised_wan("float8_e4m3fn", hot=True)
     with torch.inference_mode():
         broken.model.diffusion_model.blocks[1].ffn[2].weight._params.scale.fill_(torch.nan)
     error = error_of(lambda: sampled(guarded(broken)))
@@ -250,7 +253,7 @@ def quantised(
 
     compute: what all else is cast to at each layer; None: it stays fp16.
     """
-    with torch.inference_mode(), quiet():  # as ComfyUI's nodes load
+    with torch.inference_mode(), patch.object(logging.root, "disabled", True):  # it warns of layers without weights
         plain = make_model(layout, torch.float16, hot=hot).model.diffusion_model
         stored, whole = plain.state_dict(), {name: weight.float() for name, weight in plain.state_dict().items()}
         for name, layer in plain.named_modules():
@@ -274,26 +277,12 @@ def written(kind: Format, weight: torch.Tensor, more: Any) -> tuple[dict[str, to
     )
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without what ComfyUI says of a layer that has no weights yet."""
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def switches(patcher: Any) -> list[Any]:
     """All that decides which products are made."""
     layers = [getattr(layer, "_full_precision_mm", None) for layer in patcher.model.diffusion_model.modules()]
     own = [vars(layer).get("_full_precision_mm") for layer in patcher.model.diffusion_model.modules()]
     functions = [OPS.fp8_linear, getattr(OPS, "linear_input_act", None)]
     return [*functions, sorted(vars(OPS.CastWeightBiasOp)), layers, own]
-
-
-def sampled(patcher: Any) -> torch.Tensor:
-    return sample(patcher, WAN, steps=STEPS)
 
 
 def denoised(patcher: Any) -> torch.Tensor:

@@ -59,12 +59,13 @@ def hot(layout: Layout, heat: str) -> Layout:
 
     inside = heat == "hot inside"
     chosen = max(layers, key=grows) if inside else SQUARE.get(layout.config) or min(reversed(layers), key=grows)
-    return replace(layout, hot={f"{layout.block}.{chosen}": HOTTEST / stored[chosen].abs().max().item()})
+    hottest = HOTTEST / stored[chosen].abs().max().item()
+    return replace(layout, hot=f"{layout.block}.{chosen.removesuffix('.weight')}", times=hottest)
 
 
-def run(patcher: Any, layout: Layout, precision: str = "fp16", **policy: Any) -> torch.Tensor:
+def run(patcher: Any, precision: str = "fp16", **policy: Any) -> torch.Tensor:
     """Sampled behind a guard. What it says in the end is said[-1]."""
-    return sample(guarded(patcher, precision=precision, **policy), layout, steps=STEPS)
+    return sample(guarded(patcher, precision=precision, **policy), steps=STEPS)
 
 
 def check_said(*parts: str) -> None:
@@ -84,13 +85,13 @@ def test_scaled_layers_are_right_without_a_rerun(cells: Cells, family: str, heat
     layout = replace(LAYOUTS[family] if heat == HEALTHY else hot(LAYOUTS[family], heat), cfg=1.0)
     patcher, exact = with_its_twin(layout, *WEIGHTS[weights], hot=heat != HEALTHY)
     stored = held(patcher)
-    plain, reference = (sample(model, layout, steps=STEPS) for model in (patcher, exact))
+    plain, reference = (sample(model, steps=STEPS) for model in (patcher, exact))
     off = partial(distance, layout, exact=reference)
-    protected = off(run(patcher, layout))
+    protected = off(run(patcher))
     check_said("fp16, as you chose", PROTECTED)
-    in_bf16 = off(run(patcher, layout, "bf16"))
+    in_bf16 = off(run(patcher, "bf16"))
     assert 0 < protected <= max(in_bf16 / 4, AS_PREPARED.get((family, weights), 0.0) * off(plain))
-    assert same(plain, sample(patcher, layout, steps=STEPS)) and all(map(same, stored, held(patcher)))
+    assert same(plain, sample(patcher, steps=STEPS)) and all(map(same, stored, held(patcher)))
     if weights == "fp16" and heat == HEALTHY:
         assert protected <= AS_PLAIN.get(family, 1.0) * off(plain)
     elif weights == "fp16":
@@ -111,22 +112,22 @@ def test_later_steps_widen_what_few_functions_are_given(family: str, monkeypatch
         return computed(self, func, args, kwargs)
 
     monkeypatch.setattr(mode, "computed", told)
-    run(make_model(LAYOUTS[family]), replace(LAYOUTS[family], cfg=1.0))
+    run(make_model(replace(LAYOUTS[family], cfg=1.0)))
     check_said(PROTECTED)
     assert widened - {"__get__"} <= WIDENED
 
 
-def check_learned(layout: Layout, patcher: Any, exact: Any, check: Callable[[str], None]) -> None:
+def check_learned(patcher: Any, exact: Any, check: Callable[[str], None]) -> None:
     """Two runs of one guard, whose model fails in fp16; and one of another guard, later.
 
     check: of each run, what is said.
     """
-    reference = sample(exact, layout, steps=STEPS)
+    reference = sample(exact, steps=STEPS)
     learner = guarded(patcher, scope="learned")
     for time in ("first", "second", "after a restart"):
         learner = guarded(patcher, scope="learned") if time == "after a restart" else learner
         said.clear()
-        assert distance(layout, sample(learner, layout, steps=STEPS), reference) <= 5e-3
+        assert distance(patcher.model.layout, sample(learner, steps=STEPS), reference) <= 5e-3
         check(time)
 
 
@@ -142,30 +143,25 @@ def test_scope_learned_reruns_once_and_is_scaled_from_then_on(family: str) -> No
             check_said(PROTECTED)
             assert ("from a profile: " in report) == (time == "after a restart")
 
-    check_learned(LAYOUTS[family], *with_its_twin(LAYOUTS[family], hot=True), check)
+    check_learned(*with_its_twin(family, hot=True), check)
 
 
 def test_what_was_learned_is_known_to_later_guards_of_the_same_model_and_not_of_its_kin() -> None:
-    layout = LAYOUTS["sd15"]
-    overflows, healthy = make_model(layout, hot=True), make_model(layout)
-    plain = sample(healthy, layout, steps=STEPS)
+    overflows, healthy = make_model("sd15", hot=True), make_model("sd15")
+    plain = sample(healthy, steps=STEPS)
 
     def learning(patcher: Any, around: Any = nullcontext) -> torch.Tensor:
         with around():
-            return run(patcher, layout, "inherit", scope="learned")
+            return run(patcher, "inherit", scope="learned")
 
     learning(overflows)
     assert f"{STEPS} steps, 1 recomputed in fp32." in said[-1] and "profile" not in said[-1]
     assert same(plain, learning(healthy)) and "profile" not in said[-1]
     learning(lora_on(overflows))
     assert f"{STEPS} steps, 1 recomputed in fp32." in said[-1] and "profile" not in said[-1]
-    again = make_model(layout, hot=True)
-    for patcher, around in [
-        (lora_on(make_model(layout, hot=True)), nullcontext),
-        (lora_on(make_model(layout, hot=True)), lowvram),
-        (again, lowvram),
-        (overflows, nullcontext),
-    ]:
+    anew, another, again = (make_model("sd15", hot=True) for _ in range(3))
+    known = [(lora_on(anew), nullcontext), (lora_on(another), lowvram), (again, lowvram), (overflows, nullcontext)]
+    for patcher, around in known:
         learning(patcher, around)
         check_said(PROTECTED, "from a profile: ")
 
@@ -175,24 +171,24 @@ def test_what_was_learned_is_known_to_later_guards_of_the_same_model_and_not_of_
 def test_each_precision_is_what_it_says(family: str, weights: str) -> None:
     layout = LAYOUTS[family]
     patcher, exact = with_its_twin(layout, *(WEIGHTS | BF16)[weights])
-    plain, reference = (sample(model, layout, steps=STEPS) for model in (patcher, exact))
+    plain, reference = (sample(model, steps=STEPS) for model in (patcher, exact))
     with on("sm75"):
-        assert 0 < distance(layout, run(patcher, layout, "auto"), reference) <= 5e-3
+        assert 0 < distance(layout, run(patcher, "auto"), reference) <= 5e-3
     check_said("has no native bf16", PROTECTED)
     assert ("ComfyUI alone would compute it in fp32" in said[-1]) == (weights == "bf16 in fp32")
     for card in ("sm80", "sm90", "cpu"):
         with on(card):
-            assert same(run(patcher, layout, "auto"), plain)
+            assert same(run(patcher, "auto"), plain)
         check_said(", which ComfyUI chose for ")
         assert PROTECTED not in said[-1]
     as_it_is = {"fp16": "fp16 (plain)", "bf16": "bf16", "bf16 in fp32": "fp32"}[weights]
     with on("cpu"):
         for precision in ("inherit", "bf16", "fp16 (plain)", "fp32"):
             if precision == "fp16 (plain)" != as_it_is:
-                error = error_of(lambda: run(patcher, layout, "fp16 (plain)"))
+                error = error_of(lambda: run(patcher, "fp16 (plain)"))
                 assert error.startswith("BadInput: ComfyUI computes") and "--fp16-unet" in error
                 continue
-            made = run(patcher, layout, precision)
+            made = run(patcher, precision)
             check_said()
             assert same(made, plain) == (precision in ("inherit", as_it_is))
             off = distance(layout, made, reference)
@@ -202,41 +198,38 @@ def test_each_precision_is_what_it_says(family: str, weights: str) -> None:
 
 @pytest.mark.parametrize("option", ["fp32_unet", "force_fp32"])
 def test_auto_is_fp32_where_comfyui_was_told_to(option: str) -> None:
-    layout = LAYOUTS["flux"]
-    patcher = make_model(layout, *WEIGHTS["bf16 in fp32"])
+    patcher = make_model("flux", *WEIGHTS["bf16 in fp32"])
     with on("sm75"), patch.object(import_module("comfy.cli_args").args, option, True, create=True):
-        made = run(patcher, layout, "auto")
-    assert same(made, sample(patcher, layout, steps=STEPS))
+        made = run(patcher, "auto")
+    assert same(made, sample(patcher, steps=STEPS))
     check_said("fp32 for ")
 
 
 def test_bf16_is_refused_on_a_device_that_has_none() -> None:
     rows = module("precision.arch").ARCHITECTURES
     with patch.dict(rows, {"mps": replace(rows["mps"], bf16="none")}), on("mps"):
-        error = error_of(lambda: run(make_model(LAYOUTS["flux"]), LAYOUTS["flux"], "bf16"))
+        error = error_of(lambda: run(make_model("flux"), "bf16"))
     assert "has no bf16, not even emulated" in error
 
 
 @few
 def test_plain_fp16_is_left_as_broken_as_it_is(family: str) -> None:
-    layout = LAYOUTS[family]
-    patcher = make_model(layout, hot=True)
-    assert same(run(patcher, layout, "fp16 (plain)"), sample(patcher, layout, steps=STEPS))
+    patcher = make_model(family, hot=True)
+    assert same(run(patcher, "fp16 (plain)"), sample(patcher, steps=STEPS))
     assert f"{STEPS} steps, {STEPS} with NaN, infinite or clipped values: " in said[-1]
 
 
 @pytest.mark.parametrize(("family", "at"), {"flux": "img_in", "wan": "blocks.1.ffn.0"}.items())
 def test_what_cannot_be_scaled_is_as_comfyui_computes_it(family: str, at: str) -> None:
     """A layer that PyTorch has compiled: nobody can have it multiply otherwise."""
-    layout = LAYOUTS[family]
-    patcher = make_model(layout)
+    patcher = make_model(family)
     parent, _, own = at.rpartition(".")
     layer = patcher.model.diffusion_model.get_submodule(at)
     plain = torch.nn.Linear(layer.in_features, layer.out_features, dtype=torch.float16)
     plain.load_state_dict(layer.state_dict())
     scripted = torch.jit.script(plain.eval().requires_grad_(False))
     setattr(patcher.model.diffusion_model.get_submodule(parent), own, scripted)
-    assert same(run(patcher, layout), sample(patcher, layout, steps=STEPS))
+    assert same(run(patcher), sample(patcher, steps=STEPS))
     check_said("as ComfyUI computes it, since not every layer can be protected: ")
     assert PROTECTED not in said[-1]
 
@@ -260,11 +253,11 @@ class ByScript(torch.nn.Module):
 
 
 def test_what_cannot_be_scaled_is_not_learned() -> None:
-    patcher, exact = with_its_twin(LAYOUTS["wan"], hot=True)
+    patcher, exact = with_its_twin("wan", hot=True)
     attention = patcher.model.diffusion_model.blocks[1].self_attn
     attention.o = ByScript(attention.o)
 
     def check(time: str) -> None:
         assert time == "after a restart" or "since not every layer can be protected: " in said[-1]
 
-    check_learned(LAYOUTS["wan"], patcher, exact, check)
+    check_learned(patcher, exact, check)

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import guard_work_units as work_units
 import pytest
 import torch
-from guard_beside import COMPILED, lora_on, lowvram, with_easycache, with_lora
+from guard_beside import (
+    COMPILED,
+    compiled_by_comfyui,
+    lora_on,
+    lowvram,
+    with_easycache,
+    with_lora,
+    with_lora_as_it_goes,
+)
 from guard_quantised import FORMATS, HERE, quantised
 from guard_scaled import FEW, PROTECTED, STEPS, WEIGHTS, check_said, few
 from guard_streamed import WAYS, streamed
@@ -27,7 +34,8 @@ LINEAR_PAIRS = {  # two layers of which the first one's output is the second one
 }
 # how far off a format's rounding of a layer's input is; guard_own_products.py has all, and ComfyUI's own products
 ROUNDED = {"float8_e4m3fn": 0.15, "int8": 0.05}
-Made = tuple[Callable[[], Any], Any]  # gives the guarded model, where it is to run; and what that has to come to
+# a model, or what gives the guarded one where it is to run; and what its runs have to come to
+Made = tuple[Any, Any]
 State = Callable[[Layout], Made]
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -38,60 +46,46 @@ def protected(patcher: Any) -> Any:
 
 def states(name: str) -> dict[str, tuple[State, Around]]:
     found: dict[str, State] = {
-        "LoRA": partial(from_pair, partial(with_lora, hot=True)),
-        "fp8": partial(from_pair, partial(with_its_twin, dtype=torch.float8_e4m3fn, compute=torch.float16, hot=True)),
-        "EasyCache": partial(from_pair, partial(with_easycache, hot=True)),
+        "LoRA": partial(with_lora, hot=True),
+        "fp8": partial(with_its_twin, dtype=torch.float8_e4m3fn, compute=torch.float16, hot=True),
+        "EasyCache": partial(with_easycache, hot=True),
         "blocks replaced": with_patches,
         "packed weights": packed,
     }
     if name in COMPILED:
-        found |= {
-            f"torch.compile {order}": partial(compiled, before=order == "before") for order in ("before", "after")
-        }
+        found |= {"torch.compile before": compiled_before, "torch.compile after": compiled_after}
     if name in LINEAR_PAIRS:
         found["bf16 that fp16 does not hold"] = partial(outside_fp16, *LINEAR_PAIRS[name])
     if HERE:
         found |= {f"quantised to {kind}": partial(with_format, kind) for kind in ROUNDED}
     here: dict[str, tuple[State, Around]] = {state: (make, nullcontext) for state, make in found.items()}
-    for weights, dtypes in WEIGHTS.items():
-        make: State = partial(from_pair, partial(lora_as_it_goes, dtypes=dtypes))
+    for weights, (dtype, compute) in WEIGHTS.items():
+        make = partial(with_lora_as_it_goes, dtype=dtype, compute=compute, hot=True)
         here[f"LoRA on {weights} as it goes"] = make, lowvram
     for way, around in WAYS.items():
-        here[way] = partial(on_host, way, with_lora=False), around
-        here[f"{way}, with LoRA"] = partial(on_host, way, with_lora=True), around
+        here[way] = partial(on_host, way), around
+        here[f"{way}, with LoRA"] = partial(on_host, way, put=lora_on), around
     return here
 
 
-def from_pair(make: Callable[[Layout], tuple[Any, Any]], layout: Layout) -> Made:
-    patcher, exact = make(layout)
-    return partial(protected, patcher), exact
-
-
-def lora_as_it_goes(layout: Layout, *, dtypes: tuple[Any, ...]) -> tuple[Any, Any]:
-    patcher, exact = with_its_twin(layout, *dtypes, hot=True)
-    return lora_on(patcher), lora_on(exact)
-
-
-def on_host(way: str, layout: Layout, *, with_lora: bool) -> Made:
+def on_host(way: str, layout: Layout, *, put: Callable[[Any], Any] = lambda patcher: patcher) -> Made:
     patcher, exact = with_its_twin(layout, hot=True)
-    if with_lora:
-        return (lambda: protected(lora_on(streamed(patcher, way)))), lora_on(exact)
-    return (lambda: protected(streamed(patcher, way))), exact
+    return (lambda: protected(put(streamed(patcher, way)))), put(exact)
 
 
 def with_format(kind: str, layout: Layout) -> Made:
     blocks = f"{layout.block.split('.')[0].replace('input_blocks', 'middle_block')}."
-    patcher, exact = quantised(layout, FORMATS[kind], hot=True, only=blocks)
-    return partial(protected, patcher), exact
+    return quantised(layout, FORMATS[kind], hot=True, only=blocks)
 
 
-def compiled(layout: Layout, *, before: bool) -> Made:
-    """By ComfyUI's own torch.compile; the backend compiles nothing, so that it is quick and exact."""
-    compile_model = import_module("comfy_api.torch_helpers").set_torch_compile_wrapper
+def compiled_before(layout: Layout) -> Made:
     patcher, exact = with_its_twin(layout, hot=True)
-    patcher = patcher.clone() if before else protected(patcher).clone()
-    compile_model(patcher, backend="eager", keys=["diffusion_model"])
-    return (partial(protected, patcher) if before else lambda: patcher), exact
+    return compiled_by_comfyui(patcher), exact
+
+
+def compiled_after(layout: Layout) -> Made:
+    patcher, exact = with_its_twin(layout, hot=True)
+    return (lambda: compiled_by_comfyui(protected(patcher))), exact
 
 
 def with_patches(layout: Layout) -> Made:
@@ -113,8 +107,7 @@ def with_patches(layout: Layout) -> Made:
         model.set_model_attn1_replace(attention, "middle", 0)
         model.set_model_attn2_output_patch(lambda made, _: made * 1.1)
         model.set_model_input_block_patch(lambda hidden, _: hidden * 0.9)
-    patcher, exact = models
-    return partial(protected, patcher), exact
+    return models[0], models[1]
 
 
 def outside_fp16(first: str, second: str, layout: Layout) -> Made:
@@ -125,7 +118,7 @@ def outside_fp16(first: str, second: str, layout: Layout) -> Made:
             model.model.diffusion_model.get_submodule(name).weight.mul_(factor)
             if name == first and (bias := model.model.diffusion_model.get_submodule(name).bias) is not None:
                 bias.mul_(factor)
-    return partial(protected, patcher), exact
+    return patcher, exact
 
 
 class Packed(torch.nn.Linear):
@@ -156,7 +149,7 @@ def packed(layout: Layout) -> Made:
             smaller, weight = Packed.of(layer)
             setattr(network.get_submodule(parent), own, smaller)
             whole.get_submodule(name).weight.copy_(weight)
-    return partial(protected, patcher), exact
+    return patcher, exact
 
 
 STATES = {(family, state): made for family in FEW for state, made in states(family).items()}
@@ -168,11 +161,11 @@ STATES |= {(name, state): made for name in RECENT for state, made in states(name
 def test_scaled_layers_beside_others(family: str, state: str) -> None:
     layout, (make, around) = LAYOUTS[family], STATES[family, state]
     steps = CACHED_STEPS if state == "EasyCache" else STEPS
-    behind, exact = make(layout)
-    reference = sample(exact, layout, steps=steps)
+    model, exact = make(layout)
+    reference = sample(exact, steps=steps)
     said.clear()
     with around():
-        made = sample(behind(), layout, steps=steps)
+        made = sample(model() if callable(model) else protected(model), steps=steps)
     torch.compiler.reset()
     check_said(PROTECTED)
     assert 0 < distance(layout, made, reference) <= ROUNDED.get(state.removeprefix("quantised to "), 1e-2)
@@ -180,20 +173,19 @@ def test_scaled_layers_beside_others(family: str, state: str) -> None:
 
 @few
 def test_of_two_guards_the_last_one_counts(family: str) -> None:
-    layout = LAYOUTS[family]
-    patcher = make_model(layout, hot=True)
-    plain, once = (sample(model, layout, steps=STEPS) for model in (patcher, protected(patcher)))
-    assert same(once, sample(protected(guarded(patcher, precision="bf16")), layout, steps=STEPS))
+    patcher = make_model(family, hot=True)
+    plain, once = (sample(model, steps=STEPS) for model in (patcher, protected(patcher)))
+    assert same(once, sample(protected(guarded(patcher, precision="bf16")), steps=STEPS))
     check_said(PROTECTED)
-    assert same(plain, sample(guarded(protected(patcher), on_failure="off"), layout, steps=STEPS))
+    assert same(plain, sample(guarded(protected(patcher), on_failure="off"), steps=STEPS))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_streamed_model_taught_is_known_to_the_next_guard(way: str) -> None:
     for known in (False, True):
-        behind = guarded(streamed(make_model(LAYOUTS["flux"], hot=True), way), scope="learned")
+        behind = guarded(streamed(make_model("flux", hot=True), way), scope="learned")
         with WAYS[way]():
-            sample(behind, LAYOUTS["flux"], steps=STEPS)
+            sample(behind, steps=STEPS)
         assert known or f"{STEPS} steps, 1 recomputed in fp32." in said[-1]
     check_said(PROTECTED, "from a profile: ")
 
@@ -206,11 +198,11 @@ def test_each_half_is_protected(family: str, order: str) -> None:
     layout = work_units.GUIDED[family]
     make = partial(make_model, layout, hot=True)
     both = work_units.split(make(), make)
-    reference = sample(work_units.exact_on_two(both, layout), layout, steps=STEPS)
+    reference = sample(work_units.exact_on_two(both), steps=STEPS)
     if order == "before":
         patcher = work_units.split(protected(make()), make)
     else:
         patcher = protected(both) if order == "after" else guarded(both, scope="learned")
     for _ in range(2 if order == "learned" else 1):
-        assert 0 < distance(layout, sample(patcher, layout, steps=STEPS), reference) <= 1e-2
+        assert 0 < distance(layout, sample(patcher, steps=STEPS), reference) <= 1e-2
     check_said(PROTECTED, f"{STEPS} steps, all fine.")

@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from guard_beside import lora_on
-from guard_streamed import KINDS, LINEAR, SD15, with_lora
-from in_comfyui import counting_loads, difference, error_of, guarded, module, said, witness
+from guard_beside import lora_of_a_prompt, lora_on
+from guard_streamed import LINEAR, with_lora
+from in_comfyui import counting_loads, difference, error_of, guarded, module, said, witness, wrapped
 from native_models import LAYOUTS, in_fp32, make_model, sample
 from simulated_card import CARD, DYNAMIC, HOST, MANAGEMENT, card, on_host
 
@@ -27,15 +27,13 @@ def spoiled(patcher: Any, spoil: Spoil) -> Any:
     calls: list[int] = []
 
     @witness
-    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    def spoils(executor: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
             spoil(patcher)
         return executor(*args, **kwargs)
 
-    clone = patcher.clone()
-    clone.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "spoil", wrapper)
-    return clone
+    return wrapped(patcher, spoils)
 
 
 def spoil_patched(patcher: Any) -> None:
@@ -55,15 +53,15 @@ def spoil_pages(patcher: Any) -> None:
             buffer.overwrite()
 
 
-@pytest.mark.parametrize("family", ["anima", "sensenova"])
-def test_so_they_are_for_a_model_that_prepares_text(family: str) -> None:
-    """What samples is then a view of the model that is on the card."""
+@pytest.mark.parametrize(("family", "dtype"), [("sd15", "fp32"), ("anima", "fp16"), ("sensenova", "fp16")])
+def test_so_they_are_in_fp32_and_for_a_model_that_prepares_text(family: str, dtype: str) -> None:
+    """What samples is in the latter case a view of the model that is on the card."""
     if family not in LAYOUTS:
         pytest.skip("this ComfyUI has none")
-    model = lora_on(make_model(LAYOUTS[family]))
-    expected = sample(model, LAYOUTS[family])
-    made = sample(guarded(spoiled(model, spoil_patched)), LAYOUTS[family])
-    assert torch.equal(made, expected) and ANEW in said[-1]
+    model = lora_on(make_model(family, torch.float32 if dtype == "fp32" else torch.float16))
+    expected = sample(model)
+    assert torch.equal(sample(guarded(spoiled(model, spoil_patched))), expected)
+    assert f"{ANEW}after that {dtype} was finite" in said[-1]
 
 
 @pytest.mark.parametrize(
@@ -73,15 +71,15 @@ def test_so_they_are_for_a_model_that_prepares_text(family: str) -> None:
 @pytest.mark.parametrize("hot", [False, True])
 def test_weights_are_loaded_anew_and_what_fits_fp16_is_right_in_it(hot: bool, dynamic: bool) -> None:
     if dynamic:
-        model = make_model(SD15, hot=hot)
-        expected = sample(in_fp32(model, SD15) if hot else model, SD15)
+        model = make_model("sd15", hot=hot)
+        expected = sample(in_fp32(model) if hot else model)
         around, stale = partial(card, dynamic=True), lambda: spoiled(on_host(model, dynamic=True), spoil_pages)
     else:
-        model = with_lora(make_model(SD15, hot=hot))
-        expected = sample(guarded(model) if hot else model, SD15)
+        model = with_lora(make_model("sd15", hot=hot))
+        expected = sample(guarded(model) if hot else model)
         around, stale = nullcontext, lambda: spoiled(model, spoil_patched)
     with around(), counting_loads() as loads:
-        made = sample(guarded(stale()), SD15)
+        made = sample(guarded(stale()))
     if hot:
         assert difference(made, expected) <= 1e-5
         assert f"{ANEW}and the step recomputed in fp32" in said[-1] and "3 steps, 3 recomputed in fp32" in said[-1]
@@ -91,26 +89,16 @@ def test_weights_are_loaded_anew_and_what_fits_fp16_is_right_in_it(hot: bool, dy
         assert len(loads) == 2  # the run's own, and one more
 
 
-def test_a_model_in_fp32_is_loaded_anew_too() -> None:
-    single = with_lora(make_model(SD15, torch.float32))
-    expected = sample(single, SD15)
-    assert torch.equal(sample(guarded(spoiled(single, spoil_patched)), SD15), expected)
-    assert f"{ANEW}after that fp32 was finite" in said[-1]
-
-
 def test_a_lora_of_one_prompt_is_in_it_again() -> None:
-    down, up = (torch.randn(shape, generator=torch.Generator().manual_seed(8)) for shape in ((4, 256), (64, 4)))
-    file = {f"{OTHER}.lora_down.weight": down, f"{OTHER}.lora_up.weight": up}
-    patcher = with_lora(make_model(SD15))
-    hooks = import_module("comfy.hooks").create_hook_lora(lora=file, strength_model=1.0, strength_clip=0.0)
-    without, expected = sample(patcher, SD15), sample(patcher, SD15, hooks=hooks)
+    patcher, hooks = with_lora(make_model("sd15")), lora_of_a_prompt(OTHER, inputs=256, strength=1.0)
+    without, expected = sample(patcher), sample(patcher, hooks=hooks)
     assert difference(without, expected) > 2e-2
-    assert torch.equal(sample(guarded(spoiled(patcher, spoil_patched)), SD15, hooks=hooks), expected)
+    assert torch.equal(sample(guarded(spoiled(patcher, spoil_patched)), hooks=hooks), expected)
 
 
 def test_as_much_is_on_the_card_afterwards() -> None:
     """Some layers on the card, others brought to it as they run."""
-    patcher = with_lora(import_module("comfy.model_patcher").ModelPatcher(make_model(SD15).model, CARD, HOST))
+    patcher = with_lora(import_module("comfy.model_patcher").ModelPatcher(make_model("sd15").model, CARD, HOST))
     before: list[int] = []
 
     def spoil(patcher: Any) -> None:
@@ -118,34 +106,34 @@ def test_as_much_is_on_the_card_afterwards() -> None:
         spoil_patched(patcher)
 
     with card(free=lambda: 0.9 * patcher.model_size() - patcher.loaded_size()):
-        expected = sample(patcher, SD15)
-        assert torch.equal(sample(guarded(spoiled(patcher, spoil)), SD15), expected)
+        expected = sample(patcher)
+        assert torch.equal(sample(guarded(spoiled(patcher, spoil))), expected)
         after = patcher.loaded_size()
     if DYNAMIC:  # older ComfyUIs load 64 MB and more
         assert 0.95 * before[0] < after <= before[0] < patcher.model_size()
 
 
 def test_what_no_loading_helps_is_named_as_ever_and_nothing_is_loaded_where_none_is_needed() -> None:
-    broken, stale = make_model(SD15), with_lora(make_model(SD15))
+    broken, stale = make_model("sd15"), with_lora(make_model("sd15"))
     broken.model.get_parameter(LINEAR)[0, 0] = torch.nan
-    nan = torch.full(SD15.latents, torch.nan)
+    nan = torch.full(LAYOUTS["sd15"].latents, torch.nan)
     with counting_loads() as loads:
-        error = error_of(lambda: sample(guarded(broken), SD15))
+        error = error_of(lambda: sample(guarded(broken)))
     assert error.startswith("GuardStopped") and len(loads) == 2
     assert "ff.net.2.weight' holds 1 NaN or infinite values of 16384" in error
     with counting_loads() as loads:
-        error = error_of(lambda: sample(guarded(make_model(SD15)), SD15, latents=nan))
+        error = error_of(lambda: sample(guarded(make_model("sd15")), latents=nan))
     assert "was given latents with 512 NaN or infinite values" in error and len(loads) == 1
     with counting_loads() as loads:
-        error = error_of(lambda: sample(guarded(spoiled(stale, spoil_patched), on_failure="stop"), SD15))
+        error = error_of(lambda: sample(guarded(spoiled(stale, spoil_patched), on_failure="stop")))
     assert "set to stop" in error and len(loads) == 1
 
 
 @pytest.mark.parametrize("inserted", [False, True])
 def test_a_model_whose_loading_fails_computes_nothing_more_in_that_run(inserted: bool) -> None:
     """ComfyUI has taken its LoRA out by then: all steps from there on would be those of another model."""
-    model = with_lora(make_model(SD15))
-    expected, load = sample(model, SD15), MANAGEMENT.LoadedModel.model_load
+    model = with_lora(make_model("sd15"))
+    expected, load = sample(model), MANAGEMENT.LoadedModel.model_load
     loads: list[str] = []
 
     def model_load(loaded: Any, *args: Any, **kwargs: Any) -> Any:
@@ -157,15 +145,15 @@ def test_a_model_whose_loading_fails_computes_nothing_more_in_that_run(inserted:
     made: list[torch.Tensor] = []
     with patch.object(MANAGEMENT.LoadedModel, "model_load", model_load):
         behind = guarded(spoiled(model, spoil_patched), inserted=inserted)
-        error = error_of(lambda: made.append(sample(behind, SD15)))
+        error = error_of(lambda: made.append(sample(behind)))
     assert len(loads) == 2
     assert made[0].isnan().all() if inserted else error == "OutOfMemoryError: none left"
-    assert torch.equal(sample(guarded(model), SD15), expected)
+    assert torch.equal(sample(guarded(model)), expected)
 
 
 def test_what_others_loaded_or_runs_compiled_is_left_alone() -> None:
     loaded_anew = module("comfyui_host.layers").loaded_anew
-    patcher = make_model(SD15)
+    patcher = make_model("sd15")
     assert not loaded_anew(patcher.model)
     MANAGEMENT.load_models_gpu([patcher])
     block = patcher.model.diffusion_model.out

@@ -12,13 +12,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from in_comfyui import difference, guarded, node, said
-from native_models import HOT_DECODER, LAYOUTS, RECENT, in_fp32, make_model, make_vae, sample, vae_in_fp32
+from in_comfyui import difference, guarded, node, said, wrapped
+from native_models import HOT_DECODER, RECENT, make_model, make_vae, sample, vae_in_fp32, with_its_twin
 from simulated_card import DYNAMIC, MANAGEMENT, OnHost, card, on_host
 
-KINDS = import_module("comfy.patcher_extension").WrappersMP
 OPS = import_module("comfy.ops")
-SD15 = LAYOUTS["sd15"]
 LINEAR = "diffusion_model.middle_block.1.transformer_blocks.0.ff.net.2.weight"
 WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {"streams": card}
 if DYNAMIC:
@@ -54,17 +52,15 @@ def counting_moves() -> Iterator[list[int]]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("run", RUNS)
 def test_a_streamed_model_is_guarded(run: str, way: str) -> None:
-    name, *weights = RUNS[run]
-    layout = LAYOUTS[name]
-    healthy, hot = make_model(layout, *weights), make_model(layout, *weights, hot=True)
-    exact = sample(in_fp32(hot, layout), layout)
+    healthy, (hot, twin) = make_model(*RUNS[run]), with_its_twin(*RUNS[run], hot=True)
+    exact = sample(twin)
     with WAYS[way](), counting_moves() as moves:
-        plain = sample(streamed(healthy, way), layout)
+        plain = sample(streamed(healthy, way))
     assert moves
     with WAYS[way]():
-        assert torch.equal(sample(guarded(streamed(healthy, way)), layout), plain)
+        assert torch.equal(sample(guarded(streamed(healthy, way))), plain)
     with WAYS[way](), counting_moves():
-        assert difference(sample(guarded(streamed(hot, way)), layout), exact) <= layout.rounds
+        assert difference(sample(guarded(streamed(hot, way))), exact) <= hot.model.layout.rounds
     assert "3 steps, 3 recomputed in fp32" in said[-1]
 
 
@@ -81,11 +77,10 @@ def with_lora(patcher: Any, key: str = LINEAR) -> Any:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_lora_on_streamed_weights_is_in_the_rerun(way: str) -> None:
-    hot = make_model(SD15, hot=True)
-    twin = in_fp32(hot, SD15)
-    without, exact = sample(twin, SD15), sample(with_lora(twin), SD15)
+    hot, twin = with_its_twin("sd15", hot=True)
+    without, exact = sample(twin), sample(with_lora(twin))
     with WAYS[way]():
-        made = sample(guarded(with_lora(streamed(hot, way))), SD15)
+        made = sample(guarded(with_lora(streamed(hot, way))))
     assert difference(without, exact) > 2e-2
     assert difference(made, exact) <= (2e-3 if way in RESIDENT else 1e-5)
 
@@ -95,10 +90,9 @@ def test_a_lora_on_streamed_weights_is_in_the_rerun(way: str) -> None:
 def test_weights_that_are_brought_ahead_of_their_block(way: str) -> None:
     """As LTX-2 and MiniMax H3 have it."""
     prefetch = import_module("comfy.model_prefetch")
-    layout, key = LAYOUTS["wan"], "diffusion_model.blocks.0.ffn.2.weight"
-    hot = make_model(layout, hot=True)
-    twin = in_fp32(hot, layout)
-    exact, exact_with_lora = sample(twin, layout), sample(with_lora(twin, key), layout)
+    key = "diffusion_model.blocks.0.ffn.2.weight"
+    hot, twin = with_its_twin("wan", hot=True)
+    exact, exact_with_lora = sample(twin), sample(with_lora(twin, key))
     ahead: list[bool] = []
 
     def around(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -119,9 +113,8 @@ def test_weights_that_are_brought_ahead_of_their_block(way: str) -> None:
         return made
 
     with WAYS[way]():
-        patcher = guarded(streamed(hot, way))
-        patcher.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "prefetch", around)
-        made, made_with_lora = sample(patcher, layout), sample(with_lora(patcher, key), layout)
+        patcher = wrapped(guarded(streamed(hot, way)), around)
+        made, made_with_lora = sample(patcher), sample(with_lora(patcher, key))
     assert ahead and all(ahead)
     assert difference(made, exact) <= 1e-5
     assert difference(made_with_lora, exact) > 1e-3
@@ -130,7 +123,7 @@ def test_weights_that_are_brought_ahead_of_their_block(way: str) -> None:
 
 def test_a_model_that_is_loaded_amid_a_rerun_is_loaded_as_ever() -> None:
     """A patch loads a model of its own, with a LoRA, in the rerun alone."""
-    hot, other = make_model(SD15, hot=True), with_lora(make_model(SD15))
+    hot, other = make_model("sd15", hot=True), with_lora(make_model("sd15"))
     calls: list[int] = []
 
     def loads(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,9 +132,7 @@ def test_a_model_that_is_loaded_amid_a_rerun_is_loaded_as_ever() -> None:
             MANAGEMENT.load_models_gpu([other])
         return executor(*args, **kwargs)
 
-    patcher = guarded(hot)
-    patcher.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "loads", loads)
-    sample(patcher, SD15)
+    sample(wrapped(guarded(hot), loads))
     inside = other.model.get_parameter(LINEAR).detach().clone()
     other.detach()
     MANAGEMENT.load_models_gpu([other])

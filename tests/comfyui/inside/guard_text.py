@@ -6,37 +6,31 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-import native_models
 import pytest
 import torch
-from in_comfyui import difference, error_of, guarded, said
-from native_models import Layout, in_fp32, make_model, sample
+from in_comfyui import difference, error_of, guarded, said, wrapped
+from native_models import LAYOUTS, in_fp32, make_model, sample
 from probe import facts, probed
 
-KINDS = import_module("comfy.patcher_extension").WrappersMP
-NESTED = import_module("comfy.nested_tensor").NestedTensor if native_models.LAYOUTS.get("ltx2") else None
 TRUNK = {"ltx2": "transformer_blocks.0.ff.net.0.proj.weight", "minimax_h3": "blocks.0.mlp.fc1.weight"}
 CLASS = {"ltx2": "LTXAV", "minimax_h3": "MiniMaxH3"}
-RAW = {  # text that is not refined yet, and a weight of what refines it
-    "ltx2": (32, {"video_embeddings_connector.transformer_1d_blocks.0.ff.net.0.proj.weight": 6e4}),
-    "minimax_h3": (40, {"token_refiner.blocks.0.mlp.fc1.weight": 3e4}),
+RAW = {  # text that is not refined yet, a layer of what refines it, and what its weight is multiplied by
+    "ltx2": (32, "video_embeddings_connector.transformer_1d_blocks.0.ff.net.0.proj", 6e4),
+    "minimax_h3": (40, "token_refiner.blocks.0.mlp.fc1", 3e4),
 }
-LAYOUTS = {
-    name: replace(native_models.LAYOUTS[name], context=(1, 7, channels), hot=hot, ones={})
-    for name, (channels, hot) in RAW.items()
-    if name in native_models.LAYOUTS
-}
-family = pytest.mark.parametrize("family", LAYOUTS)
+family = pytest.mark.parametrize("family", [name for name in RAW if name in LAYOUTS])
 
 
 def hot(name: str, *, refiner: bool, trunk: bool) -> Any:
-    patcher = make_model(LAYOUTS[name], hot=refiner)
+    channels, layer, times = RAW[name]
+    layout = replace(LAYOUTS[name], context=(1, 7, channels), hot=layer, times=times, ones={})
+    patcher = make_model(layout, hot=refiner)
     if trunk:
         patcher.model.diffusion_model.get_parameter(TRUNK[name]).mul_(3e4)
     return patcher
 
 
-def sampled(patcher: Any, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+def sampled(patcher: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The latents, and the text that the network was given."""
     given: list[torch.Tensor] = []
 
@@ -44,19 +38,17 @@ def sampled(patcher: Any, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         given.append(args[1].float())  # after c_concat
         return executor(x, t, *args, **kwargs)
 
-    clone = patcher.clone()
-    clone.add_wrapper_with_key(KINDS.APPLY_MODEL, "test", look)
-    return sample(clone, layout), given[0]
+    return sample(wrapped(patcher, look, "apply_model")), given[0]
 
 
 @pytest.mark.parametrize("trunk", [False, True])
 @family
 def test_text_that_overflows_is_refined_in_fp32(family: str, trunk: bool) -> None:
     """trunk: layers behind the refiner overflow too; else they stay in fp16."""
-    layout, patcher = LAYOUTS[family], hot(family, refiner=True, trunk=trunk)
-    exact, exact_text = sampled(in_fp32(patcher, layout), layout)
-    assert not sampled(patcher, layout)[1].isfinite().all()
-    made, text = sampled(guarded(patcher), layout)
+    patcher = hot(family, refiner=True, trunk=trunk)
+    exact, exact_text = sampled(in_fp32(patcher))
+    assert not sampled(patcher)[1].isfinite().all()
+    made, text = sampled(guarded(patcher))
     assert difference(text, exact_text) <= 1e-5
     assert difference(made, exact) <= (1e-5 if trunk else 2e-2)
     assert ("3 steps, all fine." in said[-1]) == (not trunk)
@@ -66,8 +58,8 @@ def test_text_that_overflows_is_refined_in_fp32(family: str, trunk: bool) -> Non
 
 @family
 def test_healthy_text_stays_as_it_is(family: str) -> None:
-    layout, patcher = LAYOUTS[family], hot(family, refiner=False, trunk=False)
-    plain, made = (sampled(each, layout) for each in (patcher, guarded(patcher)))
+    patcher = hot(family, refiner=False, trunk=False)
+    plain, made = (sampled(each) for each in (patcher, guarded(patcher)))
     assert all(map(torch.equal, plain, made))
     assert "refined" not in said[-1]
     assert "extra_conds" not in vars(patcher.model)
@@ -75,21 +67,19 @@ def test_healthy_text_stays_as_it_is(family: str) -> None:
 
 @family
 def test_the_probe_refines_it_too(family: str) -> None:
-    layout = LAYOUTS[family]
-    assert NESTED is not None
-    latent = {"samples": NESTED([torch.zeros(shape) for shape in layout.streams])}
-    found = facts(probed(hot(family, refiner=True, trunk=False), layout, latent_image=latent))
+    nested = import_module("comfy.nested_tensor").NestedTensor
+    latent = {"samples": nested([torch.zeros(shape) for shape in LAYOUTS[family].streams])}
+    found = facts(probed(hot(family, refiner=True, trunk=False), latent_image=latent))
     assert found["dtype"] == "fp16"  # of what is computed in each step
 
 
 @family
 def test_what_cannot_be_helped_is_named(family: str) -> None:
-    layout, patcher = LAYOUTS[family], hot(family, refiner=True, trunk=False)
+    patcher = hot(family, refiner=True, trunk=False)
     found = f"GuardStopped: The text refiner of {CLASS[family]} itself: its output in fp16 is NaN or infinite"
-    stopped = error_of(lambda: sample(guarded(patcher, on_failure="stop"), layout))
+    stopped = error_of(lambda: sample(guarded(patcher, on_failure="stop")))
     assert stopped.startswith(f"{found}, and the guard is set to stop.")
     broken = hot(family, refiner=False, trunk=False)
-    (weight,) = layout.hot
-    broken.model.diffusion_model.get_parameter(weight)[0, 0] = torch.nan
-    assert error_of(lambda: sample(guarded(broken), layout)).startswith(f"{found}, and in fp32 too")
-    assert not sample(guarded(patcher, on_failure="off"), layout).isfinite().all()
+    broken.model.diffusion_model.get_submodule(RAW[family][1]).weight[0, 0] = torch.nan
+    assert error_of(lambda: sample(guarded(broken))).startswith(f"{found}, and in fp32 too")
+    assert not sample(guarded(patcher, on_failure="off")).isfinite().all()

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from in_comfyui import difference, error_of, guarded, module, said, witness
+from in_comfyui import difference, error_of, guarded, module, said, witness, wrapped
 from native_models import CPU, LAYOUTS, RECENT, Layout, in_fp32, make_model, sample
 from probe import facts, probed
 
@@ -28,7 +28,6 @@ RUNS = 3
 GUIDED = {name: replace(LAYOUTS[name], cfg=4.0) for name in ("sd15", "flux", *RECENT)}  # Flux clips what overflows
 SD15, FLUX = GUIDED["sd15"], GUIDED["flux"]
 WORK_UNITS = "multigpu"
-KINDS = import_module("comfy.patcher_extension").WrappersMP
 
 
 def split(patcher: Any, make: Callable[[], Any]) -> Any:
@@ -44,16 +43,10 @@ def on_two(layout: Layout, **model: Any) -> Any:
     return split(make(), make)
 
 
-def exact_on_two(patcher: Any, layout: Layout) -> Any:
+def exact_on_two(patcher: Any) -> Any:
     """In fp32, where halves that are computed together come out as those that are not; of SeedVR2 they do not."""
-    make = partial(in_fp32, patcher, layout)
-    return split(make(), make) if layout.config == "SeedVR2" else make()
-
-
-def wrapped(patcher: Any, wrapper: Callable[..., Any], kind: str = KINDS.DIFFUSION_MODEL) -> Any:
-    clone = patcher.clone()
-    clone.add_wrapper_with_key(kind, "test", wrapper)
-    return clone
+    make = partial(in_fp32, patcher)
+    return split(make(), make) if patcher.model.layout.config == "SeedVR2" else make()
 
 
 def check_reports(reruns: int, runs: int = 1, steps: int = STEPS) -> None:
@@ -71,8 +64,8 @@ def test_each_half_is_computed_again_in_every_run(family: str, order: str) -> No
     layout = GUIDED[family]
     make = partial(make_model, layout, hot=True)
     both = split(make(), make)
-    exact = sample(exact_on_two(both, layout), layout, steps=STEPS)
-    assert not difference(sample(both, layout, steps=STEPS), exact) <= 0.1  # NaN, or finite and wrong
+    exact = sample(exact_on_two(both), steps=STEPS)
+    assert not difference(sample(both, steps=STEPS), exact) <= 0.1  # NaN, or finite and wrong
     threads: set[str] = set()
 
     @witness
@@ -81,9 +74,9 @@ def test_each_half_is_computed_again_in_every_run(family: str, order: str) -> No
         assert threading.current_thread() is not threading.main_thread()
         return executor(*args, **kwargs)
 
-    patcher = wrapped(guarded(both) if order == "after" else split(guarded(make()), make), look, KINDS.APPLY_MODEL)
+    patcher = wrapped(guarded(both) if order == "after" else split(guarded(make()), make), look, "apply_model")
     for _ in range(RUNS):
-        assert difference(sample(patcher, layout, steps=STEPS), exact) <= layout.rounds
+        assert difference(sample(patcher, steps=STEPS), exact) <= layout.rounds
     check_reports(2 * STEPS, RUNS)
     calls = [text for text in said if text.startswith("call ")]
     named = [f"call {n + 1}" for n in range(2 * STEPS)] * RUNS
@@ -95,7 +88,7 @@ def test_each_half_is_computed_again_in_every_run(family: str, order: str) -> No
 @pytest.mark.parametrize("family", GUIDED)
 def test_a_healthy_model_stays_as_it_is(family: str) -> None:
     both = on_two(GUIDED[family])
-    plain, made = (sample(each, GUIDED[family], steps=STEPS) for each in (both, guarded(both)))
+    plain, made = (sample(each, steps=STEPS) for each in (both, guarded(both)))
     assert torch.equal(made, plain)
     check_reports(0)
 
@@ -103,7 +96,7 @@ def test_a_healthy_model_stays_as_it_is(family: str) -> None:
 def test_a_fault_in_one_half_costs_one_call() -> None:
     """Of the second device, in one step: the other half's stay in half precision."""
     healthy, calls = on_two(SD15), list[torch.dtype]()
-    exact = sample(in_fp32(healthy, SD15), SD15, steps=STEPS)
+    exact = sample(in_fp32(healthy), steps=STEPS)
 
     @witness
     def fault(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +106,7 @@ def test_a_fault_in_one_half_costs_one_call() -> None:
         calls.append(x.dtype)
         return made * torch.inf if len(calls) == 2 else made
 
-    made = sample(guarded(wrapped(healthy, fault)), SD15, steps=STEPS)
+    made = sample(guarded(wrapped(healthy, fault)), steps=STEPS)
     assert 0 < difference(made, exact) <= 2e-2
     check_reports(1)
     assert calls.count(torch.float32) == 1
@@ -122,7 +115,7 @@ def test_a_fault_in_one_half_costs_one_call() -> None:
 def test_what_one_half_clips_is_not_lost_to_the_other() -> None:
     """While the other's call begins: Flux, where that is all there is to see."""
     both = on_two(FLUX, hot=True)
-    exact = sample(in_fp32(both, FLUX), FLUX, steps=1)
+    exact = sample(in_fp32(both), steps=1)
     clipped, begun = threading.Event(), threading.Event()
 
     def outside(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,17 +132,17 @@ def test_what_one_half_clips_is_not_lost_to_the_other() -> None:
             assert begun.wait(60)
         return made
 
-    patcher = wrapped(guarded(wrapped(both, outside, KINDS.APPLY_MODEL)), inside)
-    assert difference(sample(patcher, FLUX, steps=1), exact) <= 1e-5
+    patcher = wrapped(guarded(wrapped(both, outside, "apply_model")), inside)
+    assert difference(sample(patcher, steps=1), exact) <= 1e-5
     check_reports(2, steps=1)
 
 
 @pytest.mark.parametrize(("scope", "reruns", "apart"), [("step", 8, 1e-5), ("learned", 2, 1e-2), ("run", 2, 1e-5)])
 def test_each_half_decides_how_far_its_rerun_reaches(scope: str, reruns: int, apart: float) -> None:
     both = on_two(SD15, hot=True)
-    exact = sample(in_fp32(both, SD15), SD15, steps=STEPS)
+    exact = sample(in_fp32(both), steps=STEPS)
     patcher = guarded(wrapped(both, begun_together()), scope=scope)
-    assert difference(sample(patcher, SD15, steps=STEPS), exact) <= apart
+    assert difference(sample(patcher, steps=STEPS), exact) <= apart
     check_reports(reruns)
 
 
@@ -172,14 +165,14 @@ def begun_together() -> Callable[..., Any]:
 def test_what_ends_one_half_leaves_nothing_behind(error: BaseException, dtype: torch.dtype) -> None:
     """In one thread, while the other one computes."""
     both = on_two(SD15, hot=True)
-    exact = sample(in_fp32(both, SD15), SD15, steps=STEPS)
+    exact = sample(in_fp32(both), steps=STEPS)
 
     def fail(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args[-1]["multigpu_thread_device"] == OTHER and x.dtype is dtype:
             raise error
         return executor(x, *args, **kwargs)
 
-    run = partial(sample, guarded(wrapped(both, fail)), SD15, steps=STEPS)
+    run = partial(sample, guarded(wrapped(both, fail)), steps=STEPS)
     if dtype is torch.float16 and isinstance(error, ValueError):  # which fp32 does not raise
         assert difference(run(), exact) <= 1e-5
     else:
@@ -187,13 +180,13 @@ def test_what_ends_one_half_leaves_nothing_behind(error: BaseException, dtype: t
             run()
     said.clear()
     assert left(both) == []
-    assert difference(sample(guarded(both), SD15, steps=STEPS), exact) <= 1e-5
+    assert difference(sample(guarded(both), steps=STEPS), exact) <= 1e-5
     check_reports(2 * STEPS)
 
 
 def test_the_policy_stops_the_run_from_a_thread() -> None:
     both = on_two(SD15, hot=True)
-    error = error_of(lambda: sample(guarded(both, on_failure="stop"), SD15, steps=STEPS))
+    error = error_of(lambda: sample(guarded(both, on_failure="stop"), steps=STEPS))
     assert error.startswith("GuardStopped: denoiser, call 1: the output in fp16 is NaN or infinite")
     assert left(both) == []
 
@@ -210,7 +203,7 @@ def left(patcher: Any) -> list[str]:
 
 
 def test_the_probe_measures_both_halves() -> None:
-    one, two = (facts(probed(patcher, SD15)) for patcher in (make_model(SD15, hot=True), on_two(SD15, hot=True)))
+    one, two = (facts(probed(patcher)) for patcher in (make_model(SD15, hot=True), on_two(SD15, hot=True)))
     assert [entry["name"] for entry in two["worst"]] == [entry["name"] for entry in one["worst"]]
     for ours, theirs in zip(two["worst"], one["worst"], strict=True):
         assert ours["reach"] == pytest.approx(theirs["reach"], rel=1e-4)
@@ -240,7 +233,7 @@ def test_easycache_keeps_what_the_other_half_left() -> None:
             done[steps[CPU]].wait(20)
         return executor(*args, **kwargs)
 
-    patcher = guarded(wrapped(on_two(FLUX, hot=True), outside, KINDS.APPLY_MODEL))
-    sample(cache.execute(wrapped(patcher, inside), 1e-9, 0.0, 1.0, False).args[0], FLUX, steps=STEPS)
+    patcher = guarded(wrapped(on_two(FLUX, hot=True), outside, "apply_model"))
+    sample(cache.execute(wrapped(patcher, inside), 1e-9, 0.0, 1.0, False).args[0], steps=STEPS)
     assert kept == [0, 2, 2, 2]
     check_reports(2 * STEPS)

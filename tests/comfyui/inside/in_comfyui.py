@@ -92,6 +92,13 @@ def witness(function: F) -> F:
     return function
 
 
+def wrapped(patcher: Any, wrapper: Callable[..., Any], kind: str = "diffusion_model") -> Any:
+    """A MODEL with one wrapper more, as another pack puts it in. kind: of comfy.patcher_extension.WrappersMP."""
+    clone = patcher.clone()
+    clone.add_wrapper_with_key(kind, "test", wrapper)
+    return clone
+
+
 def import_ours() -> None:
     """The pack by the name that tests/support knows it by, beside the one that ComfyUI has it under."""
     if OURS not in sys.modules:

@@ -15,23 +15,24 @@ from native_models import HOT_DECODER, HOT_ENCODER, LAYOUTS, in_fp32, make_model
 
 controlnets, video = import_module("guard_controlnets"), import_module("guard_video_vae")
 STATES = ["healthy", "hot", "hot in fp32"]
-STATE = (STATES,)
 IMAGES = ("image", "temporal")  # VAEs that are no video's
+
+
+def required(**inputs: Any) -> Any:
+    """A node's INPUT_TYPES."""
+    return classmethod(lambda _cls: {"required": inputs})
 
 
 class SmallModel:
     RETURN_TYPES = ("MODEL", "CONDITIONING", "CONDITIONING", "LATENT")
     FUNCTION = "make"
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
-        return {"required": {"name": ([*LAYOUTS],), "state": STATE}}
+    INPUT_TYPES = required(name=([*LAYOUTS],), state=(STATES,))
 
     def make(self, name: str, state: str) -> tuple[Any, ...]:
         layout = LAYOUTS[name]
         with torch.inference_mode(False):
-            model = make_model(layout, hot=state != "healthy")
-            model = in_fp32(model, layout) if state == STATES[2] else model
+            model = make_model(name, hot=state != "healthy")
+            model = in_fp32(model) if state == STATES[2] else model
         start = native_models._nested([torch.zeros(shape) for shape in layout.streams])
         return model, *prompts(layout), {"samples": start}
 
@@ -39,10 +40,7 @@ class SmallModel:
 class Controlled:
     RETURN_TYPES = ("CONDITIONING",)
     FUNCTION = "apply"
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
-        return {"required": {"conditioning": ("CONDITIONING",), "name": ([*controlnets.HOT],), "state": STATE}}
+    INPUT_TYPES = required(conditioning=("CONDITIONING",), name=([*controlnets.HOT],), state=(STATES,))
 
     def apply(self, conditioning: list[Any], name: str, state: str) -> tuple[Any]:
         dtype = torch.float32 if state == STATES[2] else torch.float16
@@ -54,10 +52,7 @@ class Controlled:
 class SmallVAE:
     RETURN_TYPES = ("VAE", "LATENT", "IMAGE")
     FUNCTION = "make"
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
-        return {"required": {"name": ([*IMAGES, *video.KINDS],), "state": STATE}}
+    INPUT_TYPES = required(name=([*IMAGES, *video.KINDS],), state=(STATES,))
 
     def make(self, name: str, state: str) -> tuple[Any, ...]:
         generator = torch.Generator().manual_seed(3)
@@ -89,10 +84,7 @@ class Keep:
     RETURN_TYPES = ()
     OUTPUT_NODE = True
     FUNCTION = "keep"
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
-        return {"required": {"made": (Anything("*"),), "file": ("STRING", {"default": ""})}}
+    INPUT_TYPES = required(made=(Anything("*"),), file=("STRING", {"default": ""}))
 
     def keep(self, made: Any, file: str) -> dict[str, Any]:
         held = made["samples"] if isinstance(made, dict) else made

@@ -18,13 +18,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """A family: what its network is given, and a weight by which fp16 overflows and fp32 does not."""
+    """A family: what its network is given, and a layer by which fp16 overflows and fp32 does not."""
 
     config: str  # its class in comfy.supported_models
     sizes: Mapping[str, Any]  # of the network, in place of those that ComfyUI finds
     latents: Shape
-    context: Shape
-    hot: Mapping[str, float]  # weight → what it is multiplied by
+    hot: str  # the layer
+    times: float = 1e5  # what its weight is multiplied by
+    context: Shape = (1, 7, 32)
     marks: Mapping[str, Shape] = field(default_factory=dict)  # weights that ComfyUI's detection tells it by
     not_in_fp8: tuple[str, ...] = ()  # ends of the names of weights that ComfyUI does not take in fp8
     sound: Shape | None = None  # latents of it, where the family makes pictures and sound
@@ -43,10 +44,14 @@ class Layout:
         return (self.latents, self.sound) if self.sound else (self.latents,)
 
     @property
+    def heat(self) -> dict[str, float]:
+        """The weight that makes it overflow → what it is multiplied by."""
+        return {f"{self.hot}.weight": self.times}
+
+    @property
     def block(self) -> str:
         """Of the network, that overflows."""
-        (weight,) = self.hot
-        parts = weight.split(".")
+        parts = self.hot.split(".")
         numbered = next(place for place, part in enumerate(parts) if part.isdigit())
         return ".".join(parts[: numbered + (2 if parts[0] == "input_blocks" else 1)])
 
@@ -72,516 +77,216 @@ class _Checkpoint(dict[str, torch.Tensor]):
         return torch.zeros((1,) * 5)
 
 
-UNET = {
-    "image_size": 32,
-    "out_channels": 4,
-    "model_channels": 32,
-    "num_res_blocks": [1, 1],
-    "channel_mult": [1, 2],
-    "transformer_depth": [1, 1],
-    "transformer_depth_output": [1, 1, 1, 1],
-    "transformer_depth_middle": 1,
-    "use_spatial_transformer": True,
-    "legacy": False,
-    "context_dim": 24,
-}
-SDXL = UNET | {
-    "in_channels": 4,
-    "adm_in_channels": 2816,
-    "use_linear_in_transformer": True,
-    "num_classes": "sequential",
-    "model_channels": 64,  # a head has as many
-}
-FLUX = {
-    "in_channels": 16,
-    "out_channels": 16,
-    "patch_size": 2,
-    "vec_in_dim": 24,
-    "context_in_dim": 32,
-    "hidden_size": 48,
-    "mlp_ratio": 2.0,
-    "num_heads": 2,
-    "depth": 2,
-    "depth_single_blocks": 2,
-    "axes_dim": [8, 8, 8],
-    "guidance_embed": False,
-}
-FLUX_2 = FLUX | {
-    "in_channels": 128,
-    "out_channels": 128,
-    "patch_size": 1,
-    "vec_in_dim": None,
-    "hidden_size": 64,
-    "axes_dim": [8, 8, 8, 8],
-    "guidance_embed": True,
-}
-QWEN_IMAGE = {
-    "in_channels": 64,
-    "num_layers": 2,
-    "attention_head_dim": 24,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 32,
-    "axes_dims_rope": (8, 8, 8),
-}
-LUMINA2 = {
-    "in_channels": 16,
-    "dim": 48,  # 2 heads of 24
-    "n_layers": 2,
-    "n_refiner_layers": 1,
-    "n_heads": 2,
-    "n_kv_heads": 1,
-    "multiple_of": 16,
-    "ffn_dim_multiplier": 1.0,
-    "cap_feat_dim": 32,
-    "axes_dims": [8, 8, 8],
-    "axes_lens": [64, 64, 64],
-}
-Z_IMAGE = LUMINA2 | {
-    "dim": 256,  # its modulation has as many, at least
-    "n_kv_heads": 2,
-    "axes_dims": [32, 48, 48],
-}
-LUMINA2_MARK = "noise_refiner.0.attention.k_norm.weight"
-COSMOS_MARKS = {"blocks.0.mlp.layer1.weight": (256, 64)}
-CHROMA = {
-    "in_channels": 64,  # of a patch
-    "out_channels": 64,
-    "context_in_dim": 32,
-    "hidden_size": 48,
-    "mlp_ratio": 2.0,
-    "num_heads": 2,
-    "depth": 2,
-    "depth_single_blocks": 2,
-    "axes_dim": [8, 8, 8],
-    "out_dim": 48,
-    "hidden_dim": 64,
-    "n_layers": 2,
-}
-KREA2 = {
-    "features": 64,
-    "tdim": 32,
-    "txtdim": 16,
-    "heads": 4,
-    "kvheads": 2,
-    "multiplier": 2,
-    "layers": 2,
-    "channels": 16,
-    "txtlayers": 2,
-    "txtheads": 2,
-    "txtkvheads": 2,
-}
-COSMOS = {
-    "in_channels": 16,
-    "model_channels": 64,
-    "num_blocks": 2,
-    "num_heads": 2,
-    "crossattn_emb_channels": 32,
-    "adaln_lora_dim": 16,
-    "extra_per_block_abs_pos_emb": False,
-}
-ERNIE = {
-    "hidden_size": 64,
-    "num_attention_heads": 2,
-    "num_layers": 2,
-    "ffn_hidden_size": 128,
-    "text_in_dim": 32,
-    "rope_axes_dim": (8, 12, 12),
-}
-IDEOGRAM4 = {
-    "in_channels": 128,
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "attention_head_dim": 32,
-    "intermediate_size": 128,
-    "adaln_dim": 16,
-    "llm_features_dim": 32,
-    "mrope_section": [6, 5, 5],
-}
-HIDREAM_O1 = {
-    "text_config_overrides": {
-        "vocab_size": 151700,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "rope_dims": [4, 6, 6],
-    },
-    "vision_config_overrides": {
-        "hidden_size": 32,
-        "num_heads": 2,
-        "intermediate_size": 48,
-        "depth": 1,
-        "deepstack_visual_indexes": (),
-    },
-}
+def sizes(**given: Any) -> dict[str, Any]:
+    """Arguments of a network's class."""
+    return given
 
+
+UNET = sizes(image_size=32, out_channels=4, model_channels=32, num_res_blocks=[1, 1], channel_mult=[1, 2])
+UNET |= sizes(transformer_depth=[1, 1], transformer_depth_output=[1, 1, 1, 1], transformer_depth_middle=1)
+UNET |= sizes(use_spatial_transformer=True, legacy=False, context_dim=24)
+CONDITIONED = sizes(use_linear_in_transformer=True, num_classes="sequential", model_channels=64)  # as many as a head
+SDXL = UNET | CONDITIONED | sizes(in_channels=4, adm_in_channels=2816)
+SVD = UNET | CONDITIONED | sizes(in_channels=8, adm_in_channels=768, channel_mult=[1, 1], video_kernel_size=[3, 1, 1])
+SVD |= sizes(use_temporal_resblock=True, use_temporal_attention=True, extra_ff_mix_layer=True)
+SVD |= sizes(use_spatial_context=True, merge_strategy="learned_with_images", merge_factor=0.0)
+
+STREAMS = sizes(context_in_dim=32, hidden_size=48, mlp_ratio=2.0, num_heads=2, axes_dim=[8, 8, 8])
+STREAMS |= sizes(depth=2, depth_single_blocks=2)
+FLUX = STREAMS | sizes(in_channels=16, out_channels=16, patch_size=2, vec_in_dim=24, guidance_embed=False)
+FLUX_2 = STREAMS | sizes(in_channels=128, out_channels=128, patch_size=1, vec_in_dim=None, guidance_embed=True)
+FLUX_2 |= sizes(hidden_size=64, axes_dim=[8, 8, 8, 8])
+CHROMA = STREAMS | sizes(in_channels=64, out_channels=64, out_dim=48, hidden_dim=64, n_layers=2)  # channels of a patch
+HUNYUAN_VIDEO = STREAMS | sizes(in_channels=16, out_channels=16, patch_size=[1, 2, 2], vec_in_dim=24)
+HUNYUAN_VIDEO_15 = STREAMS | sizes(out_channels=32, patch_size=[1, 1, 1], vec_in_dim=None, vision_in_dim=24, byt5=False)
+HUNYUAN_VIDEO_15 |= sizes(in_channels=65)  # latents, those of a first picture, and where that is
+
+BLOCKS = sizes(num_attention_heads=2, num_layers=2)
+QWEN_IMAGE = BLOCKS | sizes(in_channels=64, attention_head_dim=24, joint_attention_dim=32, axes_dims_rope=(8, 8, 8))
+ERNIE = BLOCKS | sizes(hidden_size=64, ffn_hidden_size=128, text_in_dim=32, rope_axes_dim=(8, 12, 12))
+IDEOGRAM4 = BLOCKS | sizes(in_channels=128, attention_head_dim=32, intermediate_size=128, adaln_dim=16)
+IDEOGRAM4 |= sizes(llm_features_dim=32, mrope_section=[6, 5, 5])
+COGVIDEOX = BLOCKS | sizes(attention_head_dim=64, in_channels=16, time_embed_dim=32, text_embed_dim=32, patch_size=2)
+LTXV = BLOCKS | sizes(attention_head_dim=24, cross_attention_dim=48, caption_channels=32)
+LTXAV = LTXV | sizes(audio_num_attention_heads=2, audio_attention_head_dim=12, audio_cross_attention_dim=24)
+LTXAV |= sizes(connector_attention_head_dim=16, connector_num_attention_heads=2, connector_num_layers=1)
+MINIMAX_H3 = BLOCKS | sizes(hidden_size=48, token_refiner_num_layers=1, attention_head_dim=32, ffn_hidden_size=64)
+MINIMAX_H3 |= sizes(latents_dim=24, audio_latents_dim=32, text_dim=40, timestep_input_dim=32, time_embed_dim=24)
+MINIMAX_H3 |= sizes(time_embed_hidden_size=48, rope_inv_freq_len=4)  # × 3 axes × 2: 24 of a head's 32
+ACE = BLOCKS | sizes(attention_head_dim=24, inner_dim=48, text_embedding_dim=32, lyric_encoder_vocab_size=16)
+ACE |= sizes(lyric_hidden_size=32, ssl_latent_dims=[16, 16])
+
+LUMINA2 = sizes(in_channels=16, dim=48, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=1, multiple_of=16)
+LUMINA2 |= sizes(ffn_dim_multiplier=1.0, cap_feat_dim=32, axes_dims=[8, 8, 8], axes_lens=[64, 64, 64])
+Z_IMAGE = LUMINA2 | sizes(dim=256, n_kv_heads=2, axes_dims=[32, 48, 48])  # dim: its modulation has as many, at least
+KREA2 = sizes(features=64, tdim=32, txtdim=16, heads=4, kvheads=2, multiplier=2, layers=2, channels=16)
+KREA2 |= sizes(txtlayers=2, txtheads=2, txtkvheads=2)
+COSMOS = sizes(in_channels=16, model_channels=64, num_blocks=2, num_heads=2, crossattn_emb_channels=32)
+COSMOS |= sizes(adaln_lora_dim=16, extra_per_block_abs_pos_emb=False)
+TEXT = sizes(vocab_size=151700, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
+TEXT |= sizes(num_key_value_heads=2, head_dim=32, rope_dims=[4, 6, 6])
+VISION = sizes(hidden_size=32, num_heads=2, intermediate_size=48, depth=1, deepstack_visual_indexes=())
+HIDREAM_O1 = sizes(text_config_overrides=TEXT, vision_config_overrides=VISION)
+# Wan: 2 heads of 48, of which time has 16 and height and width have 16 each
+WAN = sizes(dim=96, in_dim=16, out_dim=16, ffn_dim=128, freq_dim=32, text_dim=32, num_heads=2, num_layers=2)
+KANDINSKY5 = sizes(in_text_dim=32, in_text_dim2=24, time_dim=32, model_dim=48, ff_dim=96, axes_dims=(8, 8, 8))
+KANDINSKY5 |= sizes(num_text_blocks=1, num_visual_blocks=2)
+KANDINSKY5 |= sizes(visual_embed_dim=132)  # of a patch: latents, those of a first picture, and where that is
+SEEDVR2 = sizes(vid_dim=48, txt_in_dim=32, heads=2, head_dim=24, num_layers=2, mm_layers=1, rope_dim=24)
+
+FLUX_MARKS = {"img_in.weight": (48, 64), "double_blocks.0.img_attn.norm.key_norm.scale": (24,)}
+FLUX_2_MARKS = {"img_in.weight": (64, 128), "double_blocks.0.img_attn.norm.key_norm.scale": (32,)}
+FLUX_2_MARKS |= {"double_stream_modulation_img.lin.weight": (384, 64)}
+LUMINA2_MARK = "noise_refiner.0.attention.k_norm.weight"
+LUMINA2_MARKS = {"cap_embedder.1.weight": (2304, 32), LUMINA2_MARK: (24,)}
+Z_IMAGE_MARKS = {"cap_embedder.1.weight": (3840, 32), LUMINA2_MARK: (128,), "cap_pad_token": (1, 3840)}
+COSMOS_MARKS = {"blocks.0.mlp.layer1.weight": (256, 64)}
+ANIMA_MARKS = COSMOS_MARKS | {"llm_adapter.blocks.0.cross_attn.q_proj.weight": (32, 32)}
+HIDREAM_O1_MARKS = {"t_embedder1.mlp.0.weight": (64, 256), "x_embedder.proj1.weight": (16, 3072)}
+LTXV_MARKS = {"adaln_single.emb.timestep_embedder.linear_1.bias": (48,)}
+WAN_MARKS = {"head.modulation": (1, 2, 96)}
+HUNYUAN_VIDEO_MARK = {"txt_in.individual_token_refiner.blocks.0.norm1.weight": (48,)}
+HUNYUAN_VIDEO_MARKS = HUNYUAN_VIDEO_MARK | {"img_in.proj.weight": (48, 16, 1, 2, 2)}
+HUNYUAN_VIDEO_MARKS |= {"vector_in.in_layer.weight": (48, 24), "guidance_in.in_layer.weight": (48, 256)}
+HUNYUAN_VIDEO_15_MARKS = HUNYUAN_VIDEO_MARK | {"img_in.proj.weight": (48, 65, 1, 1, 1)}
+HUNYUAN_VIDEO_15_MARKS |= {"cond_type_embedding.weight": (3, 48), "vision_in.proj.0.weight": (24,)}
+UNET_HOT, STREAMS_HOT = "input_blocks.1.0.in_layers.2", "double_blocks.0.txt_mlp.2"
+QWEN_HOT, LTXV_HOT = "transformer_blocks.0.img_mlp.net.0.proj", "transformer_blocks.0.ff.net.0.proj"
+MASK, POOLED, TOKENS = {"attention_mask": (1, 7)}, {"pooled_output": (1, 24)}, {"text_input_ids": (1, 7)}
+
+SD15 = UNET | sizes(in_channels=4, adm_in_channels=None, use_linear_in_transformer=False)
 IMAGE_LAYOUTS = {
-    "sd15": Layout(
-        "SD15",
-        UNET | {"in_channels": 4, "adm_in_channels": None, "use_linear_in_transformer": False},
-        latents=(1, 4, 8, 8),
-        context=(1, 7, 24),
-        hot={"input_blocks.1.0.in_layers.2.weight": 1e5},
-    ),
-    "sdxl": Layout(
-        "SDXL",
-        SDXL,
-        latents=(1, 4, 8, 8),
-        context=(1, 7, 24),
-        hot={"input_blocks.1.0.in_layers.2.weight": 1e5},
-        extra={"pooled_output": (1, 1280)},
-    ),
-    "flux": Layout(
-        "FluxSchnell",
-        FLUX,
-        latents=(1, 16, 8, 8),
-        context=(1, 7, 32),
-        hot={"double_blocks.0.txt_mlp.2.weight": 8e4},
-        marks={"img_in.weight": (48, 64), "double_blocks.0.img_attn.norm.key_norm.scale": (24,)},
-        cfg=1.0,
-        extra={"pooled_output": (1, 24)},
-    ),
-    "flux2": Layout(
-        "Flux2",
-        FLUX_2,
-        latents=(1, 128, 4, 4),
-        context=(1, 7, 32),
-        hot={"double_blocks.0.img_mlp.2.weight": 8e4},
-        marks={
-            "img_in.weight": (64, 128),
-            "double_blocks.0.img_attn.norm.key_norm.scale": (32,),
-            "double_stream_modulation_img.lin.weight": (384, 64),
-        },
-        cfg=1.0,
-    ),
-    "qwen_image": Layout(
-        "QwenImage",
-        QWEN_IMAGE,
-        latents=(1, 16, 1, 8, 8),
-        context=(1, 7, 32),
-        hot={"transformer_blocks.0.img_mlp.net.0.proj.weight": 1e5},
-        marks={"txt_norm.weight": (32,)},
-    ),
+    "sd15": Layout("SD15", SD15, (1, 4, 8, 8), UNET_HOT, context=(1, 7, 24)),
+    "sdxl": Layout("SDXL", SDXL, (1, 4, 8, 8), UNET_HOT, context=(1, 7, 24), extra={"pooled_output": (1, 1280)}),
+    "flux": Layout("FluxSchnell", FLUX, (1, 16, 8, 8), STREAMS_HOT, 8e4, marks=FLUX_MARKS, cfg=1.0, extra=POOLED),
+    "flux2": Layout("Flux2", FLUX_2, (1, 128, 4, 4), "double_blocks.0.img_mlp.2", 8e4, marks=FLUX_2_MARKS, cfg=1.0),
+    "qwen_image": Layout("QwenImage", QWEN_IMAGE, (1, 16, 1, 8, 8), QWEN_HOT, marks={"txt_norm.weight": (32,)}),
     "lumina2": Layout(
-        "Lumina2",
-        LUMINA2,
-        latents=(1, 16, 8, 8),
-        context=(1, 7, 32),
-        hot={"layers.0.feed_forward.w3.weight": 6e4},
-        marks={"cap_embedder.1.weight": (2304, 32), LUMINA2_MARK: (24,)},
-        ones={"attention_mask": (1, 7)},
+        "Lumina2", LUMINA2, (1, 16, 8, 8), "layers.0.feed_forward.w3", 6e4, marks=LUMINA2_MARKS, ones=MASK
     ),
     "z_image": Layout(
-        "ZImage",
-        Z_IMAGE,
-        latents=(1, 16, 8, 8),
-        context=(1, 7, 32),
-        hot={"layers.0.feed_forward.w3.weight": 6e4},
-        marks={"cap_embedder.1.weight": (3840, 32), LUMINA2_MARK: (128,), "cap_pad_token": (1, 3840)},
-        ones={"attention_mask": (1, 7)},
+        "ZImage", Z_IMAGE, (1, 16, 8, 8), "layers.0.feed_forward.w3", 6e4, marks=Z_IMAGE_MARKS, ones=MASK
     ),
-    "chroma": Layout(
+    "chroma": Layout(  # an older ComfyUI asks for a pooled prompt, and does nothing with it
         "Chroma",
         CHROMA,
-        latents=(1, 16, 8, 8),
-        context=(1, 7, 32),
-        hot={"double_blocks.0.txt_mlp.2.weight": 8e4},
-        marks={
-            "img_in.weight": (48, 64),
-            "double_blocks.0.img_attn.norm.key_norm.scale": (24,),
-            "distilled_guidance_layer.0.norms.0.scale": (64,),
-        },
-        ones={"pooled_output": (1, 24)},  # an older ComfyUI asks for it, and does nothing with it
+        (1, 16, 8, 8),
+        STREAMS_HOT,
+        8e4,
+        marks=FLUX_MARKS | {"distilled_guidance_layer.0.norms.0.scale": (64,)},
+        ones=POOLED,
     ),
-    "krea2": Layout(
-        "Krea2",
-        KREA2,
-        latents=(1, 16, 1, 8, 8),
-        context=(1, 7, 32),  # of two layers
-        hot={"blocks.0.mlp.up.weight": 1e5},
-        marks={"txtfusion.projector.weight": (1, 2)},
+    "krea2": Layout(  # context: of two layers
+        "Krea2", KREA2, (1, 16, 1, 8, 8), "blocks.0.mlp.up", marks={"txtfusion.projector.weight": (1, 2)}
     ),
-    "anima": Layout(
-        "Anima",
-        COSMOS,
-        latents=(1, 16, 1, 8, 8),
-        context=(1, 7, 32),  # refined before it is handed in
-        hot={"blocks.0.mlp.layer1.weight": 1e5},
-        marks=COSMOS_MARKS | {"llm_adapter.blocks.0.cross_attn.q_proj.weight": (32, 32)},
+    "anima": Layout(  # context: refined before it is handed in
+        "Anima", COSMOS, (1, 16, 1, 8, 8), "blocks.0.mlp.layer1", marks=ANIMA_MARKS
     ),
-    "cosmos_predict2": Layout(
-        "CosmosT2IPredict2",
-        COSMOS,
-        latents=(1, 16, 1, 8, 8),
-        context=(1, 7, 32),
-        hot={"blocks.0.mlp.layer1.weight": 1e5},
-        marks=COSMOS_MARKS,
-    ),
+    "cosmos_predict2": Layout("CosmosT2IPredict2", COSMOS, (1, 16, 1, 8, 8), "blocks.0.mlp.layer1", marks=COSMOS_MARKS),
     "ernie_image": Layout(
-        "ErnieImage",
-        ERNIE,
-        latents=(1, 128, 4, 4),
-        context=(1, 7, 32),
-        hot={"layers.0.mlp.up_proj.weight": 1e5},
-        marks={"layers.0.mlp.linear_fc2.weight": (64, 128)},
+        "ErnieImage", ERNIE, (1, 128, 4, 4), "layers.0.mlp.up_proj", marks={"layers.0.mlp.linear_fc2.weight": (64, 128)}
     ),
     "ideogram4": Layout(
         "Ideogram4",
         IDEOGRAM4,
-        latents=(1, 128, 4, 4),
-        context=(1, 7, 32),
-        hot={"layers.0.feed_forward.w3.weight": 6e4},
+        (1, 128, 4, 4),
+        "layers.0.feed_forward.w3",
+        6e4,
         marks={"embed_image_indicator.weight": (2, 64)},
     ),
     "mage_flow": Layout(
         "MageFlow",
-        QWEN_IMAGE | {"in_channels": 128},
-        latents=(1, 128, 4, 4),
-        context=(1, 7, 32),
-        hot={"transformer_blocks.0.img_mlp.net.0.proj.weight": 1e5},
+        QWEN_IMAGE | sizes(in_channels=128),
+        (1, 128, 4, 4),
+        QWEN_HOT,
         marks={"txt_norm.weight": (2560,), "proj_out.weight": (128, 48)},
     ),
     "hidream_o1": Layout(
         "HiDreamO1",
         HIDREAM_O1,
-        latents=(1, 3, 64, 64),
+        (1, 3, 64, 64),
+        "language_model.layers.0.mlp.up_proj",
+        8e4,
         context=(1, 7, 64),
-        hot={"language_model.layers.0.mlp.up_proj.weight": 8e4},
-        marks={"t_embedder1.mlp.0.weight": (64, 256), "x_embedder.proj1.weight": (16, 3072)},
-        ones={"text_input_ids": (1, 7)},
+        marks=HIDREAM_O1_MARKS,
+        ones=TOKENS,
     ),
     "qwen_image21": Layout(
         "SmallQwenImage21",
-        {"in_channels": 16, "dim": 48, "num_layers": 3, "heads": 2, "context_dim": 32},
-        latents=(1, 16, 4, 4),
-        context=(1, 7, 32),
-        hot={"transformer_blocks.0.gate_up.weight": 1e5},
+        sizes(in_channels=16, dim=48, num_layers=3, heads=2, context_dim=32),
+        (1, 16, 4, 4),
+        "transformer_blocks.0.gate_up",
         once="proj_out",  # the block makes a prompt's keys and values, too
     ),
     "sensenova": Layout(
         "SmallSenseNovaU15",
-        {"dim": 64, "num_layers": 2, "heads": 2, "tokens": 16},
-        latents=(1, 3, 8, 8),
-        context=(1, 7, 32),
-        hot={"layers.0.up_proj.weight": 1e5},
+        sizes(dim=64, num_layers=2, heads=2, tokens=16),
+        (1, 3, 8, 8),
+        "layers.0.up_proj",
         not_in_fp8=("embed_tokens.weight",),
         rounds=1e-3,
-        ones={"text_input_ids": (1, 7)},
+        ones=TOKENS,
     ),
 }
-
-
-SVD = UNET | {
-    "channel_mult": [1, 1],
-    "in_channels": 8,
-    "adm_in_channels": 768,
-    "use_linear_in_transformer": True,
-    "num_classes": "sequential",
-    "model_channels": 64,  # a head has as many
-    "use_temporal_resblock": True,
-    "use_temporal_attention": True,
-    "extra_ff_mix_layer": True,
-    "use_spatial_context": True,
-    "merge_strategy": "learned_with_images",
-    "merge_factor": 0.0,
-    "video_kernel_size": [3, 1, 1],
-}
-WAN = {
-    "dim": 96,  # 2 heads of 48, of which time has 16 and height and width have 16 each
-    "in_dim": 16,
-    "out_dim": 16,
-    "ffn_dim": 128,
-    "freq_dim": 32,
-    "text_dim": 32,
-    "num_heads": 2,
-    "num_layers": 2,
-}
-COGVIDEOX = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 64,
-    "in_channels": 16,
-    "time_embed_dim": 32,
-    "text_embed_dim": 32,
-    "num_layers": 2,
-    "patch_size": 2,
-}
-LTXV = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 24,
-    "cross_attention_dim": 48,
-    "caption_channels": 32,
-    "num_layers": 2,
-}
-LTXAV = LTXV | {
-    "audio_num_attention_heads": 2,
-    "audio_attention_head_dim": 12,
-    "audio_cross_attention_dim": 24,
-    "connector_attention_head_dim": 16,
-    "connector_num_attention_heads": 2,
-    "connector_num_layers": 1,
-}
-HUNYUAN_VIDEO = {
-    "in_channels": 16,
-    "out_channels": 16,
-    "patch_size": [1, 2, 2],
-    "vec_in_dim": 24,
-    "context_in_dim": 32,
-    "hidden_size": 48,
-    "mlp_ratio": 2.0,
-    "num_heads": 2,
-    "depth": 2,
-    "depth_single_blocks": 2,
-    "axes_dim": [8, 8, 8],
-}
-HUNYUAN_VIDEO_15 = HUNYUAN_VIDEO | {
-    "in_channels": 65,  # latents, those of a first picture, and where that is
-    "out_channels": 32,
-    "patch_size": [1, 1, 1],
-    "vec_in_dim": None,
-    "vision_in_dim": 24,
-    "byt5": False,
-}
-MINIMAX_H3 = {
-    "hidden_size": 48,
-    "num_layers": 2,
-    "token_refiner_num_layers": 1,
-    "num_attention_heads": 2,
-    "attention_head_dim": 32,
-    "ffn_hidden_size": 64,
-    "latents_dim": 24,
-    "audio_latents_dim": 32,
-    "text_dim": 40,
-    "timestep_input_dim": 32,
-    "time_embed_hidden_size": 48,
-    "time_embed_dim": 24,
-    "rope_inv_freq_len": 4,  # × 3 axes × 2: 24 of a head's 32
-}
-KANDINSKY5 = {
-    "in_text_dim": 32,
-    "in_text_dim2": 24,
-    "time_dim": 32,
-    "model_dim": 48,
-    "ff_dim": 96,
-    "visual_embed_dim": 132,  # of a patch: latents, those of a first picture, and where that is
-    "num_text_blocks": 1,
-    "num_visual_blocks": 2,
-    "axes_dims": (8, 8, 8),
-}
-SEEDVR2 = {
-    "vid_dim": 48,
-    "txt_in_dim": 32,
-    "heads": 2,
-    "head_dim": 24,
-    "num_layers": 2,
-    "mm_layers": 1,
-    "rope_dim": 24,
-}
-ACE = {
-    "num_layers": 2,
-    "attention_head_dim": 24,
-    "inner_dim": 48,
-    "num_attention_heads": 2,
-    "text_embedding_dim": 32,
-    "lyric_encoder_vocab_size": 16,
-    "lyric_hidden_size": 32,
-    "ssl_latent_dims": [16, 16],
-}
-HUNYUAN_VIDEO_MARKS = {
-    "txt_in.individual_token_refiner.blocks.0.norm1.weight": (48,),
-    "img_in.proj.weight": (48, 16, 1, 2, 2),
-    "vector_in.in_layer.weight": (48, 24),
-    "guidance_in.in_layer.weight": (48, 256),
-}
-
 VIDEO_LAYOUTS = {
     "svd": Layout(
         "SVD_img2vid",
         SVD,
-        latents=(2, 4, 4, 4),
+        (2, 4, 4, 4),
+        UNET_HOT,
         context=(1, 1, 24),
-        hot={"input_blocks.1.0.in_layers.2.weight": 1e5},
         scheduler="karras",
         extra={"concat_latent_image": (1, 4, 4, 4)},
     ),
-    "wan": Layout(
-        "WAN21_T2V",
-        WAN,
-        latents=(1, 16, 2, 8, 8),
-        context=(1, 7, 32),
-        hot={"blocks.0.ffn.0.weight": 1e5},
-        marks={"head.modulation": (1, 2, 96)},
-    ),
+    "wan": Layout("WAN21_T2V", WAN, (1, 16, 2, 8, 8), "blocks.0.ffn.0", marks=WAN_MARKS),
     "wan22": Layout(
-        "WAN22_T2V",
-        WAN | {"in_dim": 48, "out_dim": 48},
-        latents=(1, 48, 2, 4, 4),
-        context=(1, 7, 32),
-        hot={"blocks.0.ffn.0.weight": 1e5},
-        marks={"head.modulation": (1, 2, 96)},
+        "WAN22_T2V", WAN | sizes(in_dim=48, out_dim=48), (1, 48, 2, 4, 4), "blocks.0.ffn.0", marks=WAN_MARKS
     ),
     "cogvideox": Layout(
         "CogVideoX_T2V",
         COGVIDEOX,
-        latents=(1, 16, 2, 8, 8),
-        context=(1, 7, 32),
-        hot={"blocks.0.ff_proj.weight": 1e5},
+        (1, 16, 2, 8, 8),
+        "blocks.0.ff_proj",
         marks={"blocks.0.norm1.linear.weight": (768, 32)},
     ),
-    "ltxv": Layout(
-        "LTXV",
-        LTXV,
-        latents=(1, 128, 2, 4, 4),
-        context=(1, 7, 32),
-        hot={"transformer_blocks.0.ff.net.0.proj.weight": 1e5},
-        marks={"adaln_single.emb.timestep_embedder.linear_1.bias": (48,)},
-        ones={"attention_mask": (1, 7)},
-    ),
+    "ltxv": Layout("LTXV", LTXV, (1, 128, 2, 4, 4), LTXV_HOT, marks=LTXV_MARKS, ones=MASK),
     "ltx2": Layout(
         "LTXAV",
         LTXAV,
-        latents=(1, 128, 2, 4, 4),
+        (1, 128, 2, 4, 4),
+        LTXV_HOT,
         sound=(1, 8, 6, 16),
         context=(1, 7, 64),  # refined before it is handed in: for pictures, and for sound
-        hot={"transformer_blocks.0.ff.net.0.proj.weight": 1e5},
-        marks={
-            "adaln_single.emb.timestep_embedder.linear_1.bias": (48,),
-            "audio_adaln_single.linear.weight": (144, 24),
-        },
-        ones={"attention_mask": (1, 7)},
+        marks=LTXV_MARKS | {"audio_adaln_single.linear.weight": (144, 24)},
+        ones=MASK,
     ),
     "hunyuan_video": Layout(
         "HunyuanVideo",
         HUNYUAN_VIDEO,
-        latents=(1, 16, 2, 8, 8),
-        context=(1, 7, 32),
-        hot={"double_blocks.0.txt_mlp.2.weight": 8e4},
+        (1, 16, 2, 8, 8),
+        STREAMS_HOT,
+        8e4,
         marks=HUNYUAN_VIDEO_MARKS,
         cfg=1.0,
-        extra={"pooled_output": (1, 24)},
+        extra=POOLED,
     ),
     "hunyuan_video_15": Layout(
         "HunyuanVideo15",
         HUNYUAN_VIDEO_15,
-        latents=(1, 32, 2, 4, 4),
-        context=(1, 7, 32),
-        hot={"double_blocks.0.txt_mlp.2.weight": 8e4},
-        marks={
-            "txt_in.individual_token_refiner.blocks.0.norm1.weight": (48,),
-            "img_in.proj.weight": (48, 65, 1, 1, 1),
-            "cond_type_embedding.weight": (3, 48),
-            "vision_in.proj.0.weight": (24,),
-        },
-        extra={"pooled_output": (1, 24)},
+        (1, 32, 2, 4, 4),
+        STREAMS_HOT,
+        8e4,
+        marks=HUNYUAN_VIDEO_15_MARKS,
+        extra=POOLED,
     ),
     "minimax_h3": Layout(
         "MiniMaxH3",
         MINIMAX_H3,
-        latents=(1, 24, 2, 4, 4),
+        (1, 24, 2, 4, 4),
+        "blocks.0.mlp.fc1",
+        3e4,
         sound=(1, 32, 2, 8),
         context=(1, 7, 48),  # refined before it is handed in
-        hot={"blocks.0.mlp.fc1.weight": 3e4},
         marks={"video_patch_proj.weight": (48, 96), "audio_patch_proj.weight": (48, 32)},
         not_in_fp8=("q_norm.weight", "k_norm.weight"),
         cfg=1.0,  # it takes one prompt at a time
@@ -589,31 +294,29 @@ VIDEO_LAYOUTS = {
     "kandinsky5": Layout(
         "Kandinsky5",
         KANDINSKY5,
-        latents=(1, 16, 2, 8, 8),
-        context=(1, 7, 32),
-        hot={"visual_transformer_blocks.0.feed_forward.in_layer.weight": 1e5},
+        (1, 16, 2, 8, 8),
+        "visual_transformer_blocks.0.feed_forward.in_layer",
         marks={"visual_transformer_blocks.0.cross_attention.key_norm.weight": (24,)},
-        extra={"pooled_output": (1, 24)},
+        extra=POOLED,
     ),
     "seedvr2": Layout(
         "SeedVR2",
         SEEDVR2,
-        latents=(1, 16, 2, 8, 8),
-        context=(1, 7, 32),
-        hot={"blocks.0.mlp.vid.proj_in.weight": 1e5},
+        (1, 16, 2, 8, 8),
+        "blocks.0.mlp.vid.proj_in",
         marks={"blocks.31.mlp.all.proj_in_gate.weight": (256, 48)},
         extra={"condition": (1, 17, 2, 8, 8)},
     ),
     "ace": Layout(
         "ACEStep",
         ACE,
-        latents=(1, 8, 16, 8),
-        context=(1, 7, 32),
-        hot={"transformer_blocks.0.attn.to_out.0.weight": 9e4},
+        (1, 8, 16, 8),
+        "transformer_blocks.0.attn.to_out.0",
+        9e4,
         marks={"genre_embedder.weight": (48, 32)},
         ones={"conditioning_lyrics": (1, 5)},
     ),
 }
 VIDEO_LAYOUTS["ltx2_sound"] = replace(  # overflows in what makes the sound alone
-    VIDEO_LAYOUTS["ltx2"], hot={"transformer_blocks.1.audio_ff.net.0.proj.weight": 3e4}
+    VIDEO_LAYOUTS["ltx2"], hot="transformer_blocks.1.audio_ff.net.0.proj", times=3e4
 )

@@ -48,18 +48,19 @@ for module, part, sizes in PARTS:
 
 
 def make_model(
-    layout: Layout,
+    family: Layout | str,
     dtype: torch.dtype = torch.float16,
     compute: torch.dtype | None = None,
     *,
     hot: bool = False,
     operations: Any = None,
 ) -> Any:
-    """ComfyUI's ModelPatcher.
+    """ComfyUI's ModelPatcher, whose model knows its `layout`.
 
     dtype: of the weights. compute: what they are cast to at each layer; None where they are not cast. hot: overflows.
     operations: ComfyUI's layer classes; None where it shall choose.
     """
+    layout = LAYOUTS[family] if isinstance(family, str) else family
     config = getattr(SUPPORTED, layout.config)(layout.settings())
     set_by_comfyui = config.unet_extra_config.keys() & layout.sizes.keys()  # whatever it finds
     config.unet_config |= {name: layout.sizes[name] for name in set_by_comfyui}
@@ -67,19 +68,18 @@ def make_model(
     config.manual_cast_dtype = compute  # SeedVR2 computes fp16 weights in bf16 on a card that has it
     config.custom_operations = operations
     model = config.get_model({}, "", device=CPU).eval().requires_grad_(False)
-    weights = random_weights(model.diffusion_model, layout.hot if hot else {})
+    model.layout = layout
+    weights = random_weights(model.diffusion_model, layout.heat if hot else {})
     model.diffusion_model.load_state_dict(weights)
     if dtype.itemsize == 1:
         _keep_in_fp16(model.diffusion_model, weights, layout)
     return import_module("comfy.model_patcher").ModelPatcher(model, CARD, CPU)
 
 
-def with_its_twin(
-    layout: Layout, dtype: torch.dtype = torch.float16, compute: torch.dtype | None = None, *, hot: bool = False
-) -> tuple[Any, Any]:
+def with_its_twin(family: Layout | str, *dtypes: Any, **how: Any) -> tuple[Any, Any]:
     """A model, and one with the same weights in fp32."""
-    patcher = make_model(layout, dtype, compute, hot=hot)
-    return patcher, in_fp32(patcher, layout)
+    patcher = make_model(family, *dtypes, **how)
+    return patcher, in_fp32(patcher)
 
 
 def _keep_in_fp16(network: torch.nn.Module, weights: Mapping[str, torch.Tensor], layout: Layout) -> None:
@@ -90,9 +90,9 @@ def _keep_in_fp16(network: torch.nn.Module, weights: Mapping[str, torch.Tensor],
             setattr(network.get_submodule(layer), own, torch.nn.Parameter(weight.half(), requires_grad=False))
 
 
-def in_fp32(patcher: Any, layout: Layout) -> Any:
+def in_fp32(patcher: Any) -> Any:
     """A model with the same weights, in fp32."""
-    twin = make_model(layout, torch.float32)
+    twin = make_model(patcher.model.layout, torch.float32)
     weights = patcher.model.diffusion_model.state_dict()
     twin.model.diffusion_model.load_state_dict({name: weight.float() for name, weight in weights.items()})
     return twin
@@ -135,11 +135,10 @@ def prompts(
     return positive, negative
 
 
-def sample(
-    patcher: Any, layout: Layout, *, steps: int = 3, latents: torch.Tensor | None = None, **conditions: Any
-) -> torch.Tensor:
+def sample(patcher: Any, *, steps: int = 3, latents: torch.Tensor | None = None, **conditions: Any) -> torch.Tensor:
     """As the KSampler node does. conditions: further ones of the positive prompt. Several streams of latents come out
     behind one another, as one of one dimension."""
+    layout = patcher.model.layout
     generator = torch.Generator().manual_seed(5)
     dtype = getattr(import_module("comfy.model_management"), "intermediate_dtype", lambda: torch.float32)()
     noise = _nested([torch.randn(shape, generator=generator).to(dtype) for shape in layout.streams])
@@ -175,21 +174,25 @@ HOT_DECODER = {"decoder.mid.block_1.conv1.weight": 5e4}
 HOT_ENCODER = {"encoder.mid.block_1.conv1.weight": 5e4}
 
 
-def make_vae(dtype: torch.dtype, hot: Mapping[str, float] | None = None, *, temporal: bool = False) -> Any:
-    """ComfyUI's VAE. hot: weights and what they are multiplied by. temporal: SVD's, whose decoder mixes frames."""
-    config = {"params": {"ddconfig": VAE_SETTINGS, "embed_dim": 4}}
+def temporal_autoencoder(settings: dict[str, Any]) -> torch.nn.Module:
+    """SVD's network, whose decoder mixes frames, as comfy.sd.VAE makes it."""
+    video = settings | {"video_kernel_size": [3, 1, 1], "alpha": 0.0}
+    network = import_module("comfy.ldm.models.autoencoder").AutoencodingEngine(
+        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": settings},
+        decoder_config={"target": "comfy.ldm.modules.temporal_ae.VideoDecoder", "params": video},
+    )
+    return network.eval()
+
+
+def make_vae(
+    dtype: torch.dtype, hot: Mapping[str, float] | None = None, *, temporal: bool = False, channels: int = 4
+) -> Any:
+    """ComfyUI's VAE. hot: weights and what they are multiplied by. temporal: SVD's. channels: of the latents."""
+    config = {"params": {"ddconfig": VAE_SETTINGS | {"z_channels": channels}, "embed_dim": channels}}
     vae = import_module("comfy.sd").VAE(sd={}, device=CARD, config=config, dtype=dtype)
     if temporal:
-        video = {**VAE_SETTINGS, "video_kernel_size": [3, 1, 1], "alpha": 0.0}
-        vae.first_stage_model = (
-            import_module("comfy.ldm.models.autoencoder")
-            .AutoencodingEngine(
-                regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
-                encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": VAE_SETTINGS},
-                decoder_config={"target": "comfy.ldm.modules.temporal_ae.VideoDecoder", "params": video},
-            )
-            .eval()
-        )
+        vae.first_stage_model = temporal_autoencoder(VAE_SETTINGS)
         vae.patcher = import_module("comfy.model_patcher").ModelPatcher(vae.first_stage_model, CARD, CPU)
     network = vae.first_stage_model.requires_grad_(False)
     network.load_state_dict(random_weights(network, hot or {}))

@@ -9,10 +9,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from in_comfyui import NODE_ID, error_of, guarded, on, pack_node, said
-from native_models import CARD, LAYOUTS, Layout, in_fp32, make_model, prompts, sample
+from in_comfyui import NODE_ID, error_of, guarded, on, pack_node, said, wrapped
+from native_models import CARD, LAYOUTS, make_model, prompts, sample, with_its_twin
 
-SD15 = LAYOUTS["sd15"]
 STEPS = 3
 HERE = "cpu" if CARD.type == "cpu" else "sm86"  # with bf16, whatever this one has
 STATES = {  # dtype of the weights, and what they are cast to
@@ -24,7 +23,8 @@ STATES = {  # dtype of the weights, and what they are cast to
 }
 
 
-def probed(patcher: Any, layout: Layout, **given: Any) -> dict[str, Any]:
+def probed(patcher: Any, **given: Any) -> dict[str, Any]:
+    layout = patcher.model.layout
     positive, negative = prompts(layout)
     wired = {"model": patcher, "positive": positive, "negative": negative, "node_id": NODE_ID}
     settings = {"steps": STEPS, "cfg": layout.cfg, "sampler_name": "euler", "scheduler": layout.scheduler, "seed": 1}
@@ -40,17 +40,14 @@ def facts(shown: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl", "svd", "flux", "wan"])
 def test_it_names_what_overflows_and_what_it_recommends_leads_to_no_rerun(family: str) -> None:
-    layout = LAYOUTS[family]
-    patcher = make_model(layout, hot=True)
+    layout, (patcher, twin) = LAYOUTS[family], with_its_twin(family, hot=True)
     with on(HERE):
-        shown = probed(patcher, layout)
+        shown = probed(patcher)
     picture, text, profile = shown["result"]
     check_shown(picture, text)
     found = facts(shown)
-    (weight,) = layout.hot
-    layer = weight.removesuffix(".weight")
-    worst = next(entry for entry in found["worst"] if entry["name"] == layer)
-    assert worst["reach"] == pytest.approx(_reached(in_fp32(patcher, layout), layout, layer), rel=1e-3)
+    worst = next(entry for entry in found["worst"] if entry["name"] == layout.hot)
+    assert worst["reach"] == pytest.approx(_reached(twin, layout.hot), rel=1e-3)
     assert worst["reach"] > 65504 and found["measured_steps"] == STEPS
     fp16 = next(verdict for verdict in found["verdicts"] if verdict["dtype"] == "fp16")
     assert fp16["fits"] and fp16["plan"] == "fp16 with overflow protection"
@@ -60,7 +57,7 @@ def test_it_names_what_overflows_and_what_it_recommends_leads_to_no_rerun(family
     assert profile == "", "in bf16, nothing has to be protected"
     for precision in ("bf16", "fp16"):
         with on(HERE):
-            assert sample(guarded(patcher, precision=precision), layout).isfinite().all()
+            assert sample(guarded(patcher, precision=precision)).isfinite().all()
         assert f"{STEPS} steps, all fine" in said[-1] and f"{precision}, as you chose" in said[-1]
 
 
@@ -74,23 +71,22 @@ def check_shown(picture: torch.Tensor, text: str) -> None:
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl", "svd", "flux", "wan"])
 def test_its_profile_wired_to_the_guard_leads_to_no_rerun_on_that_card_alone(family: str) -> None:
-    layout = LAYOUTS[family]
-    patcher = make_model(layout, hot=True)
+    patcher = make_model(family, hot=True)
     with on("sm75"):
-        _, text, profile = probed(patcher, layout)["result"]
+        _, text, profile = probed(patcher)["result"]
         assert "fp16 with overflow protection" in text and "`profile` wired into its `profile`" in text
-        assert sample(guarded(patcher, scope="learned", profile=profile), layout).isfinite().all()
+        assert sample(guarded(patcher, scope="learned", profile=profile)).isfinite().all()
         (told,) = said
         assert f"overflow protection; {STEPS} steps, all fine" in told and "from a profile: " in told
     with on(HERE):
-        sample(guarded(patcher, scope="learned", profile=profile), layout)
+        sample(guarded(patcher, scope="learned", profile=profile))
     assert f"the profile that was given is left alone: it is for sm75, and this is {HERE}" in said[-1]
     assert f"{STEPS} steps, 1 recomputed in fp32" in said[-1]
 
 
-def _reached(patcher: Any, layout: Layout, name: str) -> float:
+def _reached(patcher: Any, name: str) -> float:
     """The largest that a layer puts out, in a run without the probe and by a hook of its own."""
-    reached: list[float] = []
+    layout, reached = patcher.model.layout, list[float]()
     layer = patcher.model.diffusion_model.get_submodule(name)
     hook = layer.register_forward_hook(lambda _layer, _given, made: reached.append(made.abs().max().item()))
     positive, negative = prompts(layout)
@@ -104,7 +100,7 @@ def _reached(patcher: Any, layout: Layout, name: str) -> float:
 
 @pytest.mark.parametrize("state", STATES)
 def test_what_fits_stays_as_it_is(state: str) -> None:
-    found = facts(probed(make_model(SD15, *STATES[state]), SD15))
+    found = facts(probed(make_model("sd15", *STATES[state])))
     assert found["dtype"] == state.rpartition(" ")[2]
     assert all(verdict["fits"] for verdict in found["verdicts"])
     assert found["seconds"] > 0
@@ -121,16 +117,14 @@ def test_what_fits_stays_as_it_is(state: str) -> None:
 def test_an_empty_latent_of_another_models_ratios_gets_the_size_that_ksampler_gives_it(
     family: str, latent: dict[str, Any]
 ) -> None:
-    layout, shapes = LAYOUTS[family], set[Any]()
+    shapes = set[Any]()
 
     def look(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         shapes.add(tuple(x.shape))
         return executor(x, *args, **kwargs)
 
-    patcher = make_model(layout).clone()
-    kind = import_module("comfy.patcher_extension").WrappersMP.APPLY_MODEL
-    patcher.add_wrapper_with_key(kind, "test", look)
-    probed(patcher, layout, latent_image=latent)
+    patcher, layout = wrapped(make_model(family), look, "apply_model"), LAYOUTS[family]
+    probed(patcher, latent_image=latent)
     by_the_probe = {*shapes}
     shapes.clear()
     given = (1, STEPS, layout.cfg, "euler", layout.scheduler, *prompts(layout), latent)
@@ -141,14 +135,14 @@ def test_an_empty_latent_of_another_models_ratios_gets_the_size_that_ksampler_gi
 
 
 def test_nothing_is_left_and_a_guard_before_it_does_not_count() -> None:
-    patcher = make_model(SD15)
-    before, behind = sample(patcher, SD15), guarded(patcher)
-    found = facts(probed(behind, SD15))
+    patcher = make_model("sd15")
+    before, behind = sample(patcher), guarded(patcher)
+    found = facts(probed(behind))
     assert len(said) == STEPS + 1
     said.clear()
-    assert torch.equal(before, sample(patcher, SD15)) and torch.equal(before, sample(behind, SD15))
+    assert torch.equal(before, sample(patcher)) and torch.equal(before, sample(behind))
     assert any(", all fine." in text for text in said)
-    assert found["worst"] == facts(probed(patcher, SD15))["worst"]
+    assert found["worst"] == facts(probed(patcher))["worst"]
     assert not any(layer._forward_hooks for layer in patcher.model.modules())
 
 
@@ -172,8 +166,8 @@ def test_what_the_model_raises_is_told_with_the_step_and_the_next_run_works(
     where: str, step: int, error: BaseException
 ) -> None:
     told = not isinstance(error, (torch.OutOfMemoryError, type(INTERRUPT)))
-    patcher, calls = make_model(SD15), list[int]()
-    before, expected = sample(patcher, SD15), facts(probed(patcher, SD15))["worst"]
+    patcher, calls = make_model("sd15"), list[int]()
+    before, expected = sample(patcher), facts(probed(patcher))["worst"]
     module = patcher.model.diffusion_model.get_submodule({"layer": "middle_block.1"}.get(where, ""))
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -193,7 +187,7 @@ def test_what_the_model_raises_is_told_with_the_step_and_the_next_run_works(
     }.get(where)
     hooks = [] if owner else [module.register_forward_pre_hook(fail)]
     with patch.object(*owner) if owner else nullcontext(), pytest.raises((RuntimeError, type(error))) as ended:
-        probed(patcher, SD15)
+        probed(patcher)
     for hook in hooks:
         hook.remove()
     if told:
@@ -205,17 +199,17 @@ def test_what_the_model_raises_is_told_with_the_step_and_the_next_run_works(
         assert ended.value is error
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in patcher.model.modules())
     assert not torch.overrides._get_current_function_mode_stack()
-    assert torch.equal(before, sample(patcher, SD15)) and facts(probed(patcher, SD15))["worst"] == expected
+    assert torch.equal(before, sample(patcher)) and facts(probed(patcher))["worst"] == expected
     error.with_traceback(None)  # its frames have the model
 
 
 def test_bad_input_is_named_and_the_next_run_works() -> None:
-    broken, layer = make_model(SD15), "input_blocks.1.0.in_layers.2"
+    broken, layer = make_model("sd15"), "input_blocks.1.0.in_layers.2"
     broken.model.diffusion_model.get_submodule(layer).weight[0, 0] = torch.inf
-    assert f"'{layer}.weight' holds" in error_of(lambda: probed(broken, SD15))
-    nan = {"samples": torch.full(SD15.latents, torch.nan)}
-    error = error_of(lambda: probed(make_model(SD15), SD15, latent_image=nan))
+    assert f"'{layer}.weight' holds" in error_of(lambda: probed(broken))
+    nan = {"samples": torch.full(LAYOUTS["sd15"].latents, torch.nan)}
+    error = error_of(lambda: probed(make_model("sd15"), latent_image=nan))
     assert "was given latents with 512 NaN or infinite values" in error
-    error = error_of(lambda: probed(make_model(SD15, torch.float64), SD15))
+    error = error_of(lambda: probed(make_model("sd15", torch.float64)))
     assert error.startswith("BadInput: SD15 computes in float64")
-    assert facts(probed(make_model(SD15), SD15))["dtype"] == "fp16"
+    assert facts(probed(make_model("sd15")))["dtype"] == "fp16"

@@ -20,7 +20,7 @@ import guard_video_vae
 import pytest
 import torch
 from in_comfyui import NODE_ID, PACK, on, said
-from native_models import CPU, LAYOUTS, VAE_SETTINGS, in_fp32, make_model, prompts, random_weights
+from native_models import LAYOUTS, make_model, make_vae, prompts, with_its_twin
 
 WORKFLOWS = Path(__file__).resolve().parents[3] / "workflows"
 NAMES = {  # workflow → the model and the VAE that stand in (None: none does), and its pictures, or latents
@@ -97,17 +97,16 @@ def test_comfyui_finds_nothing_wrong_with_it(name: str, tmp_path: Path) -> None:
 def test_a_healthy_run_is_the_same_where_fp16_stays_and_one_that_overflows_is_right(name: str) -> None:
     """The pictures: plain and as shipped."""
     model, _, shape = NAMES[name]
-    layout = LAYOUTS[model]
-    healthy, hot = make_model(layout), make_model(layout, hot=True)
-    plain, made = run(name, layout, healthy, guarded=False), run(name, layout, healthy)
+    healthy, (hot, twin) = make_model(model), with_its_twin(model, hot=True)
+    plain, made = run(name, healthy, guarded=False), run(name, healthy)
     assert plain.reshape(-1, *plain.shape[-3:]).shape == shape
     assert plain.isfinite().all() and plain.std() > 0.01 and plain.equal(made)
-    plain, exact = (run(name, layout, each, guarded=False) for each in (hot, in_fp32(hot, layout)))
+    plain, exact = (run(name, each, guarded=False) for each in (hot, twin))
     assert exact.isfinite().all() and exact.std() > 0.01
     assert not (plain - exact).norm() <= 0.05 * exact.norm(), "NaN, or wrong where the model clips"
     for card in ("cpu", "sm75"):
         said.clear()
-        assert (run(name, layout, hot, card=card) - exact).norm() <= 0.02 * exact.norm()
+        assert (run(name, hot, card=card) - exact).norm() <= 0.02 * exact.norm()
         told = {text for text in said if f"{STEPS} steps" in text and "VAE" not in text}
         protected = [f"overflow protection; {STEPS} steps, all fine" in text for text in told]
         assert told and all(protected) is (card == "sm75"), told  # the second of two models has the first's profile
@@ -126,9 +125,9 @@ class Encoder:
         return self._prompt
 
 
-def run(name: str, layout: Any, model: Any, *, guarded: bool = True, card: str = "cpu") -> torch.Tensor:
+def run(name: str, model: Any, *, guarded: bool = True, card: str = "cpu") -> torch.Tensor:
     """The pictures that the workflow's VAE Decode puts out; where no VAE stands in, the latents that it is given."""
-    graph, kind_of_vae = shipped(name), NAMES[name][1]
+    graph, kind_of_vae, layout = shipped(name), NAMES[name][1], model.model.layout
     positive, negative = prompts(layout)
     made: dict[tuple[str, int], Any] = {}
     sizes = SMALL | SMALLER.get(name, {})
@@ -182,9 +181,4 @@ def _sizes_of_sound(layout: Any) -> Any:
 def _vae(kind: str) -> Any:
     if kind:
         return guard_video_vae.make(guard_video_vae.KINDS[kind], torch.float32)
-    settings = VAE_SETTINGS | {"z_channels": 16}  # Flux's, which Z-Image has
-    config = {"params": {"ddconfig": settings, "embed_dim": 16}}
-    vae = import_module("comfy.sd").VAE(sd={}, device=CPU, config=config, dtype=torch.float32)
-    network = vae.first_stage_model.requires_grad_(False)
-    network.load_state_dict(random_weights(network, {}))
-    return vae
+    return make_vae(torch.float32, channels=16)  # Flux's, which Z-Image has
