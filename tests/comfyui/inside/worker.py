@@ -33,22 +33,14 @@ class Show:
 
 
 def _graph(model: str, seed: int) -> dict[str, Any]:
-    given = {
-        "1": ("LoadPipeline", {"model": model, "precision": "bf16", "backend": "eager", "offload": "none"}),
-        "2": ("EncodePrompt", {"pipeline": ["1", 0], "prompt": f"a red kite {seed}", "negative_prompt": "grey"}),
-        "3": ("SampleCogVideoX", {"pipeline": ["1", 0], "positive": ["2", 0], "negative": ["2", 1], "seed": seed}),
-        "4": ("DecodeLatents", {"pipeline": ["1", 0], "latents": ["3", 0]}),
+    as_json, sizes = import_module("as_comfyui").as_json, {"width": 32, "height": 32, "frames": 5, "steps": 2}
+    return {
+        "1": as_json("LoadPipeline", model=model, precision="bf16", backend="eager", offload="none"),
+        "2": as_json("EncodePrompt", pipeline=["1", 0], prompt=f"a red kite {seed}", negative_prompt="grey"),
+        "3": as_json("SampleCogVideoX", pipeline=["1", 0], positive=["2", 0], negative=["2", 1], seed=seed, **sizes),
+        "4": as_json("DecodeLatents", pipeline=["1", 0], latents=["3", 0]),
+        "5": {"class_type": "Show", "inputs": {"images": ["4", 0]}},
     }
-    sizes = {"width": 32, "height": 32, "frames": 5, "steps": 2}
-    mappings = sys.modules[PACK].NODE_CLASS_MAPPINGS
-    graph: dict[str, Any] = {"5": {"class_type": "Show", "inputs": {"images": ["4", 0]}}}
-    for number, (name, inputs) in given.items():
-        schema = mappings[f"OneDiffGuard{name}"].INPUT_TYPES()
-        known = {**schema["required"], **schema.get("optional", {})}
-        defaults = {key: options[1]["default"] for key, options in known.items() if "default" in options[1]}
-        inputs = defaults | {key: size for key, size in sizes.items() if key in known} | inputs
-        graph[number] = {"class_type": f"OneDiffGuard{name}", "inputs": inputs}
-    return graph
 
 
 def _worker(graphs: list[dict[str, Any]]) -> None:
