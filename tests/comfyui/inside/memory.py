@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,12 @@ from typing import Any
 import pytest
 import torch
 from in_comfyui import OURS, import_ours
-from PIL import Image
 
 import_ours()
 moving, small_runs = import_module("moving"), import_module("small_runs")
 BUILDERS = {**import_module("small_families").BUILDERS, "wan": import_module("small_wan").build_wan}
 host = import_module(f"{OURS}.comfyui_host.host")
 decode = import_module(f"{OURS}.pipelines.run.decode").decode
-encode_prompts = import_module(f"{OURS}.pipelines.run.encode").encode_prompts
-sampling = import_module(f"{OURS}.pipelines.run.sample")
 NoRoom = import_module(f"{OURS}.pipelines.weights.placement").NoRoom
 MANAGEMENT = import_module("comfy.model_management")
 card = import_module("second_device").card
@@ -68,9 +66,7 @@ def test_the_next_run_is_right_whichever_move_failed(moves: Any, tmp_path: Path,
 def test_a_run_survives_where_memory_ran_out_once(tmp_path: Path) -> None:
     """All of the denoiser is on the card at each of its calls: what the manager had moved out for room is back."""
     handle = opened("2b", tmp_path)
-    positive, negative = encode_prompts(handle, ["a kite", "grey"])[0]
-    settings = sampling.SampleSettings(32, 32, steps=2, seed=1, frames=5, guidance_scale=5.0)
-    expected, _ = sampling.sample(handle, positive, negative, settings)
+    expected, _ = small_runs.sampled(handle, "2b")
     transformer = handle.store.components["transformer"].module
     size = moving.there(transformer)
     there: list[bool] = []
@@ -81,7 +77,7 @@ def test_a_run_survives_where_memory_ran_out_once(tmp_path: Path) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     transformer.transformer_blocks[1].register_forward_pre_hook(called)
-    latents, report = sampling.sample(handle, positive, negative, settings)
+    latents, report = small_runs.sampled(handle, "2b")
     assert there == [True] * 3
     assert torch.equal(latents, expected)
     said = [note for note in report.notes if "memory ran out" in note]
@@ -90,12 +86,7 @@ def test_a_run_survives_where_memory_ran_out_once(tmp_path: Path) -> None:
 
 def test_the_manager_makes_the_room_that_a_call_asks_for(small_card: Any, moves: Any, tmp_path: Path) -> None:
     handle = opened("5b-i2v", tmp_path)
-    positive, negative = encode_prompts(handle, ["a kite", "grey"])[0]
-    settings = sampling.SampleSettings(96, 64, steps=2, seed=1, frames=9, guidance_scale=5.0)
-
-    def run() -> None:
-        sampling.sample(handle, positive, negative, settings, image=Image.new("RGB", (96, 64), "grey"))
-
+    run = partial(small_runs.sampled, handle, "5b-i2v")
     run()
     beside = max(bytes_ for key, bytes_ in handle.store.room.items() if key[0] == "transformer")
     vae, transformer = handle.store.components["vae"].module, handle.store.components["transformer"].module
