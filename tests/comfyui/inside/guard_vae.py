@@ -38,9 +38,9 @@ def guarded(vae: Any, **policy: Any) -> Any:
     return node("vae", vae, **policy)
 
 
+@torch.inference_mode()
 def run(call: Callable[[Any], torch.Tensor], vae: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        return call(vae)
+    return call(vae)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

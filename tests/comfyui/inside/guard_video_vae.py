@@ -21,7 +21,7 @@ import pytest
 import torch
 from guard_vae import guarded
 from in_comfyui import difference, said
-from native_models import CARD, random_weights
+from native_models import CARD, VAE_SETTINGS, random_weights
 
 SD = import_module("comfy.sd")
 ARGS = import_module("comfy.cli_args").args
@@ -56,9 +56,7 @@ LTXV: dict[str, Any] = {"dims": 3, "in_channels": 3, "out_channels": 3, "latent_
 LTXV |= {"norm_layer": "pixel_norm", "latent_log_var": "uniform", "causal_decoder": False}
 LTXV |= {"encoder_base_channels": 16, "decoder_base_channels": 16}
 LTXV["blocks"] = [["compress_all", 1], ["compress_all", 1], ["compress_all", 1], ["res_x", 1]]
-HUNYUAN: dict[str, Any] = {"double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3}
-HUNYUAN |= {"ch": 32, "ch_mult": [1, 1, 1, 1], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0}
-HUNYUAN |= {"conv3d": True, "time_compress": 4}
+HUNYUAN = VAE_SETTINGS | {"z_channels": 16, "conv3d": True, "time_compress": 4}
 KINDS = {
     "cogvideox": Kind(
         "comfy.ldm.cogvideo.vae",

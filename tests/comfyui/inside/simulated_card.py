@@ -136,11 +136,7 @@ def _free_memory(free: Callable[[], float], _device: Any = None, torch_free_too:
 
 @contextmanager
 def card(
-    *,
-    dynamic: bool = False,
-    room: float = 1e32,
-    pinned: bool = True,
-    free: Callable[[], float] | None = None,
+    *, dynamic: bool = False, room: float = 1e32, pinned: bool = True, free: Callable[[], float] | None = None
 ) -> Iterator[None]:
     """A card with two streams for weights.
 

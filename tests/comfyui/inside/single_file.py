@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from in_comfyui import OURS, SUPPORT, difference, import_ours
+from native_models import VAE_SETTINGS, temporal_autoencoder
 from safetensors.torch import load_file, save_file
 
 import_ours()
@@ -25,8 +26,6 @@ CLIP = "conditioner.embedders.0.open_clip.model.visual."
 PUBLISHED = SUPPORT.parent / "pipelines" / "svd_xt_keys.json"
 LAYOUT = svd_layout.TINY
 BATCH, FRAMES = 2, 3  # two videos, as guidance makes them: one's context must not reach the other
-VAE_SETTINGS: dict[str, Any] = {"double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3}
-VAE_SETTINGS |= {"num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}  # with ch and ch_mult, comfy/sd.py's
 State = dict[str, torch.Tensor]
 
 
@@ -66,14 +65,7 @@ def make_svd(state: State, device: str = "cpu") -> Any:
 
 def make_vae(ch: int, ch_mult: list[int]) -> Any:
     """As comfy.sd.VAE does where it sees decoder.mid.block_1.mix_factor."""
-    settings = {**VAE_SETTINGS, "ch": ch, "ch_mult": ch_mult}
-    video = {**settings, "video_kernel_size": [3, 1, 1], "alpha": 0.0}
-    vae = import_module("comfy.ldm.models.autoencoder").AutoencodingEngine(
-        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
-        encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": settings},
-        decoder_config={"target": "comfy.ldm.modules.temporal_ae.VideoDecoder", "params": video},
-    )
-    return vae.eval()
+    return temporal_autoencoder(VAE_SETTINGS | {"ch": ch, "ch_mult": ch_mult, "num_res_blocks": 2})
 
 
 def load_clip(state: State) -> torch.nn.Module:
