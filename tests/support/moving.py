@@ -14,7 +14,6 @@ import small_runs
 import torch
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
-from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement, tensors_of
 from comfyui_onediff_guard.precision.policy import Precision
 from diffusers.hooks.group_offloading import ModuleGroup
@@ -67,8 +66,7 @@ class Moves:
 
 def opened(folder: Path, offload: str, placement: PlainPlacement) -> PipelineHandle:
     """Each with a store of its own."""
-    stores._STORES.clear()
-    return small_runs.opened(folder, offload, placement=placement)
+    return small_runs.opened_anew(folder, offload, placement=placement)
 
 
 def there(*modules: torch.nn.Module) -> int:

@@ -13,6 +13,7 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
 from PIL import Image
@@ -39,6 +40,12 @@ def opened(
     folder = model if isinstance(model, Path) else shared_models.model_folder(model, overflow)
     options = {"backend": "eager", "placement": PlainPlacement(device), **options}
     return load(folder, family_of(folder), precision=Precision(precision), offload=offload, **options)
+
+
+def opened_anew(*args: Any, **options: Any) -> PipelineHandle:
+    """With a store of its own."""
+    stores._STORES.clear()
+    return opened(*args, **options)
 
 
 def picture(width: int, height: int, seed: int = 2) -> Image.Image:

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
-from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.offload import Offload, Parts
 from comfyui_onediff_guard.pipelines.weights.placement import bytes_of
-from small_runs import SIZES, opened, sampled
+from small_runs import SIZES, opened_anew, prompts, sampled
 
 
 def deep(handle: PipelineHandle) -> PipelineHandle:
@@ -28,10 +26,8 @@ def deep(handle: PipelineHandle) -> PipelineHandle:
 def test_group_offload_takes_two_blocks_beside_the_activations(card: Any, model: str) -> None:
     made, most = {}, {}
     for offload in ("none", "group"):
-        stores._STORES.clear()
-        handle = deep(opened(model, offload))
-        if handle.family.prompt:
-            encode_prompts(handle, ["a red kite", "grey"])
+        handle = deep(opened_anew(model, offload))
+        prompts(handle)
         denoiser = handle.store.module(handle.family.denoiser, "fp32", place=False)
         at_once = bytes_of(denoiser)
         if handle.offload is Offload.GROUP:

@@ -11,10 +11,9 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
-from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights import placement
 from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, move, tensors_of
-from small_runs import CUDA, frames, opened, sampled
+from small_runs import CUDA, frames, opened_anew, sampled
 from torch import nn
 from trained_lora import train_lora
 
@@ -44,25 +43,23 @@ def copied(card: Any, handle: PipelineHandle, runs: int = 2) -> list[tuple[int, 
 
 def results_of(card: Any, model: str, lora: Any = None) -> int:
     """Bytes that a run hands the host where no weights move."""
-    handle = opened(model, "none")
+    handle = opened_anew(model, "none")
     back = copied(card, add_lora(handle, lora) if lora else handle)[1][1]
     handle.store.empty()
-    stores._STORES.clear()
     return back
 
 
 @pytest.mark.parametrize("model", ["2b", "5b-i2v", "cogview3", "cogview4", "wan-two"])
 def test_what_did_not_change_is_not_copied_back(card: Any, model: str) -> None:
     results = results_of(card, model)
-    first, second = copied(card, handle := opened(model, "model"))
+    first, second = copied(card, opened_anew(model, "model"))
     assert first[0] >= second[0] > OTHERS, "a norm is tried once"
     assert first[1] == second[1] == results
-    handle.store.empty()
 
 
 @pytest.mark.parametrize("offload", ["none", "auto"])
 def test_of_what_stays_on_the_card_main_memory_keeps_nothing(card: Any, offload: str) -> None:
-    results, handle = results_of(card, "2b"), opened("2b", offload)
+    results, handle = results_of(card, "2b"), opened_anew("2b", offload)
     first, again = copied(card, handle)
     sizes = {name: placement.bytes_of(component.module) for name, component in handle.store.components.items()}
     encoder = sizes.pop("text_encoder")
@@ -71,37 +68,32 @@ def test_of_what_stays_on_the_card_main_memory_keeps_nothing(card: Any, offload:
     assert 0 <= again[0] - encoder < OTHERS, "the encoder alone"
     on_card = {tensor for component in handle.store.components.values() for tensor in tensors_of(component.module)}
     assert not [tensor for tensor in on_card if tensor in placement._HOST_COPIES]
-    handle.store.empty()
 
 
 @pytest.mark.parametrize("offload", ["none", "auto"])
 def test_what_drives_each_other_out_is_not_copied_back(card: Any, offload: str) -> None:
     """The card has no room for the denoiser while the VAE decodes, which is known once it has."""
     results, total = results_of(card, "2b"), card.total()
-    handle = opened("2b", offload)
+    handle = opened_anew("2b", offload)
     frames(handle)
     denoiser, vae = (placement.bytes_of(handle.store.components[name].module) for name in ("transformer", "vae"))
     most = card.most_used()
     handle.store.empty()
-    stores._STORES.clear()
     try:
         card.set_total(most - min(denoiser, vae) // 2)
-        _, second, third = copied(card, handle := opened("2b", offload), 3)
+        _, second, third = copied(card, opened_anew("2b", offload), 3)
     finally:
         card.set_total(total)
     assert second[0] > min(denoiser, vae) > OTHERS, "one of them comes anew"
     assert second[1] == third[1] == results
-    handle.store.empty()
 
 
 def test_what_a_lora_added_is_not_copied_back(card: Any, model_folder: Callable[..., Path], tmp_path: Path) -> None:
     lora = train_lora(tmp_path, model_folder("2b"))
-    results, without = results_of(card, "2b", lora), copied(card, opened("2b", "model"))[1]
-    stores._STORES.clear()
-    first, second = copied(card, handle := add_lora(opened("2b", "model"), lora))
+    results, without = results_of(card, "2b", lora), copied(card, opened_anew("2b", "model"))[1]
+    first, second = copied(card, add_lora(opened_anew("2b", "model"), lora))
     assert second[0] > without[0], "the LoRA comes too"
     assert first[1] == second[1] == results
-    handle.store.empty()
 
 
 def test_loras_that_come_and_go_are_computed_with(card: Any, model_folder: Callable[..., Path], tmp_path: Path) -> None:
@@ -111,36 +103,29 @@ def test_loras_that_come_and_go_are_computed_with(card: Any, model_folder: Calla
         lambda handle: add_lora(handle, lora),
         lambda handle: add_lora(handle, replace(lora, scale=-2.0)),
     ]
-    expected = []
-    for add in adapted:
-        stores._STORES.clear()
-        expected.append(sampled(add(opened("2b", "none")), "2b")[0])
+    expected = [sampled(add(opened_anew("2b", "none")), "2b")[0] for add in adapted]
     assert not any(torch.equal(each, expected[0]) for each in expected[1:]), "they change something"
-    stores._STORES.clear()
-    handle = opened("2b", "model")
+    handle = opened_anew("2b", "model")
     for index in (0, 1, 2, 0, 2, 1):
         assert torch.equal(sampled(adapted[index](handle), "2b")[0], expected[index]), index
-    handle.store.empty()
 
 
 def test_main_memory_that_is_short_keeps_nothing(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    results, handle = results_of(card, "2b"), opened("2b", "model")
+    results, handle = results_of(card, "2b"), opened_anew("2b", "model")
     monkeypatch.setattr(placement, "main_memory", lambda: DeviceMemory(10, handle.store._unread()))
     found = copied(card, handle)
     assert {*handle.store.loaded()} == {"transformer", "vae"}, "the text encoder is read again"
     others = sum(placement.bytes_of(component.module) for component in handle.store.components.values())
     assert [to_host - results for _, to_host in found] == [others, others]
-    handle.store.empty()
 
 
 def test_layer_by_layer_weights_go_back_to_where_they_were() -> None:
-    handle, at_rest = opened("2b", "sequential"), []
+    handle, at_rest = opened_anew("2b", "sequential"), []
     for _ in range(2):
         frames(handle)
         modules = [handle.store.components[name].module for name in ("text_encoder", "transformer")]
         at_rest.append([tensor.data_ptr() for module in modules for tensor in tensors_of(module)])
     assert at_rest[0] == at_rest[1]
-    handle.store.empty()
 
 
 def replaced(layer: Any) -> None:

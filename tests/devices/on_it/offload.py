@@ -14,14 +14,13 @@ from comfyui_onediff_guard.pipelines.compile.backends import CompileOptions
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import add_lora
-from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.pipelines.weights.placement import bytes_on, tensors_of
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from onediff.infer_compiler.backends import registry
 from safetensors.torch import save_file
-from small_runs import CUDA, opened, sampled
+from small_runs import CUDA, opened, opened_anew, sampled
 from torch._dynamo.utils import counters
 
 IN_PARTS = ["group", "sequential"]
@@ -34,8 +33,7 @@ def same_run(offload: str, change: Change = lambda handle: handle, **how: Any) -
     change: of a handle, what is run."""
     made = {}
     for kind in ("none", offload):
-        stores._STORES.clear()
-        handle = opened("2b", kind, **how)
+        handle = opened_anew("2b", kind, **how)
         made[kind] = sampled(change(handle), "2b", steps=3)
         denoiser = handle.store.components["transformer"]
         assert bool(bytes_on(CUDA, denoiser.adapted or denoiser.module)) == (kind == "none")
@@ -108,8 +106,7 @@ def test_a_skipped_block_is_not_brought(card: Any, offload: str) -> None:
     """With `group`, the first one is under way by then: a model of two blocks saves nothing."""
 
     def cached(policy: CachePolicy | None, offload: str) -> tuple[torch.Tensor, Any, int]:
-        stores._STORES.clear()
-        handle = replace(opened("2b", offload), step_cache=policy)
+        handle = replace(opened_anew("2b", offload), step_cache=policy)
         encode_prompts(handle, ["a red kite", "grey"])
         card.reset()
         latents, report = sampled(handle, "2b", steps=12)
@@ -123,14 +120,12 @@ def test_a_skipped_block_is_not_brought(card: Any, offload: str) -> None:
 
 def test_one_model_open_with_several_kinds() -> None:
     """Of one store, whose weights every kind finds where the other left them."""
-    stores._STORES.clear()
     first = opened("2b", "none")
     right, _ = sampled(first, "2b")
     for kind in ("group", "none", "sequential", "model", "group", "none"):
         handle = replace(first, offload=Offload(kind))
         assert torch.equal(sampled(handle, "2b")[0], right)
         assert bool(handle.store.components["transformer"].offloaded) == handle.offload.in_parts, kind
-    first.store.empty()
 
 
 def test_room_is_asked_for_what_comes_not_for_the_whole(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +142,7 @@ def test_room_is_asked_for_what_comes_not_for_the_whole(room: Room, monkeypatch:
 @pytest.mark.parametrize("offload", ["model", *IN_PARTS])
 def test_a_text_encoder_with_every_layer_scaled(offload: str) -> None:
     def encoded(offload: str) -> Any:
-        stores._STORES.clear()
-        handle = opened("2b", offload, "fp16")
+        handle = opened_anew("2b", offload, "fp16")
         encoder: Any = handle.store.module("text_encoder", "fp16", place=False)
         with torch.no_grad():  # its first attention adds what leaves fp16's range, where T5 clamps it to ±64504
             weight = encoder.encoder.block[0].layer[0].SelfAttention.o.weight

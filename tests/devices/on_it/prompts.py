@@ -7,20 +7,17 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, bytes_of, bytes_on
-from small_runs import CUDA, opened
+from small_runs import CUDA, opened, opened_anew
 
 PROMPTS = ("a red kite", "a blue kite over the sea", "a red kite")
 
 
 def encoded(model: str, offload: str, device: str) -> list[torch.Tensor]:
-    handle, found = opened(model, offload, device=torch.device(device)), []
+    handle, found = opened_anew(model, offload, device=torch.device(device)), []
     for prompt in PROMPTS:
         handle.store.prompts.clear()
         found += encode_prompts(handle, [prompt, "grey"])[0]
-    handle.store.empty()
-    stores._STORES.clear()
     return found
 
 
@@ -58,4 +55,3 @@ def test_the_text_encoder_stays_where_models_are_to_stay_and_all_have_room(
     encode_prompts(handle, ["a blue kite"])
     came = card.counts()["bytes to the device"] >= bytes_of(encoder)
     assert (there > 0, came) == (stays, not stays)
-    store.empty()

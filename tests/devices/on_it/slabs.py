@@ -14,18 +14,11 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
-from comfyui_onediff_guard.pipelines.weights import components as stores
-from comfyui_onediff_guard.pipelines.weights.offload import (
-    BlockOffload,
-    Offload,
-    Parts,
-    PinnedBuffer,
-    laid_out,
-)
+from comfyui_onediff_guard.pipelines.weights.offload import BlockOffload, Offload, Parts, PinnedBuffer, laid_out
 from comfyui_onediff_guard.pipelines.weights.placement import tensors_of
 from diffusers import CogVideoXTransformer3DModel
 from second_device import runtime
-from small_runs import CUDA, frames, opened
+from small_runs import CUDA, frames, opened, opened_anew
 from trained_lora import train_lora
 
 MODELS = ["2b", "1.5", "5b-i2v", "cogview3", "cogview4", "svd", "wan", "wan-ti2v"]
@@ -43,10 +36,9 @@ def begun(model: str = "2b") -> tuple[PipelineHandle, weakref.ref[PinnedBuffer]]
 
 
 def expected() -> torch.Tensor:
-    handle = opened("2b", "none")
+    handle = opened_anew("2b", "none")
     made = frames(handle)
     handle.store.empty()
-    stores._STORES.clear()
     return made
 
 
@@ -108,7 +100,6 @@ def test_page_locked_is_no_more_than_the_weights(model: str) -> None:
     denoiser = handle.store.module(handle.family.denoiser, "bf16", place=False)
     with BlockOffload(denoiser, Offload.GROUP, CUDA, blocks=handle.family.blocks):
         assert 1 <= runtime.page_locked / sum(t.nbytes for t in {*tensors_of(denoiser)}) <= 1.05
-    handle.store.empty()
 
 
 def test_page_locked_of_cogvideox_5b_as_published() -> None:
@@ -127,7 +118,7 @@ def test_page_locked_of_cogvideox_5b_as_published() -> None:
 
 def test_each_is_copied_from_where_it_is_and_page_locked_again_after_it_rested(card: Any) -> None:
     right = expected()
-    handle, seen, at = opened("2b", "group"), [], []
+    handle, seen, at = opened_anew("2b", "group"), [], []
     for _ in range(2):
         seen.append([])
 
@@ -141,7 +132,6 @@ def test_each_is_copied_from_where_it_is_and_page_locked_again_after_it_rested(c
         assert offloaded
         at.append([tensor.data_ptr() for tensor in tensors_of(offloaded.component)])
     assert at[0] == at[1]
-    handle.store.empty()
 
 
 AFTERWARDS: dict[str, Callable[[PipelineHandle, str], object]] = {
@@ -176,11 +166,8 @@ def test_weights_that_are_laid_out_otherwise_leave_their_slabs() -> None:
 
 def test_a_lora_has_its_layers_page_locked(model_folder: Callable[..., Path], tmp_path: Path) -> None:
     lora = train_lora(tmp_path, model_folder("2b"))
-    whole = opened("2b", "none")
-    right = frames(add_lora(whole, lora))
-    whole.store.empty()
-    stores._STORES.clear()
-    handle = opened("2b", "group")
+    right = frames(add_lora(opened_anew("2b", "none"), lora))
+    handle = opened_anew("2b", "group")
     without = frames(handle)
     assert torch.equal(frames(add_lora(handle, lora)), right) and not runtime.registered
     assert torch.equal(frames(handle), without)
@@ -200,7 +187,7 @@ def test_without_main_memory_for_a_slab_the_weights_stay_where_they_are(
         return pages(fileno, n_bytes, **how)
 
     monkeypatch.setattr(mmap, "mmap", scarce)
-    assert torch.equal(frames(opened("2b", "group")), right)
+    assert torch.equal(frames(opened_anew("2b", "group")), right)
     assert len(sizes) == 2 and not runtime.most
     assert any("([Errno 12] Cannot allocate memory): slower" in line for line in caplog.messages)
 
