@@ -314,18 +314,6 @@ def test_a_fault_in_one_step_costs_one_step(family: str) -> None:
 Hide = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _by_wrapper(patcher: Any, hide: Hide) -> Any:
-    return wrapped(patcher, lambda executor, *args, **kwargs: hide(executor(*args, **kwargs)))
-
-
-def _by_patch(patcher: Any, hide: Hide) -> None:
-    patcher.set_model_attn1_output_patch(lambda made, options: hide(made))
-
-
-def _by_attention(patcher: Any, hide: Hide) -> Any:
-    return overridden(patcher, lambda chosen, *args, **kwargs: hide(chosen(*args, **kwargs)))
-
-
 def _by_method(patcher: Any, hide: Hide) -> None:
     block = patcher.model.diffusion_model.out
     block.forward = lambda x, forward=block.forward: hide(forward(x))
@@ -357,12 +345,19 @@ def _by_hook(patcher: Any, hide: Hide) -> None:
     patcher.model.diffusion_model.out.register_forward_hook(lambda module, args, made: hide(made))
 
 
-@pytest.mark.parametrize(
-    "put", [_by_wrapper, _by_patch, _by_attention, _by_method, _by_module, _by_hook, _by_an_option_of_later_calls]
-)
-def test_a_patch_that_hides_an_overflow_in_a_later_step_alone_is_seen(
-    put: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+HIDING: dict[str, Callable[[Any, Hide], Any]] = {  # gives a patcher, or changes the one that it is given
+    "wrapper": lambda patcher, hide: wrapped(patcher, lambda run, *args, **kwargs: hide(run(*args, **kwargs))),
+    "patch": lambda patcher, hide: patcher.set_model_attn1_output_patch(lambda made, _: hide(made)),
+    "attention": lambda patcher, hide: overridden(patcher, lambda run, *args, **kwargs: hide(run(*args, **kwargs))),
+    "method": _by_method,
+    "module": _by_module,
+    "hook": _by_hook,
+    "an option of later calls": _by_an_option_of_later_calls,
+}
+
+
+@pytest.mark.parametrize("by", HIDING)
+def test_a_patch_that_hides_an_overflow_in_a_later_step_alone_is_seen(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """ComfyUI-NAG normalises from one timestep on to another, by a method in place of the network's."""
     (patcher, twin), calls = with_its_twin("sd15"), list[int]()
     exact = sample(twin)
@@ -378,7 +373,7 @@ def test_a_patch_that_hides_an_overflow_in_a_later_step_alone_is_seen(
         return (made * 1e9).clamp(-end, end) / 1e9 if len(calls) > 1 else made
 
     monkeypatch.setattr(network, "forward", counted)
-    made = sample(guarded(put(patcher, hide) or patcher))
+    made = sample(guarded(HIDING[by](patcher, hide) or patcher))
     assert difference(made, exact) <= 2e-2
     assert "3 steps, 2 recomputed in fp32" in said[-1]
 
