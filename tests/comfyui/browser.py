@@ -23,6 +23,11 @@ WINDOW = {"width": 1920, "height": 1000}
 LOUD = ("warning", "error")
 ENDS = ("execution_success", "execution_error", "execution_interrupted")
 
+SELECT = """type => {  // in the middle of the page, where no bar is above its buttons
+    const node = app.graph.nodes.find(node => node.type === type)
+    app.canvas.centerOnNode(node)
+    app.canvas.selectNode(node)
+}"""
 LOAD = "async graph => { await window.app.loadGraphData(graph, true, true, null) }"
 MISSING = "() => app.graph.nodes.filter(n => n.has_errors || !LiteGraph.registered_node_types[n.type]).map(n => n.type)"
 PROMPT = "async () => (await app.graphToPrompt()).output"
@@ -126,6 +131,15 @@ class Canvas:
         self._page.keyboard.press(key)
         self._page.wait_for_timeout(300)
 
+    def titles(self) -> list[str]:
+        """What the nodes on the canvas are called."""
+        return self._page.evaluate("() => app.graph.nodes.map(node => node.title)")
+
+    def open_help(self, node_type: str) -> None:
+        """Select the only node of a type, and press the i above it."""
+        self._page.evaluate(SELECT, node_type)
+        self._page.get_by_test_id("info-button").first.click(timeout=PATIENCE)
+
     def load(self, workflow: Mapping[str, Any]) -> None:
         """What opening a file does."""
         self._page.evaluate(LOAD, workflow)
@@ -209,6 +223,9 @@ class Canvas:
     def click(self, selector: str) -> None:
         self._page.locator(selector).first.click(timeout=PATIENCE)
 
+    def fill(self, selector: str, text: str) -> None:
+        self._page.locator(selector).first.fill(text, timeout=PATIENCE)
+
     def settle(self) -> None:
         """Let the page lay out what has changed."""
         self._page.wait_for_timeout(700)
@@ -222,6 +239,12 @@ class Canvas:
         self._page.evaluate(QUEUE, command)
         return self._ended(seconds)
 
+    def click_run(self, seconds: float = 90.0) -> tuple[str, Any]:
+        """The same with the page's own button."""
+        self._page.evaluate(LISTEN, ENDS)
+        self._page.get_by_role("button", name="Run", exact=True).first.click(timeout=PATIENCE)
+        return self._ended(seconds)
+
     def _ended(self, seconds: float) -> tuple[str, Any]:
         self._page.wait_for_function("() => window.ended", timeout=seconds * 1000)
         self._page.wait_for_timeout(500)
@@ -233,6 +256,11 @@ class Canvas:
 
     def wait_for_text(self, text: str) -> None:
         self._page.get_by_text(text).first.wait_for(timeout=PATIENCE)
+
+    def wait_for_node(self, node_type: str) -> None:
+        """Until the workflow that is opened has one of this type."""
+        there = "type => app.graph.nodes.some(node => node.type === type)"
+        self._page.wait_for_function(there, arg=node_type, timeout=PATIENCE)
 
     def wait_for_error(self, text: str, details: str = "View details") -> None:
         """Until it stands on the page, of a run that failed. Newer pages name the node, and the rest after a click
