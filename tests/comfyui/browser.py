@@ -297,6 +297,14 @@ class Canvas:
         finally:
             page.close()
 
+    @contextmanager
+    def nodes_2(self, url: str, on: bool = True) -> Iterator[None]:
+        """Inside, the page is opened anew, with Nodes 2.0 or in classic mode."""
+        self.choose(url, VueNodes_Enabled=on)
+        self.open(url)
+        yield
+        self.choose(url, VueNodes_Enabled=False)
+
     def picture(self, name: str) -> Path:
         path = self._pictures / f"{name}.png"
         self._page.screenshot(path=str(path))

@@ -1,46 +1,27 @@
-"""The shipped workflows for ComfyUI's own models: small, with and without their guards, and what a run of one made."""
+"""The shipped workflow for SD 1.5 with ComfyUI's own nodes: small, with and without its guard, and what a run of it
+made."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
 import comfyui_nodes
 import legs
-import native_checkpoints
 import numpy as np
 from runs import Ran, finish, frames_of, start
-from templates import api_file
+from templates import api_file, read
 
+NAME, LOADER = "native_sd15_text_to_image", "CheckpointLoaderSimple"
+FILE, HOT = comfyui_nodes.SD15_FILE, "overflowing_"  # in models/checkpoints; before the name of one that overflows
+MODEL, VAE = "SD15", "AutoencoderKL"  # ComfyUI's classes, as the report names them
+SIZE = (1, 16, 16)  # frames, height, width
 GUARD = "OneDiffGuardNaNGuardNative"
 GUARDED = ("model", "vae")
 SMALL = {"width": 16, "height": 16, "steps": 2}
-HOT = "overflowing_"
 Graph = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    file: str  # in models/checkpoints, and in the workflow
-    loader: str
-    model: str  # ComfyUI's class, as the report names it
-    vae: str
-    size: tuple[int, int, int]  # frames, height, width
-    write: Callable[..., None]
-
-
-CASES = {
-    "native_sd15_text_to_image": Case(
-        comfyui_nodes.SD15_FILE,
-        "CheckpointLoaderSimple",
-        "SD15",
-        "AutoencoderKL",
-        (1, 16, 16),
-        native_checkpoints.write_sd15,
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -53,14 +34,13 @@ class Made:
         return found
 
 
-def graph(name: str, *, hot: bool = False, half: bool = False, without: Container[str] = ()) -> Graph:
+def graph(*, hot: bool = False, half: bool = False, without: Container[str] = ()) -> Graph:
     """The shipped API file, small. hot: on the overflowing checkpoint. without: "model", "vae": what is not guarded."""
-    found: Graph = json.loads(api_file(name).read_text(encoding="utf-8"))
-    case = CASES[name]
+    found = read(api_file(NAME))
     for node in found.values():
         node["inputs"] |= {key: value for key, value in SMALL.items() if key in node["inputs"]}
-    (loader,) = [id_ for id_, node in found.items() if node["class_type"] == case.loader]
-    found[loader]["inputs"]["ckpt_name"] = HOT * hot + case.file
+    (loader,) = [id_ for id_, node in found.items() if node["class_type"] == LOADER]
+    found[loader]["inputs"]["ckpt_name"] = HOT * hot + FILE
     if half:
         _relink(found, [loader, 0], ["half", 0])
         found["half"] = {"class_type": "ModelComputeDtype", "inputs": {"model": [loader, 0], "dtype": "fp16"}}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import blueprints
 import browser
@@ -13,12 +11,10 @@ import legs
 import pytest
 from comfyui_onediff_guard.headless.workflow import schema, ui_format
 from runs import INSIDE
+from templates import read
 from test_strip_in_browser import complaints
 
-pytestmark = [
-    pytest.mark.comfyui,
-    pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
-]
+pytestmark = legs.IN_CHECKOUTS
 
 TEXT_TO_VIDEO = "Guarded CogVideoX Text to Video"
 SHOWN = "() => app.graph.nodes.map(node => [node.title, (node.widgets ?? []).map(widget => widget.name)])"
@@ -37,7 +33,7 @@ SMALL = {"model": INSIDE, "precision": "fp16", "width": 96, "height": 64, "frame
 
 @pytest.fixture(scope="module")
 def canvas(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
-    if tuple(map(int, server.leg.version.split("."))) < legs.CURRENT:
+    if not server.leg.is_current:
         pytest.skip("this ComfyUI lists no blueprints of packs")
     with browser.canvas(server.url, pictures) as opened:
         yield opened
@@ -45,16 +41,10 @@ def canvas(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
 
 @pytest.fixture(params=["classic", "nodes_2"])
 def page(request: pytest.FixtureRequest, server: legs.Server, canvas: browser.Canvas) -> Iterator[browser.Canvas]:
-    canvas.choose(server.url, VueNodes_Enabled=request.param == "nodes_2")
-    canvas.open(server.url)
-    canvas.load({"nodes": [], "links": [], "version": 0.4})
-    canvas.complaints.clear()
-    yield canvas
-    canvas.choose(server.url, VueNodes_Enabled=False)
-
-
-def read(blueprint: blueprints.Blueprint) -> dict[str, Any]:
-    return json.loads((blueprints.FOLDER / f"{blueprint.name}.json").read_text(encoding="utf-8"))
+    with canvas.nodes_2(server.url, on=request.param == "nodes_2"):
+        canvas.load({"nodes": [], "links": [], "version": 0.4})
+        canvas.complaints.clear()
+        yield canvas
 
 
 def test_the_server_lists_them(canvas: browser.Canvas) -> None:
@@ -77,9 +67,10 @@ def test_a_search_finds_it_and_puts_down_one_node(
 @pytest.mark.parametrize("blueprint", blueprints.BLUEPRINTS, ids=lambda blueprint: blueprint.name)
 def test_the_page_and_the_reader_make_the_same_graph(page: browser.Canvas, blueprint: blueprints.Blueprint) -> None:
     schemas = {name: schema.from_object_info(name, info) for name, info in page.ask("/object_info").items()}
-    page.load(read(blueprint))
+    saved = read(blueprints.FOLDER / f"{blueprint.name}.json")
+    page.load(saved)
     shown = page.prompt()
-    ours = ui_format.convert(read(blueprint), schemas).to_api()
+    ours = ui_format.convert(saved, schemas).to_api()
     assert {id_: (node["class_type"], node["inputs"]) for id_, node in shown.items()} == {
         id_: (node["class_type"], node["inputs"]) for id_, node in ours.items()
     }

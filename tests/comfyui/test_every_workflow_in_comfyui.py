@@ -17,13 +17,13 @@ import legs
 import numpy as np
 import pytest
 import torch
-from native_graphs import CASES, GUARD, GUARDED, HOT, Graph, graph
+from native_checkpoints import write_sd15
+from native_graphs import FILE, GUARD, GUARDED, HOT, Graph, graph
 from runs import frames_of
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.comfyui
 
-NAME = "native_sd15_text_to_image"
 SWITCH = "OneDiffGuard.EveryWorkflow"
 BROKEN = "broken_"  # checkpoints whose fp32 is non-finite too
 SWITCHED_ON = {"onediff_guard": True}
@@ -37,13 +37,12 @@ def server(leg: legs.Leg, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     families.write_inputs(folder / "input")
     checkpoints = folder / "models" / "checkpoints"
     checkpoints.mkdir(parents=True)
-    for case in CASES.values():
-        case.write(checkpoints / case.file, overflows=False)
-        case.write(checkpoints / (HOT + case.file), overflows=True)
-        weights = load_file(checkpoints / case.file)
-        for name in ("model.diffusion_model.out.2.bias", "first_stage_model.decoder.conv_out.bias"):
-            weights[name] = torch.full_like(weights[name], torch.nan)
-        save_file(weights, checkpoints / (BROKEN + case.file))
+    write_sd15(checkpoints / FILE, overflows=False)
+    write_sd15(checkpoints / (HOT + FILE), overflows=True)
+    weights = load_file(checkpoints / FILE)
+    for name in ("model.diffusion_model.out.2.bias", "first_stage_model.decoder.conv_out.bias"):
+        weights[name] = torch.full_like(weights[name], torch.nan)
+    save_file(weights, checkpoints / (BROKEN + FILE))
     with legs.started(leg, folder, "--force-fp16", "--fp16-vae") as running:
         yield running
     shutil.rmtree(checkpoints)
@@ -85,8 +84,8 @@ class Queued:
         }
 
 
-def unguarded(name: str, **how: Any) -> Graph:
-    return graph(name, half=True, without=GUARDED, **how)
+def unguarded(**how: Any) -> Graph:
+    return graph(half=True, without=GUARDED, **how)
 
 
 def with_seed(prompt: Graph, seed: int) -> Graph:
@@ -98,10 +97,9 @@ def with_seed(prompt: Graph, seed: int) -> Graph:
     return made
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_healthy_run_is_the_same_to_the_bit(server: legs.Server, name: str) -> None:
-    off, on = Queued(server, unguarded(name)), Queued(server, unguarded(name), SWITCHED_ON)
-    again = Queued(server, with_seed(unguarded(name), 2), SWITCHED_ON)
+def test_a_healthy_run_is_the_same_to_the_bit(server: legs.Server) -> None:
+    off, on = Queued(server, unguarded()), Queued(server, unguarded(), SWITCHED_ON)
+    again = Queued(server, with_seed(unguarded(), 2), SWITCHED_ON)
     assert "Guard every workflow" not in off.log and "Guard every workflow: 2 guards" in on.log
     assert np.array_equal(off.frames, on.frames) and off.frames.std() > 2
     assert on.log.count(", all fine.") >= 1 and on.log.count(" fine.") >= 2 and "NaN Guard: " not in off.log
@@ -110,31 +108,28 @@ def test_a_healthy_run_is_the_same_to_the_bit(server: legs.Server, name: str) ->
         assert len(held) == of.log.count("NaN Guard: ") >= 2 and all(text in of.log for text in held), held
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_an_overflowing_run_is_as_with_guards_wired_by_hand(server: legs.Server, name: str) -> None:
-    off = Queued(server, unguarded(name, hot=True))
-    by_hand = Queued(server, with_seed(graph(name, hot=True, half=True), 3))
+def test_an_overflowing_run_is_as_with_guards_wired_by_hand(server: legs.Server) -> None:
+    off = Queued(server, unguarded(hot=True))
+    by_hand = Queued(server, with_seed(graph(hot=True, half=True), 3))
     shutil.rmtree(server.base / "user" / "onediff_guard" / "profiles")
-    on = Queued(server, with_seed(unguarded(name, hot=True), 3), SWITCHED_ON)
+    on = Queued(server, with_seed(unguarded(hot=True), 3), SWITCHED_ON)
     assert off.frames.max() == 0
     assert np.array_equal(on.frames, by_hand.frames) and on.frames.std() > 2
     assert "2 steps, 1 recomputed in fp32" in on.log
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_same_prompt_again_is_cached(server: legs.Server, name: str) -> None:
-    prompt = with_seed(unguarded(name), 4)
+def test_the_same_prompt_again_is_cached(server: legs.Server) -> None:
+    prompt = with_seed(unguarded(), 4)
     Queued(server, prompt, SWITCHED_ON)
     again = Queued(server, prompt, SWITCHED_ON)
     assert again.cached >= prompt.keys() and "NaN Guard: " not in again.log
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_cannot_be_saved_ends_as_without_guards(server: legs.Server, name: str) -> None:
-    prompt = unguarded(name)
+def test_what_cannot_be_saved_ends_as_without_guards(server: legs.Server) -> None:
+    prompt = unguarded()
     for node in prompt.values():
         if "ckpt_name" in node["inputs"]:
-            node["inputs"]["ckpt_name"] = BROKEN + CASES[name].file
+            node["inputs"]["ckpt_name"] = BROKEN + FILE
     off, on = Queued(server, prompt), Queued(server, with_seed(prompt, 5), SWITCHED_ON)
     assert off.frames.max() == on.frames.max() == 0
     assert "Not guarded from call 1 on" in on.log and "model.diffusion_model.out" not in off.log
@@ -142,7 +137,7 @@ def test_what_cannot_be_saved_ends_as_without_guards(server: legs.Server, name: 
 
 def test_a_guard_that_was_wired_by_hand_wins(server: legs.Server) -> None:
     """Behind another node, too, which hands on what it is given."""
-    prompt = with_seed(graph(NAME, hot=True, half=True), 6)
+    prompt = with_seed(graph(hot=True, half=True), 6)
     (guard,) = (id_ for id_, node in prompt.items() if node["class_type"] == GUARD)
     for node in prompt.values():
         node["inputs"] |= {name: ["after", 0] for name, value in node["inputs"].items() if value == [guard, 0]}
@@ -155,7 +150,7 @@ def test_a_guard_that_was_wired_by_hand_wins(server: legs.Server) -> None:
 def test_each_user_of_a_server_has_their_own_switch(leg: legs.Leg, tmp_path: Path) -> None:
     """Nothing runs: what they queue is refused, since there is no such model."""
     legs.install_pack(tmp_path / "custom_nodes")
-    prompt = unguarded(NAME)
+    prompt = unguarded()
     with legs.started(leg, tmp_path, "--multi-user") as server:
 
         def ask(path: str, body: Any, user: str) -> None:

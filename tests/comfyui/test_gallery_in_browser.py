@@ -11,10 +11,7 @@ import legs
 import pytest
 from templates import TITLES
 
-pytestmark = [
-    pytest.mark.comfyui,
-    pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
-]
+pytestmark = legs.IN_CHECKOUTS
 
 NAME = "cogvideox_lora_text_to_video"
 SIZES = {"width": 96, "height": 64, "frames": 9, "steps": 2}  # a CPU would take days over the template's own

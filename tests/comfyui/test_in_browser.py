@@ -17,34 +17,23 @@ import legs
 import pytest
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
 from runs import INSIDE
-from templates import TITLES, api_file, ui_file
+from runs import SMALL as SMALL_FILE
+from templates import TITLES, api_file, read, ui_file
 
-pytestmark = [
-    pytest.mark.comfyui,
-    pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
-]
+pytestmark = legs.IN_CHECKOUTS
 
 NAME = "cogvideox_text_to_video"
 LOADER, SAMPLER = "OneDiffGuardLoadPipeline", "OneDiffGuardSampleCogVideoX"
-SMALL = {
+SMALL = SMALL_FILE | {
     f"{LOADER}.model": INSIDE,
     f"{LOADER}.precision": "fp16",
-    f"{LOADER}.backend": "eager",
     "OneDiffGuardNaNGuard.scope": "step",  # nothing is learned for the next test
-    f"{SAMPLER}.width": 96,
-    f"{SAMPLER}.height": 64,
-    f"{SAMPLER}.frames": 9,
-    f"{SAMPLER}.steps": 2,
 }
 
 
 NAMED = "<img src=x onerror=window.ran=['name']>"  # as a folder may be called
 MARKUP = "<img src=x onerror=\"window.ran=['text']\">"
 ENDING = f"{MARKUP} & ![a](x) [[b|https://example.org]] __LNK7__"  # newer pages know Markdown, and more
-
-
-def read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")

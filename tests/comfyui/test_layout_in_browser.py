@@ -10,12 +10,9 @@ from typing import Any
 import browser
 import legs
 import pytest
-from templates import TITLES, api_file, ui_file
+from templates import TITLES, api_file, read, ui_file
 
-pytestmark = [
-    pytest.mark.comfyui,
-    pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
-]
+pytestmark = legs.IN_CHECKOUTS
 
 WIDEST, WIDEST_OF_MANY = 1600, 2000
 MANY = 16  # nodes, as in tests/workflows/test_layout.py
@@ -61,19 +58,12 @@ IS_LONG = """heights => app.graph.nodes.some(node => node.size[1] > (heights[nod
 FIT = "() => { app.canvas.ds.scale = 0.4; app.canvas.ds.offset = [300, 900]; app.canvas.setDirty(true, true) }"
 
 
-def read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["classic", "nodes_2"])
 def canvas(request: pytest.FixtureRequest, server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
     if request.param and server.leg.id == "leg_b":
         pytest.skip("Nodes 2.0 is newer than this frontend")
-    with browser.canvas(server.url, pictures) as opened:
-        opened.choose(server.url, VueNodes_Enabled=request.param)
-        opened.open(server.url)
+    with browser.canvas(server.url, pictures) as opened, opened.nodes_2(server.url, on=request.param):
         yield opened
-        opened.choose(server.url, VueNodes_Enabled=False)
 
 
 def kinds(name: str) -> set[str]:

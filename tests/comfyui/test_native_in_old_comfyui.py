@@ -9,7 +9,7 @@ import legs
 import native_checkpoints
 import numpy as np
 import pytest
-from native_graphs import CASES, GUARDED, HOT, graph, make
+from native_graphs import FILE, GUARDED, HOT, SIZE, graph, make
 from runs import frames_of
 
 pytestmark = [
@@ -17,12 +17,10 @@ pytestmark = [
     pytest.mark.parametrize("any_leg", legs.LEGS[:1], indirect=True, ids=[legs.LEGS[0].id]),
 ]
 
-NAME = "native_sd15_text_to_image"
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _checkpoint(server: legs.Server) -> Iterator[None]:
-    checkpoint = server.base / "models" / "checkpoints" / (HOT + CASES[NAME].file)
+    checkpoint = server.base / "models" / "checkpoints" / (HOT + FILE)
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     native_checkpoints.write_sd15(checkpoint, overflows=True)
     yield
@@ -30,10 +28,10 @@ def _checkpoint(server: legs.Server) -> Iterator[None]:
 
 
 def test_the_guard_of_models_says_what_is_missing_and_lets_the_run_go_on(server: legs.Server) -> None:
-    unguarded = make(server, graph(NAME, hot=True, without={"model"}))
+    unguarded = make(server, graph(hot=True, without={"model"}))
     shutil.rmtree(server.base / "user" / "onediff_guard" / "profiles", ignore_errors=True)
-    guarded = make(server, graph(NAME, hot=True))
-    assert guarded.frames.shape == (*CASES[NAME].size, 3) and guarded.frames.std() > 2
+    guarded = make(server, graph(hot=True))
+    assert guarded.frames.shape == (*SIZE, 3) and guarded.frames.std() > 2
     assert np.array_equal(guarded.frames, unguarded.frames)
     assert "Update ComfyUI" in guarded.report("Not guarded: This ComfyUI cannot wrap a MODEL's apply_model")
 
@@ -41,8 +39,8 @@ def test_the_guard_of_models_says_what_is_missing_and_lets_the_run_go_on(server:
 def test_the_guard_of_vaes_works(server: legs.Server) -> None:
     profiles = server.base / "user" / "onediff_guard" / "profiles"
     shutil.rmtree(profiles, ignore_errors=True)
-    plain = make(server, graph(NAME, hot=True, without=GUARDED))
-    guarded = make(server, graph(NAME, hot=True, without={"model"}))
+    plain = make(server, graph(hot=True, without=GUARDED))
+    guarded = make(server, graph(hot=True, without={"model"}))
     assert plain.frames.max() == 0
     assert guarded.frames.std() > 2
     assert "1 part, 1 recomputed in fp32" in guarded.report("VAE decoder: AutoencoderKL computes in fp16")
@@ -50,10 +48,10 @@ def test_the_guard_of_vaes_works(server: legs.Server) -> None:
 
 
 def test_guard_every_workflow_guards_vaes_and_lets_models_run_on(server: legs.Server) -> None:
-    by_hand = make(server, graph(NAME, hot=True, without={"model"}))
+    by_hand = make(server, graph(hot=True, without={"model"}))
     shutil.rmtree(server.base / "user" / "onediff_guard" / "profiles", ignore_errors=True)
     before = len(server.log_text())
-    prompt = graph(NAME, hot=True, without=GUARDED)
+    prompt = graph(hot=True, without=GUARDED)
     answer = server.ask("/prompt", {"prompt": prompt, "extra_data": {"onediff_guard": True}})
     entry = server.ended(answer["prompt_id"])
     (file,) = (file for output in entry["outputs"].values() for file in output.get("images", []))

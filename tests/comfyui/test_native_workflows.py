@@ -20,9 +20,10 @@ import legs
 import numpy as np
 import pytest
 from comfyui_onediff_guard.headless.workflow import schema
-from native_graphs import CASES, GUARD, GUARDED, HOT, SMALL, Made, graph, make, run
+from native_checkpoints import write_sd15
+from native_graphs import FILE, GUARD, GUARDED, HOT, LOADER, MODEL, NAME, SIZE, SMALL, VAE, Made, graph, make, run
 from PIL import Image
-from templates import api_file, ui_file
+from templates import api_file, read, ui_file
 
 pytestmark = pytest.mark.comfyui
 
@@ -38,22 +39,21 @@ def base(leg: legs.Leg, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     families.write_inputs(folder / "input")
     checkpoints = folder / "models" / "checkpoints"
     checkpoints.mkdir(parents=True)
-    for case in CASES.values():
-        case.write(checkpoints / case.file, overflows=False)
-        case.write(checkpoints / (HOT + case.file), overflows=True)
+    write_sd15(checkpoints / FILE, overflows=False)
+    write_sd15(checkpoints / (HOT + FILE), overflows=True)
     yield folder
     shutil.rmtree(checkpoints)
 
 
 @pytest.fixture(scope="module")
-def in_fp32(leg: legs.Leg, base: Path) -> dict[str, Made]:
-    """What the overflowing checkpoints make where nothing is in half precision."""
+def in_fp32(leg: legs.Leg, base: Path) -> Made:
+    """What the overflowing checkpoint makes where nothing is in half precision."""
     with legs.started(leg, base) as server:
-        return {name: make(server, graph(name, hot=True)) for name in CASES}
+        return make(server, graph(hot=True))
 
 
 @pytest.fixture(scope="module")
-def server(leg: legs.Leg, base: Path, in_fp32: dict[str, Made]) -> Iterator[legs.Server]:
+def server(leg: legs.Leg, base: Path, in_fp32: Made) -> Iterator[legs.Server]:
     """In half precision, and after the other: two of them want too much memory."""
     with legs.started(leg, base, *HALF) as running:
         yield running
@@ -71,7 +71,7 @@ def test_the_stand_ins_of_other_tests_are_comfyuis_nodes(server: legs.Server) ->
     """What tests/workflows takes the shipped files by is what ComfyUI says of its nodes."""
     known = server.ask("/object_info")
     missing = comfyui_nodes.NODE_CLASS_MAPPINGS.keys() - known
-    current = tuple(map(int, server.leg.version.split("."))) >= legs.CURRENT
+    current = server.leg.is_current
     assert missing <= (set() if current else comfyui_nodes.NEWER)
     for name, node in comfyui_nodes.NODE_CLASS_MAPPINGS.items():
         if name in missing:
@@ -91,44 +91,38 @@ def test_the_stand_ins_of_other_tests_are_comfyuis_nodes(server: legs.Server) ->
                 assert spec.options[:1] == real.options[:1], f"{name}.{key}"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_healthy_run_is_the_same_with_and_without_the_guards(server: legs.Server, name: str) -> None:
-    case = CASES[name]
-    plain = make(server, graph(name, half=True, without=GUARDED))
-    guarded = make(server, graph(name, half=True))
-    assert guarded.frames.shape == (*case.size, 3)
+def test_a_healthy_run_is_the_same_with_and_without_the_guards(server: legs.Server) -> None:
+    plain = make(server, graph(half=True, without=GUARDED))
+    guarded = make(server, graph(half=True))
+    assert guarded.frames.shape == (*SIZE, 3)
     assert all(frame.std() > 2 for frame in guarded.frames)
     assert np.array_equal(plain.frames, guarded.frames)
     assert not plain.reports
-    assert "2 steps, all fine" in guarded.report(f"{case.model} computes in fp16")
-    assert "1 part, fine" in guarded.report(f"VAE decoder: {case.vae} computes in fp16")
+    assert "2 steps, all fine" in guarded.report(f"{MODEL} computes in fp16")
+    assert "1 part, fine" in guarded.report(f"VAE decoder: {VAE} computes in fp16")
 
 
-@pytest.mark.parametrize("name", CASES)
 def test_an_overflowing_model_is_black_without_the_guards_and_right_with_them(
-    server: legs.Server, in_fp32: dict[str, Made], nothing_learned: Path, name: str
+    server: legs.Server, in_fp32: Made, nothing_learned: Path
 ) -> None:
-    case = CASES[name]
-    plain = make(server, graph(name, hot=True, half=True, without=GUARDED))
-    guarded = make(server, graph(name, hot=True, half=True))
+    plain = make(server, graph(hot=True, half=True, without=GUARDED))
+    guarded = make(server, graph(hot=True, half=True))
     kept = [json.loads(file.read_text(encoding="utf-8")) for file in nothing_learned.glob("*.json")]
-    assert {profile["model"] for profile in kept} >= {case.model, f"{case.vae}, VAE decoder"}
+    assert {profile["model"] for profile in kept} >= {MODEL, f"{VAE}, VAE decoder"}
     assert all(profile["learned"]["all_layers_scaled"] for profile in kept)
-    right = in_fp32[name]
-    assert guarded.frames.shape == right.frames.shape == (*case.size, 3)
+    assert guarded.frames.shape == in_fp32.frames.shape == (*SIZE, 3)
     assert plain.frames.max() == 0
-    assert all(frame.std() > 2 for frame in right.frames)
-    difference = np.abs(guarded.frames.astype(int) - right.frames).max() / 255
-    print(f"{name}: largest difference {difference:.4f}")
+    assert all(frame.std() > 2 for frame in in_fp32.frames)
+    difference = np.abs(guarded.frames.astype(int) - in_fp32.frames).max() / 255
+    print(f"largest difference {difference:.4f}")
     assert difference <= TOLERANCE
-    assert "overflow protection; 2 steps, 1 recomputed in fp32" in guarded.report(f"{case.model} computes in fp16")
-    assert "1 part, 1 recomputed in fp32" in guarded.report(f"VAE decoder: {case.vae} computes in fp16")
-    assert "computes in fp32" in right.report(case.model)
+    assert "overflow protection; 2 steps, 1 recomputed in fp32" in guarded.report(f"{MODEL} computes in fp16")
+    assert "1 part, 1 recomputed in fp32" in guarded.report(f"VAE decoder: {VAE} computes in fp16")
+    assert "computes in fp32" in in_fp32.report(MODEL)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_probe_takes_what_the_sampler_takes(server: legs.Server, name: str) -> None:
-    nodes = graph(name, hot=True, half=True, without={"model"})
+def test_the_probe_takes_what_the_sampler_takes(server: legs.Server) -> None:
+    nodes = graph(hot=True, half=True, without={"model"})
     (sampler,) = (node["inputs"] for node in nodes.values() if node["class_type"] == "KSampler")
     probing = {key: value for key, value in sampler.items() if key != "denoise"}
     nodes = {
@@ -139,7 +133,7 @@ def test_the_probe_takes_what_the_sampler_takes(server: legs.Server, name: str) 
     ran = run(server, nodes)
     assert ran.code == 0, (ran.answer, server.tail())
     (found,) = ran.answer["outputs"]["probe"]["onediff_guard"]
-    assert found["model"] == CASES[name].model and found["measured_steps"] == 2
+    assert found["model"] == MODEL and found["measured_steps"] == 2
     assert found["dtype"] in ("bf16", "fp32") or found["plan"] != "fp16 plain", "as it is, fp16 does not hold it"
     assert found["worst"][0]["reach"] > 65504
     (file,) = ran.files
@@ -147,23 +141,21 @@ def test_the_probe_takes_what_the_sampler_takes(server: legs.Server, name: str) 
     assert picture.shape[1] > 800 and picture.std() > 20
 
 
-@pytest.mark.parametrize("name", CASES)
 def test_the_page_runs_it_and_shows_both_reports_on_the_guard(
-    server: legs.Server, nothing_learned: Path, pictures: Path, name: str
+    server: legs.Server, nothing_learned: Path, pictures: Path
 ) -> None:
-    case = CASES[name]
     with browser.canvas(server.url, pictures) as canvas:
-        canvas.load(json.loads(ui_file(name).read_text(encoding="utf-8")))
+        canvas.load(read(ui_file(NAME)))
         assert (canvas.missing(), canvas.notices()) == ([], [])
-        shipped = json.loads(api_file(name).read_text(encoding="utf-8"))
+        shipped = read(api_file(NAME))
         assert canvas.prompt_as(shipped) == shipped
         sizes = ("EmptyLatentImage", "KSampler")
         canvas.set_widgets({f"{node}.{key}": value for node in sizes for key, value in SMALL.items()})
-        canvas.set_widgets({f"{case.loader}.ckpt_name": HOT + case.file})
+        canvas.set_widgets({f"{LOADER}.ckpt_name": HOT + FILE})
         canvas.insert("ModelComputeDtype", before=GUARD, dtype="fp16")
         end, detail = canvas.queue(seconds=240)
         assert end == "execution_success", detail
-        canvas.picture(f"ran_{name}")
+        canvas.picture(f"ran_{NAME}")
         said = " ".join(map(str, canvas.widgets(GUARD).values()))
-    assert f"{case.model} computes in fp16" in said and "overflow protection; 2 steps, 1 recomputed in fp32" in said
-    assert f"VAE decoder: {case.vae} computes in fp16" in said and "1 part, 1 recomputed in fp32" in said
+    assert f"{MODEL} computes in fp16" in said and "overflow protection; 2 steps, 1 recomputed in fp32" in said
+    assert f"VAE decoder: {VAE} computes in fp16" in said and "1 part, 1 recomputed in fp32" in said

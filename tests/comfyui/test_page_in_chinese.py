@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import browser
 import legs
 import pytest
-from runs import INSIDE
-from templates import ui_file
+from templates import read, ui_file
+from test_in_browser import SAMPLER, SMALL
 
-pytestmark = [
-    pytest.mark.comfyui,
-    pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
-]
-
-LOADER, SAMPLER = "OneDiffGuardLoadPipeline", "OneDiffGuardSampleCogVideoX"
-SMALL = {
-    f"{LOADER}.model": INSIDE,
-    f"{LOADER}.precision": "fp16",
-    f"{LOADER}.backend": "eager",
-    f"{SAMPLER}.width": 96,
-    f"{SAMPLER}.height": 64,
-    f"{SAMPLER}.frames": 9,
-    f"{SAMPLER}.steps": 2,
-}
+pytestmark = legs.IN_CHECKOUTS
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +22,7 @@ def canvas(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
 
 @pytest.fixture
 def opened(canvas: browser.Canvas) -> browser.Canvas:
-    file = ui_file("cogvideox_text_to_video")
-    canvas.load(json.loads(file.read_text(encoding="utf-8")))
+    canvas.load(read(ui_file("cogvideox_text_to_video")))
     return canvas
 
 

@@ -15,13 +15,10 @@ import numpy as np
 import pytest
 from PIL import Image
 from runs import Ran
-from templates import ui_file
-from test_in_browser import LOADER, SAMPLER, SMALL, read
+from templates import read, ui_file
+from test_in_browser import LOADER, SAMPLER, SMALL
 
-pytestmark = [
-    pytest.mark.comfyui,
-    pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
-]
+pytestmark = legs.IN_CHECKOUTS
 
 FRAMES = 9
 SETTINGS = SMALL | {f"{SAMPLER}.seed": 815, f"{SAMPLER}.control_after_generate": "fixed"}

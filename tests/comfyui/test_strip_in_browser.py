@@ -19,13 +19,10 @@ import native_checkpoints
 import pytest
 from native_graphs import SMALL as NATIVE_SMALL
 from runs import INSIDE
-from templates import api_file, ui_file
-from test_in_browser import LOADER, MARKUP, SAMPLER, SMALL, read
+from templates import api_file, read, ui_file
+from test_in_browser import LOADER, MARKUP, SAMPLER, SMALL
 
-pytestmark = [
-    pytest.mark.comfyui,
-    pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
-]
+pytestmark = legs.IN_CHECKOUTS
 
 WORKFLOW = read(ui_file("cogvideox_text_to_video"))
 RUN = SMALL | {
@@ -91,13 +88,12 @@ OPENED = f"""() => {{
 @pytest.fixture(params=["classic", "nodes_2"])
 def canvas(request: pytest.FixtureRequest, server: legs.Server, canvas: browser.Canvas) -> Iterator[browser.Canvas]:
     vue = request.param == "nodes_2"
-    if vue and tuple(map(int, server.leg.version.split("."))) < legs.CURRENT:
+    if vue and not server.leg.is_current:
         pytest.skip("this ComfyUI has a preview of Nodes 2.0 alone")
-    canvas.choose(server.url, VueNodes_Enabled=vue)
-    canvas.open(server.url)
-    canvas.complaints.clear()
-    yield canvas
-    canvas.choose(server.url, VueNodes_Enabled=False, Locale=None)
+    with canvas.nodes_2(server.url, on=vue):
+        canvas.complaints.clear()
+        yield canvas
+    canvas.choose(server.url, Locale=None)
 
 
 def ran(canvas: browser.Canvas, more: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:

@@ -7,7 +7,6 @@ loads.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,13 @@ import native_checkpoints
 import native_graphs
 import pytest
 from runs import HEALTHY
-from templates import TITLES, api_file, ui_file
+from templates import TITLES, api_file, read, ui_file
 from test_layout_in_browser import FAULTS, WIDEST, kinds
 from test_strip_in_browser import STRIPS
 
-pytestmark = [
-    pytest.mark.comfyui,
-    pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
-]
+pytestmark = legs.IN_CHECKOUTS
 
-WITHOUT_FILES = {name for name in TITLES if name.startswith("native_")} - native_graphs.CASES.keys()
+WITHOUT_FILES = {name for name in TITLES if name.startswith("native_")} - {native_graphs.NAME}
 MODELS = {  # the inputs that name a model, by node
     "OneDiffGuardLoadPipeline": "model",
     "CheckpointLoaderSimple": "ckpt_name",
@@ -65,11 +61,8 @@ def canvas(
         pytest.skip("Nodes 2.0 is newer than this frontend")
     folder = pictures / request.param
     folder.mkdir(exist_ok=True)
-    with browser.canvas(server.url, folder) as opened:
-        opened.choose(server.url, VueNodes_Enabled=vue)
-        opened.open(server.url)
+    with browser.canvas(server.url, folder) as opened, opened.nodes_2(server.url, on=vue):
         yield opened
-        opened.choose(server.url, VueNodes_Enabled=False)
 
 
 def small(name: str, known: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +82,7 @@ def test_it_opens_runs_and_fails(canvas: browser.Canvas, server: legs.Server, na
     if lacking := kinds(name) - server.ask("/object_info").keys():
         pytest.skip(f"this ComfyUI has no {', '.join(sorted(lacking))}")
     canvas.open(server.url)
-    canvas.load(json.loads(ui_file(name).read_text(encoding="utf-8")))
+    canvas.load(read(ui_file(name)))
     canvas.settle()
     canvas.picture(f"{name}_1_opened")
     assert canvas.missing() == []

@@ -25,10 +25,7 @@ from comfyui_onediff_guard.headless.workflow.ui_file import UiFile, unfold
 from comfyui_onediff_guard.trust.foreign import fitting
 from tiers import drawn
 
-pytestmark = [
-    pytest.mark.comfyui,
-    pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
-]
+pytestmark = legs.IN_CHECKOUTS
 
 FEW = 40  # of the templates, in the smaller tiers
 WHERE = "import sysconfig; print(sysconfig.get_paths()['purelib'])"

@@ -13,10 +13,7 @@ from PIL import Image
 from runs import HEALTHY, SMALL, Ran, frames_of
 from templates import ui_file
 
-pytestmark = [
-    pytest.mark.comfyui,
-    pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
-]
+pytestmark = legs.IN_CHECKOUTS
 
 Json = dict[str, Any]
 RunGraph = Callable[..., Ran]

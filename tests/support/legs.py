@@ -20,10 +20,12 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
+import pytest
 from comfyui_onediff_guard.headless.hosts import process
 from waiting import wait_until
 
@@ -52,6 +54,10 @@ class Leg:
     def id(self) -> str:
         """In the ids of its tests."""
         return f"leg_{self.name}"
+
+    @property
+    def is_current(self) -> bool:
+        return tuple(map(int, self.version.split("."))) >= CURRENT
 
     @property
     def checkout(self) -> Path:
@@ -138,6 +144,10 @@ def _interpreter(environment: Path) -> Path:
 
 LEGS = (leg_a(), *checkouts())
 CHECKOUTS = LEGS[1:]
+IN_CHECKOUTS = [  # as a file's pytestmark: its server is a checkout's, one after the other
+    pytest.mark.comfyui,
+    pytest.mark.parametrize("any_leg", CHECKOUTS, indirect=True, ids=attrgetter("id")),
+]
 
 
 @dataclass

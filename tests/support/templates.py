@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 _VIDEO, _IMAGE = "no NaN or black frames in fp16", "no NaN or black image in fp16"
@@ -32,3 +34,7 @@ def ui_file(name: str) -> Path:
 
 def api_file(name: str) -> Path:
     return WORKFLOWS / "api" / f"{name}.json"
+
+
+def read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))
