@@ -58,15 +58,6 @@ def test_it_is_stopped_when_the_run_raises(folder: Path) -> None:
         urlopen(seen[0].url + "/queue", timeout=2)
 
 
-def test_one_that_does_not_start_shows_its_log(folder: Path) -> None:
-    (folder / "main.py").write_text("raise SystemExit('no module named sun')")
-    with (
-        pytest.raises(HostError, match=r"(?s)did not start: it ended with code 1.*no module named sun"),
-        checkout.started(folder),
-    ):
-        pytest.fail("it started")
-
-
 def test_one_that_never_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def once_it_has_some(log: Path, tail: Callable[[Path], str] = checkout._tail) -> str:
         wait_until(lambda: log.stat().st_size, "its log")
@@ -79,16 +70,33 @@ def test_one_that_never_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         pytest.fail("it started")
 
 
-def test_arguments_that_cannot_be_split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COMFYUI_ARGS", "--extra 'x")
-    with pytest.raises(WorkflowError, match=r"COMFYUI_ARGS.*No closing quotation"), checkout.started(folder):
-        pytest.fail("it started")
+FAILS = "raise SystemExit('no module named sun')"
 
 
-@pytest.mark.parametrize("missing", ["main.py", "comfy/cli_args.py"])
-def test_a_folder_without_comfyui(folder: Path, missing: str) -> None:
-    (folder / missing).unlink()
-    with pytest.raises(WorkflowError, match=f"there is no {missing}"), checkout.started(folder):
+@pytest.mark.parametrize(
+    ("files", "variables", "error", "message"),
+    [
+        ({"main.py": FAILS}, {}, HostError, r"(?s)did not start: it ended with code 1.*no module named sun"),
+        ({}, {"COMFYUI_PYTHON": "main.py"}, HostError, r"(?s)ended with code 127.*cannot be run"),  # no program
+        ({}, {"COMFYUI_ARGS": "--extra 'x"}, WorkflowError, r"COMFYUI_ARGS.*No closing quotation"),
+        ({"main.py": None}, {}, WorkflowError, "there is no main.py"),
+        ({"comfy/cli_args.py": None}, {}, WorkflowError, "there is no comfy/cli_args.py"),
+    ],
+)
+def test_what_cannot_be_started_is_told(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, str | None],
+    variables: dict[str, str],
+    error: type[Exception],
+    message: str,
+) -> None:
+    monkeypatch.chdir(folder)
+    for name, text in files.items():
+        Path(name).write_text(text) if text else Path(name).unlink()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error, match=message), checkout.started(folder):
         pytest.fail("it started")
 
 
