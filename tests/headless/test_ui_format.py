@@ -447,16 +447,16 @@ def test_patterns_in_file_names(prefix: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "fills_in", "expected"),
     [
-        ("SaveImage", "filename_prefix", False, "%Empty.height%_a"),
-        ("SaveImage", "filename_prefix", True, "32_a"),
-        ("SaveText", "filename_prefix", False, "%Words.value%_a"),
-        ("SaveText", "filename_prefix", True, "%Empty.height%_a"),
-        ("Encode", "text", False, "%Words.value%_a"),
+        ("SaveImage", "filename_prefix", False, "%Empty.height%_a // b"),
+        ("SaveImage", "filename_prefix", True, "32_a // b"),
+        ("SaveText", "filename_prefix", False, "%Words.value%_a // b"),
+        ("SaveText", "filename_prefix", True, "%Empty.height%_a // b"),
+        ("Encode", "text", False, "%Words.value%_a "),  # a prompt, though it comes from one
     ],
 )
 def test_patterns_through_a_primitive(kind: str, name: str, fills_in: bool, expected: str) -> None:
     properties = {"Run widget replace on values": fills_in}
-    primitive = node(3, "PrimitiveNode", ["%Words.value%_a", "fixed"], (), ["STRING"], properties=properties)
+    primitive = node(3, "PrimitiveNode", ["%Words.value%_a // b", "fixed"], (), ["STRING"], properties=properties)
     nodes = [
         empty(),
         node(4, "Words", ["%Empty.height%"]),
@@ -467,17 +467,10 @@ def test_patterns_through_a_primitive(kind: str, name: str, fills_in: bool, expe
     assert graph.nodes["2"].inputs[name] == expected
 
 
-def test_a_pattern_reads_what_a_primitive_puts_into_a_widget_and_prompts_from_one_are_prompts() -> None:
-    nodes = [
-        node(1, "Empty", [64, 32, 1, 0], [("width", "INT", 1)]),
-        node(2, "PrimitiveNode", [48, "fixed"]),
-        save(None, "%Empty.width%", 3),
-        node(4, "PrimitiveNode", ["a // b"]),
-        node(5, "Encode", ["x"], [("text", "STRING", 2)]),
-    ]
-    graph = convert(nodes, link(1, 2, 1), link(2, 4, 5))
+def test_a_pattern_reads_what_a_primitive_puts_into_a_widget() -> None:
+    target, primitive = node(1, "Empty", [64, 32, 1, 0], [("width", "INT", 1)]), node(2, "PrimitiveNode", [48, "fixed"])
+    graph = convert([target, primitive, save(None, "%Empty.width%", 3)], link(1, 2, 1))
     assert graph.nodes["3"].inputs["filename_prefix"] == "48"
-    assert graph.nodes["5"].inputs["text"] == "a "
 
 
 @pytest.mark.usefixtures("noon")
@@ -542,28 +535,19 @@ def test_the_workflow_in_a_result_has_what_was_set_or_is_left_out(
     assert found is None or ui_format.convert(graph.workflow or {}, SCHEMAS).to_api() == graph.to_api()
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        (["1.width=5"], "2026_5"),
-        (["1.height=5"], "2026_64"),
-        (["2.filename_prefix=mine"], "mine"),
-        (["2.filename_prefix=%Empty.width%"], "%Empty.width%"),  # as it was typed
-        (["1.width=5", "1.width=6"], "2026_6"),
-        (["1.width=5", "3:9.height=7"], "2026_5"),  # though no widget of the file's holds all
-    ],
-)
-@pytest.mark.usefixtures("noon")
-def test_file_names_have_what_was_set(changes: list[str], name: str) -> None:
-    nodes = [empty(), save(1, "%date:yyyy%_%Empty.width%"), node(3, "s")]
-    graph, _ = as_set(nodes, link(1, 1, 2), changes=changes, definitions={"subgraphs": [INSIDE]})
-    assert graph.nodes["2"].inputs["filename_prefix"] == name
-    assert graph.workflow is None or ui_format.convert(graph.workflow, SCHEMAS).to_api() == graph.to_api()
+DATED = "%date:yyyy%_%Empty.width%"
 
 
 @pytest.mark.parametrize(
     ("pattern", "changes", "name"),
     [
+        (DATED, ["1.width=5"], "2026_5"),
+        (DATED, ["1.height=5"], "2026_64"),
+        (DATED, ["2.filename_prefix=mine"], "mine"),
+        (DATED, ["2.filename_prefix=%Empty.width%"], "%Empty.width%"),  # as it was typed
+        (DATED, ["1.width=5", "1.width=6"], "2026_6"),
+        (DATED, ["1.width=5", "4:10.height=7"], "2026_5"),  # though no widget of the file's holds all
+        # of nodes in a subgraph
         ("%Noise.width%", ["3:9.width=5"], "5"),
         ("%Noise.seed%", ["3:9.seed=6"], "6"),  # which a primitive fed
         ("%Noise.seed%_%Noise.width%", ["3:9.gain=1"], "11_4"),  # as in the file
@@ -571,15 +555,17 @@ def test_file_names_have_what_was_set(changes: list[str], name: str) -> None:
         ("%Box.size%_%Noise.width%", ["3:9.width=5", "3:9.width=6"], "6_6"),
     ],
 )
-def test_file_names_have_what_was_set_in_subgraphs(pattern: str, changes: list[str], name: str) -> None:
+@pytest.mark.usefixtures("noon")
+def test_file_names_have_what_was_set(pattern: str, changes: list[str], name: str) -> None:
     inner = node(9, "Noise", [4, 7, "fixed", "nan", "", 1], [("width", "INT", 1), ("seed", "INT", 2)])
     box = {
         "id": "box", "name": "My box", "nodes": [inner, node(8, "PrimitiveNode", [11])],
         "links": [link(1, -10, 9), link(2, 8, 9)], "inputs": [{"name": "size", "linkIds": [1]}],
     }  # fmt: skip
-    nodes = [empty(), save(1, pattern), node(3, "box", [4], [("size", "INT", None)], title="Box")]
-    graph, _ = as_set(nodes, link(1, 1, 2), changes=changes, definitions={"subgraphs": [box]})
+    nodes = [empty(), save(1, pattern), node(3, "box", [4], [("size", "INT", None)], title="Box"), node(4, "s")]
+    graph, _ = as_set(nodes, link(1, 1, 2), changes=changes, definitions={"subgraphs": [box, INSIDE]})
     assert graph.nodes["2"].inputs["filename_prefix"] == name
+    assert graph.workflow is None or ui_format.convert(graph.workflow, SCHEMAS).to_api() == graph.to_api()
 
 
 @pytest.mark.parametrize(
