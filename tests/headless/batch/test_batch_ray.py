@@ -201,19 +201,20 @@ def test_without_ray_the_command_says_what_to_install(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("option", [["--ray", "auto"], ["--models", "x"], ["--workers", "2"]])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--ray", "auto", "--server", "http://127.0.0.1:1"], "--ray has no meaning with --server"),
+        (["--models", "x", "--server", "http://127.0.0.1:1"], "--models has no meaning with --server"),
+        (["--workers", "2", "--server", "http://127.0.0.1:1"], "--workers has no meaning with --server"),
+        (["--guard"], "--guard has no meaning without --server"),  # pipelines are guarded
+    ],
+)
 def test_servers_have_their_own(
-    console: Callable[..., tuple[int, str, str]], tmp_path: Path, option: list[str]
+    console: Callable[..., tuple[int, str, str]], tmp_path: Path, options: list[str], says: str
 ) -> None:
-    code, _, err = console("batch", tmp_path / "none", "--server", "http://127.0.0.1:1", *option)
-    assert code == 2 and f"{option[0]} has no meaning with --server" in err
-
-
-def test_pipelines_are_guarded_without_being_asked(
-    console: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
-    code, _, err = console("batch", tmp_path / "none", "--guard")
-    assert code == 2 and "--guard has no meaning without --server" in err
+    code, _, err = console("batch", tmp_path / "none", *options)
+    assert code == 2 and says in err
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "x", "99999999"])
