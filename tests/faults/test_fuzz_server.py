@@ -17,18 +17,14 @@ from comfyui_onediff_guard.headless.server.api import HttpResponse
 from comfyui_onediff_guard.headless.workflow.graph import from_api
 from comfyui_onediff_guard.headless.workflow.schema import from_object_info
 from comfyui_onediff_guard.trust import foreign, paths
+from fake_comfy import picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import NASTY, mutated, mutated_text
 from tiers import drawn
 
 ID = "cd7d1b4c-d1e8-4a72-80c7-12c138021bff"
-GRAPH = from_api(
-    {
-        "1": {"class_type": "LoadImage", "inputs": {"image": "a.png"}},
-        "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "x"}},
-    }
-)
+GRAPH = from_api(picture())
 PROBLEM = {"type": "required_input_missing", "message": "Required input is missing", "details": "x", "extra_info": {}}
 SUBMITTED = (
     {"prompt_id": ID, "number": 0, "node_errors": {}},

@@ -1,27 +1,24 @@
 """Whatever a server does in place of an answer: the run ends in time, in one line, and leaves nothing half-written.
 
-The server is a ComfyUI on a real socket that tells the truth, but for one of its answers.
+The server is a ComfyUI that tells the truth, but for one of its answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import gzip
-import hashlib
 import json
 import signal
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from at_once import HANG_SECONDS
+from aiohttp import web
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.errors import ExitCode
 from comfyui_onediff_guard.headless.server import follow
+from fake_comfy import FakeComfy, picture
 from PIL import Image
 
 TIMEOUT = 0.6  # seconds
@@ -29,15 +26,7 @@ HUNG = 60  # seconds after which a run is given up
 MEMORY = 300  # MiB that a run may take, the server's own among them
 FOREVER = 10_000
 PICTURE = b"\x89PNG whole"
-PROMPT_ID = "11111111-2222-3333-4444-555555555555"
-OBJECT_INFO = {
-    "LoadImage": {"input": {"required": {"image": [["a.png"], {"image_upload": True}]}}, "output": ["IMAGE"]},
-    "SaveImage": {"input": {"required": {"images": ["IMAGE"], "filename_prefix": ["STRING", {}]}}, "output_node": True},
-}
-WORKFLOW = {
-    "1": {"class_type": "LoadImage", "inputs": {"image": "a.png"}},
-    "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "a"}},
-}
+PROMPT_ID = FakeComfy.prompt_id
 UNFINISHED = ("prompt", "history", "queue")  # a lie there meets a run that goes on until it is interrupted
 HEAD = b"HTTP/1.1 200 OK\r\n"
 
@@ -117,6 +106,7 @@ AFTER_THE_RUN = {  # in the history of a run that is over: nothing is left to in
     "a million files": saying(ran(*[{}] * 100_000)),
     "an error of unknown kind": saying(ran(status_str="error", messages=[["x", {}], "y", "z\x1b[2J"])),
 }
+NO_HANDSHAKE = saying(b"{}")
 OVER_THE_WEBSOCKET = {
     "no JSON": Lie(frame(b"{"), pause=FOREVER),
     "wrong types": Lie(
@@ -129,7 +119,7 @@ OVER_THE_WEBSOCKET = {
     "a giant frame": Lie(bytes([0x81, 127]) + (2**62).to_bytes(8, "big"), b"x" * 100_000, 0),
     "a flood of empty events": Lie(b"", frame(b"") * 100_000, 0),  # which no buffer counts that counts bytes
     "a flood of empty pings": Lie(b"", frame(b"", 9) * 100_000, 0),
-    "no handshake": saying(b"{}"),
+    "no handshake": NO_HANDSHAKE,
 }
 ENDPOINTS = ("object_info", "upload", "prompt", "history", "queue", "view", "ws")
 CASES = [
@@ -141,95 +131,37 @@ CASES = [
 ]
 
 
-class LyingServer:
+class LyingServer(FakeComfy):
     """endpoint: which lies. None as its lie: it reads no body."""
 
     def __init__(self, endpoint: str = "", lie: Lie | None = None) -> None:
-        self.endpoint, self.lie = endpoint, lie
-        self.posted: list[str] = []
-        self.queued: list[Any] = []
-        self.url = ""
-        self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
+        super().__init__()
+        self.endpoint, self.lie, self.around = endpoint, lie, self._lying
+        self.files = {"a_00001_.png": PICTURE}
+        self.script = FakeComfy.succeed if endpoint not in UNFINISHED else lambda _: asyncio.sleep(0)
 
-    def __enter__(self) -> LyingServer:
-        self._thread.start()
-        assert self._ready.wait(HANG_SECONDS)
-        return self
+    @property
+    def posted(self) -> list[str]:
+        return [path for path, _ in self.requests]
 
-    def __exit__(self, *_error: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-
-    def _serve(self) -> None:
-        server = self._loop.run_until_complete(asyncio.start_server(self._connection, "127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        self._ready.set()
-        self._loop.run_forever()
-        server.close()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.wait(tasks)) if tasks else None
-        self._loop.close()
-
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            await self._request(reader, writer)
-        with suppress(OSError, RuntimeError):
-            writer.close()
-
-    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        method, target, _ = (await reader.readline()).decode().split(" ", 2)
-        headers: dict[str, str] = {}
-        while line := (await reader.readline()).decode().strip():
-            name, _, value = line.partition(":")
-            headers[name.lower()] = value.strip()
-        path = target.partition("?")[0].strip("/")
-        endpoint, _, _ = path.partition("/")
-        lies = bool(self.endpoint) and endpoint == self.endpoint
-        if lies and self.lie is None:
+    async def _lying(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        endpoint = request.path.split("/")[1]
+        if endpoint != self.endpoint:
+            return await handler(request)
+        if self.lie is None:
             await asyncio.sleep(FOREVER)
-        body = await reader.readexactly(int(headers.get("content-length", 0)))
-        if "chunked" in headers.get("transfer-encoding", ""):
-            while size := int(await reader.readline(), 16):
-                body += await reader.readexactly(size + 2)
-            await reader.readline()
-        if method == "POST":
-            self.posted.append(path)
-            if endpoint == "prompt":
-                self.queued = [[0, PROMPT_ID, {}, {"client_id": json.loads(body)["client_id"]}, []]]
-            elif endpoint == "interrupt":
-                self.queued = []
-        lie = self.lie if lies and (method == "GET" or endpoint in ("prompt", "upload")) else None
-        if endpoint == "ws" and (lie is None or lie in OVER_THE_WEBSOCKET.values()) and lie != saying(b"{}"):
-            key = (headers["sec-websocket-key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11").encode()
-            head = b"HTTP/1.1 101 Switching\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: "
-            writer.write(head + base64.b64encode(hashlib.sha1(key).digest()) + b"\r\n\r\n")
-            lie = lie or Lie(event("status", {"sid": "x"}), pause=FOREVER)
-        first, again, pause = lie or Lie(self._truth(path))
-        writer.write(first)
-        await writer.drain()
-        while pause is not None:
-            writer.write(again)
-            await writer.drain()
-            await asyncio.sleep(pause)
-
-    def _truth(self, path: str) -> bytes:
-        endpoint, _, name = path.partition("/")
-        answers: dict[str, Any] = {
-            "object_info": {name: OBJECT_INFO.get(name)},
-            "upload": {"name": "a.png", "subfolder": "", "type": "input"},
-            "prompt": {"prompt_id": PROMPT_ID, "number": 1, "node_errors": {}},
-            "history": ran({}) if self.endpoint not in UNFINISHED else {},
-            "queue": {"queue_running": self.queued, "queue_pending": []},
-            "interrupt": {},
-        }
-        if endpoint == "view":
-            return answer(PICTURE)
-        known = endpoint in answers  # "api" is not: a ComfyUI before 0.26
-        return answer(json.dumps(answers.get(endpoint, {})).encode(), HEAD if known else b"HTTP/1.1 404 Not Found\r\n")
+        if self.lie in OVER_THE_WEBSOCKET.values() and self.lie != NO_HANDSHAKE:
+            await web.WebSocketResponse().prepare(request)
+        elif endpoint != "ws":
+            await handler(request)  # which tells the truth to nobody
+        assert self.lie and request.transport
+        request.transport.write(self.lie.first)
+        while self.lie.pause is not None and not request.transport.is_closing():
+            request.transport.write(self.lie.again)
+            await request.writer.drain()
+            await asyncio.sleep(self.lie.pause)
+        request.transport.close()
+        return web.Response()
 
 
 @pytest.fixture(autouse=True)
@@ -251,7 +183,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(follow, "POLL_SECONDS", 0.1)
     (tmp_path / "in").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "in" / "a.png")
-    (tmp_path / "workflow.json").write_text(json.dumps(WORKFLOW))
+    (tmp_path / "workflow.json").write_text(json.dumps(picture()))
     folders = ["--out", str(tmp_path / "out"), "--input", str(tmp_path / "in")]
     return ["run", str(tmp_path / "workflow.json"), *folders, "--timeout", str(TIMEOUT)]
 
@@ -259,8 +191,8 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_server_that_does_not_lie(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with LyingServer() as server:
         assert cli.main([*arguments[:-1], "60", "--server", server.url]) == 0, capsys.readouterr().err
-    assert [path.read_bytes() for path in (tmp_path / "out").iterdir()] == [PICTURE]
-    assert server.posted == ["upload/image", "prompt"]
+    assert [path.read_bytes() for path in (tmp_path / "out" / "sub").iterdir()] == [PICTURE]
+    assert server.posted == ["upload", "prompt"]
 
 
 @pytest.mark.parametrize("endpoint", ["upload", "prompt"])
@@ -269,7 +201,7 @@ def test_a_server_that_reads_nothing(
 ) -> None:
     """More than the buffers of both sides hold: an image, and a prompt of as many bytes."""
     Image.effect_noise((3000, 3000), 100).save(tmp_path / "in" / "a.png")
-    workflow = {**WORKFLOW, "2": {"class_type": "SaveImage", "inputs": {"filename_prefix": "x" * 10_000_000}}}
+    workflow = {**picture(), "2": {"class_type": "SaveImage", "inputs": {"filename_prefix": "x" * 10_000_000}}}
     (tmp_path / "workflow.json").write_text(json.dumps(workflow))
     with LyingServer(endpoint) as server:
         assert cli.main([*arguments, "--server", server.url]) == ExitCode.RUN_FAILED

@@ -6,7 +6,6 @@ Files and disks that fail a download are in tests/pipelines/test_hub.py and test
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import shutil
 import signal
@@ -25,6 +24,7 @@ from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.errors import OutputError
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.precision.guard import GuardStopped
+from fake_comfy import FakeComfy
 from faulty_stages import ModelStage, Stage, download, same, saving, server_download
 from hub_files import ID, files_of
 from hub_server import running_hub
@@ -52,15 +52,6 @@ READING = ("load", "encode text", "encode image", "sample", "decode")
 STAGES = (*READING, "save", "hub", "server")
 
 
-def fake_comfyui(file: Path) -> Any:
-    """The one of the headless tests."""
-    spec = importlib.util.spec_from_file_location("headless_conftest", file)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.FakeComfy()
-
-
 def left_behind(stage: Stage, before: process_state.State) -> list[str]:
     others = {"thread", "descriptor"} if stage.served else set()
     return process_state.changes(before, [kind for kind in process_state.KINDS if kind not in others]) + marks(stage)
@@ -75,7 +66,6 @@ def _told(figure: Callable[[str, object], None]) -> None:
 def stage(
     request: pytest.FixtureRequest,
     model_folder: Callable[..., Path],
-    root: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Generator[Stage]:
@@ -92,12 +82,10 @@ def stage(
             yield download(Path(constants.HF_HUB_CACHE))
         return
     if name == "server":
-        elsewhere = fake_comfyui(root / "tests/headless/conftest.py")
-        elsewhere.start()
         picture = {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "a"}}
         noise = {"class_type": "Noise", "inputs": {"width": 32, "seed": 1, "kind": "uniform", "text": "cat"}}
-        yield server_download(elsewhere.url, {"1": noise, "2": picture}, tmp_path / "out")
-        elsewhere.stop()
+        with FakeComfy() as elsewhere:
+            yield server_download(elsewhere.url, {"1": noise, "2": picture}, tmp_path / "out")
         return
     make: dict[str, Callable[[], Stage]] = {
         "load": lambda: ModelStage(copied("cogview4"), "cogview4", "load", "transformer", kept),

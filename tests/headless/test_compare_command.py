@@ -16,7 +16,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.headless.commands.compare import PrecisionOutcome
 from comfyui_onediff_guard.headless.comparison.precisions import SHOWN
-from conftest import FakeComfy
+from fake_comfy import FakeComfy
 from PIL import Image
 
 API = Path(__file__).resolve().parents[2] / "workflows" / "api"

@@ -13,6 +13,7 @@ from comfyui_onediff_guard.headless.errors import HeadlessError, HostError, Work
 from comfyui_onediff_guard.headless.hosts import checkout, input_images
 from comfyui_onediff_guard.headless.hosts.result import RunResult
 from comfyui_onediff_guard.headless.server.follow import run_on_server
+from fake_comfy import picture
 from PIL import Image
 
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAA\n"
@@ -198,12 +199,10 @@ def test_a_checkout_is_not_asked_to_read_outside_its_folder(
     """Of 0.3.64 `get_annotated_filepath` joins whatever a workflow names."""
     running = checkout.Running(comfy.url, tmp_path / "log", folder)
     (tmp_path / "log").touch()
-    workflow = {"1": {"class_type": "LoadImage", "inputs": {"image": name.format(home=folder.parent)}}}
     with pytest.raises(WorkflowError, match="Images are read from the input folder"):
-        running.run(workflow, output_dir=tmp_path / "out")
+        running.run(picture(name.format(home=folder.parent)), output_dir=tmp_path / "out")
     assert comfy.requests == []
-    inside = {"1": {"class_type": "LoadImage", "inputs": {"image": "sub/g.png"}}}
-    assert running.run(inside, output_dir=tmp_path / "out").files
+    assert running.run(picture("sub/g.png"), output_dir=tmp_path / "out").files
 
 
 @pytest.mark.parametrize("name", ["{home}/private.png", "../private.png", "link.png", "up/private.png", "a\0.png"])
@@ -212,7 +211,7 @@ def test_this_process_reads_no_image_outside_its_folder(
 ) -> None:
     (tmp_path / "input").symlink_to(folder)
     with pytest.raises(WorkflowError, match="images are read from the input folder"):
-        run(loading(name.format(home=folder.parent)))
+        run(picture(name.format(home=folder.parent)))
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.png [input]", "b.png [output]", "c.png [temp]"])
@@ -223,14 +222,7 @@ def test_this_process_reads_from_the_folder_behind_a_name(
     (tmp_path / "out" / "temp").mkdir(parents=True)
     for path in (tmp_path / "out" / "b.png", tmp_path / "out" / "temp" / "c.png"):
         Image.new("RGB", (8, 8)).save(path)
-    assert run(loading(name)).results["1"][0].shape == (1, 8, 8, 3)
-
-
-def loading(name: str) -> dict[str, Any]:
-    return {
-        "1": {"class_type": "LoadImage", "inputs": {"image": name}},
-        "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "x"}},
-    }
+    assert run(picture(name)).results["1"][0].shape == (1, 8, 8, 3)
 
 
 @pytest.mark.parametrize(("kind", "frames"), [("MPO", 1), ("GIF", 2), ("TIFF", 2), ("WEBP", 2)])

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.terminal import Cleaned, cleaned_output
+from fake_comfy import picture
 from PIL import Image
 
 Console = Callable[..., tuple[int, str, str]]
@@ -121,14 +122,12 @@ def test_streams_that_are_closed_take_nothing_away(closed: str, tmp_path: Path) 
     """Nor does a result get what would have been printed."""
     (tmp_path / "input").mkdir()
     Image.new("RGB", (8, 8), "red").save(tmp_path / "input" / "a.png")
-    load = {"class_type": "LoadImage", "inputs": {"image": "a.png"}}
-    save = {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "x"}}
-    (tmp_path / "w.json").write_text(json.dumps({"1": load, "2": save}))
+    (tmp_path / "w.json").write_text(json.dumps(picture()))
     command = f'exec {closed}; "{sys.executable}" -m comfyui_onediff_guard run w.json --input input --out out'
     ended = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, check=False)
     assert ended.returncode == 0, ended
-    with Image.open(tmp_path / "out" / "x_00001_.png") as picture:
-        assert picture.getpixel((0, 0)) == (255, 0, 0)
+    with Image.open(tmp_path / "out" / "x_00001_.png") as saved:
+        assert saved.getpixel((0, 0)) == (255, 0, 0)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="arguments there are text")

@@ -1,4 +1,4 @@
-"""A batch of toy jobs in a process of its own, watched, hurt and checked."""
+"""A batch in a process of its own, most often of toy jobs: watched, hurt and checked."""
 
 from __future__ import annotations
 
@@ -58,14 +58,17 @@ class Batch:
     within: Callable[..., list[str]] = lambda *words: [*words]  # of a command: that which runs it on a machine
     killed: list[int] = field(default_factory=list)  # workers
     process: subprocess.Popen[str] | None = None
+    program: str = TOYS
 
     @property
     def told(self) -> Path:
         """What it says on standard error."""
         return self.jobs.with_suffix(".told")
 
-    def start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", TOYS, "batch", str(self.jobs), "--out", str(self.out), *self.options, "--json"]
+    def start(self, *more: str) -> subprocess.Popen[str]:
+        """more: options, this time."""
+        options = ["--out", str(self.out), *self.options, *more, "--json"]
+        command = [sys.executable, "-c", self.program, "batch", str(self.jobs), *options]
         with self.told.open("w", encoding="utf-8") as told:  # a pipe that nobody reads would fill, and it would wait
             self.process = subprocess.Popen(
                 self.within(*command),
@@ -89,9 +92,14 @@ class Batch:
             )
         return {**json.loads(out), "code": self.process.returncode, "told": err}
 
-    def run(self) -> dict[str, Any]:
-        self.start()
+    def run(self, *more: str) -> dict[str, Any]:
+        self.start(*more)
         return self.finish()
+
+    def end(self) -> None:
+        if self.process and self.process.poll() is None:
+            self.process.terminate()
+            self.process.communicate()
 
     def whole(self) -> list[Path]:
         return [path.parent for path in self.out.glob("*/job.json")]

@@ -22,6 +22,7 @@ from comfyui_onediff_guard.headless.batch.outputs import Outputs
 from comfyui_onediff_guard.headless.errors import WorkflowError
 from comfyui_onediff_guard.headless.hosts.local import read_local
 from comfyui_onediff_guard.headless.workflow.graph import read_json
+from fake_comfy import picture
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -148,11 +149,11 @@ def test_whatever_a_file_holds_its_line_is_named(tmp_path: Path, text: bytes) ->
 
 
 def test_a_combination_that_is_no_job_is_told_and_the_others_run(tmp_path: Path) -> None:
-    workflow = {
-        "1": {"class_type": "LoadImage", "inputs": {"image": "a.png"}},
-        "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "x"}},
+    line = {
+        "workflow": picture(),
+        "matrix": {"inputs": {"1.image": ["a.png", "../b.png", "c.png"]}},
+        "name": "pictures",
     }
-    line = {"workflow": workflow, "matrix": {"inputs": {"1.image": ["a.png", "../b.png", "c.png"]}}, "name": "pictures"}
     file = toy_jobs.write_jobs(tmp_path / "jobs", [line])
     jobs = JobsFile(file, workflows=tmp_path, input_dir=tmp_path, read=read_local)
     assert jobs.count() == 3
@@ -237,10 +238,7 @@ def test_the_hash_is_of_what_the_outputs_hang_on(root: Path, monkeypatch: pytest
 
 
 def test_an_image_counts_by_its_bytes(tmp_path: Path) -> None:
-    workflow = {
-        "1": {"class_type": "LoadImage", "inputs": {"image": "a.png"}},
-        "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "x"}},
-    }
+    workflow = picture()
     missing = hash_of(workflow, tmp_path)
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png")
     red = hash_of(workflow, tmp_path)
@@ -252,6 +250,5 @@ def test_an_image_counts_by_its_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("no image")
     with pytest.raises(WorkflowError, match="is no image"):
         hash_of(workflow, tmp_path)
-    workflow["1"]["inputs"]["image"] = "../a.png"  # pyright: ignore[reportArgumentType]
     with pytest.raises(WorkflowError, match="leads out of its folder"):
-        hash_of(workflow, tmp_path)
+        hash_of(picture("../a.png"), tmp_path)

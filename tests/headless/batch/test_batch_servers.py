@@ -15,6 +15,7 @@ from aiohttp import web
 from comfyui_onediff_guard.headless.batch import server_pool
 from comfyui_onediff_guard.headless.errors import InterruptedRunError
 from comfyui_onediff_guard.headless.server import api, follow
+from fake_comfy import FakeComfy
 
 Console = Callable[..., tuple[int, str, str]]
 
@@ -26,8 +27,6 @@ def two(comfy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(follow, "RECONNECT_SECONDS", 0.05)
     monkeypatch.setattr(api, "PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(server_pool, "ASK_SECONDS", 0.05)
-    other = type(comfy)()
-    other.start()
     numbers = itertools.count()
 
     def numbered(server: Any) -> Callable[[web.Request], None]:
@@ -37,10 +36,10 @@ def two(comfy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
         return first
 
-    for server in (comfy, other):
-        server.first = numbered(server)
-    yield [comfy, other]
-    other.stop()
+    with FakeComfy() as other:
+        for server in (comfy, other):
+            server.first = numbered(server)
+        yield [comfy, other]
 
 
 @pytest.fixture
