@@ -45,8 +45,8 @@ def test_a_console_without_the_character_is_no_error(here: Path, monkeypatch: py
     [
         (["nothing.json"], 2, "Cannot read the workflow nothing.json"),
         (["workflow.json", "--set", "1.width=1"], 2, "must be at least 8"),
-        (["workflow.json", "--set", "x"], 2, "expected NODE.INPUT=VALUE"),
-        (["workflow.json", "--server", "127.0.0.1:9"], 3, "No ComfyUI answers"),
+        (["workflow.json", "--server", "127.0.0.1:9"], 3, "No ComfyUI answers at http://127.0.0.1:9"),
+        (["workflow.json", "--server", "127.0.0.1:9"], 3, "--comfyui DIR"),
         (["workflow.json", "--server", "127.0.0.1:9", "--models", "m"], 2, "--models has no meaning"),
         (["workflow.json", "--comfyui", "."], 2, "there is no main.py"),
         (["workflow.json", "--guard"], 2, "--guard has no meaning without --server"),

@@ -243,12 +243,6 @@ def test_node_types_are_together_as_long_as_one_answer_may_be(
         there(timeout=10)
 
 
-def test_no_server(workflow: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(HostError, match=r"No ComfyUI answers at http://127\.0\.0\.1:9.*--comfyui DIR") as error:
-        run_on_server(workflow, url="127.0.0.1:9", output_dir=tmp_path)
-    assert error.value.exit_code == 3
-
-
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "file:///x"])
 def test_addresses_that_are_none(workflow: dict[str, Any], tmp_path: Path, url: str) -> None:
     with pytest.raises(WorkflowError, match="expected an address like"):
@@ -296,20 +290,14 @@ def test_images_keep_their_names(comfy: Any, there: RunThere, tmp_path: Path, na
 
 
 def test_ui_format_is_converted_with_the_servers_schemas(comfy: Any, there: RunThere) -> None:
-    ui = {"nodes": [{"id": 1, "type": "Noise", "widgets_values": [32, 1, "randomize", "nan", "cat", 1.0]}], "links": []}
-    there(workflow=ui)
-    body = comfy.requests[0][1]
-    inputs = {"width": 32, "seed": 1, "kind": "nan", "text": "cat", "gain": 1.0}
-    assert body["prompt"] == {"1": {"class_type": "Noise", "inputs": inputs}}
-    assert body["extra_data"]["extra_pnginfo"]["workflow"] == ui
-
-
-def test_a_file_name_reads_a_muted_node_whose_type_no_other_has(comfy: Any, there: RunThere) -> None:
+    """Of the types of muted nodes, too, which file names read."""
     muted = [{"id": 1, "type": "Noise", "mode": 2, "widgets_values": [48]}, {"id": 3, "type": "OfAPack", "mode": 2}]
     save = {"id": 2, "type": "SaveImage", "widgets_values": ["%Noise.width%_%OfAPack.width%"]}
-    there(workflow={"nodes": [*muted, save], "links": []})
-    inputs = {"filename_prefix": "48_%OfAPack.width%"}
-    assert comfy.requests[0][1]["prompt"] == {"2": {"class_type": "SaveImage", "inputs": inputs}}
+    ui = {"nodes": [*muted, save], "links": []}
+    there(workflow=ui)
+    body, inputs = comfy.requests[0][1], {"filename_prefix": "48_%OfAPack.width%"}
+    assert body["prompt"] == {"2": {"class_type": "SaveImage", "inputs": inputs}}
+    assert body["extra_data"]["extra_pnginfo"]["workflow"] == ui
 
 
 def test_a_run_whose_submission_was_not_answered_is_taken_from_the_server(comfy: Any, there: RunThere) -> None:
