@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import shutil
 from itertools import combinations
 from pathlib import Path
 
-import diffusers
 import pytest
 import torch
 from as_comfyui import GRAPHS, call
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.nodes.lora import LoadLoRA
 from comfyui_onediff_guard.pipelines.errors import BadLora
-from peft import LoraConfig, get_peft_model_state_dict
+from trained_lora import train_lora
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
-TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.2"]
-
-
-def train(denoiser, folder, name, seed=1):
-    student = copy.deepcopy(denoiser)
-    torch.manual_seed(seed)
-    student.add_adapter(LoraConfig(r=4, lora_alpha=4, init_lora_weights=False, target_modules=TARGETS))
-    diffusers.CogVideoXPipeline.save_lora_weights(
-        folder, transformer_lora_layers=get_peft_model_state_dict(student), weight_name=name
-    )
+TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.2")
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +26,8 @@ def loras(tmp_path_factory, model_folder):
     folder = root / "loras"
     folder.mkdir()
     for variant in ("2b", "5b"):
-        denoiser = diffusers.CogVideoXTransformer3DModel.from_pretrained(model_folder(variant) / "transformer")
-        train(denoiser, folder, f"{variant}.safetensors")
-        train(denoiser, folder, f"{variant}-other.safetensors", seed=2)
+        train_lora(folder, model_folder(variant), f"{variant}.safetensors", TARGETS, seed=1)
+        train_lora(folder, model_folder(variant), f"{variant}-other.safetensors", TARGETS, seed=2)
     return root
 
 

@@ -11,17 +11,21 @@ import torch
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 
 
-def train_lora(folder: Path, model: Path, layers: Sequence[str] = ("to_q",)) -> Lora:
+def train_lora(
+    folder: Path, model: Path, name: str = "a.safetensors", layers: tuple[str, ...] = ("to_q",), seed: int | None = None
+) -> Lora:
     """folder: where it is saved. model: of diffusers, with a transformer."""
     import diffusers
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 
-    name = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))["_class_name"]
-    student: Any = getattr(diffusers, name).from_pretrained(model / "transformer")
+    kind = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))["_class_name"]
+    student: Any = getattr(diffusers, kind).from_pretrained(model / "transformer")
     with torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.manual_seed(seed)
         student.add_adapter(LoraConfig(r=2, lora_alpha=2, init_lora_weights=False, target_modules=[*layers]))
     diffusers.CogVideoXPipeline.save_lora_weights(  # other families' do the same
-        folder, transformer_lora_layers=get_peft_model_state_dict(student), weight_name="a.safetensors"
+        folder, transformer_lora_layers=get_peft_model_state_dict(student), weight_name=name
     )
-    return Lora(folder / "a.safetensors")
+    return Lora(folder / name)
