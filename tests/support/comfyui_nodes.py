@@ -52,195 +52,138 @@ def _number(kind: str, default: float, low: float, high: float) -> tuple[str, di
     return kind, {"default": default, "min": low, "max": high}
 
 
-def _size(default: int) -> tuple[str, dict[str, Any]]:
-    return _number("INT", default, 16, MAX_SIZE)
+def _size(default: int, low: int = 16) -> tuple[str, dict[str, Any]]:
+    return _number("INT", default, low, MAX_SIZE)
 
 
-DECLARED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # inputs, outputs
-    "LoadVideo": ({"file": (["video.mp4"], {"video_upload": True})}, ("VIDEO",)),
-    "GetVideoComponents": ({"video": ("VIDEO",)}, ("IMAGE", "AUDIO", "FLOAT")),
-    "CheckpointLoaderSimple": ({"ckpt_name": (CHECKPOINTS,)}, ("MODEL", "CLIP", "VAE")),
-    "CLIPTextEncode": ({"text": ("STRING", {"multiline": True}), "clip": ("CLIP",)}, ("CONDITIONING",)),
-    "EmptyLatentImage": (
-        {"width": _size(512), "height": _size(512), "batch_size": _number("INT", 1, 1, 4096)},
-        ("LATENT",),
-    ),
+def _latents(width: Any, height: Any, **length: Any) -> tuple[dict[str, Any], str]:
+    return {"width": width, "height": height, **length, "batch_size": COUNT}, "LATENT"
+
+
+COUNT, STEPS = _number("INT", 1, 1, 4096), _number("INT", 20, 1, 10000)
+CFG, DENOISE = _number("FLOAT", 8.0, 0.0, 100.0), _number("FLOAT", 1.0, 0.0, 1.0)
+CHOSEN = {"sampler_name": SAMPLERS, "scheduler": SCHEDULERS}
+PROMPTS = {"positive": "CONDITIONING", "negative": "CONDITIONING"}
+SAMPLED = {**CHOSEN, **PROMPTS, "latent_image": "LATENT"}
+LATENTS = {"samples": "LATENT", "vae": "VAE"}
+DECLARED: dict[str, tuple[dict[str, Any], str]] = {  # inputs: a type, a list or both with options; outputs
+    "LoadVideo": ({"file": (["video.mp4"], {"video_upload": True})}, "VIDEO"),
+    "GetVideoComponents": ({"video": "VIDEO"}, "IMAGE AUDIO FLOAT"),
+    "CheckpointLoaderSimple": ({"ckpt_name": CHECKPOINTS}, "MODEL CLIP VAE"),
+    "CLIPTextEncode": ({"text": ("STRING", {"multiline": True}), "clip": "CLIP"}, "CONDITIONING"),
+    "EmptyLatentImage": _latents(_size(512), _size(512)),
     "KSampler": (
         {
-            "model": ("MODEL",),
+            "model": "MODEL",
             "seed": _number("INT", 0, 0, 2**64 - 1),
-            "steps": _number("INT", 20, 1, 10000),
-            "cfg": _number("FLOAT", 8.0, 0.0, 100.0),
-            "sampler_name": (SAMPLERS,),
-            "scheduler": (SCHEDULERS,),
-            "positive": ("CONDITIONING",),
-            "negative": ("CONDITIONING",),
-            "latent_image": ("LATENT",),
-            "denoise": _number("FLOAT", 1.0, 0.0, 1.0),
+            "steps": STEPS,
+            "cfg": CFG,
+            **SAMPLED,
+            "denoise": DENOISE,
         },
-        ("LATENT",),
+        "LATENT",
     ),
     "KSamplerAdvanced": (
         {
-            "model": ("MODEL",),
-            "add_noise": (ON_OFF,),
+            "model": "MODEL",
+            "add_noise": ON_OFF,
             "noise_seed": SEED,
-            "steps": _number("INT", 20, 1, 10000),
-            "cfg": _number("FLOAT", 8.0, 0.0, 100.0),
-            "sampler_name": (SAMPLERS,),
-            "scheduler": (SCHEDULERS,),
-            "positive": ("CONDITIONING",),
-            "negative": ("CONDITIONING",),
-            "latent_image": ("LATENT",),
+            "steps": STEPS,
+            "cfg": CFG,
+            **SAMPLED,
             "start_at_step": _number("INT", 0, 0, 10000),
             "end_at_step": _number("INT", 10000, 0, 10000),
-            "return_with_leftover_noise": (ON_OFF[::-1],),
+            "return_with_leftover_noise": ON_OFF[::-1],
         },
-        ("LATENT",),
+        "LATENT",
     ),
     "SamplerCustomAdvanced": (
-        {
-            "noise": ("NOISE",),
-            "guider": ("GUIDER",),
-            "sampler": ("SAMPLER",),
-            "sigmas": ("SIGMAS",),
-            "latent_image": ("LATENT",),
-        },
-        ("LATENT", "LATENT"),
+        {"noise": "NOISE", "guider": "GUIDER", "sampler": "SAMPLER", "sigmas": "SIGMAS", "latent_image": "LATENT"},
+        "LATENT LATENT",
     ),
-    "RandomNoise": ({"noise_seed": SEED}, ("NOISE",)),
-    "KSamplerSelect": ({"sampler_name": (SAMPLERS,)}, ("SAMPLER",)),
-    "BasicScheduler": (
-        {
-            "model": ("MODEL",),
-            "scheduler": (SCHEDULERS,),
-            "steps": _number("INT", 20, 1, 10000),
-            "denoise": _number("FLOAT", 1.0, 0.0, 1.0),
-        },
-        ("SIGMAS",),
-    ),
+    "RandomNoise": ({"noise_seed": SEED}, "NOISE"),
+    "KSamplerSelect": ({"sampler_name": SAMPLERS}, "SAMPLER"),
+    "BasicScheduler": ({"model": "MODEL", "scheduler": SCHEDULERS, "steps": STEPS, "denoise": DENOISE}, "SIGMAS"),
     "Flux2Scheduler": (
         {"steps": _number("INT", 20, 1, 4096), "width": _size(1024), "height": _size(1024)},
-        ("SIGMAS",),
+        "SIGMAS",
     ),
-    "ManualSigmas": ({"sigmas": ("STRING", {"default": "1, 0.5", "multiline": False})}, ("SIGMAS",)),
-    "BasicGuider": ({"model": ("MODEL",), "conditioning": ("CONDITIONING",)}, ("GUIDER",)),
-    "CFGGuider": (
-        {
-            "model": ("MODEL",),
-            "positive": ("CONDITIONING",),
-            "negative": ("CONDITIONING",),
-            "cfg": _number("FLOAT", 8.0, 0.0, 100.0),
-        },
-        ("GUIDER",),
-    ),
-    "VAEDecode": ({"samples": ("LATENT",), "vae": ("VAE",)}, ("IMAGE",)),
+    "ManualSigmas": ({"sigmas": ("STRING", {"default": "1, 0.5", "multiline": False})}, "SIGMAS"),
+    "BasicGuider": ({"model": "MODEL", "conditioning": "CONDITIONING"}, "GUIDER"),
+    "CFGGuider": ({"model": "MODEL", **PROMPTS, "cfg": CFG}, "GUIDER"),
+    "VAEDecode": (LATENTS, "IMAGE"),
     "VAEDecodeTiled": (
         {
-            "samples": ("LATENT",),
-            "vae": ("VAE",),
+            **LATENTS,
             "tile_size": _number("INT", 512, 64, 4096),
             "overlap": _number("INT", 64, 0, 4096),
             "temporal_size": _number("INT", 64, 8, 4096),
             "temporal_overlap": _number("INT", 8, 4, 4096),
         },
-        ("IMAGE",),
+        "IMAGE",
     ),
-    "VAEDecodeAudio": ({"samples": ("LATENT",), "vae": ("VAE",)}, ("AUDIO",)),
-    "LTXVAudioVAEDecode": ({"samples": ("LATENT",), "audio_vae": ("VAE",)}, ("AUDIO",)),
-    "UNETLoader": (
-        {"unet_name": (FILES["diffusion_models"],), "weight_dtype": (["default", "fp8_e4m3fn"],)},
-        ("MODEL",),
-    ),
+    "VAEDecodeAudio": (LATENTS, "AUDIO"),
+    "LTXVAudioVAEDecode": ({"samples": "LATENT", "audio_vae": "VAE"}, "AUDIO"),
+    "UNETLoader": ({"unet_name": FILES["diffusion_models"], "weight_dtype": ["default", "fp8_e4m3fn"]}, "MODEL"),
     "CLIPLoader": (
         {
-            "clip_name": (FILES["text_encoders"],),
-            "type": (["stable_diffusion", "lumina2", "wan", "qwen_image", "flux2", "minimax"],),  # of many
-            "device": (["default", "cpu"],),
+            "clip_name": FILES["text_encoders"],
+            "type": ["stable_diffusion", "lumina2", "wan", "qwen_image", "flux2", "minimax"],  # of many
+            "device": ["default", "cpu"],
         },
-        ("CLIP",),
+        "CLIP",
     ),
-    "VAELoader": ({"vae_name": (FILES["vae"],)}, ("VAE",)),
-    "LTXVAudioVAELoader": ({"ckpt_name": (CHECKPOINTS,)}, ("VAE",)),
+    "VAELoader": ({"vae_name": FILES["vae"]}, "VAE"),
+    "LTXVAudioVAELoader": ({"ckpt_name": CHECKPOINTS}, "VAE"),
     "LTXAVTextEncoderLoader": (
-        {
-            "text_encoder": (FILES["text_encoders"],),
-            "ckpt_name": (CHECKPOINTS,),
-            "device": (["default", "cpu"],),
-        },
-        ("CLIP",),
+        {"text_encoder": FILES["text_encoders"], "ckpt_name": CHECKPOINTS, "device": ["default", "cpu"]},
+        "CLIP",
     ),
     "LoraLoaderModelOnly": (
-        {"model": ("MODEL",), "lora_name": (FILES["loras"],), "strength_model": _number("FLOAT", 1.0, -100.0, 100.0)},
-        ("MODEL",),
+        {"model": "MODEL", "lora_name": FILES["loras"], "strength_model": _number("FLOAT", 1.0, -100.0, 100.0)},
+        "MODEL",
     ),
-    "ModelSamplingSD3": ({"model": ("MODEL",), "shift": _number("FLOAT", 3.0, 0.0, 100.0)}, ("MODEL",)),
-    "ModelSamplingAuraFlow": ({"model": ("MODEL",), "shift": _number("FLOAT", 1.73, 0.0, 100.0)}, ("MODEL",)),
-    "ConditioningZeroOut": ({"conditioning": ("CONDITIONING",)}, ("CONDITIONING",)),
-    "EmptySD3LatentImage": (
-        {"width": _size(1024), "height": _size(1024), "batch_size": _number("INT", 1, 1, 4096)},
-        ("LATENT",),
-    ),
-    "EmptyFlux2LatentImage": (
-        {"width": _size(1024), "height": _size(1024), "batch_size": _number("INT", 1, 1, 4096)},
-        ("LATENT",),
-    ),
-    "EmptyHunyuanLatentVideo": (
-        {
-            "width": _size(848),
-            "height": _size(480),
-            "length": _number("INT", 25, 1, MAX_SIZE),
-            "batch_size": _number("INT", 1, 1, 4096),
-        },
-        ("LATENT",),
-    ),
-    "EmptyLTXVLatentVideo": (
-        {
-            "width": _number("INT", 768, 64, MAX_SIZE),
-            "height": _number("INT", 512, 64, MAX_SIZE),
-            "length": _number("INT", 97, 1, MAX_SIZE),
-            "batch_size": _number("INT", 1, 1, 4096),
-        },
-        ("LATENT",),
-    ),
+    "ModelSamplingSD3": ({"model": "MODEL", "shift": _number("FLOAT", 3.0, 0.0, 100.0)}, "MODEL"),
+    "ModelSamplingAuraFlow": ({"model": "MODEL", "shift": _number("FLOAT", 1.73, 0.0, 100.0)}, "MODEL"),
+    "ConditioningZeroOut": ({"conditioning": "CONDITIONING"}, "CONDITIONING"),
+    "EmptySD3LatentImage": _latents(_size(1024), _size(1024)),
+    "EmptyFlux2LatentImage": _latents(_size(1024), _size(1024)),
+    "EmptyHunyuanLatentVideo": _latents(_size(848), _size(480), length=_size(25, 1)),
+    "EmptyLTXVLatentVideo": _latents(_size(768, 64), _size(512, 64), length=_size(97, 1)),
     "LTXVEmptyLatentAudio": (
         {
             "frames_number": _number("INT", 97, 1, 1000),
             "frame_rate": ("FLOAT,INT", {"default": 25.0, "min": 1.0, "max": 1000.0, "widgetType": "FLOAT"}),
-            "batch_size": _number("INT", 1, 1, 4096),
-            "audio_vae": ("VAE",),
+            "batch_size": COUNT,
+            "audio_vae": "VAE",
         },
-        ("LATENT",),
+        "LATENT",
     ),
-    "LTXVConcatAVLatent": ({"video_latent": ("LATENT",), "audio_latent": ("LATENT",)}, ("LATENT",)),
-    "LTXVSeparateAVLatent": ({"av_latent": ("LATENT",)}, ("LATENT", "LATENT")),
+    "LTXVConcatAVLatent": ({"video_latent": "LATENT", "audio_latent": "LATENT"}, "LATENT"),
+    "LTXVSeparateAVLatent": ({"av_latent": "LATENT"}, "LATENT LATENT"),
     "LTXVConditioning": (
-        {
-            "positive": ("CONDITIONING",),
-            "negative": ("CONDITIONING",),
-            "frame_rate": _number("FLOAT", 25.0, 0.0, 1000.0),
-        },
-        ("CONDITIONING", "CONDITIONING"),
+        {**PROMPTS, "frame_rate": _number("FLOAT", 25.0, 0.0, 1000.0)},
+        "CONDITIONING CONDITIONING",
     ),
     "FluxGuidance": (
-        {"conditioning": ("CONDITIONING",), "guidance": _number("FLOAT", 3.5, 0.0, 100.0)},
-        ("CONDITIONING",),
+        {"conditioning": "CONDITIONING", "guidance": _number("FLOAT", 3.5, 0.0, 100.0)},
+        "CONDITIONING",
     ),
     "MiniMaxH3ImageToVideo": (
         {
-            "clip": ("CLIP",),
-            "vae": ("VAE",),
+            "clip": "CLIP",
+            "vae": "VAE",
             "prompt": ("STRING", {"multiline": True, "dynamicPrompts": True}),
-            "width": _number("INT", 1344, 32, MAX_SIZE),
-            "height": _number("INT", 768, 32, MAX_SIZE),
+            "width": _size(1344, 32),
+            "height": _size(768, 32),
             "length": _number("INT", 124, 5, 3600),
-            "first_frame": ("IMAGE",),
-            "last_frame": ("IMAGE",),
+            "first_frame": "IMAGE",
+            "last_frame": "IMAGE",
         },
-        ("CONDITIONING", "LATENT"),
+        "CONDITIONING LATENT",
     ),
 }
-OPTIONAL = {"CLIPLoader": {"device"}, "MiniMaxH3ImageToVideo": {"first_frame", "last_frame"}}
+OPTIONAL = {"CLIPLoader": ["device"], "MiniMaxH3ImageToVideo": ["first_frame", "last_frame"]}
 NEWER = {  # not in 0.3.64
     *("EmptyFlux2LatentImage", "Flux2Scheduler", "MiniMaxH3ImageToVideo"),
     *("LTXAVTextEncoderLoader", "LTXVAudioVAELoader", "LTXVAudioVAEDecode", "LTXVEmptyLatentAudio"),
@@ -249,13 +192,13 @@ NEWER = {  # not in 0.3.64
 NEWER_OPTIONS = {"flux2", "minimax"}
 
 
-def _node(name: str, inputs: dict[str, Any], outputs: tuple[str, ...]) -> type:
+def _node(name: str, inputs: dict[str, Any], outputs: str) -> type:
     def INPUT_TYPES(cls: type) -> dict[str, Any]:
-        optional = {key: spec for key, spec in inputs.items() if key in OPTIONAL.get(name, ())}
-        required = {key: spec for key, spec in inputs.items() if key not in optional}
-        return {"required": required, "optional": optional}
+        specs = {key: spec if isinstance(spec, tuple) else (spec,) for key, spec in inputs.items()}
+        optional = {key: specs.pop(key) for key in OPTIONAL.get(name, ())}
+        return {"required": specs, "optional": optional}
 
-    return type(name, (), {"RETURN_TYPES": outputs, "INPUT_TYPES": classmethod(INPUT_TYPES)})
+    return type(name, (), {"RETURN_TYPES": tuple(outputs.split()), "INPUT_TYPES": classmethod(INPUT_TYPES)})
 
 
 NODE_CLASS_MAPPINGS = {name: _node(name, *declared) for name, declared in DECLARED.items()}
