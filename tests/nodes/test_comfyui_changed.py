@@ -40,13 +40,6 @@ def test_the_page_is_what_the_script_writes() -> None:
     assert surface.PAGE.read_text(encoding="utf-8") == surface.render()
 
 
-def test_what_has_no_row_in_a_release_and_what_has_other_arguments_is_told() -> None:
-    versions = {"1": {surface.READ_WHOLE: "read"}, "2": {"files": "comfy.ops", "comfy.ops.f": "(a)"}}
-    versions["3"] = {surface.READ_WHOLE: "read", "comfy.ops.f": "(a, b)"}
-    assert surface.compared("comfy.ops.f", versions) == ["–", "yes", "other arguments"]
-    assert surface.compared("comfy.sd.f", versions) == ["–", "?", "–"]
-
-
 # --- what is taken for a change ---------------------------------------------------------------------------------------
 
 

@@ -153,14 +153,6 @@ def test_an_interrupt_ends_the_download(
     assert files_of(load().store.model.path) == files
 
 
-def test_without_comfyui_an_interrupt_ends_it_too(server: HubServer, files: dict[str, bytes], no_models: Path) -> None:
-    server.push(ID, files)
-    host.interrupt()
-    with pytest.raises(host.Interrupted, match=f"looking for {ID}"):
-        load()
-    assert not server.gets(".safetensors")
-
-
 # --- what cannot be had -----------------------------------------------------------------------------------------------
 
 
