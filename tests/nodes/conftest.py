@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.comfyui_host import host
 from cpu_bf16 import cpu_multiplies_bf16  # noqa: F401 - a fixture for all tests here
 
 
@@ -64,6 +65,20 @@ class Management(types.SimpleNamespace):
     def throw_exception_if_processing_interrupted(self):
         if self.interrupted:
             raise KeyError("InterruptProcessingException")
+
+
+@pytest.fixture
+def without_comfyui(model_folder, tmp_path):
+    """A process without ComfyUI, which has the models that tests share."""
+    with host.plain_folders(models=[model_folder("2b").parent], input=tmp_path, output=tmp_path):
+        yield
+
+
+@pytest.fixture
+def own_folder(tmp_path):
+    """A process without ComfyUI, which looks for models in this folder, where none is yet."""
+    with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
+        yield tmp_path
 
 
 @pytest.fixture

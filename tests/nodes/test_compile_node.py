@@ -5,23 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
-from comfyui_onediff_guard.comfyui_host import host
+from as_comfyui import GRAPHS, call
 from comfyui_onediff_guard.pipelines.compile.backends import CompileOptions
 from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
 
 
 @pytest.fixture
-def pipeline(model_folder: Any, tmp_path: Any) -> Any:
-    model = model_folder("2b")
-    with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
-        loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]()
-        yield loader.load(model.name, "fp32", "eager", "none")["result"][0]
+def pipeline(model_folder: Any, without_comfyui: None) -> Any:
+    return GRAPHS["2b"].load(model_folder("2b"), precision="fp32", offload="none")
 
 
 def compile_node(pipeline: Any, **given: Any) -> Any:
-    settings = {"backend": "inherit", "dynamic": "auto", "mode": "default"} | given
-    return NODE_CLASS_MAPPINGS["OneDiffGuardCompile"]().apply(pipeline, **settings)[0]
+    return call("Compile", pipeline=pipeline, **given)["result"][0]
 
 
 def test_the_pipeline_on_the_wire_is_not_changed(pipeline: Any) -> None:

@@ -23,21 +23,23 @@ from comfyui_onediff_guard.comfyui_host import host
     ],
 )
 def test_a_sampler_tells_what_it_encodes_before_its_steps(
-    model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, before: list[str]
+    model_folder: Callable[..., Path],
+    without_comfyui: None,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    before: list[str],
 ) -> None:
     told: list[str] = []
     update = host.Progress.update
     graph = GRAPHS[family]
-    folder = model_folder(family.split()[0])
-    with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
-        pipeline = graph.load(folder, precision="fp32")
-        prompts = graph.encode(pipeline)["result"] if graph.prompted else ()
-        monkeypatch.setattr(
-            host.Progress,
-            "update",
-            lambda self, done, text, *more, **named: (told.append(text), update(self, done, text, *more, **named)),
-        )
-        graph.sample(pipeline, prompts)
+    pipeline = graph.load(model_folder(family.split()[0]), precision="fp32")
+    prompts = graph.encode(pipeline)["result"] if graph.prompted else ()
+    monkeypatch.setattr(
+        host.Progress,
+        "update",
+        lambda self, done, text, *more, **named: (told.append(text), update(self, done, text, *more, **named)),
+    )
+    graph.sample(pipeline, prompts)
     assert [text for text in told if text.startswith("loading ")]
     told = [text for text in told if not text.startswith("loading")]
     encoding = [text for text in told if not text.startswith("step")]
@@ -46,10 +48,8 @@ def test_a_sampler_tells_what_it_encodes_before_its_steps(
 
 
 @pytest.fixture
-def pipeline(model_folder: Callable[..., Path], tmp_path: Path) -> Any:
-    folder = model_folder("2b")
-    with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
-        yield GRAPHS["2b"].load(folder, precision="fp32")
+def pipeline(model_folder: Callable[..., Path], without_comfyui: None) -> Any:
+    return GRAPHS["2b"].load(model_folder("2b"), precision="fp32")
 
 
 def interrupted_in(call_number: int, module: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -107,18 +107,15 @@ def test_an_interrupt_while_encoding_prompts_waits_for_one_call(pipeline: Any, m
 
 
 def test_an_interrupt_while_a_sampler_encodes_comes_before_its_first_step(
-    model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_folder: Callable[..., Path], without_comfyui: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph, folder = GRAPHS["svd"], model_folder("svd")
-    with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
-        pipeline = graph.load(folder, precision="fp32")
-        module = pipeline.store.module("vae", "fp32")
-        denoiser = pipeline.store.module("unet", "fp32")
-        with monkeypatch.context() as patch:
-            calls = interrupted_in(1, module.encoder, patch)
-            steps = interrupted_in(0, denoiser, patch)
-            with pytest.raises(host.Interrupted, match="at encoding image, part 1 of 1"):
-                graph.sample(pipeline)
-        assert (calls, steps) == ([1], [])
-        go_on()
-        assert torch.isfinite(graph.sample(pipeline)["result"][0]["samples"]).all()
+    graph = GRAPHS["svd"]
+    pipeline = graph.load(model_folder("svd"), precision="fp32")
+    with monkeypatch.context() as patch:
+        calls = interrupted_in(1, pipeline.store.module("vae", "fp32").encoder, patch)
+        steps = interrupted_in(0, pipeline.store.module("unet", "fp32"), patch)
+        with pytest.raises(host.Interrupted, match="at encoding image, part 1 of 1"):
+            graph.sample(pipeline)
+    assert (calls, steps) == ([1], [])
+    go_on()
+    assert torch.isfinite(graph.sample(pipeline)["result"][0]["samples"]).all()

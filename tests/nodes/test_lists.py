@@ -29,19 +29,21 @@ PIPELINES = {
 }
 
 
+LOADER, LORA = (NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"] for name in ("LoadPipeline", "LoadLoRA"))
+
+
 @pytest.fixture
-def models(tmp_path: Path):
+def models(own_folder):
     for kind in ("diffusers", "checkpoints", "loras"):
-        (tmp_path / kind).mkdir()
+        (own_folder / kind).mkdir()
     for name, pipeline in PIPELINES.items():
-        index(tmp_path / "diffusers" / name, json.dumps({"_class_name": pipeline}))
-    index(tmp_path / "diffusers" / "broken", "{")
-    index(tmp_path / "diffusers" / "list", "[]")
-    index(tmp_path / "diffusers" / "deep", "[" * 100_000)
-    svd = shutil.copyfile(shared_models.svd_file(), tmp_path / "checkpoints" / "svd_xt.safetensors")
-    others(tmp_path / "checkpoints", load_file(svd))
-    with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
-        yield tmp_path
+        index(own_folder / "diffusers" / name, json.dumps({"_class_name": pipeline}))
+    index(own_folder / "diffusers" / "broken", "{")
+    index(own_folder / "diffusers" / "list", "[]")
+    index(own_folder / "diffusers" / "deep", "[" * 100_000)
+    svd = shutil.copyfile(shared_models.svd_file(), own_folder / "checkpoints" / "svd_xt.safetensors")
+    others(own_folder / "checkpoints", load_file(svd))
+    return own_folder
 
 
 def index(folder: Path, content: str) -> None:
@@ -59,8 +61,8 @@ def others(folder: Path, svd: dict[str, torch.Tensor]) -> None:
     (folder / "empty.safetensors").write_bytes(b"")
 
 
-def listed(name: str, key: str = "model") -> list[str]:
-    return NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"].INPUT_TYPES()["required"][key][0]
+def listed(loader=LOADER, key: str = "model") -> list[str]:
+    return loader.INPUT_TYPES()["required"][key][0]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
@@ -68,15 +70,13 @@ def test_a_name_that_a_page_may_take_for_html_is_not_offered(models):
     index(models / "diffusers" / "<img src=x onerror=run()>", json.dumps({"_class_name": PIPELINES["four"]}))
     for kind in ("checkpoints", "loras"):
         shutil.copy(models / "checkpoints" / "svd_xt.safetensors", models / kind / "<b>.safetensors")
-    assert "<" not in str(
-        [NODE_CLASS_MAPPINGS[f"OneDiffGuard{loader}"].INPUT_TYPES() for loader in ("LoadPipeline", "LoadLoRA")]
-    )
+    assert "<" not in str([LOADER.INPUT_TYPES(), LORA.INPUT_TYPES()])
     assert "<" not in str([host.model_folders(), host.weight_files("checkpoints"), host.weight_files("loras")])
 
 
 def test_the_list_has_models_of_every_family_of_ours_and_no_others(models):
     own = sorted(PIPELINES.keys() - {"foreign"})
-    assert listed("LoadPipeline") == [*own, "svd_xt.safetensors"] and {PIPELINES[name] for name in own} == set(FAMILIES)
+    assert listed() == [*own, "svd_xt.safetensors"] and {PIPELINES[name] for name in own} == set(FAMILIES)
 
 
 def test_files_below_a_linked_folder_are_listed(models, tmp_path):
@@ -87,23 +87,22 @@ def test_files_below_a_linked_folder_are_listed(models, tmp_path):
     (models / "loras" / "own").mkdir()
     (models / "loras" / "a link").symlink_to(models / "loras" / "own", target_is_directory=True)
     shutil.copy(elsewhere / "mine.safetensors", models / "loras" / "own" / "its.SAFETENSORS")
-    assert listed("LoadLoRA", "lora") == ["a link/its.SAFETENSORS", "linked/mine.safetensors", "own/its.SAFETENSORS"]
+    assert listed(LORA, "lora") == ["a link/its.SAFETENSORS", "linked/mine.safetensors", "own/its.SAFETENSORS"]
 
 
 def test_another_familys_folder_that_a_file_names_is_explained(models):
     with pytest.raises(BadFolder, match="holds a FluxPipeline"):
-        NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load("foreign", "fp32", "eager", "none")
+        LOADER().load("foreign", "fp32", "eager", "none")
 
 
-def test_where_none_is_listed_what_is_there_is_named(tmp_path):
+def test_where_none_is_listed_what_is_there_is_named(own_folder):
     """Such as a download that was cut off, and models of other families."""
     for number in range(12):
-        index(tmp_path / f"other-{number:02}", json.dumps({"_class_name": "FluxPipeline"}))
-    index(tmp_path / "my-model", "")
-    with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
-        (only,) = listed("LoadPipeline")
-        with pytest.raises(BadFolder) as refusal:
-            NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]().load(only, "fp32", "eager", "none")
+        index(own_folder / f"other-{number:02}", json.dumps({"_class_name": "FluxPipeline"}))
+    index(own_folder / "my-model", "")
+    (only,) = listed()
+    with pytest.raises(BadFolder) as refusal:
+        LOADER().load(only, "fp32", "eager", "none")
     said = str(refusal.value)
     assert (
         said.startswith("No model is chosen. Put its folder") and "Found: none. Not listed, since they cannot" in said
@@ -116,24 +115,22 @@ def test_headers_are_read_once_until_a_file_changes(models, monkeypatch):
     original = folders.header_text  # not parsed: that takes seconds of a hundred checkpoints
     monkeypatch.setattr(folders, "header_text", lambda path: read.append(path.name) or original(path))
     folders._pipeline.cache_clear()
-    listed("LoadPipeline")
+    listed()
     assert sorted(read) == sorted(path.name for path in (models / "checkpoints").iterdir())
     read.clear()
-    listed("LoadPipeline")
+    listed()
     assert read == []
     os.utime(file, ns=(1, 1))
-    listed("LoadPipeline")
+    listed()
     assert read == ["flux.safetensors"]
 
 
-def test_no_list_is_empty(tmp_path):
-    with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
-        (only,) = listed("LoadPipeline")
-        assert only.startswith("none found: put one into models/diffusers")
-        assert listed("LoadLoRA", "lora") == ["none found: put one into models/loras"]
-        lora = NODE_CLASS_MAPPINGS["OneDiffGuardLoadLoRA"]
-        refused = str(lora.VALIDATE_INPUTS(lora=listed("LoadLoRA", "lora")[0]))
-    assert refused == f"No LoRA. Found: none. Looked in: {tmp_path}. Put a .safetensors file there."
+def test_no_list_is_empty(own_folder):
+    (only,), (none,) = listed(), listed(LORA, "lora")
+    assert only.startswith("none found: put one into models/diffusers")
+    assert none == "none found: put one into models/loras"
+    refused = f"No LoRA. Found: none. Looked in: {own_folder}. Put a .safetensors file there."
+    assert str(LORA.VALIDATE_INPUTS(lora=none)) == refused
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="their file systems have no such names")
@@ -141,22 +138,18 @@ def test_no_list_is_empty(tmp_path):
     "name", [b"\xff.json", b"\xff.safetensors", b"\xff", b"diffusion_pytorch_model-\xff.safetensors"]
 )
 @pytest.mark.parametrize("below", [b"", b"tokenizer", b"transformer"])
-def test_a_file_whose_name_is_no_text_harms_nothing(model_folder, tmp_path, below, name):
+def test_a_file_whose_name_is_no_text_harms_nothing(model_folder, own_folder, below, name):
     """As archives of other systems unpack them."""
-    folder = shared_models.copied(model_folder(), tmp_path / "model")
+    folder = shared_models.copied(model_folder(), own_folder / "model")
     (folder / os.fsdecode(below) / os.fsdecode(name)).write_text("{}")
-    loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]
-    with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
-        assert loader.listed() == ["model"] and loader.IS_CHANGED(model="model") != loader.IS_CHANGED(model="")
-        (pipeline,) = loader().load("model", "fp32", "eager", "none")["result"]
-        assert pipeline.store.unweighted("tokenizer")("a").input_ids
+    assert LOADER.listed() == ["model"] and LOADER.IS_CHANGED(model="model") != LOADER.IS_CHANGED(model="")
+    (pipeline,) = LOADER().load("model", "fp32", "eager", "none")["result"]
+    assert pipeline.store.unweighted("tokenizer")("a").input_ids
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="their file systems have no such names")
-def test_a_folder_whose_name_is_no_text_is_not_offered(model_folder, tmp_path):
-    folder = shared_models.copied(model_folder(), tmp_path / os.fsdecode(b"m\xff"))
-    loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]
-    with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
-        assert loader.listed() == [] and loader.IS_CHANGED(model=folder.name) == ""
-        with pytest.raises(BadFolder, match="was not found"):
-            loader().load(folder.name, "fp32", "eager", "none")
+def test_a_folder_whose_name_is_no_text_is_not_offered(model_folder, own_folder):
+    folder = shared_models.copied(model_folder(), own_folder / os.fsdecode(b"m\xff"))
+    assert LOADER.listed() == [] and LOADER.IS_CHANGED(model=folder.name) == ""
+    with pytest.raises(BadFolder, match="was not found"):
+        LOADER().load(folder.name, "fp32", "eager", "none")

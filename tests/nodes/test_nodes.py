@@ -27,10 +27,8 @@ def node(name):
 
 
 @pytest.fixture
-def folders(model_folder, tmp_path):
-    model = model_folder("2b", "stream")
-    with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
-        yield model
+def folders(model_folder, without_comfyui):
+    return model_folder("2b", "stream")
 
 
 def run(precision, model, steps=2):
@@ -69,12 +67,6 @@ def test_what_a_node_shows_is_told_of_again_where_it_is_remembered(name):
     assert getattr(cls, "OUTPUT_NODE", False) + getattr(cls, "HAS_INTERMEDIATE_OUTPUT", False) == shows
 
 
-def test_precision_selectors_have_inherit_first_where_they_override():
-    for name in ("EncodePrompt", "SampleCogVideoX", "DecodeLatents"):
-        assert node(name).INPUT_TYPES()["required"]["precision"][0] == ["inherit", *inputs.PRECISIONS]
-    assert node("LoadPipeline").INPUT_TYPES()["required"]["precision"][0] == list(inputs.PRECISIONS)
-
-
 def test_guarded_fp16_is_right_where_plain_fp16_is_black(folders):
     _, plain = run("fp16 (plain)", folders)
     assert torch.isnan(plain["result"][0]).all()
@@ -89,10 +81,8 @@ def test_guarded_fp16_is_right_where_plain_fp16_is_black(folders):
     assert told["protection"] == "overflow protection" and told["reruns"] == 0
 
 
-def test_a_rerun_is_told_where_it_can_be_seen(model_folder, tmp_path):
-    model = model_folder("svd", "inside")
-    with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
-        sampled = GRAPHS["svd"].sample(GRAPHS["svd"].load(model, precision="fp16"))
+def test_a_rerun_is_told_where_it_can_be_seen(model_folder, without_comfyui):
+    sampled = GRAPHS["svd"].sample(GRAPHS["svd"].load(model_folder("svd", "inside"), precision="fp16"))
     assert "2 steps, 1 recomputed in fp32" in sampled["ui"]["text"][0]
     finding = sampled["ui"]["text"][0].splitlines()[1]
     assert re.fullmatch(
@@ -122,19 +112,6 @@ def test_what_others_wrote_leaves_for_the_page_as_text(comfyui):
     assert not any(mark in sent for sent in comfyui.sent for mark in "<>[")
 
 
-def test_interrupt_stops_within_a_step(folders, monkeypatch):
-    original = host.Progress.update
-
-    def interrupt_after_first(self, done, text, *more, **named):
-        if text.startswith("step 1/"):
-            host.interrupt()
-        original(self, done, text, *more, **named)
-
-    monkeypatch.setattr(host.Progress, "update", interrupt_after_first)
-    with pytest.raises(host.Interrupted, match="at step 1/4"):
-        run("fp32", folders, steps=4)
-
-
 def test_models_are_listed_and_a_missing_one_is_explained(folders):
     assert folders.name in LoadPipeline.INPUT_TYPES()["required"]["model"][0]
     with pytest.raises(BadFolder, match="Model 'CogVideoX-9b' was not found") as refusal:
@@ -142,14 +119,13 @@ def test_models_are_listed_and_a_missing_one_is_explained(folders):
     assert folders.name in str(refusal.value) and str(folders.parent) in str(refusal.value)
 
 
-def test_the_loader_runs_again_when_a_file_changes(folders, tmp_path):
-    model = shared_models.copied(folders, tmp_path / "model")
-    with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
-        before = LoadPipeline.IS_CHANGED(model=model.name, precision="auto", backend="auto", offload="none")
-        file = model / "vae" / "config.json"
-        stat = file.stat()
-        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
-        assert LoadPipeline.IS_CHANGED(model=model.name) != before
+def test_the_loader_runs_again_when_a_file_changes(model_folder, own_folder):
+    model = shared_models.copied(model_folder("2b", "stream"), own_folder / "model")
+    before = LoadPipeline.IS_CHANGED(model=model.name, precision="auto", backend="auto", offload="none")
+    file = model / "vae" / "config.json"
+    stat = file.stat()
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
+    assert LoadPipeline.IS_CHANGED(model=model.name) != before
 
 
 def test_in_comfyui_its_folders_progress_and_memory_manager_are_used(comfyui, model_folder):
@@ -163,13 +139,6 @@ def test_in_comfyui_its_folders_progress_and_memory_manager_are_used(comfyui, mo
         "loading the weights of transformer, [0-9.]+ MB", next(text for node, text in comfyui.texts if node == "5")
     )
     assert comfyui.texts[-1][1].startswith("fp32, as you chose; 2 steps, all fine")
-
-
-def test_comfyuis_interrupt_ends_the_run(comfyui, model_folder):
-    comfyui.management.interrupted = True
-    with pytest.raises(KeyError, match="InterruptProcessingException"):
-        run("fp32", model_folder("2b"))
-    assert comfyui.bars == [[(0, 1)]]
 
 
 def test_a_fork_that_does_not_set_it_finds_help_in_the_packs_folder() -> None:

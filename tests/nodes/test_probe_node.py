@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,8 @@ SAVED = {"architecture": "sm75", "save": True}
 
 
 @pytest.fixture
-def folder(model_folder: Callable[..., Path], tmp_path: Path) -> Iterator[Path]:
-    model = model_folder("5b", "stream")
-    with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
-        yield model
+def folder(model_folder: Callable[..., Path], without_comfyui: None) -> Path:
+    return model_folder("5b", "stream")
 
 
 def probed(pipeline: Any, **given: Any) -> dict[str, Any]:
@@ -58,16 +56,14 @@ def test_another_card_changes_the_recommendation_and_not_the_pipeline(folder: Pa
 
 @pytest.mark.parametrize("model", ["5b", "svd"])
 def test_it_keeps_a_profile_that_says_something_where_that_is_asked_for(
-    model_folder: Callable[..., Path], tmp_path: Path, model: str
+    model_folder: Callable[..., Path], without_comfyui: None, model: str
 ) -> None:
     """What a denoiser needs that is protected from the start, no profile has to say."""
-    folder = model_folder(model, "inside")
-    with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
-        pipeline = GRAPHS[model].load(folder)
-        if model == "svd":
-            answer = call("NumericsProbe", pipeline=pipeline, image=picture(frames=1), **FEW, **SAVED)
-        else:
-            answer = probed(pipeline, **SAVED)
+    pipeline = GRAPHS[model].load(model_folder(model, "inside"))
+    if model == "svd":
+        answer = call("NumericsProbe", pipeline=pipeline, image=picture(frames=1), **FEW, **SAVED)
+    else:
+        answer = probed(pipeline, **SAVED)
     kept = {file.read_text(): file.stem for file in host.profiles_directory().glob("*.json")}
     assert [*kept] == [answer["result"][2]] * (model == "svd")
     assert (f"kept as {''.join(kept.values())}" if kept else "nothing to keep") in answer["result"][1]
