@@ -11,9 +11,9 @@ from typing import Any
 import av
 import numpy as np
 import shared_models
-import torch
 from PIL import Image
 from runs import HEALTHY, INSIDE, OVERFLOWING
+from trained_lora import train_lora
 
 MODELS = {  # folder that a workflow names → which small model stands in for it
     HEALTHY: "2b",
@@ -42,7 +42,7 @@ def build(models: Path) -> None:
     (models / "checkpoints").mkdir(parents=True)
     shutil.copyfile(shared_models.svd_file(image=224, patch=56), models / "checkpoints" / SVD_FILE)
     (models / "loras").mkdir()
-    _train(models / "diffusers" / "CogVideoX-5b" / "transformer", models / "loras" / LORA)
+    train_lora(models / "loras", models / "diffusers" / "CogVideoX-5b", LORA, ("to_q", "to_v"), seed=1)
 
 
 def write_inputs(folder: Path) -> None:
@@ -87,15 +87,3 @@ def _save_as_webp(graph: dict[str, Any]) -> None:
             node["inputs"] |= {"lossless": True, "quality": 90, "method": "default"}
     for id_ in creators:
         del graph[id_]
-
-
-def _train(denoiser: Path, file: Path) -> None:
-    import diffusers
-    from peft import LoraConfig, get_peft_model_state_dict
-
-    student: Any = diffusers.CogVideoXTransformer3DModel.from_pretrained(denoiser)
-    torch.manual_seed(1)
-    student.add_adapter(LoraConfig(r=4, lora_alpha=4, init_lora_weights=False, target_modules=["to_q", "to_v"]))
-    diffusers.CogVideoXPipeline.save_lora_weights(
-        file.parent, transformer_lora_layers=get_peft_model_state_dict(student), weight_name=file.name
-    )
