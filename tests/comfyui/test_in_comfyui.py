@@ -11,6 +11,7 @@ from typing import Any
 import legs
 import numpy as np
 import pytest
+from as_comfyui import as_json
 from comfyui_onediff_guard.headless.errors import InterruptedRunError
 from comfyui_onediff_guard.headless.hosts.result import RunProgress
 from comfyui_onediff_guard.headless.server.follow import run_on_server
@@ -155,26 +156,18 @@ def test_a_folder_that_is_not_there_is_named(run: Callable[..., Ran]) -> None:
 
 
 def test_the_probe_and_its_profile_in_one_graph(run_graph: Callable[..., Ran], tmp_path: Path) -> None:
-    size = {"width": WIDTH, "height": HEIGHT, "frames": FRAMES, "steps": 2, "guidance_scale": 6.0, "seed": 31}
+    size = {"width": WIDTH, "height": HEIGHT, "frames": FRAMES, "steps": 2, "seed": 31}
     prompts = {"positive": ["encode", 0], "negative": ["encode", 1]}
-    loading = {"model": INSIDE, "precision": "fp16", "backend": "eager", "offload": "none"}
-    guarding = {"on_failure": "rerun", "exact_fp32": False, "scope": "learned", "profile": ["probe", 2]}
-    encoding = {"prompt": "a red kite", "negative_prompt": "", "precision": "inherit"}
-    decoding = {"latents": ["sample", 0], "tiling": False, "slicing": False, "precision": "inherit"}
-    nodes: dict[str, tuple[str, dict[str, Any]]] = {
-        "load": ("OneDiffGuardLoadPipeline", loading),
-        "encode": ("OneDiffGuardEncodePrompt", {"pipeline": ["load", 0], **encoding}),
-        "probe": ("OneDiffGuardNumericsProbe", {"pipeline": ["load", 0], **size, **prompts}),
-        "guard": ("OneDiffGuardNaNGuard", {"pipeline": ["load", 0], **guarding}),
-        "sample": (
-            "OneDiffGuardSampleCogVideoX",
-            {"pipeline": ["guard", 0], **size, **prompts, "scheduler": "DDIM", "precision": "inherit"},
-        ),
-        "decode": ("OneDiffGuardDecodeLatents", {"pipeline": ["guard", 0], **decoding}),
-        "frames": ("SaveImage", {"images": ["decode", 0], "filename_prefix": "frame"}),
-        "picture": ("SaveImage", {"images": ["probe", 0], "filename_prefix": "probe"}),
+    graph = {
+        "load": as_json("LoadPipeline", model=INSIDE, precision="fp16", backend="eager", offload="none"),
+        "encode": as_json("EncodePrompt", pipeline=["load", 0], prompt="a red kite"),
+        "probe": as_json("NumericsProbe", pipeline=["load", 0], **size, **prompts),
+        "guard": as_json("NaNGuard", pipeline=["load", 0], scope="learned", profile=["probe", 2]),
+        "sample": as_json("SampleCogVideoX", pipeline=["guard", 0], **size, **prompts, scheduler="DDIM"),
+        "decode": as_json("DecodeLatents", pipeline=["guard", 0], latents=["sample", 0], tiling=False),
+        "frames": {"class_type": "SaveImage", "inputs": {"images": ["decode", 0], "filename_prefix": "frame"}},
+        "picture": {"class_type": "SaveImage", "inputs": {"images": ["probe", 0], "filename_prefix": "probe"}},
     }
-    graph = {name: {"class_type": kind, "inputs": wired} for name, (kind, wired) in nodes.items()}
     workflow = tmp_path / "probe.json"
     workflow.write_text(json.dumps(graph), encoding="utf-8")
     ran = run_graph(workflow)
