@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,10 @@ import legs
 import numpy as np
 import psutil
 import pytest
+from batch_runs import Batch
 from PIL import Image
 from runs import HEALTHY, SMALL, frames_of
+from toy_jobs import write_jobs
 from waiting import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.comfyui
@@ -51,46 +51,9 @@ def slow(jobs: int, blurs: int = 1) -> dict[str, Any]:
     return {"workflow": plain(size=768, blurs=blurs), "matrix": {"inputs": {"1.color": list(range(1, jobs + 1))}}}
 
 
-@dataclass
-class Batch:
-    """The command on one folder of outputs, as often as it is started."""
-
-    folder: Path
-    lines: Sequence[dict[str, Any]]
-    urls: Sequence[str]
-    process: subprocess.Popen[str] | None = None
-
-    def start(self, *options: str) -> Batch:
-        jobs = self.folder / "jobs.jsonl"
-        jobs.write_text("".join(f"{json.dumps(line)}\n" for line in self.lines), encoding="utf-8")
-        command = [sys.executable, "-c", COMMAND, "batch", str(jobs), "--out", str(self.out), "--json", *options]
-        command += ["--workflows", str(legs.ROOT / "workflows" / "api")]
-        for url in self.urls:
-            command += ["--server", url]
-        with self.told.open("w", encoding="utf-8") as told:  # nobody reads a pipe meanwhile
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told, text=True, cwd=self.folder)
-        return self
-
-    def finish(self) -> dict[str, Any]:
-        assert self.process
-        try:
-            out, _ = self.process.communicate(timeout=2 * HANG_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise AssertionError(f"the command does not end:\n{self.told.read_text()}") from None
-        assert out.startswith("{"), self.told.read_text()
-        return {**json.loads(out), "code": self.process.returncode, "told": self.told.read_text(encoding="utf-8")}
-
+class ServerBatch(Batch):
     def until(self, condition: Callable[[], bool], what: str) -> None:
         wait_until(condition, lambda: f"{what}\n{self.told.read_text()}", meanwhile=self.process)
-
-    @property
-    def out(self) -> Path:
-        return self.folder / "out"
-
-    @property
-    def told(self) -> Path:
-        return self.folder / "told"
 
     def records(self) -> list[dict[str, Any]]:
         """Of all outputs, which are whole: each file that a record names is there, and no other."""
@@ -108,6 +71,9 @@ class Batch:
         return not list((self.out / ".running").rglob("*.*"))
 
 
+BatchOf = Callable[..., ServerBatch]
+
+
 @pytest.fixture(scope="module")
 def both(any_leg: legs.Leg, small_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """A ComfyUI with the pack and a small model, and one without the pack."""
@@ -120,20 +86,21 @@ def both(any_leg: legs.Leg, small_models: Path, tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture
-def batch(tmp_path: Path) -> Iterator[Callable[..., Batch]]:
+def batch(tmp_path: Path) -> Iterator[BatchOf]:
     """batch(lines, *servers or urls)"""
-    made: list[Batch] = []
+    made: list[ServerBatch] = []
 
-    def make(lines: Sequence[dict[str, Any]], *servers: legs.Server | str) -> Batch:
-        urls = [server if isinstance(server, str) else server.url for server in servers]
-        made.append(Batch(tmp_path, lines, urls))
+    def make(lines: Sequence[dict[str, Any]], *servers: legs.Server | str) -> ServerBatch:
+        options = ["--workflows", str(legs.ROOT / "workflows" / "api")]
+        for server in servers:
+            options += ["--server", server if isinstance(server, str) else server.url]
+        jobs = write_jobs(tmp_path / "jobs.jsonl", lines)
+        made.append(ServerBatch(jobs, tmp_path / "out", tuple(options), {**os.environ}, program=COMMAND))
         return made[-1]
 
     yield make
     for each in made:
-        if each.process and each.process.poll() is None:
-            each.process.kill()
-            each.process.communicate()
+        each.end()
 
 
 def ours(leg: legs.Leg, seeds: int) -> dict[str, Any]:
@@ -159,12 +126,12 @@ def lose(server: legs.Server) -> None:
     psutil.wait_procs(children, HANG_SECONDS)
 
 
-def test_one_queue_feeds_both_and_each_gets_what_it_has_nodes_for(both: Pair, batch: Callable[..., Batch]) -> None:
+def test_one_queue_feeds_both_and_each_gets_what_it_has_nodes_for(both: Pair, batch: BatchOf) -> None:
     """The one without the pack is named first, takes none of our jobs, and spoils none."""
     one, other = both
     before = runs_of(one) + runs_of(other)
     lines = [ours(one.leg, 2), {"workflow": plain(), "matrix": {"inputs": {"1.color": COLORS}}}, slow(4)]
-    answer = (run := batch(lines, other, one)).start().finish()
+    answer = (run := batch(lines, other, one)).run()
     assert answer["code"] == 0 and answer["done"] == 10 and not answer["faults"], answer["told"]
     records = run.records()
     assert len(records) == 10 and run.nothing_is_left()
@@ -182,60 +149,59 @@ def test_one_queue_feeds_both_and_each_gets_what_it_has_nodes_for(both: Pair, ba
             frames = frames_of(path)
             assert frames.shape == (9, 64, 96, 3) and np.ptp(frames) > 0
     assert runs_of(one) + runs_of(other) == before + 10, "each once"
-    answer = run.start().finish()
+    answer = run.run()
     assert answer["code"] == 0 and answer["already_done"] == 10
     assert runs_of(one) + runs_of(other) == before + 10, "none again"
 
 
-def test_what_no_server_takes_is_parked_and_the_rest_goes_on(both: Pair, batch: Callable[..., Batch]) -> None:
+def test_what_no_server_takes_is_parked_and_the_rest_goes_on(both: Pair, batch: BatchOf) -> None:
     """It passes the check of the file, since a server has the node. The model is on none."""
     one, other = both
     lost = ours(one.leg, 1)
     lost["set"] = [*lost["set"], "OneDiffGuardLoadPipeline.model=nowhere"]
-    answer = (run := batch([lost, {"workflow": plain(7)}], one, other)).start().finish()
+    answer = (run := batch([lost, {"workflow": plain(7)}], one, other)).run()
     assert answer["code"] == 4 and answer["done"] == 1 and answer["failed"] == 1, answer["told"]
     (fault,) = answer["faults"]
     assert "nowhere" in fault["error"] or "has no node type OneDiffGuard" in fault["error"]
     assert fault["error"] in answer["told"]
     (parked,) = (run.out / "parked").iterdir()
     assert json.loads(parked.read_text())["error"] == fault["error"]
-    assert run.start().finish()["parked_before"] == 1
+    assert run.run()["parked_before"] == 1
 
 
-def test_a_node_that_no_server_has_is_told_before_anything_runs(both: Pair, batch: Callable[..., Batch]) -> None:
+def test_a_node_that_no_server_has_is_told_before_anything_runs(both: Pair, batch: BatchOf) -> None:
     before = [runs_of(server) for server in both]
     unknown = {"1": {"class_type": "NoSuchNode", "inputs": {}}}
-    answer = (run := batch([{"workflow": plain(8)}, {"workflow": unknown}], *both)).start().finish()
+    answer = (run := batch([{"workflow": plain(8)}, {"workflow": unknown}], *both)).run()
     assert answer["code"] == 2
     assert "jobs.jsonl, line 2: " in answer["error"] and "has no node type NoSuchNode" in answer["error"]
     assert [runs_of(server) for server in both] == before and not run.out.exists()
 
 
-def test_ctrl_c_leaves_nothing_at_the_servers_and_the_same_command_goes_on(
-    both: Pair, batch: Callable[..., Batch]
-) -> None:
-    run = batch([slow(8, blurs=2)], *both).start()
+def test_ctrl_c_leaves_nothing_at_the_servers_and_the_same_command_goes_on(both: Pair, batch: BatchOf) -> None:
+    run = batch([slow(8, blurs=2)], *both)
+    process = run.start()
     run.until(lambda: len(run.records()) >= 2 and all(map(queue_of, both)), "both work")
-    assert run.process
-    run.process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
     answer = run.finish()
     assert answer["code"] == 130 and "the same command goes on" in answer["told"]
     wait_until(lambda: not any(map(queue_of, both)), "the servers' queues are empty")  # what computes is waited for
     done = len(run.records())
     assert 2 <= done < 8 and run.nothing_is_left()
     before = sum(map(runs_of, both))
-    answer = run.start().finish()
+    answer = run.run()
     assert answer["code"] == 0 and answer["already_done"] == done and answer["done"] == 8 - done
     assert sum(map(runs_of, both)) == before + 8 - done and len(run.records()) == 8
 
 
 def test_a_server_is_killed_and_another_comes_up_late(
-    both: Pair, any_leg: legs.Leg, batch: Callable[..., Batch], tmp_path: Path
+    both: Pair, any_leg: legs.Leg, batch: BatchOf, tmp_path: Path
 ) -> None:
     """Three of which one is there all the time. The one that is killed is the one that comes up late: it is started
     twice."""
     port = legs.free_port()
-    run = batch([slow(40)], both[1], f"http://127.0.0.1:{port}").start()
+    run = batch([slow(40)], both[1], f"http://127.0.0.1:{port}")
+    run.start()
     run.until(lambda: "It gets jobs as soon as it does" in run.told.read_text(), "it is told to be away")
     for _ in range(2):
         had = len([record for record in run.records() if f":{port}" in record["worker"]])
@@ -254,10 +220,11 @@ def test_a_server_is_killed_and_another_comes_up_late(
     assert run.nothing_is_left()
 
 
-def test_the_only_server_restarts(any_leg: legs.Leg, batch: Callable[..., Batch], tmp_path: Path) -> None:
+def test_the_only_server_restarts(any_leg: legs.Leg, batch: BatchOf, tmp_path: Path) -> None:
     port = legs.free_port()
     with legs.started(any_leg, tmp_path / "base", port=port) as server:
-        run = batch([slow(6)], server).start()
+        run = batch([slow(6)], server)
+        run.start()
         run.until(lambda: len(run.records()) >= 2 and bool(server.ask("/queue")["queue_running"]), "it works")
         lose(server)
     with legs.started(any_leg, tmp_path / "base", port=port):
@@ -266,12 +233,11 @@ def test_the_only_server_restarts(any_leg: legs.Leg, batch: Callable[..., Batch]
     assert len(run.records()) == 6 and run.nothing_is_left()
 
 
-def test_a_run_that_is_interrupted_there_is_tried_again(both: Pair, batch: Callable[..., Batch]) -> None:
+def test_a_run_that_is_interrupted_there_is_tried_again(both: Pair, batch: BatchOf) -> None:
     """Whoever sits at that page may press the button; a run that always is, is parked."""
     one = both[0]
-    run = batch([slow(1, blurs=6)], one).start("--attempts", "2")
-    process = run.process
-    assert process
+    run = batch([slow(1, blurs=6)], one)
+    process = run.start("--attempts", "2")
     for _ in range(2):
         before = runs_of(one)
         run.until(lambda: bool(one.ask("/queue")["queue_running"]), "it runs")
@@ -280,12 +246,5 @@ def test_a_run_that_is_interrupted_there_is_tried_again(both: Pair, batch: Calla
     answer = run.finish()
     assert answer["code"] == 4 and answer["failed"] == 1, answer["told"]
     assert "interrupted on the server" in answer["faults"][0]["error"]
-    answer = run.start("--retry").finish()
+    answer = run.run("--retry")
     assert answer["code"] == 0 and answer["done"] == 1
-
-
-@pytest.mark.parametrize("server", ["http://127.0.0.1:9"])
-def test_no_server_is_there(batch: Callable[..., Batch], server: str) -> None:
-    answer = (run := batch([{"workflow": plain()}], server, "http://127.0.0.1:10")).start().finish()
-    assert answer["code"] == 3 and f"No ComfyUI answers at {server}" in answer["error"]
-    assert not run.out.exists()
