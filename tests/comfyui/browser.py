@@ -220,6 +220,11 @@ class Canvas:
     def evaluate(self, expression: str, argument: Any = None) -> Any:
         return self._page.evaluate(expression, argument)
 
+    def dispatch(self, event: str, **detail: Any) -> None:
+        """What the server tells the page of a run, as if it did."""
+        send = "([kind, detail]) => app.api.dispatchEvent(new CustomEvent(kind, {detail}))"
+        self._page.evaluate(send, [event, detail])
+
     def click(self, selector: str) -> None:
         self._page.locator(selector).first.click(timeout=PATIENCE)
 

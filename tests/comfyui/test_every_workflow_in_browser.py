@@ -141,7 +141,7 @@ def canvas(page: browser.Canvas, server: legs.Server) -> Iterator[browser.Canvas
     """The page anew, with the switch off, nothing cached and nothing learned."""
     for name, value in {SWITCH: False, OFFER: True, "Comfy.VueNodes.Enabled": False}.items():
         server.ask(f"/settings/{name}", value)
-    shutil.rmtree(server.base / "user" / "onediff_guard" / "profiles", ignore_errors=True)
+    server.forget()
     server.ask("/free", {"free_memory": True, "unload_models": True})
     page.open(server.url)
     load(page, api())
@@ -175,8 +175,7 @@ def entries(server: legs.Server) -> list[dict[str, Any]]:
 
 
 def pictures_of(server: legs.Server, entry: dict[str, Any]) -> list[np.ndarray]:
-    files = [image for output in entry["outputs"].values() for image in output.get("images", [])]
-    return [frames_of(server.base / "output" / file["subfolder"] / file["filename"]) for file in files]
+    return [*map(frames_of, server.files_of(entry))]
 
 
 def is_finite(server: legs.Server, entry: dict[str, Any]) -> bool:
@@ -323,7 +322,7 @@ def test_several_reports_on_a_node_are_shown_together(canvas: browser.Canvas) ->
     canvas.evaluate(REPORTED, [[broken], "KSampler", "execution_error"])
     assert strips(canvas)["KSampler"]["text"].startswith("Result: NOT OK.")
     assert len(guard_notices(canvas)) == 3, "one at each end of a prompt"
-    canvas.evaluate("() => app.api.dispatchEvent(new CustomEvent('execution_start', {detail: {}}))")
+    canvas.dispatch("execution_start")
     cut = report("fp16", "the last", ["rerun"])
     cut["onediff_guard"][0]["ended"] = True
     canvas.evaluate(REPORTED, [[cut], "KSampler", "execution_interrupted"])
@@ -366,10 +365,8 @@ def test_a_guard_of_ones_own_reports_to_a_workflow_that_is_open_later(canvas: br
     graph = canvas.evaluate(GRAPH) | {"id": str(uuid.uuid4())}
     notices = len(guard_notices(canvas))
     for dtype in ("fp16", "bf16"):
-        canvas.evaluate(
-            "detail => app.api.dispatchEvent(new CustomEvent('onediff_guard.report', {detail}))",
-            {"node": "9", "prompt": "one", "workflow": graph["id"], "output": report(dtype, "said", ["rerun"])},
-        )
+        said = report(dtype, "said", ["rerun"])
+        canvas.dispatch("onediff_guard.report", node="9", prompt="one", workflow=graph["id"], output=said)
     canvas.evaluate(REPORTED, [[], "KSampler", "execution_success"])
     assert strips(canvas) == {} and len(guard_notices(canvas)) == notices + 1
     canvas.evaluate(OPENED, graph)
@@ -382,14 +379,11 @@ def test_a_subgraph_that_is_used_twice_shows_what_was_reported_of_both(canvas: b
     for id_, outcome in zip(outer, ("non-finite", "rerun"), strict=True):
         output = report("fp16", f"of {id_}", ["failed" if outcome == "non-finite" else "rerun"])
         output["onediff_guard"][0]["outcomes"] = {outcome: 1}
-        canvas.evaluate(
-            "detail => app.api.dispatchEvent(new CustomEvent('onediff_guard.report', {detail}))",
-            {"node": id_, "type": "KSampler", "prompt": "one", "output": output},
-        )
+        canvas.dispatch("onediff_guard.report", node=id_, type="KSampler", prompt="one", output=output)
     canvas.settle()
     shown = canvas.evaluate(INSIDE)
     assert shown["text"].startswith("Result: NOT OK.") and shown["cells"] == 2
-    canvas.evaluate("() => app.api.dispatchEvent(new CustomEvent('execution_start', {detail: {}}))")
+    canvas.dispatch("execution_start")
     assert canvas.evaluate(INSIDE) == {"size": sizes["KSampler"], "saved": sizes["KSampler"]}
 
 

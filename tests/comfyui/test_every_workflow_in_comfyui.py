@@ -50,7 +50,7 @@ def server(leg: legs.Leg, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(autouse=True)
 def nothing_learned(server: legs.Server) -> None:
-    shutil.rmtree(server.base / "user" / "onediff_guard" / "profiles", ignore_errors=True)
+    server.forget()
 
 
 class Queued:
@@ -58,15 +58,10 @@ class Queued:
 
     def __init__(self, server: legs.Server, prompt: Graph, extra: dict[str, Any] | None = None) -> None:
         before = len(server.log_text())
-        answer = server.ask("/prompt", {"prompt": prompt, "extra_data": extra or {}})
-        self.entry = server.ended(answer["prompt_id"])
+        self.entry = server.run(prompt, **extra or {})
         self.ended: str = self.entry["status"]["status_str"]
         self.log = server.log_text()[before:]
-        self.files = [
-            server.base / "output" / file["subfolder"] / file["filename"]
-            for output in self.entry["outputs"].values()
-            for file in output.get("images", [])
-        ]
+        self.files = server.files_of(self.entry)
 
     @property
     def frames(self) -> np.ndarray:
@@ -111,7 +106,7 @@ def test_a_healthy_run_is_the_same_to_the_bit(server: legs.Server) -> None:
 def test_an_overflowing_run_is_as_with_guards_wired_by_hand(server: legs.Server) -> None:
     off = Queued(server, unguarded(hot=True))
     by_hand = Queued(server, with_seed(graph(hot=True, half=True), 3))
-    shutil.rmtree(server.base / "user" / "onediff_guard" / "profiles")
+    server.forget()
     on = Queued(server, with_seed(unguarded(hot=True), 3), SWITCHED_ON)
     assert off.frames.max() == 0
     assert np.array_equal(on.frames, by_hand.frames) and on.frames.std() > 2

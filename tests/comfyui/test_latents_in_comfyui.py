@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.comfyui
 
-FAMILIES = ("2b", "5b-i2v", "cogview3", "cogview4", "svd")
+FAMILIES = ("2b", "1.5", "5b-i2v", "cogview3", "cogview4", "wan", "svd")
 PICTURE = "start.png"
 Graph = dict[str, dict[str, Any]]
 
@@ -31,12 +31,6 @@ def models(server: legs.Server, model_folder: Callable[..., Path]) -> dict[str, 
     ramp = np.linspace(0, 255, 96 * 80 * 3).reshape(80, 96, 3).astype(np.uint8)
     Image.fromarray(ramp).save(server.base / "input" / PICTURE)
     return {family: f"saved-{family}" for family in FAMILIES}
-
-
-def ran(server: legs.Server, graph: Graph) -> dict[str, Any]:
-    """What the history says of it."""
-    prompt_id = server.ask("/prompt", {"prompt": graph})["prompt_id"]
-    return server.ended(prompt_id)
 
 
 def message(history: dict[str, Any], name: str) -> dict[str, Any]:
@@ -81,7 +75,7 @@ def test_latents_are_saved_and_decoded_after_a_restart(
     graph: Graph = {}
     for family, model in models.items():
         graph |= sampler(family, model) | decoder(family, [f"{family} sample", 0])
-    before = ran(server, graph)
+    before = server.run(graph)
     assert before["status"]["status_str"] == "success", message(before, "execution_error")
 
     shutil.copytree(server.base / "models", tmp_path / "models")
@@ -99,7 +93,7 @@ def test_latents_are_saved_and_decoded_after_a_restart(
     save_file(damaged, tmp_path / "input" / "damaged.latent")
 
     with legs.started(server.leg, tmp_path) as restarted:
-        after = ran(restarted, later)
+        after = restarted.run(later)
         assert after["status"]["status_str"] == "success", message(after, "execution_error")
         for family in models:
             found, expected = frames(restarted, after, family), frames(server, before, family)
@@ -110,8 +104,8 @@ def test_latents_are_saved_and_decoded_after_a_restart(
         assert all("loading component vae" in line for line in read), "no step is run anew"
 
         later["2b latents"]["inputs"]["latent"] = "damaged.latent"
-        failed = ran(restarted, later)
+        failed = restarted.run(later)
         assert "values are NaN or infinite already" in message(failed, "execution_error")["exception_message"]
         assert message(failed, "execution_error")["node_id"] == "2b decode"
         later["2b latents"]["inputs"]["latent"] = "2b.latent"
-        assert ran(restarted, later)["status"]["status_str"] == "success"
+        assert restarted.run(later)["status"]["status_str"] == "success"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 import legs
@@ -29,7 +28,7 @@ def _checkpoint(server: legs.Server) -> Iterator[None]:
 
 def test_the_guard_of_models_says_what_is_missing_and_lets_the_run_go_on(server: legs.Server) -> None:
     unguarded = make(server, graph(hot=True, without={"model"}))
-    shutil.rmtree(server.base / "user" / "onediff_guard" / "profiles", ignore_errors=True)
+    server.forget()
     guarded = make(server, graph(hot=True))
     assert guarded.frames.shape == (*SIZE, 3) and guarded.frames.std() > 2
     assert np.array_equal(guarded.frames, unguarded.frames)
@@ -37,25 +36,22 @@ def test_the_guard_of_models_says_what_is_missing_and_lets_the_run_go_on(server:
 
 
 def test_the_guard_of_vaes_works(server: legs.Server) -> None:
-    profiles = server.base / "user" / "onediff_guard" / "profiles"
-    shutil.rmtree(profiles, ignore_errors=True)
+    server.forget()
     plain = make(server, graph(hot=True, without=GUARDED))
     guarded = make(server, graph(hot=True, without={"model"}))
     assert plain.frames.max() == 0
     assert guarded.frames.std() > 2
     assert "1 part, 1 recomputed in fp32" in guarded.report("VAE decoder: AutoencoderKL computes in fp16")
-    assert len([*profiles.glob("*.json")]) == 1, "what was learned is kept for later runs"
+    assert len(server.profiles()) == 1, "what was learned is kept for later runs"
 
 
 def test_guard_every_workflow_guards_vaes_and_lets_models_run_on(server: legs.Server) -> None:
     by_hand = make(server, graph(hot=True, without={"model"}))
-    shutil.rmtree(server.base / "user" / "onediff_guard" / "profiles", ignore_errors=True)
+    server.forget()
     before = len(server.log_text())
     prompt = graph(hot=True, without=GUARDED)
-    answer = server.ask("/prompt", {"prompt": prompt, "extra_data": {"onediff_guard": True}})
-    entry = server.ended(answer["prompt_id"])
-    (file,) = (file for output in entry["outputs"].values() for file in output.get("images", []))
-    assert np.array_equal(frames_of(server.base / "output" / file["subfolder"] / file["filename"]), by_hand.frames)
+    (file,) = server.files_of(server.run(prompt, onediff_guard=True))
+    assert np.array_equal(frames_of(file), by_hand.frames)
     log = server.log_text()[before:]
     assert "guards nothing: This ComfyUI cannot wrap a MODEL's apply_model" in log
     assert "1 part, 1 recomputed in fp32" in log and "Traceback" not in log

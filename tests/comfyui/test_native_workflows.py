@@ -60,11 +60,8 @@ def server(leg: legs.Leg, base: Path, in_fp32: Made) -> Iterator[legs.Server]:
 
 
 @pytest.fixture
-def nothing_learned(base: Path) -> Path:
-    """The folder of profiles, empty."""
-    profiles = base / "user" / "onediff_guard" / "profiles"
-    shutil.rmtree(profiles, ignore_errors=True)
-    return profiles
+def nothing_learned(server: legs.Server) -> None:
+    server.forget()
 
 
 def test_the_stand_ins_of_other_tests_are_comfyuis_nodes(server: legs.Server) -> None:
@@ -103,11 +100,11 @@ def test_a_healthy_run_is_the_same_with_and_without_the_guards(server: legs.Serv
 
 
 def test_an_overflowing_model_is_black_without_the_guards_and_right_with_them(
-    server: legs.Server, in_fp32: Made, nothing_learned: Path
+    server: legs.Server, in_fp32: Made, nothing_learned: None
 ) -> None:
     plain = make(server, graph(hot=True, half=True, without=GUARDED))
     guarded = make(server, graph(hot=True, half=True))
-    kept = [json.loads(file.read_text(encoding="utf-8")) for file in nothing_learned.glob("*.json")]
+    kept = [json.loads(file.read_text(encoding="utf-8")) for file in server.profiles()]
     assert {profile["model"] for profile in kept} >= {MODEL, f"{VAE}, VAE decoder"}
     assert all(profile["learned"]["all_layers_scaled"] for profile in kept)
     assert guarded.frames.shape == in_fp32.frames.shape == (*SIZE, 3)
@@ -142,7 +139,7 @@ def test_the_probe_takes_what_the_sampler_takes(server: legs.Server) -> None:
 
 
 def test_the_page_runs_it_and_shows_both_reports_on_the_guard(
-    server: legs.Server, nothing_learned: Path, pictures: Path
+    server: legs.Server, nothing_learned: None, pictures: Path
 ) -> None:
     with browser.canvas(server.url, pictures) as canvas:
         canvas.load(read(ui_file(NAME)))

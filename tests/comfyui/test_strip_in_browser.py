@@ -109,7 +109,7 @@ def ran(canvas: browser.Canvas, more: Mapping[str, Any] = MappingProxyType({})) 
 @pytest.fixture
 def unknown_model(server: legs.Server) -> str:
     """A model whose runs have taught nothing yet."""
-    shutil.rmtree(server.base / "user" / "onediff_guard" / "profiles", ignore_errors=True)
+    server.forget()
     models = server.base / "models" / "diffusers"
     return shutil.copytree(models / INSIDE, models / uuid4().hex).name
 
@@ -162,10 +162,7 @@ def test_what_is_of_an_earlier_run_says_so_until_its_node_has_run(canvas: browse
     prompt = max(canvas.ask("/api/history").values(), key=lambda run: run["prompt"][0])["prompt"][1]
 
     def after(event: str, **detail: Any) -> dict[str, Any]:
-        canvas.evaluate(
-            "([kind, detail]) => app.api.dispatchEvent(new CustomEvent(kind, {detail}))",
-            [event, {"prompt_id": prompt, **detail}],
-        )
+        canvas.dispatch(event, prompt_id=prompt, **detail)
         canvas.settle()
         return canvas.evaluate(STRIPS)
 
@@ -390,7 +387,7 @@ def test_a_native_guard_has_one_of_all_samplers_that_use_it(
         "OneDiffGuardNaNGuardNative",
     )
     canvas.load(WORKFLOW)  # another tab
-    canvas.evaluate("detail => app.api.dispatchEvent(new CustomEvent('onediff_guard.report', {detail}))", detail)
+    canvas.dispatch("onediff_guard.report", **detail)
     assert canvas.evaluate(STRIPS) == {}
     for _ in ("once", "and again"):
         canvas.click(".workflow-tabs .workflow-label >> nth=-2")

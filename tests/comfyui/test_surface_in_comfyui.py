@@ -85,7 +85,7 @@ class Runs:
         shutil.rmtree(self.server.base / "profiles", ignore_errors=True)
         shutil.rmtree(self.server.base / "output")
         (self.server.base / "output").mkdir()
-        self._queue(prompt, {"onediff_guard": guarded})
+        self._queue(prompt, onediff_guard=guarded)
         return {file.stem: torch.load(file) for file in (self.server.base / "output").glob("*.pt")}
 
     def run_pipeline(self) -> np.ndarray:
@@ -96,15 +96,14 @@ class Runs:
             for node in prompt.values():
                 node["inputs"] |= {field: value} if node["class_type"] == kind else {}
         self.server.ask("/free", {"free_memory": True, "unload_models": True})  # at the latest behind the next one
-        self._queue({"1": {"class_type": "TestEmpty", "inputs": {}}}, {})
-        (saved,) = [file for output in self._queue(prompt, {}).values() for file in output.get("images", [])]
-        return frames_of(self.server.base / "output" / saved["subfolder"] / saved["filename"])
+        self._queue({"1": {"class_type": "TestEmpty", "inputs": {}}})
+        (saved,) = self.server.files_of(self._queue(prompt))
+        return frames_of(saved)
 
-    def _queue(self, prompt: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-        answer = self.server.ask("/prompt", {"prompt": prompt, "client_id": "nobody", "extra_data": extra})
-        entry = self.server.ended(answer["prompt_id"])
+    def _queue(self, prompt: dict[str, Any], **extra: Any) -> dict[str, Any]:
+        entry = self.server.run(prompt, client_id="nobody", **extra)
         assert entry["status"]["status_str"] == "success", self.server.tail(80)
-        return entry["outputs"]
+        return entry
 
     def hide(self, name: str, how: str = "", kind: str = "") -> str:
         return self.server.ask("/hidden", {"name": name, "how": how, "kind": kind})["why_not"]

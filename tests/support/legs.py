@@ -187,6 +187,26 @@ class Server:
         wait_until(lambda: prompt_id in self.history(), lambda: f"the prompt does not end:\n{self.tail()}")
         return self.history()[prompt_id]
 
+    def run(self, prompt: dict[str, Any], client_id: str | None = None, **extra: Any) -> dict[str, Any]:
+        """Queue a prompt, by default of no page. Returns what the history says of it, once it has ended."""
+        told = {"prompt": prompt, "extra_data": extra} | ({"client_id": client_id} if client_id else {})
+        answer = self.ask("/prompt", told)
+        return self.ended(answer["prompt_id"])
+
+    def files_of(self, entry: dict[str, Any]) -> list[Path]:
+        """Pictures and videos that a run made, by its entry in the history."""
+        made = [image for output in entry["outputs"].values() for image in output.get("images", [])]
+        return [self.base / "output" / image["subfolder"] / image["filename"] for image in made]
+
+    def profiles(self) -> list[Path]:
+        """What runs have learned."""
+        return [*(self.base / "user" / "onediff_guard" / "profiles").glob("*.json")]
+
+    def forget(self) -> None:
+        """What runs have learned."""
+        for profile in self.profiles():
+            profile.unlink()
+
     def tail(self, lines: int = 60) -> str:
         return "\n".join(self.log_text().splitlines()[-lines:])
 
