@@ -1,6 +1,6 @@
-"""OneDiff-compiled diffusion pipelines for ComfyUI that never come out black.
+"""ComfyUI nodes for diffusion pipelines that detect NaN and infinite steps and recompute them in fp32.
 
-ComfyUI reads the attributes below when it starts; they are looked up on demand, so that importing costs nothing.
+ComfyUI reads the attributes below at startup; they are imported on demand, so that importing this package is cheap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The console command `onediff-guard`, and `python -m comfyui_onediff_guard`: what headless/ offers, and the demo."""
+"""The console command `onediff-guard`, and `python -m comfyui_onediff_guard`: headless/'s subcommands, and the demo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUBCOMMANDS = (*cli.SUBCOMMANDS[:3], DEMO, *cli.SUBCOMMANDS[3:])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code; see `ExitCode`."""
+    """Run the command. Returns the exit code; see `ExitCode`."""
     return cli.main(argv, SUBCOMMANDS)
 
 

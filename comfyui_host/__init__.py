@@ -1,1 +1,1 @@
-"""The one package that knows ComfyUI: what is asked of it, and its own MODEL and VAE under the guard and the probe."""
+"""The only package that calls ComfyUI: its services, the guard for its MODEL and VAE, the probe for its MODEL."""

@@ -1,6 +1,6 @@
-"""Tell the page of a run whose pictures came out non-finite or black, so that it can offer to run it again, guarded.
+"""Report a run with non-finite or black images to the page, so that the page can offer a guarded rerun.
 
-ComfyUI 0.33 and newer show each node's outputs to cache providers. Ours looks at them, and caches nothing.
+ComfyUI 0.33 and newer pass each node's outputs to cache providers. Ours checks the outputs, and caches nothing.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from . import host
 from .guarded_prompt import computes, outputs_of, with_guards
 
 NON_FINITE, BLACK = "non-finite", "black"
-MOST_NODES, MOST_CHARACTERS = 100, 100_000  # of a prompt that is looked at
-SECONDS_TO_QUEUE = 60.0  # until a prompt that was not refused is in the queue
+MOST_NODES, MOST_CHARACTERS = 100, 100_000  # limits for a prompt that is checked
+SECONDS_TO_QUEUE = 60.0  # at most, between the request and its entry in the queue
 logger = logging.getLogger(__name__)
 
 
 def watch(data: dict[str, Any]) -> dict[str, Any]:
-    """Look at the outputs of a prompt that was queued from a page, where this ComfyUI shows them. Returns the request,
-    which gets an id for its prompt where it has none.
+    """Check the outputs of a prompt that was queued from a page, if this ComfyUI has cache providers. Returns the
+    request, with a new `prompt_id` if it had none.
 
-    ComfyUI hashes what each node's outputs hang on, for as long as it has a cache provider: so ours comes off with the
-    last prompt that is looked at, and prompts with large values are left alone.
+    While a cache provider is registered, ComfyUI hashes all inputs that each node depends on. So ours is unregistered
+    after the last checked prompt, and prompts with large values are not checked.
     """
     providers: Any = sys.modules.get("comfy_execution.cache_provider")
     if providers is None or not _is_looked_at(data.get("prompt"), data.get("client_id")):
@@ -44,12 +44,12 @@ def watch(data: dict[str, Any]) -> dict[str, Any]:
 
 _lock = threading.Lock()
 _watching: list[Any] = []  # our cache provider, while it is registered
-_awaited: dict[str, float] = {}  # the ids of prompts that are to be looked at, and when they came
+_awaited: dict[str, float] = {}  # prompt id → `time.monotonic()` of its request, for prompts to check
 
 
 def _come_off(ended: str = "") -> None:
-    """Take the provider off where no prompt is to be looked at any more. Those that were refused, or taken from the
-    queue, never end: ComfyUI is given a minute to queue one."""
+    """Unregister the provider if no prompt is left to check. Forgets `ended`, and refused or removed prompts: those
+    that are not in the queue SECONDS_TO_QUEUE after their request."""
     running, pending = host.server().prompt_queue.get_current_queue_volatile()
     queued = {item[1] for item in (*running, *pending)} - {ended}
     with _lock:
@@ -61,7 +61,7 @@ def _come_off(ended: str = "") -> None:
 
 
 def _is_looked_at(prompt: Any, client_id: Any) -> bool:
-    """Whether a prompt comes from a page, is small, and has no guard where it could have one."""
+    """Return whether a prompt comes from a page, is small, and could get at least one guard."""
     if not client_id or not isinstance(prompt, dict):
         return False
     inputs = [node.get("inputs") for node in prompt.values() if isinstance(node, dict)]
@@ -74,8 +74,8 @@ class _Watch:
     """A cache provider, before ComfyUI's class of them: each of its methods may be called from the thread that executes
     prompts, and raise nothing."""
 
-    prompt_id = ""  # of the prompt that runs, where it is looked at
-    found: tuple[str, str] | None = None  # of this prompt: a node, and what is wrong with what it put out
+    prompt_id = ""  # the id of the running prompt, if it is checked
+    found: tuple[str, str] | None = None  # the id of the first node with a bad output, and its problem
 
     def should_cache(self, context: Any, value: Any = None) -> bool:
         if value is not None and self.prompt_id and self.found is None:
@@ -101,7 +101,7 @@ class _Watch:
             _come_off(prompt_id)
 
     def _tell(self) -> None:
-        """Tell of what was found in a prompt that ends, where a guard may have prevented it."""
+        """Report a finding to the page when the prompt ends, if a guard could have prevented it."""
         server, found = host.server(), self.found
         if not found or server.client_id is None:
             return
@@ -116,10 +116,10 @@ class _Watch:
 
 
 def problem_of(outputs: Any, types: Sequence[str]) -> str:
-    """ "non-finite" or "black" of what a node put out; "" where nothing is wrong with it.
+    """Return "non-finite" or "black" if a node's output is so; "" if nothing is wrong.
 
-    outputs: a list for each slot. types: of the slots; pictures and latents are looked at. A sum shows whether a value
-    is non-finite in a fraction of isfinite's time.
+    outputs: a list of values for each slot. types: the slots' types; only IMAGE and LATENT are checked. The sum is
+    checked first: it finds a non-finite value in a fraction of isfinite's time.
     """
     import torch
 
@@ -128,7 +128,7 @@ def problem_of(outputs: Any, types: Sequence[str]) -> str:
             continue
         for item in slot if isinstance(slot, list) else [slot]:
             held = item.get("samples") if isinstance(item, dict) else item
-            for tensor in getattr(held, "tensors", [held]):  # ComfyUI's nested ones have several
+            for tensor in getattr(held, "tensors", [held]):  # ComfyUI's NestedTensor has several
                 if not isinstance(tensor, torch.Tensor) or tensor.is_nested or not tensor.is_floating_point():
                     continue
                 total = tensor.sum(dtype=torch.float32).item() if tensor.numel() else 1.0
@@ -140,7 +140,7 @@ def problem_of(outputs: Any, types: Sequence[str]) -> str:
 
 
 def _before(prompt: dict[str, Any], node_id: str) -> set[str]:
-    """A node, and those that it hangs on."""
+    """Return the ids of a node and of all nodes that it depends on."""
     found, left = set[str](), [node_id]
     while left:
         each = left.pop()

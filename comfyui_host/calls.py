@@ -1,12 +1,11 @@
-"""One call of a ComfyUI MODEL, as its wrapper of `apply_model` sees it; the same call again, in fp32; and what networks
-and caches remember between the two.
+"""One call of a ComfyUI MODEL: its `apply_model` wrapper, its fp32 rerun, and the state that networks and caches keep.
 
-ComfyUI keeps wrappers for each MODEL. Around `apply_model` inputs are not cast to half precision yet, and what other
-packs wrap stays in the chain.
+ComfyUI stores wrappers per MODEL. The inputs of `apply_model` are not cast to half precision yet, and other packs'
+wrappers stay in the chain.
 
-EasyCache skips the model by what it saw before; Wan's autoregressive sampler and Wan-Animate 2 keep keys, values and
-activations in `transformer_options`; HiDream-O1 keeps them on itself, from one run to the next. A call that fails has
-written there already, and the same call again would go on from that.
+EasyCache skips the model by what it recorded in earlier steps; Wan's autoregressive sampler and Wan-Animate 2 keep
+keys, values and activations in `transformer_options`; HiDream-O1 keeps them on its network, from one run to the next. A
+failed call has already written to this state, so it is restored before the rerun.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from .compat import NotInComfyUI, unless_changed
 from .layers import loaded_anew, products_in_fp32, weights_as_stored
 from .pack_variables import PackVariables, modules_of_packs
 
-KEY = "onediff_guard"  # of our wrappers on a MODEL
+KEY = "onediff_guard"  # the key of our wrappers on a MODEL, and of the run in transformer_options
 _KINDS = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "APPLY_MODEL")
 ATTENTION_OVERRIDE = "optimized_attention_override"  # in transformer_options
 TAKE_FP32 = {f"attention_{name}" for name in ("basic", "sub_quad", "split", "xformers", "pytorch")}
@@ -53,7 +52,7 @@ _INPUTS = {
 
 
 def _outside_of_allocation_graphs() -> AbstractContextManager[object]:
-    """Inside, ComfyUI does not record what is allocated (since 0.35): it frees that with the block that is computed."""
+    """Return a context in which ComfyUI (since 0.35) records no allocations: it frees these with the current block."""
     pause = getattr(sys.modules.get("comfy.model_prefetch"), "pause_malloc_graph", None)
     if pause is None:
         _check_that_none_is_missing()
@@ -69,10 +68,10 @@ shared.lasting = _outside_of_allocation_graphs
 
 
 def wrapped(patcher: Any, wrappers: Mapping[str, Callable[..., Any]]) -> Any:
-    """A clone of a MODEL (ComfyUI's ModelPatcher) with wrappers in place of those that we gave it before.
+    """Return a clone of a MODEL (ComfyUI's ModelPatcher) with these wrappers in place of our earlier ones.
 
-    wrappers: by kind, of _KINDS.
-    Raises NotInComfyUI where ComfyUI is too old to have them.
+    wrappers: kind (one of _KINDS) → wrapper.
+    Raises NotInComfyUI if ComfyUI is too old for wrappers, or its WrapperExecutor has changed.
     """
     extension: Any = sys.modules.get("comfy.patcher_extension")
     kinds: Any = getattr(extension, "WrappersMP", None)
@@ -88,7 +87,7 @@ def wrapped(patcher: Any, wrappers: Mapping[str, Callable[..., Any]]) -> Any:
 
 
 def _check_that_it_goes_on(executor: Any) -> None:
-    """A wrapper that cannot go on with what it is around must not be put there."""
+    """Raise NotInComfyUI if our wrappers could not call the rest of the chain."""
     call = signature(executor.__call__)
     try:
         call.bind(executor, torch.Tensor(), transformer_options={})
@@ -98,7 +97,7 @@ def _check_that_it_goes_on(executor: Any) -> None:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """model: ComfyUI's BaseModel. arguments: by name, for `apply_model` and `apply_model_in_fp32`."""
+    """One call. model: ComfyUI's BaseModel. arguments: by name, for `apply_model` and `apply_model_in_fp32`."""
 
     model: Any
     arguments: dict[str, Any]
@@ -110,17 +109,17 @@ class ModelCall:
 
     @property
     def name(self) -> str:
-        """The name of the model, for people."""
+        """The model's name in messages."""
         return type(getattr(self.model, "model_config", self.model)).__name__
 
     @property
     def dtype(self) -> torch.dtype:
-        """It computes in."""
+        """The dtype that the model computes in."""
         return self.model.manual_cast_dtype or self.model.get_dtype()
 
     @property
     def patched(self) -> frozenset[str]:
-        """Names of the network's weights that LoRAs and their kind change, in memory or as they go."""
+        """Names of the network's weights that LoRAs and other weight patches change, in memory or as the layer runs."""
         patcher = self.model.current_patcher
         return frozenset(str(name).removeprefix("diffusion_model.") for name in (patcher.patches if patcher else ()))
 
@@ -130,7 +129,7 @@ class ModelCall:
 
 
 def around_apply_model(made_by: Callable[[ModelCall], Any]) -> Callable[..., Any]:
-    """A wrapper of `apply_model`, of kind APPLY_MODEL, in which `made_by` makes the denoised latents."""
+    """Return an APPLY_MODEL wrapper of `apply_model`, in which `made_by` computes the denoised latents."""
 
     def wrapper(
         executor: Any,
@@ -142,7 +141,7 @@ def around_apply_model(made_by: Callable[[ModelCall], Any]) -> Callable[..., Any
         transformer_options: dict[str, Any] | None = None,
         **conditions: Any,
     ) -> Any:
-        """executor: goes on with the chain, and ends in ComfyUI itself. x: noisy latents, float32. t: sigma."""
+        """executor: calls the rest of the chain, which ends in ComfyUI itself. x: noisy latents, float32. t: sigma."""
         given = {"x": x, "c_concat": c_concat, "c_crossattn": c_crossattn, **conditions}
         call = ModelCall(executor.class_obj, {"executor": executor, **given, "timestep": t, "control": control})
         memory = CallMemory(call.network, transformer_options or {}, call.dtype, (given, t, control))
@@ -170,7 +169,7 @@ def around_apply_model(made_by: Callable[[ModelCall], Any]) -> Callable[..., Any
 
 
 def _broken(given: Mapping[str, Any]) -> str:
-    """ "latents with 3", of the first that is not finite; "" where all are."""
+    """Return the first input with non-finite values and their number, as "latents with 3"; "" if all are finite."""
     for name, value in given.items():
         if broken := sum(map(non_finite, floating(value))):
             what = _INPUTS.get(name, f"condition '{name}'")
@@ -181,18 +180,18 @@ def _broken(given: Mapping[str, Any]) -> str:
 def apply_model(
     *, executor: Any, memory: CallMemory, control: Any, options: Mapping[str, Any] = MappingProxyType({}), **given: Any
 ) -> Any:
-    """Goes on with the chain. ControlNet's residuals are taken off their lists as they are used: off a copy, so that
-    the call can be made again. options: beside those that ComfyUI gave."""
+    """Call the rest of the chain. Networks take ControlNet residuals off their lists as they use them: they get copies
+    of the lists, so that the call can be repeated. options: added to ComfyUI's transformer_options."""
     control = pytree.tree_map(lambda residual: residual, control)
     by_position = [given.pop(name) for name in ("x", "timestep", "c_concat", "c_crossattn")]
     return executor(*by_position, control, memory.of_a_call(options), **given)
 
 
 def calls_others(thorough: bool, *, executor: Any, memory: CallMemory, **_: Any) -> bool:
-    """Return whether a call runs other nodes' and packs' code amid the network: what they put into its options, or in
-    place of modules or their methods. Many such patches begin to work in a later step.
+    """Return whether a call runs code of other nodes or packs inside the network: functions in its options, hooks,
+    replaced modules or methods. Many such patches become active only in a later step.
 
-    thorough: whether all modules are looked at (for SDXL's, 3 ms), or the network itself alone.
+    thorough: check all modules (3 ms for SDXL), not the network's own alone.
     """
     network = executor.class_obj.diffusion_model
     if any(map(_is_patched, network.modules() if thorough else [network])):
@@ -212,7 +211,7 @@ def _is_patched(module: torch.nn.Module) -> bool:
 
 
 def apply_model_in_full(*, executor: Any, **call: Any) -> Any:
-    """From the weights as they are stored, by layers and kernels that take float32."""
+    """Call the model from its weights as stored, with layers and attention kernels that take float32."""
     call["memory"].in_full = True
     with products_in_fp32(executor.class_obj.diffusion_model), weights_as_stored():
         attention = _attention_beside(call["memory"].options.get(ATTENTION_OVERRIDE), call["memory"])
@@ -226,7 +225,7 @@ def apply_model_in_fp32(*, memory: CallMemory, **call: Any) -> Any:
 
 
 def load_anew(*, executor: Any, timestep: Any, memory: CallMemory, **given: Any) -> bool:
-    """Have ComfyUI load the model's weights once more; says whether it did. Not where its inputs are to blame."""
+    """Have ComfyUI reload the model's weights. Returns whether it did; it does not if an input is NaN or infinite."""
     memory.forget()
     if _broken(given) or not loaded_anew(executor.class_obj):
         return False
@@ -235,11 +234,11 @@ def load_anew(*, executor: Any, timestep: Any, memory: CallMemory, **given: Any)
 
 
 def _attention_beside(theirs: Callable[..., Any] | None, memory: CallMemory) -> Callable[..., Any]:
-    """Return an override for one call of the model. theirs: another pack's, if there is one.
+    """Return an attention override for one call in fp32. theirs: another pack's override; None if there is none.
 
-    One that adds to attention, or takes from it, asks for the attention that it is around, which is ours then, or
-    makes something else than that. One that makes the same is another kernel, which gives way, and so does one that is
-    known for a kernel by its name, or fails with what it is given, which `memory` notes.
+    An override that changes attention calls the attention that it wraps, here ours, or returns a different result: it
+    stays. An override with the same result is another kernel: PyTorch's attention replaces it. PyTorch's attention also
+    replaces an override that is a kernel by its name, or that fails; `memory.gave_way` gets the name of a failed one.
     """
     if theirs is None or _is_known_kernel(theirs):
         return _attention_in_fp32
@@ -272,29 +271,29 @@ def _attention_beside(theirs: Callable[..., Any] | None, memory: CallMemory) -> 
     return override
 
 
-# how other packs' are named: attention_override_sage, PatchSageAttention, sageattn; not usage, message
+# names of other packs' kernels: attention_override_sage, PatchSageAttention, sageattn; not usage, message
 _KERNELS = re.compile(r"(?i:xformers)|(?<![A-Za-z])(?i:sage|flash)|(?<=[a-z])(?:Sage|Flash)")
-_SAME = 0.02  # of a norm
+_SAME = 0.02  # relative error, by norms, up to which two results count as the same
 
 
 def _is_known_kernel(override: Any) -> bool:
-    """Return whether an override is a kernel by its name, or one that ComfyUI's own node puts in. Of a pack's module,
-    which ComfyUI calls by its path, the last part alone is the pack's."""
+    """Return whether an override is a kernel by its name, or is set by ComfyUI's own node. ComfyUI names a pack's
+    module by its path, so only the last part of it is checked."""
     module = str(getattr(override, "__module__", ""))
     named = f"{Path(module).name}.{getattr(override, '__qualname__', '')}"
     return module.startswith("comfy.model_patcher") or bool(_KERNELS.search(named))
 
 
 def _is_another_kernel(made: Any, plain: torch.Tensor) -> bool:
-    """Return whether an attention made what PyTorch's makes, or what no precision of its own makes finite."""
+    """Return whether an attention's result is PyTorch's, within _SAME; also if their difference is NaN."""
     if not isinstance(made, torch.Tensor) or made.shape != plain.shape:
         return False
     return not bool((made.float() - plain.float()).norm() > _SAME * plain.float().norm())
 
 
 def _attention_in_fp32(chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Kernels for half precision alone (sage, flash, another pack's) give way to PyTorch's own. Where products are in
-    half precision so do the others, which would multiply in float32, if the device has a fused kernel."""
+    """Call `chosen`; PyTorch's attention instead, if `chosen` takes half precision only (sage, flash, another pack's),
+    or if products are in half precision and the device has a fused kernel: `chosen` would use float32."""
     if getattr(chosen, "__name__", "") not in TAKE_FP32 or _is_fused(*args, **kwargs):
         chosen = sys.modules["comfy.ldm.modules.attention"].attention_pytorch
     return chosen(*args, **kwargs)
@@ -315,9 +314,9 @@ def _is_fused(*args: Any, heads: int = 0, skip_reshape: bool = False, **_: Any) 
 
 _EASYCACHE = "easycache"  # in transformer_options
 _POSES, _PREFIXES = "animate2_cache", "prefix_cache"  # in transformer_options; on a network
-# in transformer_options: of whole videos, to which a call adds its own, or puts tensors in others' places
+# in transformer_options: caches of a whole video, in which each call adds or replaces tensors
 _REWRITTEN = ("ar_state", _POSES)
-# ComfyUI's memory manager, and what holds whole models: what they note of a network is no state of a call
+# modules whose objects are no state of a call: the memory manager, holders of whole models, ComfyUI's server
 OPAQUE = (
     *("comfy.ops.", "comfy.quant_ops.", "comfy.model_patcher.", "comfy.model_management.", "comfy.model_base."),
     *("comfy.multigpu.", "comfy.patcher_extension.", "comfy.hooks.", "comfy.sd.", "comfy.memory_management."),
@@ -327,14 +326,14 @@ OPAQUE = (
 
 
 class CallMemory:
-    """For one call of a network, made once or several times: each begins with what was remembered before the first.
+    """The state around one call of a network, which may be attempted several times, each time from the initial state.
 
-    The rerun that counts leaves what it wrote, in half precision where a call in half precision would have it so and it
-    fits. Prompts that a network remembers of it are forgotten, and where every call failed, all is.
+    The rerun that counts keeps its writes, cast to the half precision that an attempt in half precision writes, if they
+    fit. The network's own caches of prompts are not kept. If every attempt failed, everything is restored.
 
-    options: ComfyUI's transformer_options. dtype: the network computes in. given: what else it is called with.
-    in_full: a call was made in float32, all of it or in part.
-    gave_way: the name of another pack's attention that such a call did without, since it fails in float32.
+    options: ComfyUI's transformer_options. dtype: the network's dtype. given: the call's other arguments.
+    in_full: whether an attempt ran in float32, in whole or in part.
+    gave_way: the name of another pack's attention that was replaced in such an attempt, since it fails in float32.
     """
 
     in_full = False
@@ -357,7 +356,7 @@ class CallMemory:
 
     def _look(self) -> None:
         self._beside = self._beside_now()
-        self._dtypes = self._beside.dtypes  # and those of tensors that failed calls left there
+        self._dtypes = self._beside.dtypes  # later also those of tensors that failed calls left
         prefixes = getattr(self._network, _PREFIXES, None)
         rewritten = [prefixes] if hasattr(prefixes, "slots") else []
         self._within = Snapshot(self._network, opaque=OPAQUE, rewritten=rewritten)
@@ -368,18 +367,18 @@ class CallMemory:
 
     @unless_changed("knowing what memory a cache has pinned", ())
     def _pinned_now(self) -> Sequence[list[torch.Tensor]]:
-        """What caches have had ComfyUI pin."""
+        """Return the lists of tensors that ComfyUI has pinned for caches."""
         caches = self.options.get(_POSES), getattr(self._network, _PREFIXES, None)
         slots = [slot for cache in caches for slot in getattr(cache, "slots", ()) if isinstance(slot, dict)]
         return [slot["pinned"] for slot in slots if "pinned" in slot]
 
     @unless_changed("giving back memory that a cache had pinned for a call that does not count", None)
     def _unpin(self) -> None:
-        """What the latest call had ComfyUI pin, before that is freed: a card would go on to copy from that memory."""
+        """Unpin the tensors of the latest call, before they are freed: the device may still be copying from them."""
         for pinned in self._pinned_now():
             new = [each for each in pinned if id(each) not in self._pinned]
             if new and torch.accelerator.is_available():
-                torch.accelerator.synchronize()  # a call that has failed may have left a copy under way
+                torch.accelerator.synchronize()  # a failed call may have left a copy running
             for tensor in new:
                 sys.modules["comfy.model_management"].unpin_memory(tensor)
             pinned[:] = [each for each in pinned if id(each) in self._pinned]
@@ -389,8 +388,8 @@ class CallMemory:
         return Snapshot(*self._states, opaque=OPAQUE, rewritten=rewritten, in_functions=True)  # of patches and wrappers
 
     def of_a_call(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Options for one more call. They hold what the network's caches are in, and no copy of it in float32: what a
-        rerun writes there, later calls read. Raises GuardStopped where the call before it cannot be undone."""
+        """Return transformer_options for one more call, with the initial state. Caches in them are not cast to float32:
+        later calls read what a rerun writes there. Raises GuardStopped if the previous call cannot be undone."""
         if self._calls:
             if self._kept is None:  # else it was a rerun
                 self._dtypes |= self._beside.dtypes_now()
@@ -407,7 +406,7 @@ class CallMemory:
         return {**self.options, **self._easycache.of_a_call(), **more}
 
     def keep(self) -> None:
-        """The latest call, a rerun, is the one that counts. What it had pinned goes as well, for what is narrower."""
+        """Make the latest call, a rerun, the one that counts. Unpins its tensors: `settled` may replace them."""
         self._easycache.keep()
         self._unpin()
         self._kept = self._beside_now()
@@ -416,33 +415,33 @@ class CallMemory:
         self._kept_variables = PackVariables(self._packs)
 
     def forget(self) -> None:
-        """No call that was made counts."""
+        """Discard all calls so far, and restore the initial state."""
         self._easycache.forget()
         self._kept = self._kept_within = self._kept_variables = None
         self._rewind()
         self._calls = 0
 
     def nan_before(self) -> str:
-        """Where a network or its caches held NaN before the first call; "" where they did not."""
+        """Return the name of a tensor of the network or its caches that was NaN before the first call; "" if none."""
         return self._within.with_nan() or self._beside.with_nan()
 
     def renewed(self) -> None:
-        """The network was loaded anew, with its buffers."""
+        """Take the initial state again: the network was reloaded, with its buffers."""
         self._look()
 
     @contextmanager
     def settled(self) -> Generator[None]:
-        """Around all calls."""
+        """Wrap all attempts. Ends with the state of the call that counts; after an error, with the initial state."""
         try:
             yield
         except BaseException as error:
-            # other packs' variables may tell of an error of theirs
+            # after another error, packs' variables may describe it
             if lost := self._rewind(variables=isinstance(error, Told)):
                 error.lost = lost  # pyright: ignore[reportAttributeAccessIssue] - for Run.or_plain
             raise
         self._easycache.settle()
         if self._kept is not None:
-            otherwise = self._dtype if self._calls > 1 else None  # no call in half precision was made
+            otherwise = self._dtype if self._calls > 1 else None  # None: no call ran in half precision
             self._within.restore()
             if self._kept_within is not None:
                 self._kept_within.restore()
@@ -466,8 +465,8 @@ class CallMemory:
 
 
 def _captured(options: Mapping[str, Any]) -> dict[int, tuple[CellType, Any]]:
-    """Return what functions hold that a node has put into a model, by id. SDPose's keeps there what a layer is given
-    that it calls itself."""
+    """Return the closure cells of functions that nodes put into a model, and their contents, by the cell's id. SDPose's
+    node keeps there the input of the network's head, which it calls itself."""
     found: dict[int, tuple[CellType, Any]] = {}
     for function in pytree.tree_leaves([options.get(name) for name in ("patches", "patches_replace")]):
         for cell in getattr(function, "__closure__", None) or ():
@@ -477,11 +476,11 @@ def _captured(options: Mapping[str, Any]) -> dict[int, tuple[CellType, Any]]:
 
 
 class _EasyCache:
-    """What ComfyUI's EasyCache and LazyCache remember of the steps before, by which they skip the model.
+    """The state of ComfyUI's EasyCache or LazyCache: what they recorded in earlier steps, to skip the model.
 
-    They sit inside the guard, and several GPUs share them. So each call for one step starts from the same, in a copy,
-    and the one that counts leaves what it changed: else a rerun, with the inputs of the attempt before it, would be
-    skipped for what the attempt left. What another thread's call leaves at the same time stays.
+    They run inside the guard, and several GPUs share one state. So each attempt of a step begins with a copy of the
+    same state, and only the call that counts writes its changes back. Otherwise a rerun, with the attempt's inputs,
+    would be skipped because of the attempt. Changes that another thread writes at the same time stay.
     """
 
     def __init__(self, holder: Any):
@@ -524,7 +523,7 @@ _SETTLING = threading.Lock()
 
 
 def _settled(before: Any, after: Any, now: Any) -> Any:
-    """A value as it is now, with what one call changed in it."""
+    """Return the value `now` with the changes that one call made, from `before` to `after`."""
     if isinstance(after, dict) and isinstance(before, dict) and isinstance(now, dict):
         changed = {key: value for key, value in after.items() if before.get(key) is not value}
         return {key: value for key, value in now.items() if key in after or key not in before} | changed

@@ -1,4 +1,4 @@
-"""Where this ComfyUI lacks a function that we use, or has another one: what needs it is off, says why, and no run ends.
+"""Changes in ComfyUI: if a function that we use is missing or different, its feature is off and says why; no run fails.
 
 docs/comfyui-surface.md lists what we use.
 """
@@ -25,28 +25,28 @@ class NotInComfyUI(Told):
 
 
 def what_changed(error: BaseException) -> str:
-    """What this ComfyUI has otherwise than we know it, by an error that our own code met as it asked ComfyUI; "" of all
-    other errors, which are ComfyUI's, another pack's or the user's."""
+    """Return what is different in this ComfyUI, for an error that our own code met while using it; "" for all other
+    errors, which are ComfyUI's, another pack's or the user's."""
     if isinstance(error, NotInComfyUI):
         return message_of(error)
     if not isinstance(error, _KINDS) or isinstance(error, Told):
         return ""
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    while frames and frames[-1].co_name == "__getattr__":  # a module of PyTorch's looks for its parts
+    while frames and frames[-1].co_name == "__getattr__":  # the attribute lookup of a torch.nn.Module
         frames.pop()
     if not frames or not frames[-1].co_filename.startswith(_HERE):
         return ""
     return Message("this ComfyUI is not as this pack knows it ({}: {})", type(error).__name__, shown(str(error), 200))
 
 
-_HERE = what_changed.__code__.co_filename[: -len("compat.py")]  # as frames have it, however the pack was imported
+_HERE = what_changed.__code__.co_filename[: -len("compat.py")]  # as frames name it, however the pack was imported
 
 
 def unless_changed(off: str, default: Any, *, kinds: tuple[type[Exception], ...] = ()) -> Callable[[F], F]:
-    """Have a function that asks ComfyUI return a default where ComfyUI has changed, and the log tell it once.
+    """Make a function that uses ComfyUI return a default if ComfyUI has changed; the log says so once.
 
-    off: what does not work then. kinds: errors that tell of a change wherever they are raised, since ComfyUI is handed
-    something of ours to use.
+    off: the feature that does not work then. kinds: errors that mean a change wherever they are raised, for functions
+    that pass ComfyUI an object of ours.
     """
 
     def decorated(function: F) -> F:
@@ -56,7 +56,7 @@ def unless_changed(off: str, default: Any, *, kinds: tuple[type[Exception], ...]
                 return function(*args, **kwargs)
             except Exception as error:
                 why = what_changed(error) or (isinstance(error, kinds) and f"{type(error).__name__}: {error}")
-                if not why or getattr(error, "lost", ""):  # what was there before is gone
+                if not why or getattr(error, "lost", ""):  # lost: state that cannot be restored
                     raise
                 tell_once(off, why)
             return default
@@ -68,5 +68,5 @@ def unless_changed(off: str, default: Any, *, kinds: tuple[type[Exception], ...]
 
 @lru_cache(maxsize=256)
 def tell_once(off: str, why: str) -> None:
-    """Say in the log that something is off, and why."""
+    """Log once that a feature is off, and why."""
     logger.warning("Off: %s; %s", off, why)

@@ -1,8 +1,8 @@
-"""Guard every workflow: a NaN Guard before each use of a MODEL or VAE in a prompt that is queued.
+"""Guard every workflow: insert a NaN Guard before each use of a MODEL or VAE in a queued prompt.
 
-ComfyUI hands each prompt to its prompt handlers before it validates it. Ours puts guard nodes into a copy of those
-that are to be guarded; nothing is patched, and no workflow file changes. Whether one is to be guarded says, in this
-order: the prompt itself (`extra_data.onediff_guard`), the environment variable, and the settings of whoever queued it.
+ComfyUI passes each prompt to its prompt handlers before it validates it. Ours inserts guard nodes into a copy of the
+prompt; nothing is patched, and no workflow file changes. Whether a prompt is guarded is decided by, in this order: the
+prompt itself (`extra_data.onediff_guard`), the environment variable, and the settings of the user who queued it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .page_settings import DEFAULT, settings_of
 
 VARIABLE = "ONEDIFF_GUARD_EVERY_WORKFLOW"
 KEY = "onediff_guard"  # in a prompt's extra_data
-SETTING = "OneDiffGuard.EveryWorkflow"  # of the page (web/every_workflow.js)
+SETTING = "OneDiffGuard.EveryWorkflow"  # the id of the page's setting (web/every_workflow.js)
 FAST_FP16 = "OneDiffGuard.FastFp16"
-OFFER_RERUN = "OneDiffGuard.OfferRerun"  # on where nobody has set it
-INHERIT, AUTO = "inherit", "auto"  # what an inserted guard computes in
+OFFER_RERUN = "OneDiffGuard.OfferRerun"  # on by default
+INHERIT, AUTO = "inherit", "auto"  # precisions of an inserted guard
 
 _user: ContextVar[str] = ContextVar("onediff_guard_user", default=DEFAULT)
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @unless_changed("'Guard every workflow'", None)
 def install() -> None:
-    """Have ComfyUI's server, where there is one, hand us the prompts that are queued."""
+    """Register our prompt handler with ComfyUI's server, if there is one."""
     server = host.server()
     if server is None:
         return
@@ -44,7 +44,7 @@ def install() -> None:
 
 
 def on_prompt(data: Any, *_: Any, **_more: Any) -> Any:
-    """The request's JSON, with guards in its prompt where it is to be guarded. Never raises."""
+    """Return the request's JSON, with guards in its prompt if the prompt is to be guarded. Never raises."""
     started = time.perf_counter()
     try:
         data = _without_summaries(data)
@@ -67,7 +67,7 @@ def on_prompt(data: Any, *_: Any, **_more: Any) -> Any:
 
 
 def wanted(data: Any) -> str:
-    """The precision of the guards that a prompt is to have: "inherit" or "auto"; "" where it is to have none."""
+    """Return the precision of the guards in a prompt: "inherit" or "auto"; "" if it gets none."""
     extra = data.get("extra_data") if isinstance(data, dict) else None
     settings = settings_of(_user.get())
     automatic = AUTO if settings.get(FAST_FP16) is True else INHERIT
@@ -79,7 +79,7 @@ def wanted(data: Any) -> str:
 
 
 def _without_summaries(data: Any) -> Any:
-    """The request, which may come from the history, without what is said there of the run that it was."""
+    """Return the request without report lines of an earlier run: a prompt from the history carries those."""
     extra = data.get("extra_data") if isinstance(data, dict) else None
     if not isinstance(extra, dict) or host.SUMMARIES not in extra:
         return data
@@ -87,7 +87,7 @@ def _without_summaries(data: Any) -> Any:
 
 
 def _note_users(server: Any) -> None:
-    """Have prompts be handled in a context that knows whose they are: handlers are not told."""
+    """Set the user of each request in a context variable, since ComfyUI does not pass the user to prompt handlers."""
     from aiohttp import web
 
     @web.middleware

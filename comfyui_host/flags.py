@@ -1,7 +1,7 @@
-"""ComfyUI's flags about memory and precision that its user may expect of this pack's pipelines, and what each does.
+"""ComfyUI's flags on memory and precision, and the effect of each on this pack's pipelines.
 
-ComfyUI applies all of them to its own models, under the NaN Guard too. A pipeline's components are diffusers' modules
-under ComfyUI's memory manager: what that decides holds for them, and what ComfyUI's own layers and loaders do does not.
+ComfyUI applies all of them to its own models, also under the NaN Guard. A pipeline's components are diffusers modules
+under ComfyUI's memory manager: flags of the manager apply to them, flags of ComfyUI's own layers and loaders do not.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 
 from ..pipelines.insight.diagnosis import Flag
 
-HONOURED = "honoured"  # ComfyUI, or PyTorch, does it to pipelines as to all else
+HONOURED = "honoured"  # ComfyUI or PyTorch applies it to pipelines too
 MAPPED = "mapped"  # this pack reads it
 NO_EFFECT = "no effect"
 
 _WISHES = {"lowvram": "group", "novram": "sequential", "highvram": "none", "gpu_only": "none"}
-_SET_BY = {"fp16_unet": "force_fp16", "cache_classic": "high_ram"}  # which ComfyUI sets with another one
+_SET_BY = {"fp16_unet": "force_fp16", "cache_classic": "high_ram"}  # flag → the flag with which ComfyUI sets it
 
 
 class Row(NamedTuple):
-    """Flags that do the same. One that takes a choice is followed by it."""
+    """Flags with the same effect. A flag that takes a choice is followed by the choice."""
 
     names: tuple[str, ...]
     effect: str
-    here: str  # in this pack's pipelines, or what to choose instead
-    native: str = ""  # for ComfyUI's own models under the NaN Guard; "" where nothing is to be added
+    here: str  # the effect in this pack's pipelines, or the setting to use instead
+    native: str = ""  # a remark on ComfyUI's own models under the NaN Guard; "" for none
 
 
 def _none(here: str, *names: str, native: str = "") -> Row:
@@ -32,7 +32,7 @@ def _none(here: str, *names: str, native: str = "") -> Row:
 
 
 def _precision(dtype: str, node: str, name: str, *, wider: bool = False) -> Row:
-    """wider: 'auto' keeps to it as well, where it is fp32."""
+    """Return the row of a precision flag. wider: precision 'auto' follows the flag too, if it is fp32."""
     under = "'inherit' and 'auto'" if wider and dtype == "fp32" else "'inherit'"
     native = f"counts under NaN Guard's precision {under}; another takes its place"
     return _none(f"choose precision '{dtype}' at {node}", name, native=native)
@@ -55,7 +55,7 @@ _CACHED = (
 )
 
 ROWS = (
-    # --- how much of the card is used
+    # --- memory
     Row(("--reserve-vram",), HONOURED, "ComfyUI keeps it free whenever it makes room for a component or a call"),
     Row(("--disable-smart-memory",), HONOURED, "ComfyUI moves all else off the card when it loads a component"),
     Row(("--lowvram",), MAPPED, "the loader's offload 'auto' begins with 'group'; another is taken as it is"),
@@ -71,7 +71,7 @@ ROWS = (
     _none(_DYNAMIC, "--enable-dynamic-vram", "--disable-dynamic-vram", "--disable-nvml-pressure", "--fast-disk"),
     _none("dynamic VRAM is for ComfyUI's own models: choose --reserve-vram", "--vram-headroom"),
     Row(("--cache-classic", "--cache-lru", "--cache-none", "--cache-ram"), HONOURED, _CACHED),
-    # --- what is computed in
+    # --- precision
     *(_precision(dtype, "the loader", f"--force-{dtype}", wider=True) for dtype in _DTYPES),
     *(_precision(dtype, "the sampler", f"--{dtype}-unet", wider=True) for dtype in _DTYPES),
     _none(
@@ -95,7 +95,7 @@ ROWS = (
         MAPPED,
         "2D convolutions of UNets and VAEs lie so, as with OneDiff Compile's layout 'channels-last'",
     ),
-    # --- by which kernels
+    # --- kernels
     _none(
         _ATTENTION,
         *("--use-split-cross-attention", "--use-quad-cross-attention", "--use-sage-attention"),
@@ -128,21 +128,21 @@ ROWS = (
 
 
 def given(options: Any, parser: Any = None) -> tuple[Flag, ...]:
-    """Return what ComfyUI was started with, in the order of the table, as its user would write it.
+    """Return the flags that ComfyUI was started with, in the order of the table, as its user would write them.
 
-    options: that its parser returned. parser: that one, where ComfyUI keeps it: it knows the defaults.
+    options: the parser's result. parser: ComfyUI's parser, for the defaults; None if ComfyUI does not keep it.
     """
     found = ((row, _written(name, options, parser)) for row in ROWS for name in row.names)
     return tuple(Flag(written, row.effect, row.here, row.native) for row, written in found if written)
 
 
 def wish(options: Any) -> str:
-    """Return the offload that ComfyUI's flags ask for: "none", "group" or "sequential"; "" where they ask for none."""
+    """Return the offload that ComfyUI's flags ask for: "none", "group" or "sequential"; "" without such a flag."""
     return next((offload for flag, offload in _WISHES.items() if getattr(options, flag, False)), "")
 
 
 def _written(name: str, options: Any, parser: Any) -> str:
-    """A flag with its value; "" where it was not given."""
+    """Return a flag with its value; "" if it was not given."""
     flag, _, choice = name.partition(" ")
     key = flag.removeprefix("--").replace("-", "_")
     value = getattr(options, key, None)

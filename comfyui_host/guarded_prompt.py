@@ -1,15 +1,15 @@
-"""Which inputs of a queued prompt get a guard: those by which a node computes with a MODEL or a VAE."""
+"""Insert guards into a queued prompt: at each input by which a node computes with a MODEL or a VAE."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-INSERTED = "onediff_guard_"  # the ids of inserted guards begin so
-INHERIT = "inherit"  # what an inserted guard computes in; or "auto"
+INSERTED = "onediff_guard_"  # prefix of inserted guards' ids
+INHERIT = "inherit"  # the precision of an inserted guard; or "auto"
 
 _GUARD = "OneDiffGuardNaNGuardNative"
-_SLOTS = {"MODEL": (0, "model"), "VAE": (1, "vae")}  # of the guard
+_SLOTS = {"MODEL": (0, "model"), "VAE": (1, "vae")}  # type → the guard's slot and input
 _OURS = "OneDiffGuard"
 _ANY = {"*", "COMFY_MATCHTYPE_V3"}
 _NOTHING_COMPUTED = {"INT", "FLOAT", "STRING", "BOOLEAN", "SIGMAS", "LORA_MODEL", "LOSS_MAP"}
@@ -18,10 +18,10 @@ _NOTHING_COMPUTED = {"INT", "FLOAT", "STRING", "BOOLEAN", "SIGMAS", "LORA_MODEL"
 def with_guards(
     prompt: Mapping[str, Any], classes: Mapping[str, Any], precision: str = INHERIT
 ) -> tuple[dict[str, Any], int]:
-    """A prompt in API format with a guard at each use of a MODEL or VAE, and how many they are.
+    """Return a prompt in API format with a guard at each use of a MODEL or VAE, and the number of guards.
 
-    A node uses one where it does not hand it on. What is not as ComfyUI has it (unknown classes, broken links, slots
-    out of range) stays as it is.
+    A use is a link to a node that computes with the MODEL or VAE (`_uses`). Unknown classes, broken links and slots out
+    of range stay as they are.
     classes: the node classes by name.
     """
     made, taken = dict[str, Any](), set(prompt)
@@ -58,7 +58,7 @@ def _class_of(node: Any, classes: Mapping[str, Any]) -> Any:
 
 
 def _kind(value: Any, prompt: Mapping[str, Any], classes: Mapping[str, Any], target: Any, name: str) -> str:
-    """The type of what a link hands to an input; "" where it is no link, or is not to be touched."""
+    """Return the type of a link's value; "" for no link, a broken one, or one from a node of this pack."""
     if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and type(value[1]) is int):
         return ""
     source = prompt.get(value[0]) or {}
@@ -69,12 +69,12 @@ def _kind(value: Any, prompt: Mapping[str, Any], classes: Mapping[str, Any], tar
 
 
 def outputs_of(cls: Any) -> list[str]:
-    """The types of what a node puts out. Packs have strings of their own kinds there, which equal what they are not."""
+    """Return a node's output types as plain str. Packs' own str classes may be equal to other types."""
     return [str.__str__(kind) if isinstance(kind, str) else "COMBO" for kind in getattr(cls, "RETURN_TYPES", ()) or ()]
 
 
 def _inputs_of(cls: Any) -> dict[str, str]:
-    """The types of what a node takes, by name; {} of one that fails to say them."""
+    """Return a node's input types by name; {} if its INPUT_TYPES raises."""
     try:
         types = cls.INPUT_TYPES()
         specs = {name: spec[0] for part in ("optional", "required") for name, spec in types.get(part, {}).items()}
@@ -84,8 +84,8 @@ def _inputs_of(cls: Any) -> dict[str, str]:
 
 
 def _uses(cls: Any, kind: str) -> bool:
-    """Whether a node computes with a MODEL or VAE: it does not hand it on, or makes pictures as well (all-in-one
-    samplers); and what it puts out is not only figures, schedules and what training gives."""
+    """Return whether a node computes with a MODEL or VAE. If the node passes it on: only if it also outputs images
+    (all-in-one samplers). Else: unless it outputs only numbers, text, schedules or training results."""
     outputs = set(outputs_of(cls))
     if kind in outputs or outputs & _ANY:
         return {"MODEL": {"LATENT", "IMAGE"}, "VAE": {"VAE", "IMAGE"}}[kind] <= outputs
@@ -93,13 +93,13 @@ def _uses(cls: Any, kind: str) -> bool:
 
 
 def computes(cls: Any) -> bool:
-    """Whether a node computes with a MODEL or VAE that it is given."""
+    """Return whether a node has a MODEL or VAE input and computes with it."""
     declared = set(_inputs_of(cls).values())
     return any(kind in declared and _uses(cls, kind) for kind in _SLOTS)
 
 
 def _free_id(source: str, slot: int, taken: set[str]) -> str:
-    id_ = f"{INSERTED}{source.replace(':', '_')}_{slot}"  # a colon stands between a subgraph's id and a node's
+    id_ = f"{INSERTED}{source.replace(':', '_')}_{slot}"  # a colon separates a subgraph's id from a node's
     while id_ in taken:
         id_ += "_"
     return id_

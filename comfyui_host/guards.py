@@ -1,11 +1,11 @@
-"""ComfyUI's own MODEL and VAE under the guard: on a copy that shares the weights, with nothing patched elsewhere.
+"""The guard for ComfyUI's own MODEL and VAE: on a copy that shares the weights, with nothing patched elsewhere.
 
-A MODEL is guarded through ComfyUI's wrappers: around `apply_model`, around what loads the model for a sampling run, and
-around the whole run, for its report.
-ControlNets of the prompts are guarded with it: they overflow as well, and Flux's clip that, as Flux does. They have no
-wrappers, so while the run goes on, one has a `get_control` of its own, amid which its network has its own `forward`.
-A VAE has no wrappers, so it and its network get classes derived from their own: the VAE's methods are a run each, and
-the network's `decode` and `encode` are guarded tile by tile.
+A MODEL is guarded by ComfyUI's wrappers: around `apply_model`, around loading for a sampling run, and around the whole
+run, for its report. ControlNets of the prompts are guarded with it: they overflow too, and Flux's ControlNets clip, as
+Flux does. ControlNets have no wrappers: during a run each gets its own `get_control`, and inside that its network gets
+its own `forward`.
+A VAE has no wrappers either: it and its network get derived classes. Each call of a VAE method is a run, and the
+network's `decode` and `encode` are guarded tile by tile.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from .layers import products_in_fp32, weights_as_stored
 from .networks import ComfyNetwork
 from .runs import Run, Settings, guarded_run
 
-_WHOLE = ("decode", "decode_tiled", "encode", "encode_tiled")  # of a VAE
-_PARTS = {"decode": Component.VAE_DECODE, "encode": Component.VAE_ENCODE}  # of its network: a tile, or all
+_WHOLE = ("decode", "decode_tiled", "encode", "encode_tiled")  # methods of a VAE
+_PARTS = {"decode": Component.VAE_DECODE, "encode": Component.VAE_ENCODE}  # methods of its network: a tile, or all
 
 
 def guarded_model(patcher: Any, settings: Settings) -> Any:
-    """A clone of a MODEL (ComfyUI's ModelPatcher) that is guarded. A guard that it had before is replaced.
+    """Return a guarded clone of a MODEL (ComfyUI's ModelPatcher). Replaces an earlier guard.
 
-    Raises NotInComfyUI where ComfyUI is too old to have the wrappers.
+    Raises NotInComfyUI if ComfyUI is too old for wrappers.
     """
     guard = _ModelGuard(settings)
     wrappers = {"OUTER_SAMPLE": guard.sample, "PREPARE_SAMPLING": guard.prepare, "APPLY_MODEL": guard.apply}
@@ -59,10 +59,10 @@ def guarded_model(patcher: Any, settings: Settings) -> Any:
 
 
 def guarded_vae(vae: Any, settings: Settings) -> Any:
-    """A copy of a VAE that is guarded. A guard that it had before is replaced.
+    """Return a guarded copy of a VAE. Replaces an earlier guard.
 
-    Raises BadInput where there is no VAE in it, or another pack has replaced one of its methods, and NotInComfyUI where
-    its network has other methods (in 0.33, those for 3D models and MiniMax Music 3).
+    Raises BadInput if the checkpoint has no VAE or another pack has replaced one of the VAE's methods, and NotInComfyUI
+    if its network lacks `decode` or `encode` (in 0.33: VAEs of 3D models and of MiniMax Music 3).
     """
     if vae.first_stage_model is None:
         raise BadInput("There is no VAE in this checkpoint. Use a VAE loader in its place.")
@@ -79,7 +79,7 @@ def guarded_vae(vae: Any, settings: Settings) -> Any:
 
 
 def or_unguarded(guarded: Callable[[Any, Settings], Any], of: Any, settings: Settings) -> Any:
-    """A MODEL or VAE, guarded; where this ComfyUI is not as we know it, as it is, which the node says."""
+    """Return a guarded MODEL or VAE; unguarded, and saying so, if ComfyUI has changed. An inserted guard raises."""
     try:
         return guarded(of, settings)
     except Exception as error:
@@ -90,7 +90,7 @@ def or_unguarded(guarded: Callable[[Any, Settings], Any], of: Any, settings: Set
 
 
 def is_guarded(of: Any) -> bool:
-    """Whether a MODEL or VAE has a guard already."""
+    """Return whether a MODEL or VAE has a guard already."""
     wrappers = of.wrappers if hasattr(of, "add_wrapper_with_key") else {}
     return isinstance(of, _Guarded) or any(KEY in named for named in wrappers.values())
 
@@ -99,15 +99,15 @@ def is_guarded(of: Any) -> bool:
 
 
 class _ModelGuard:
-    """What the wrappers of a MODEL do. `executor` goes on with the chain, and ends in ComfyUI itself."""
+    """The wrappers of a MODEL. `executor` calls the rest of the chain, which ends in ComfyUI itself."""
 
     def __init__(self, settings: Settings):
         self._settings = settings
         self._calls = 0
 
     def sample(self, executor: Any, *args: Any, **by_name: Any) -> Any:
-        """Its calls find the run in their options, which are this sampling's own: they may come from other threads,
-        and from one that computes on after an error has ended the run."""
+        """Wrap a sampling run. Its model calls find the run in their transformer_options, which are this sampling's
+        own: calls may come from other threads, and from a thread that goes on after an error has ended the run."""
         found = _sampling(executor, *args, **by_name)
         if found is None:
             return executor(*args, **by_name)
@@ -123,7 +123,7 @@ class _ModelGuard:
             return made
 
     def prepare(self, executor: Any, *args: Any, **by_name: Any) -> Any:
-        """Hands on the loaded model, then what it needs."""
+        """Wrap the loading of the model. Returns the loaded model, its text refiner guarded, and the other results."""
         made = executor(*args, **by_name)
         options = by_name.get("model_options") or (args[3] if len(args) > 3 else None)
         run: Run | None = (options.get("transformer_options") or {}).get(KEY) if isinstance(options, dict) else None
@@ -133,12 +133,12 @@ class _ModelGuard:
         return run.refining(made[0]), *made[1:]
 
     def apply(self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """A call, guarded; where that fails, as `Run.or_plain` has it."""
+        """Wrap `apply_model` by a guarded call, with the fallback of `Run.or_plain`."""
         self._calls += 1
         options: Any = kwargs.get("transformer_options") or (args[4] if len(args) > 4 else None) or {}
         run: Run | None = options.get(KEY)
         if run is not None:
-            run.meet(getattr(executor, "class_obj", None))  # another ComfyUI may have none
+            run.meet(getattr(executor, "class_obj", None))  # other versions of ComfyUI may lack it
             return _apply(run, executor, x, *args, **kwargs)
         if self._settings.inserted:
             return executor(x, *args, **kwargs)
@@ -170,7 +170,7 @@ def _apply(run: Run, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) 
 
 @unless_changed("one report for a whole run: each call has its own", None)
 def _sampling(executor: Any, *args: Any, **by_name: Any) -> tuple[dict[str, Any], int]:
-    """transformer_options of a sampling, and its steps: of its noise, latents, sampler and sigmas."""
+    """Return a sampling's transformer_options and number of steps. args: noise, latents, sampler, sigmas and others."""
     sigmas = by_name["sigmas"] if "sigmas" in by_name else args[3]
     return executor.class_obj.model_options["transformer_options"], len(sigmas) - 1
 
@@ -187,7 +187,7 @@ def denoiser_of(call: ModelCall) -> ComfyNetwork:
         rerun=apply_model_in_fp32,
         renew=load_anew,
         patched=call.patched,
-        snapshot=lambda *_: Snapshot(),  # CallMemory has it all
+        snapshot=lambda *_: Snapshot(),  # CallMemory restores all state
         calls_others=calls_others,
     )
 
@@ -197,7 +197,7 @@ def denoiser_of(call: ModelCall) -> ComfyNetwork:
 
 @contextmanager
 def _guarded_controlnets(run: Run, conds: Mapping[str, Any]) -> Generator[None]:
-    """conds: what a sampling is given, by name, as ComfyUI's PREPARE_SAMPLING returns it."""
+    """Guard a sampling's ControlNets. conds: its conditions by name, as ComfyUI's PREPARE_SAMPLING returns them."""
     guards: dict[torch.nn.Module, _NetworkGuard] = {}  # several may share a network
 
     def guarded(control: Any) -> AbstractContextManager[None]:
@@ -209,26 +209,26 @@ def _guarded_controlnets(run: Run, conds: Mapping[str, Any]) -> Generator[None]:
 
     with ExitStack() as put_back:
         for control, plain in _controlnets(conds):
-            if id(control) not in _RUNNING:  # by a run that this one is made in
+            if id(control) not in _RUNNING:  # else a run around this one guards it
                 put_back.enter_context(_in_place(control, get_control=partial(_get_control, control, plain)))
                 put_back.callback(_RUNNING.pop, id(control))
                 _RUNNING[id(control)] = guarded
         yield
 
 
-# the id of a ControlNet → what guards its network in the run that goes on
+# id of a ControlNet → a function that guards its network in the current run
 _RUNNING: dict[int, Callable[[Any], AbstractContextManager[None]]] = {}
 
 
 def _get_control(control: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Another pack may keep this method in one of its own, and call it in later runs, or in none."""
+    """Call a ControlNet, guarded during a run. Another pack may keep this method, and call it after the run."""
     with (_RUNNING.get(id(control)) or nullcontext)(control):
         return plain(*args, **kwargs)
 
 
 @unless_changed("guarding ControlNets", ())
 def _controlnets(conds: Mapping[str, Any]) -> Sequence[tuple[Any, Callable[..., Any]]]:
-    """All of them, with those that each is chained to, each with its `get_control`."""
+    """Return the conditions' ControlNets, chained ones and clones on other devices too, each with its `get_control`."""
     found: dict[int, Any] = {}
     more = [cond["control"] for several in conds.values() for cond in several if "control" in cond]
     while more:
@@ -249,8 +249,8 @@ def _on_other_devices(control: Any) -> Sequence[Any]:
 
 @unless_changed("guarding ControlNets", (None, None))
 def _network_of(control: Any) -> tuple[Any, Any]:
-    """A ControlNet's network, and the dtype that it computes in. Others have none that ComfyUI calls: other packs' own,
-    and a T2I-Adapter, which computes in float32."""
+    """Return a ControlNet's network and dtype. (None, None) for other packs' classes, whose network ComfyUI does not
+    call, and for a T2I-Adapter, which computes in float32."""
     ours = isinstance(control, sys.modules["comfy.controlnet"].ControlNet)
     if not ours or not isinstance(control.control_model, torch.nn.Module):
         return None, None
@@ -259,13 +259,13 @@ def _network_of(control: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def _in_place(owner: Any, **methods: Callable[..., Any]) -> Generator[None]:
-    own = getattr(owner, "__dict__", {})  # one with slots keeps its methods
+    own = getattr(owner, "__dict__", {})  # an object with slots stays as it is
     before = {name: own[name] for name in methods if name in own}
     own.update(methods)
     try:
         yield
     finally:
-        ours = [name for name, method in methods.items() if own.get(name) is method]  # else another pack's is there
+        ours = [name for name, method in methods.items() if own.get(name) is method]  # the others are another pack's
         for name in ours:
             del own[name]
         own.update({name: before[name] for name in ours if name in before})
@@ -274,11 +274,11 @@ def _in_place(owner: Any, **methods: Callable[..., Any]) -> Generator[None]:
 class _NetworkGuard:
     def __init__(self, network: torch.nn.Module, run: Run):
         self._network, self._run = network, run
-        self._plain: Callable[..., Any] | None = None  # what computes it, where it is guarded now
+        self._plain: Callable[..., Any] | None = None  # its own forward, while it is guarded
 
     @contextmanager
     def guarded(self, dtype: torch.dtype) -> Generator[None]:
-        """dtype: the network computes in."""
+        """Guard the network's `forward` inside. dtype: the dtype that the network computes in."""
         if self._plain:
             yield
             return
@@ -312,7 +312,7 @@ class _NetworkGuard:
         return self._plain(*args, **kwargs)
 
     def _attempt(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the network. Returns what is in its output, each once: Flux's is a few tensors many times."""
+        """Call the network. Returns its output's leaves, each once: Flux's output repeats a few tensors many times."""
         leaves, self._structure = pytree.tree_flatten(self._computed(*args, **kwargs))
         once = {id(leaf): leaf for leaf in leaves}
         self._at = [[*once].index(id(leaf)) for leaf in leaves]
@@ -327,15 +327,15 @@ class _NetworkGuard:
 
 
 class _Guarded:
-    """A base of a VAE or a network whose methods are guarded. The methods are its class's, not its own, so that they
-    compute by what other nodes set on it, on a copy of it, or on a copy's network."""
+    """Base class of a guarded VAE or network. The guarded methods are in its class, not on the instance, so that they
+    use what other nodes set on the instance, on a copy of it, or on the copy's network."""
 
-    onediff_guard_replaced: dict[str, Callable[..., Any]]  # methods that another pack has replaced, which are guarded
+    onediff_guard_replaced: dict[str, Callable[..., Any]]  # other packs' replacements of methods, guarded too
 
 
 def _derived(of: Any, names: Iterable[str], guarded: Callable[..., Any]) -> Any:
-    """Return a shallow copy of `of` with methods that call `guarded(it, name, method, …)`. A guard that it had before
-    is replaced."""
+    """Return a shallow copy of `of` with methods that call `guarded(it, name, method, …)`. Replaces an earlier
+    guard."""
     kind, state = type(of), vars(of)
     replaced = {name: state[name] for name in names if name in state}
     if _Guarded in kind.__bases__:
@@ -345,7 +345,7 @@ def _derived(of: Any, names: Iterable[str], guarded: Callable[..., Any]) -> Any:
         @wraps(getattr(of, name))
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             method = replaced.get(name) or getattr(super(derived, self), name, None)
-            method = method or kind.__getattr__(self, name)  # of a network that hands on what it is asked for
+            method = method or kind.__getattr__(self, name)  # for a network that forwards attributes
             return guarded(self, name, method, *args, **kwargs)
 
         return call
@@ -364,13 +364,13 @@ def _in_fp32_alone(vae: Any) -> bool:
     return vae.working_dtypes == [torch.float32]
 
 
-_INSIDE = threading.local()  # call: whether a guarded network computes in this thread, which may call what is guarded
+_INSIDE = threading.local()  # call: whether a guarded network computes in this thread: guarded methods inside run plain
 
 
 class _VaeGuard(threading.local):
-    """The run of a VAE that is going on in this thread: a call of a method, which may call another one.
+    """The guard of a VAE. Per thread it holds the current run: a call of a VAE method, which may call another one.
 
-    vae: the VAE that the guard was made for, whose network may be called without it.
+    vae: the VAE that the guard was made for, for calls of its network alone.
     """
 
     _run: Run | None = None
@@ -379,7 +379,7 @@ class _VaeGuard(threading.local):
         self._settings, self._vae = settings, vae
 
     def whole(self, vae: Any, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A call of a VAE, whose network another node may have put in after the guard."""
+        """Call a method of a VAE. Guards the VAE's network first if another node has replaced it after the guard."""
         if not isinstance(vae.first_stage_model, (_Guarded, NoneType)):
             self._guard_network(vae)
         if self._run:
@@ -387,7 +387,7 @@ class _VaeGuard(threading.local):
         before, self._vae = self._vae, vae
         try:
             with self._running() as run:
-                run.retried = not name.endswith("tiled")  # ComfyUI goes on tiled where memory runs out
+                run.retried = not name.endswith("tiled")  # ComfyUI repeats it tiled when out of memory
                 return method(*args, **kwargs)
         finally:
             self._vae = before
@@ -397,7 +397,7 @@ class _VaeGuard(threading.local):
         vae.first_stage_model = _derived(vae.first_stage_model, _PARTS, self.part)
 
     def part(self, network: Any, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A call of a VAE's network."""
+        """Call a method of a VAE's network, guarded."""
         if getattr(_INSIDE, "call", False):
             return method(*args, **kwargs)
 

@@ -1,8 +1,8 @@
-"""The one file that looks ComfyUI up: version, flags, folders, progress, interrupt, memory. Elsewhere: plain folders,
-and tqdm.
+"""The only file that looks ComfyUI up: version, flags, folders, progress, interrupt, memory. Without ComfyUI: plain
+folders and tqdm.
 
-ComfyUI is looked up among the loaded modules, never imported: a process that happens to have it installed is not
-one that it runs in. Its modules stand at the top level in ComfyUI itself and under `comfy.cmd` in its pip package.
+ComfyUI is looked up among the loaded modules, never imported: a process may have it installed and not be a ComfyUI. Its
+modules are at the top level in ComfyUI itself, and under `comfy.cmd` in its pip package.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Interrupted(Exception):
 
 
 def _comfy(name: str) -> Any:
-    """One of ComfyUI's modules, or None where this process is not a ComfyUI."""
+    """Return one of ComfyUI's modules; None if this process is not a ComfyUI."""
     return sys.modules.get(name) or sys.modules.get(f"comfy.cmd.{name}")
 
 
@@ -50,13 +50,13 @@ def in_comfyui() -> bool:
     return _model_management() is not None
 
 
-# --- which one it is -------------------------------------------------------------------------------------------------
+# --- version ---------------------------------------------------------------------------------------------------------
 
-TESTED = ("0.0.1", "0.3.64", "0.33.0")  # the ComfyUIs in which the tests of this release passed
+TESTED = ("0.0.1", "0.3.64", "0.33.0")  # ComfyUI versions in which this release's tests passed
 
 
 def version() -> str:
-    """The version of the ComfyUI that this process is, else of the one whose custom_nodes hold the pack; or ""."""
+    """Return the version of the running ComfyUI, else of the checkout whose custom_nodes hold the pack, else ""."""
     if not _comfy("folder_paths"):
         return _version_of_checkout(Path(__file__).parents[2])
     return getattr(sys.modules.get("comfyui_version"), "__version__", "") or _installed_version()
@@ -64,7 +64,7 @@ def version() -> str:
 
 @cache
 def _installed_version() -> str:
-    """Of the package from PyPI."""
+    """Return the version of the package from PyPI."""
     try:
         return metadata.version("comfyui")
     except metadata.PackageNotFoundError:
@@ -72,13 +72,13 @@ def _installed_version() -> str:
 
 
 def check_absence(name: str, since: tuple[int, ...]) -> None:
-    """Raise NotInComfyUI where this ComfyUI had to have it. since: the first release that has it."""
+    """Raise NotInComfyUI for a missing `name`, if this ComfyUI should have it. since: the first release that has it."""
     if release() >= since:
         raise NotInComfyUI("ComfyUI {} has no '{}' any more.", version(), name)
 
 
 def release() -> tuple[int, ...]:
-    """(0, 33, 0); () where it is not known."""
+    """Return the version as numbers, (0, 33, 0); () if it is unknown."""
     return _numbers(version())
 
 
@@ -95,12 +95,12 @@ def _version_of_checkout(custom_nodes: Path) -> str:
     return found[1] if found else ""
 
 
-# --- what it was started with ----------------------------------------------------------------------------------------
+# --- flags -----------------------------------------------------------------------------------------------------------
 
 
 @unless_changed("what flags ComfyUI was started with", ())
 def flags() -> tuple[Flag, ...]:
-    """What this ComfyUI was started with, of its flags about memory and precision."""
+    """Return the flags on memory and precision that this ComfyUI was started with."""
     from .flags import given
 
     cli = _command_line()
@@ -108,7 +108,7 @@ def flags() -> tuple[Flag, ...]:
 
 
 def memory_wish() -> str:
-    """The offload that ComfyUI's flags ask for: "none", "group" or "sequential"; "" where they ask for none."""
+    """Return the offload that ComfyUI's flags ask for: "none", "group" or "sequential"; "" without such a flag."""
     from .flags import wish
 
     return wish(arguments())
@@ -116,14 +116,14 @@ def memory_wish() -> str:
 
 @unless_changed("whether ComfyUI plans the memory of its models", False)
 def plans_memory() -> bool:
-    """Whether Comfy Compiler is on for the device that computes: in ComfyUI 0.35 and newer, on NVIDIA's cards."""
+    """Return whether Comfy Compiler is on for the compute device (ComfyUI 0.35 and newer, NVIDIA)."""
     enabled = getattr(sys.modules.get("comfy.model_prefetch"), "malloc_graph_enabled", None)
     return bool(enabled and enabled(sys.modules["comfy.model_management"].get_torch_device()))
 
 
 @unless_changed("ComfyUI's flags in what this pack does", None)
 def arguments() -> Any:
-    """What this ComfyUI was started with, by the names of its parser; None where this process is not a ComfyUI."""
+    """Return ComfyUI's parsed command line; None if this process is not a ComfyUI."""
     cli = _command_line()
     return cli.args if cli else None
 
@@ -145,7 +145,7 @@ class PlainFolders:
 PROFILES_VARIABLE = "ONEDIFF_GUARD_PROFILES"
 COMPILED_VARIABLE = "ONEDIFF_GUARD_COMPILED"
 SELFTEST_VARIABLE = "ONEDIFF_GUARD_SELFTEST"
-MODEL_KINDS = ("diffusers", "checkpoints", "loras")  # folders of ComfyUI's that are read
+MODEL_KINDS = ("diffusers", "checkpoints", "loras")  # ComfyUI's model folders that are read
 _DEFAULT_FOLDERS = PlainFolders()
 _KNOWN_SAMPLERS = (("euler",), ("normal",))
 _folders: ContextVar[PlainFolders] = ContextVar("onediff_guard_folders", default=_DEFAULT_FOLDERS)
@@ -159,9 +159,9 @@ def plain_folders(
     input: Path,  # noqa: A002
     output: Path,
 ) -> Generator[Callable[[], None]]:
-    """Name the folders for one run in a process without ComfyUI. Yields what interrupts that run, from any thread.
+    """Set the folders for one run in a process without ComfyUI. Yields a function that interrupts it, from any thread.
 
-    models: each laid out as ComfyUI's (diffusers, checkpoints, loras), or searched as it is where none is there.
+    models: roots with ComfyUI's subfolders (diffusers, checkpoints, loras); one without a subfolder is searched itself.
     """
     token = _folders.set(PlainFolders(tuple(models), input, output))
     asked = threading.Event()
@@ -174,12 +174,12 @@ def plain_folders(
 
 
 def laid_out(models: Sequence[Path], kind: str) -> tuple[Path, ...]:
-    """Where models of a kind lie in such roots."""
+    """Return the folders of a kind of model in such roots."""
     return tuple(root / kind if (root / kind).is_dir() else root for root in models)
 
 
 def model_folders() -> dict[str, Path]:
-    """{name: path} of diffusers-format folders in `models/diffusers` and in every extra path."""
+    """Return {name: path} of diffusers-format folders in `models/diffusers` and in every extra path."""
     from ..pipelines.models.folder import list_folders
 
     return _offered(list_folders(_roots("diffusers")))
@@ -187,7 +187,7 @@ def model_folders() -> dict[str, Path]:
 
 @unless_changed("ComfyUI's lists of files", {})
 def weight_files(kind: str) -> dict[str, Path]:
-    """{name: path} of the .safetensors files in `models/<kind>` ("checkpoints", "loras") and in every extra path."""
+    """Return {name: path} of the .safetensors files in `models/<kind>` ("checkpoints", "loras") and extra paths."""
     if folder_paths := _comfy("folder_paths"):
         names = (name for name in folder_paths.get_filename_list(kind) if name.lower().endswith(".safetensors"))
         paths = {name: folder_paths.get_full_path(kind, name) for name in names}
@@ -197,19 +197,19 @@ def weight_files(kind: str) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for root in _roots(kind):
         for path in files_below(root, ".safetensors"):
-            if not (path.parent / "config.json").is_file():  # else a component of a folder
+            if not (path.parent / "config.json").is_file():  # else a component of a diffusers folder
                 found.setdefault(path.relative_to(root).as_posix(), path)
     return _offered(found)
 
 
 def _offered(found: Mapping[str, Path]) -> dict[str, Path]:
-    """Without names that would be markup, since pages up to ComfyUI 0.3 take those in a drop-down's list for HTML, and
-    without those that are no text, which no page can send back."""
+    """Drop names with "<", since pages up to ComfyUI 0.3 render a drop-down's entries as HTML, and names with a lone
+    surrogate, which no page can send back."""
     return {name: path for name, path in found.items() if "<" not in name and is_whole(name)}
 
 
 def roots_text(*kinds: str) -> str:
-    """Where models of these kinds are looked for, for messages."""
+    """Return the folders that are searched for models of these kinds, for messages."""
     return ", ".join(dict.fromkeys(str(root) for kind in kinds for root in _roots(kind))) or "no folder"
 
 
@@ -244,7 +244,7 @@ selftest_directory = partial(_kept, SELFTEST_VARIABLE, "selftest")
 
 @unless_changed("ComfyUI's list of samplers", _KNOWN_SAMPLERS)
 def samplers() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of ComfyUI's samplers, and of its schedulers: what KSampler offers."""
+    """Return the names of ComfyUI's samplers and schedulers, as KSampler offers them."""
     comfy = sys.modules.get("comfy.samplers")
     return (tuple(comfy.KSampler.SAMPLERS), tuple(comfy.KSampler.SCHEDULERS)) if comfy else _KNOWN_SAMPLERS
 
@@ -260,35 +260,34 @@ def _roots(kind: str) -> tuple[Path, ...]:
 
 
 def interrupt() -> None:
-    """Ask the run whose `plain_folders` these are to stop within one step. ComfyUI has a way of its own."""
+    """Ask the run inside the current `plain_folders` to stop within one step. ComfyUI has its own interrupt."""
     if asked := _interrupt.get():
         asked.set()
 
 
 @unless_changed("what is shown on the page, and 'Guard every workflow'", None)
 def server() -> Any:
-    """ComfyUI's server, None where this process is none."""
+    """Return ComfyUI's server; None if this process has none."""
     module = _comfy("folder_paths") and _comfy("server")
     return module.PromptServer.instance if module else None
 
 
 @unless_changed("a guard's lines in the history", None)
 def prompt_id() -> str | None:
-    """The prompt that ComfyUI executes."""
+    """Return the id of the prompt that ComfyUI executes."""
     return server().last_prompt_id if server() else None
 
 
 @unless_changed("'Guard every workflow'", {})
 def node_classes() -> Mapping[str, Any]:
-    """ComfyUI's node classes and those of all packs, by name."""
+    """Return the node classes of ComfyUI and of all packs, by name."""
     holder = _comfy("nodes") or (server() and server().nodes)  # the latter in 0.0.1
     return holder.NODE_CLASS_MAPPINGS if holder else {}
 
 
 @unless_changed("reports on other packs' nodes", (None, ""))
 def executing_node() -> tuple[str | None, str]:
-    """The id and the type, as the page knows them, of the node that this thread runs; (None, "") where that cannot be
-    told."""
+    """Return the id and type, as the page knows them, of the node that this thread runs; (None, "") if unknown."""
     context = sys.modules["comfy_execution.utils"].get_executing_context()
     state = sys.modules["comfy_execution.progress"].get_progress_state()
     if context is None or state is None:
@@ -299,29 +298,29 @@ def executing_node() -> tuple[str | None, str]:
 
 @unless_changed("why a node behind a guard has nothing to work with", None)
 def blocked(why: str) -> Any:
-    """What a node puts out where it has nothing: a node that takes it does not run, and shows why. None in a ComfyUI
-    that is too old for that."""
+    """Return an output that stops the nodes that take it, and shows why on them. None if ComfyUI is too old for
+    that."""
     return sys.modules["comfy_execution.graph_utils"].ExecutionBlocker(translated(why))
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether an error is how a run ends that somebody stopped."""
+    """Return whether an error means that the user stopped the run."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, Interrupted) or "InterruptProcessingException" in names
 
 
 @unless_changed("texts on nodes", None)
 def say(node_id: str | None, text: str, *, as_it_is: bool = False) -> None:
-    """Show text on a node, where the host can, in the page's language. The page takes it for HTML, and model folders
-    and prompts are other people's. as_it_is: in English."""
+    """Show text on a node, in the page's language. It is escaped: the page renders HTML, and folder names and prompts
+    are untrusted. as_it_is: in English."""
     if node_id is not None and (here := server()):
         here.send_progress_text(for_page(text if as_it_is else translated(text)), node_id)
 
 
 @unless_changed("a guard's report on the page", None)
 def send_report(node_id: str | None, output: dict[str, list[Any]], node_type: str = "") -> None:
-    """Hand the page of whoever queued the run what a node has to show that ended before there was anything to report:
-    as its output would be. Without our extension (`web/`) the page ignores it. node_type: of another pack's node."""
+    """Send a node's report to the page of the user who queued the run, in the form of the node's output: the node
+    itself ended before the report. Without our extension (`web/`) the page ignores it. node_type: of another pack's."""
     here = server()
     if node_id is not None and here and (client := here.client_id) is not None:
         facts = {"node": node_id, "type": node_type, "prompt": prompt_id(), "output": output}
@@ -330,18 +329,18 @@ def send_report(node_id: str | None, output: dict[str, list[Any]], node_type: st
 
 
 SUMMARIES = "onediff_guard_summaries"  # in a prompt's extra_data
-MOST_SUMMARIES = 64  # the latest ones of one prompt
+MOST_SUMMARIES = 64  # per prompt, the latest
 
 
 def note_in_history(line: str) -> None:
-    """Have ComfyUI's history hold a line with the prompt that runs: in its extra_data, since it holds what a node puts
-    out only where the node was not cached."""
+    """Store a line in ComfyUI's history with the running prompt: in its extra_data, since the history has outputs only
+    of nodes that were not cached."""
     for extra in running_extra_data():
         extra[SUMMARIES] = [*extra.get(SUMMARIES, ()), str(line)][-MOST_SUMMARIES:]
 
 
 def _workflow_id() -> str | None:
-    """The id that the page gave the workflow whose prompt runs; None of a prompt that no page sent."""
+    """Return the page's id of the workflow whose prompt runs; None if no page sent the prompt."""
     for extra in running_extra_data():
         pnginfo = extra.get("extra_pnginfo")
         workflow = pnginfo.get("workflow") if isinstance(pnginfo, dict) else None
@@ -351,15 +350,15 @@ def _workflow_id() -> str | None:
 
 @unless_changed("a guard's lines in the history, and previews as the page's settings have them", [])
 def running_extra_data() -> list[dict[str, Any]]:
-    """The extra_data of the prompt that runs; none where this process is no ComfyUI."""
+    """Return the extra_data of the running prompt, in a list; [] if this process is not a ComfyUI."""
     running = [*server().prompt_queue.currently_running.values()] if server() else []
     items = [getattr(item, "queue_tuple", item) for item in running]  # the former in 0.0.1
     return [item[3] for item in items if item[1] == prompt_id()]
 
 
 class Progress:
-    """A progress bar with a line of text; raises when the run was asked to stop. total: 0 where not known yet.
-    Without ComfyUI it is on standard error: where that is no terminal, as one line at the end."""
+    """A progress bar with a line of text. total: 0 if not known yet. Without ComfyUI it is on standard error: as one
+    line at the end if that is no terminal."""
 
     def __init__(self, total: int, node_id: str | None, unit: str = "it"):
         from ..pipelines.models.on_disk import listening
@@ -382,14 +381,14 @@ class Progress:
             from tqdm import tqdm
 
             known = {"total": self._total or None, "unit": self._unit, "unit_scale": self._unit == "B"}
-            self._bar = tqdm(**known, file=sys.stderr, disable=None)  # None: where that is no terminal
+            self._bar = tqdm(**known, file=sys.stderr, disable=None)  # None: off if that is no terminal
         return self
 
     def update(self, done: int, text: str, total: int = 0, more: str = "", *, paced: bool = True) -> None:
-        """Show how much is done, and in words how long the rest will take.
+        """Show the progress, and an estimate of the time that is left.
 
-        done: of the total, which may be given later. text: a line. more: another one, for the node alone.
-        paced: False where the text tells itself how long it will take.
+        done: in units of `total`, which may be given later. text: a line. more: another line, on the node only.
+        paced: False if the text itself says how long it will take.
         Raises ComfyUI's interrupt exception, or Interrupted.
         """
         self._done, self._total, self._text = done, total or self._total, text
@@ -413,7 +412,7 @@ class Progress:
         self._picture = picture
 
     def tell(self, text: str) -> None:
-        """Another line of text, while as much is done as before. Raises as `update` does."""
+        """Show another line of text, with the progress as it is. Raises as `update` does."""
         self.update(self._done, text, paced=False)
 
     def __exit__(self, *_: object) -> None:
@@ -444,7 +443,7 @@ def _end_if_interrupted() -> None:
 
 
 def placement() -> PlainPlacement:
-    """Where components live: under ComfyUI's memory manager, or simply on this machine's device."""
+    """Return the placement of components: by ComfyUI's memory manager, or directly on this machine's device."""
     from ..pipelines.weights.placement import PlainPlacement
 
     return _comfy_placement() or PlainPlacement()
@@ -457,7 +456,7 @@ def _comfy_placement() -> PlainPlacement | None:
         return None
     from .placement import ComfyPlacement
 
-    channels_last = bool(getattr(arguments(), "force_channels_last", False))  # 0.0.1 has None where it is not given
+    channels_last = bool(getattr(arguments(), "force_channels_last", False))  # None in 0.0.1 if not given
     return ComfyPlacement(management, memory_wish(), channels_last=channels_last)
 
 
@@ -473,8 +472,8 @@ def release_cached_memory(device: torch.device) -> None:
 
 @unless_changed("keeping weights for a loader that was changed", None)
 def linger(store: ComponentStore) -> None:
-    """Keep a store although ComfyUI lets go of its handles: it drops a node's old output before it runs the node anew,
-    and with it what the new precision would share. Ends when ComfyUI unloads models, for room or because of `/free`."""
+    """Keep a store after ComfyUI has dropped its handles: ComfyUI drops a node's old output before it reruns the node,
+    and with it weights that the rerun shares. Ends when ComfyUI unloads models, for memory or because of `/free`."""
     if management := _model_management():
         from .placement import linger
 

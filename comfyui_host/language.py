@@ -1,9 +1,9 @@
-"""What the program says, in the language of the user's page.
+"""Translation of messages into the language of the user's page.
 
-Messages (`trust/message.py`) are written in English where they are raised or told, and keep their template and fields.
-`locales/<language>/messages.json` maps templates to translations; `scripts/messages.py` reads the templates off the
-source. A text is made of the translated template and the fields, which may be other people's and are not looked into.
-What has no template stays as it is. Without ComfyUI, and where its page is in English, everything does.
+Messages (`trust/message.py`) are written in English in the source, and keep their template and fields.
+`locales/<language>/messages.json` maps templates to translations; `scripts/messages.py` extracts the templates from the
+source. Templates are translated. Fields are not, unless they are Messages: they may be untrusted text. Text without a
+translation stays English, and so does all text without ComfyUI or on an English page.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from ..trust.message import Message, message_of
 from .page_settings import settings_of
 
 LOCALES = Path(__file__).resolve().parents[1] / "locales"
-JOINTS = ("; ", ", ", ": ", " · ", " → ")  # between the parts of a line; their translations are in the catalogue too
-SETTINGS = ("Comfy.Locale", "OneDiffGuard.Language")  # what the user chose, else what the page takes (web/language.js)
+JOINTS = ("; ", ", ", ": ", " · ", " → ")  # separators in a line; the catalogue translates them too
+SETTINGS = ("Comfy.Locale", "OneDiffGuard.Language")  # the user's choice, else the page's language (web/language.js)
 _PACKAGE = __name__.removesuffix(".comfyui_host.language")
 _WORD = re.compile(r"[^\W\d_]{3}")
 
 
 def page_language() -> str:
-    """The language of ComfyUI's page: "zh", "ru" and so on; "" where none is known, or no ComfyUI."""
+    """Return the language of ComfyUI's page: "zh", "ru" and so on; "" if unknown, or without ComfyUI."""
     settings = settings_of()
     chosen = (settings.get(setting) for setting in SETTINGS)
     return next((each for each in chosen if isinstance(each, str) and each.isalpha()), "")
 
 
 def translated(text: str) -> str:
-    """A status, a report or an error's message in the page's language. Of several sentences the first one is, and the
-    others are in English."""
+    """Return a status, a report or an error's message in the page's language. Of several sentences in a message, only
+    the first is translated."""
     catalogue = _catalogue(page_language())
     return catalogue.said(text) if catalogue else text
 
 
 @contextmanager
 def speaking() -> Generator[None]:
-    """Have errors of this pack that leave the block begin in the page's language, and bear a name that can be read:
-    ComfyUI shows where their class is as well, which is a path of the machine."""
+    """Translate the first sentence of this pack's errors that leave the block, and give them a readable class name:
+    ComfyUI also shows the class's module, which is a path on this machine."""
     try:
         yield
     except Exception as error:
@@ -67,7 +67,7 @@ class Catalogue:
         self._template = lru_cache(maxsize=512)(self._translated)
 
     def said(self, text: str) -> str:
-        """A Message; or a text that is in the source as it is, and so is its own template."""
+        """Translate a Message, or a text from the source, which is its own template."""
         if isinstance(text, Message):
             fields = (self.said(field) if isinstance(field, Message) else field for field in text.fields)
             return self._template(text.template).format(*fields)
@@ -86,7 +86,7 @@ class Catalogue:
 
 
 def first_sentence(text: str) -> tuple[str, str]:
-    """The first sentence, and the rest."""
+    """Split a text into its first sentence and the rest."""
     ends = [at for end in (". ", "? ") if (at := text.find(end)) >= 0]
     return (text[: min(ends) + 1], text[min(ends) + 1 :]) if ends else (text, "")
 

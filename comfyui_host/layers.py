@@ -1,20 +1,20 @@
-"""ComfyUI's layers in an fp32 rerun: quantised ones multiply in fp32, and weights move in the dtype that they have.
+"""ComfyUI's layers in an fp32 rerun: quantised layers multiply in fp32, and weights are loaded in their stored dtype.
 
-A layer that rounds its input to fp8, int8 or fp4 holds its weights in few bits too. Where it rounds:
-- `comfy.ops.fp8_linear` (--fast fp8_matrix_mult, and checkpoints with scaled fp8 weights, until 2025): where that gives
-  None, ComfyUI itself casts the weights to the input's dtype, scales them, and multiplies in that;
-- the layers of `comfy.ops.mixed_precision_ops`, whose weights are a tensor class of their own: not where their
-  `_full_precision_mm` says so;
-- `comfy.ops.linear_input_act`, which makes one of an activation and an int8 product, and does not ask that layer.
+A layer that rounds its input to fp8, int8 or fp4 also has quantised weights. The rounding is in:
+- `comfy.ops.fp8_linear` (--fast fp8_matrix_mult, and checkpoints with scaled fp8 weights, until 2025). If it returns
+  None, ComfyUI itself casts the weights to the input's dtype, scales them, and multiplies in that dtype;
+- the layers of `comfy.ops.mixed_precision_ops`, whose weights are a tensor class of their own. They do not round if
+  their `_full_precision_mm` is set;
+- `comfy.ops.linear_input_act`, which fuses an activation and an int8 product, and ignores the layer's switch.
 
-All of them are told of the thread that asks: others may be using the same layer.
+All three are switched for the calling thread only: other threads may use the same layer.
 
-With every layer scaled, `OwnProducts` then multiplies by the weights as they are quantised: by ComfyUI's own kernels,
-which add in int32 or float32, of rows that it scales. Where ComfyUI itself would not, it dequantises as it casts.
+With every layer scaled, `OwnProducts` multiplies by the quantised weights with ComfyUI's own kernels, which accumulate
+in int32 or float32, from scaled rows. Where ComfyUI would use no kernel, the weights are dequantised in the cast.
 
 A layer's weights may be on the host, in a file, or bytes in a buffer that a stream or dynamic VRAM fills as the layer
-runs. What brings them views those bytes in the dtype that they are stored in, casts them to the dtype of the layer's
-input, float32 in a rerun, and adds LoRAs in that. Computing begins with what the layer is then given.
+runs. The loading code views those bytes in their stored dtype, casts them to the dtype of the layer's input (float32 in
+a rerun), and adds LoRAs in that dtype. The rerun must not change these steps: see `weights_as_stored`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _IN_FULL = "_full_precision_mm"  # ComfyUI's own switch, on each layer that may 
 
 @contextmanager
 def products_in_fp32(network: torch.nn.Module) -> Generator[None]:
-    """Inside, in this thread, layers multiply in their input's dtype by the weights that the checkpoint holds.
+    """Inside, this thread's layers multiply in their input's dtype by the weights of the checkpoint.
 
-    Raises RerunUnsupported for layers that quantise in a way of their own.
+    Raises RerunUnsupported for quantised layers without ComfyUI's switch.
     """
     _refuse_quantised(network)
     before = _here.whole
@@ -56,7 +56,7 @@ def products_in_fp32(network: torch.nn.Module) -> Generator[None]:
 
 
 def rerun_from(network: torch.nn.Module) -> str:
-    """What a rerun in fp32 computes from, where the weights hold less than half precision; "" where they do not."""
+    """Return a line on the weights that a rerun computes from, if they hold less than half precision; else ""."""
     layers, kind = network.modules(), _quantised_kind()
     held = {_held_in(layer, weight, kind) for layer in layers for weight in layer.parameters(recurse=False)}
     stored = " and ".join(sorted(held - {""}))
@@ -64,14 +64,14 @@ def rerun_from(network: torch.nn.Module) -> str:
 
 
 def _held_in(layer: torch.nn.Module, weight: torch.Tensor, kind: type | tuple[()]) -> str:
-    """Its dtype or quantised format; "" where that is half precision or more."""
+    """Return a weight's dtype or quantised format; "" if that is half precision or more."""
     if isinstance(weight, kind):
         return str(getattr(layer, "quant_format", "quantised"))
     return dtype_name(weight.dtype) if weight.is_floating_point() and weight.dtype.itemsize < 2 else ""
 
 
 def _quantised_kind() -> type | tuple[()]:
-    """ComfyUI's class of quantised weights; that of nothing in one that has none."""
+    """Return ComfyUI's class of quantised weights; () if it has none."""
     module: Any = sys.modules.get("comfy.quant_ops")
     if module is None and host.in_comfyui():
         host.check_absence("comfy.quant_ops", since=(0, 33))
@@ -79,9 +79,9 @@ def _quantised_kind() -> type | tuple[()]:
 
 
 def _refuse_quantised(network: torch.nn.Module) -> None:
-    """Not those that have ComfyUI's switch, and not a table that is looked up: it rounds nothing that goes in."""
+    """Raise RerunUnsupported for a quantised layer without ComfyUI's switch. Embeddings pass: they round no input."""
     kind = _quantised_kind()
-    for layer in network.modules() if kind else ():  # each call asks: without names, that takes a third of the time
+    for layer in network.modules() if kind else ():  # runs in each call: without names, a third of the time
         if _IN_FULL in vars(layer) or isinstance(layer, torch.nn.Embedding):
             continue
         for own, weight in layer._parameters.items():
@@ -99,14 +99,14 @@ def _refuse_quantised(network: torch.nn.Module) -> None:
 
 
 class _Here(threading.local):
-    whole = False  # products are to be made in the input's dtype, in this thread
+    whole = False  # whether this thread multiplies in the input's dtype
 
 
 _here = _Here()
 
 
 class _InFull:
-    """This stands in place of a layer's own `_full_precision_mm`, which stays there: on in a thread that reruns."""
+    """A descriptor in place of a layer's own `_full_precision_mm`, which it keeps: on in a thread that reruns."""
 
     def __get__(self, layer: Any, owner: type) -> Any:
         if _IN_FULL not in vars(layer or owner):
@@ -132,17 +132,17 @@ def _make_whole_products() -> Callable[[], None]:
 
 @unless_changed("recomputing apart from ComfyUI's plan for memory", None, kinds=(NotInComfyUI,))
 def _plan_no_memory(undo: ExitStack) -> None:
-    """Comfy Compiler (since 0.35) records what a network allocates, and has later calls allocate the same; and it
-    replays blocks that it has captured in CUDA graphs. Neither may meet what we compute otherwise."""
+    """Turn Comfy Compiler off in reruns. Since 0.35 it records a network's allocations for later calls, and replays
+    blocks that it has captured in CUDA graphs: neither fits what a rerun computes."""
     off = partial(_in_full, lambda _original, *_, **__: False)
     _replace(undo, "comfy.model_prefetch", "malloc_graph_enabled", off, since=(0, 35))
 
 
 @unless_changed("rounding timesteps in a rerun as a model was trained on them", None, kinds=(NotInComfyUI,))
 def _round_as_trained(undo: ExitStack) -> None:
-    """MageFlow was trained with timesteps and their frequencies in bf16, and ComfyUI rounds them to it in any precision
-    (since 0.33). What would make them float32 must not see that: it is one operation. The layers behind compute as all
-    others do."""
+    """Keep MageFlow's rounding of timesteps and their frequencies to bf16, as it was trained; ComfyUI rounds them in
+    any precision (since 0.33). The rounding is one operation, so that a rerun does not make it float32. The layers
+    behind it compute as all others do."""
 
     def rounded(original: Any, part: Any, timestep: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         def table(timestep: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ def _round_as_trained(undo: ExitStack) -> None:
 
 
 def _in_full(made_in_full: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of ComfyUI's, for which threads that rerun have `made_in_full(original, ...)`."""
+    """Return a ComfyUI function that is `made_in_full(original, ...)` in threads that rerun, else the original."""
 
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -173,9 +173,9 @@ def _replace(
     since: tuple[int, ...] = (0, 3),
     of_class: str = "",
 ) -> None:
-    """Put what `make` makes of a function, or of a class's method, in its place.
+    """Replace a function, or a class's method, by `make(original)`.
 
-    since: the first release that has it; raises NotInComfyUI where one from then on lacks it.
+    since: the first release that has it. Raises NotInComfyUI if this or a later release lacks it.
     """
     owner: Any = sys.modules.get(module)
     owner = getattr(owner, of_class, None) if of_class else owner
@@ -214,20 +214,20 @@ _WHOLE_PRODUCTS = SharedSetting(_make_whole_products)
 
 @contextmanager
 def weights_as_stored() -> Generator[None]:
-    """Inside, whatever brings a weight to where it is used sees the dtype that it has, also in a rerun."""
+    """Inside, code that loads a weight sees the weight's stored dtype, also in a rerun."""
     with _MOVES_ARE_OPERATIONS.held():
         yield
 
 
 @unless_changed("loading weights anew that may be stale", False)
 def loaded_anew(model: torch.nn.Module) -> bool:
-    """Whether a model that is on the card was taken off it and loaded once more: from the weights on the host or in the
-    file, with LoRAs patched in again. What the card had, and copies of it in pinned memory, may have been stale.
+    """Reload a model that is on the device, from the weights on the host or in the file, with LoRAs patched in again:
+    weights on the device, and their copies in pinned memory, may be stale. Returns whether it was reloaded.
 
-    model: ComfyUI's BaseModel. Not where others loaded it, or while it runs compiled, which hides its layers' names.
+    model: ComfyUI's BaseModel. Not reloaded if others loaded it, or if it is compiled, which hides its layers' names.
     """
     management: Any = sys.modules["comfy.model_management"]
-    every, of = management.current_loaded_models, vars(model)  # which a view of the model shares with it
+    every, of = management.current_loaded_models, vars(model)  # shared by views of the model
     loaded = next(
         (each for each in every if each.model is not None and getattr(each.model.model, "__dict__", None) is of), None
     )
@@ -261,15 +261,15 @@ def _as_operations() -> Callable[[], None]:
 
 
 def _patched_table_in_fp32(original: Callable[..., Any], layer: Any, *args: Any, **more: Any) -> Any:
-    """Call `cast_bias_weight`. For a table that is looked up ComfyUI names no dtype, where it is in half precision, and
-    so rounds what it adds to it."""
+    """Call `cast_bias_weight`; in float32 for a patched embedding. ComfyUI names no dtype for one in half precision,
+    and would round the patch."""
     if isinstance(layer, torch.nn.Embedding) and not args and more.get("dtype") is None and _patched(layer):
         more["dtype"] = torch.float32
     return original(layer, *args, **more)
 
 
 def _patched(layer: Any) -> bool:
-    """Whether its weight is patched as it runs."""
+    """Return whether a layer's weight is patched as the layer runs."""
     return bool(getattr(layer, "weight_function", None) or getattr(layer, "weight_lowvram_function", None))
 
 
@@ -283,8 +283,8 @@ def _cast_for_products(
     *further: Any,
     **more: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `cast_bias_weight` such that it gives a product's weight in the dtype of products, or in one that
-    holds more; and all else in float32, as the layer's input is."""
+    """Return arguments with which `cast_bias_weight` casts a product's weight to the dtype of products or a wider one,
+    and everything else to float32, the dtype of the layer's input."""
     weight = getattr(layer, "weight", None)
     multiplies = isinstance(weight, torch.Tensor) and weight.ndim > 1 and not isinstance(layer, torch.nn.Embedding)
     if dtype is None and multiplies:
@@ -297,9 +297,9 @@ def _cast_for_products(
 
 
 def _cast_to(products: torch.dtype, layer: Any) -> torch.dtype:
-    """fp16 does not hold all that bf16 and fp32 do: such a weight comes as it is, and is scaled before it is cast. What
-    is patched on the way is not rounded to bf16. A quantised one comes dequantised where it is patched so, and where
-    its checkpoint or this card has its layer multiply in full."""
+    """Return the dtype for a product's weight. For products in fp16 a bf16 or fp32 weight keeps its dtype, since it is
+    scaled before its cast; if patched it is float32, so that the patch is not rounded to bf16. A quantised weight stays
+    quantised; it is float32 if it is patched, or if its checkpoint or this device has its layer multiply in full."""
     stored: torch.dtype = layer.weight.dtype
     patched = _patched(layer)
     if is_quantised(layer.weight) and layer.weight.ndim == 2:
@@ -310,7 +310,7 @@ def _cast_to(products: torch.dtype, layer: Any) -> torch.dtype:
 
 
 _MOVES = (
-    ("comfy.ops", "cast_bias_weight", _cast_for_products, (0, 3)),  # a layer's, when it runs
+    ("comfy.ops", "cast_bias_weight", _cast_for_products, (0, 3)),  # one layer's weights, as it runs
     ("comfy.ops", "cast_modules_with_vbar", None, (0, 33)),  # a block's, ahead of it, with dynamic VRAM
     ("comfy.model_management", "load_models_gpu", None, (0, 3)),  # a whole model's: a patch may load one of its own
 )
@@ -320,14 +320,14 @@ _MOVES_ARE_OPERATIONS = SharedSetting(_as_operations)
 class OwnProducts:
     """Products of quantised weights by ComfyUI's own kernels.
 
-    without: the layouts that have none here, and why.
+    without: layout of weights that has no kernel here → the reason.
     """
 
     def __init__(self) -> None:
         self.without: dict[str, str] = {}
 
     def kernel_of(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """As precision.scaled_products has it."""
+        """Return a weight's kernel, or None (precision.scaled_products.KernelOf)."""
         layout = getattr(weight, "_layout_cls", type(weight).__name__)
         if layout not in _ROWS:
             self.without.setdefault(layout, Message("no kernel is known"))
@@ -350,8 +350,8 @@ class OwnProducts:
         return product
 
 
-_AS_ITS_WEIGHT = "AsymW4A8Int8Layout"  # its kernel gives what the weight says that it is, others what their rows are
-# by layout of weights: what its kernel takes and gives; the layout of rows, "" where the kernel rounds them itself
+_AS_ITS_WEIGHT = "AsymW4A8Int8Layout"  # its output has the weight's dtype, other kernels' the rows' dtype
+# layout of weights → its kernel's dtype, and the layout of rows; "" if the kernel quantises them itself
 _ROWS = {
     "TensorWiseINT8Layout": (torch.float32, ""),
     "TensorCoreConvRotW4A4Layout": (torch.float32, ""),
@@ -359,6 +359,6 @@ _ROWS = {
     "TensorCoreFP8Layout": (torch.float32, "TensorCoreFP8Layout"),
     "TensorCoreFP8E4M3Layout": (torch.float32, "TensorCoreFP8E4M3Layout"),
     "TensorCoreFP8E5M2Layout": (torch.float32, "TensorCoreFP8E4M3Layout"),  # no card multiplies e5m2 by e5m2
-    "TensorCoreNVFP4Layout": (torch.bfloat16, "TensorCoreNVFP4Layout"),  # its kernel gives half precision alone
+    "TensorCoreNVFP4Layout": (torch.bfloat16, "TensorCoreNVFP4Layout"),  # its kernel returns half precision only
     "TensorCoreMXFP8Layout": (torch.bfloat16, "TensorCoreMXFP8Layout"),
 }

@@ -1,4 +1,4 @@
-"""One of ComfyUI's own networks: what it computes in, its stage, and the profile of its precision overrides."""
+"""One of ComfyUI's own networks: its plan, its stage, and the profile of its precision overrides."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def comfy_plan(
     architecture: Architecture,
     request: Precision | None = None,
 ) -> Plan:
-    """The plan of a stage that ComfyUI runs.
+    """Return the plan of a stage that ComfyUI runs.
 
-    model: its name, for people. computes_in: by ComfyUI's settings. request: None for that.
+    model: its name in messages. computes_in: the dtype by ComfyUI's settings. request: None for that dtype.
 
-    Raises BadInput where ComfyUI computes in something that is none of ours, or the device has no such dtype.
+    Raises BadInput if ComfyUI's dtype is not supported, or the device lacks the requested one.
     """
     chosen = dtype_name(computes_in)
     if chosen not in DTYPES:
@@ -89,7 +89,7 @@ def _asked(model: str, chosen: str, architecture: Architecture, request: Precisi
 
 
 def _automatic(model: str, chosen: str, architecture: Architecture) -> tuple[str, str]:
-    """Half precision that the card computes natively, or fp16 that every layer keeps in range."""
+    """Return the dtype of 'auto' and why: native half precision, fp16 with every layer scaled, or ComfyUI's choice."""
     if chosen == "bf16" and architecture.native_bf16:
         return "bf16", Message("bf16, which ComfyUI chose for {} and {} computes natively", model, architecture)
     if not _best_in_fp16(architecture):
@@ -114,35 +114,35 @@ _snapshot = partial(Snapshot, opaque=OPAQUE)
 
 @dataclass(frozen=True)
 class ComfyNetwork:
-    """What one guard guards."""
+    """The network of one guard."""
 
-    model: str  # its name, for people
+    model: str  # its name in messages
     component: Component
     network: torch.nn.Module
-    dtype: torch.dtype  # it computes in
+    dtype: torch.dtype  # the dtype that it computes in
     device: torch.device
     attempt: Callable[..., Any]
-    in_full: Callable[..., Any]  # the same, such that it can be in float32, or in part
-    rerun: Callable[..., Any]  # the same, and it is the call that counts
-    renew: Callable[..., bool] | None = None  # has its weights loaded anew, where they may be stale
-    fp32_alone: bool = False  # ComfyUI computes it in nothing less, on any card
-    patched: frozenset[str] = frozenset()  # names of the network's weights that LoRAs and their kind change
-    snapshot: Callable[..., Snapshot] = _snapshot  # of what a call is given, and of the network
-    calls_others: Callable[..., bool] = lambda *_, **__: False  # whether a call runs other packs' code amid the network
+    in_full: Callable[..., Any]  # the same, by layers that take float32
+    rerun: Callable[..., Any]  # as `in_full`, for the call that counts
+    renew: Callable[..., bool] | None = None  # reloads its weights, which may be stale
+    fp32_alone: bool = False  # ComfyUI computes it in fp32 on every card
+    patched: frozenset[str] = frozenset()  # names of the network's weights that LoRAs and other patches change
+    snapshot: Callable[..., Snapshot] = _snapshot  # of a call's arguments and the network
+    calls_others: Callable[..., bool] = lambda *_, **__: False  # whether a call runs other packs' code in the network
 
     def stage(self, policy: GuardPolicy, request: Precision | None = None) -> Stage:
-        """It, set up to compute as is asked. request: None for what ComfyUI chose. Raises BadInput."""
+        """Set the network up as a stage. request: None for ComfyUI's choice. Raises BadInput."""
         architecture = verified_architecture(self.device, host.selftest_directory())
         request = None if self.fp32_alone and request is Precision.AUTO else request
         plan = comfy_plan(self.component, self.model, self.dtype, architecture, request)
         return Stage(plan, RunReport(self.model, str(architecture), plan), architecture, policy)
 
 
-_VALUES = 16  # of each weight
+_VALUES = 16  # sampled of each weight
 
 
 def profile_of(of: ComfyNetwork, architecture: Architecture, dtype: str) -> Profile:
-    """The profile of a network of which nothing is known yet."""
+    """Return a profile of a network, without precision overrides."""
     full = {"torch": torch.__version__, "comfyui": host.version() or "none"}
     versions = {package: ".".join(version.split(".")[:2]) for package, version in full.items()}
     name = of.model if of.component is Component.DENOISER else f"{of.model}, {of.component.words}"
@@ -150,9 +150,9 @@ def profile_of(of: ComfyNetwork, architecture: Architecture, dtype: str) -> Prof
 
 
 def _fingerprint(of: ComfyNetwork) -> str:
-    """A fingerprint of the structure, and of a few values of each weight: not of quantised ones, nor of those that
-    LoRAs change, which are what they were or not, as there is room. So a model with LoRAs is another one than without.
-    """
+    """Return a fingerprint of the structure and of a few values of each weight, so a model with LoRAs has another one
+    than without. Quantised weights are left out, and those that LoRAs change: it depends on free memory whether these
+    are patched."""
     digest = hashlib.sha256(of.component.value.encode())
     sampled: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, weight in of.network.named_parameters():

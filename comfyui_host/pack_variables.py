@@ -1,9 +1,8 @@
-"""What other packs keep from call to call in variables of their modules and classes, as caches that skip steps do.
+"""State that other packs keep between calls, in variables of their modules and classes, as step caches do.
 
-A call that is made again has to find there what the first one found. Only what holds tensors is put back, and numbers
-that are variables, which may be counts. Of the rest, queues, flags and settings, a part alone would be worse than none:
-a pack that sets itself up in its first call notes that in one place, and reads what it set up in another. Whatever a
-pack has there, looking at it raises nothing.
+A repeated call must find the state that the first one found. Only variables that hold tensors are restored, and numeric
+variables, which may be counters. Restoring a part of the others (queues, flags, settings) would be worse than nothing:
+a pack notes in one variable that it has set itself up, and reads its setup from another. Reading never raises.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import torch
 from ..precision.snapshot import Dtypes, Reachable, copied, narrow_held, narrowed, put_back, restored
 from ..precision.snapshot import Path as Place  # a module, a class of it or "", a variable, and keys
 
-_ENTRIES = 5_000  # of containers, that are looked at
-_COPIED = 2**25  # bytes of tensors that are copied
+_ENTRIES = 5_000  # container entries, at most, that are read
+_COPIED = 2**25  # bytes of tensors, at most, that are copied
 _NUMBERS = (int, float)
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, deque)
 _CODE = (type, FunctionType, ModuleType)
@@ -32,7 +31,7 @@ _PLAIN = torch._C.DisableTorchFunction  # out of the fp32 rerun's mode, in which
 
 
 def modules_of_packs(network: torch.nn.Module, functions: Iterable[Any]) -> list[ModuleType]:
-    """Return the modules of other packs whose classes and functions a call runs, and those of the same packs that they
+    """Return other packs' modules whose classes and functions a call runs, and modules of the same packs that those
     use. functions: what packs have put into the call's options."""
     ahead = set(map(_module_of, functions))
     for module in network.modules():
@@ -107,7 +106,7 @@ class _Variable(Reachable):
 
 
 class PackVariables:
-    """The variables of some modules as they are now."""
+    """A snapshot of the variables of some modules."""
 
     def __init__(self, modules: Iterable[ModuleType]):
         self._modules = [*modules]

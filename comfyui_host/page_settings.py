@@ -1,4 +1,4 @@
-"""What people have set on ComfyUI's page."""
+"""The users' settings on ComfyUI's page."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .compat import unless_changed
 
 logger = logging.getLogger(__name__)
 
-DEFAULT = "default"  # the user where ComfyUI has but one
+DEFAULT = "default"  # the user of a ComfyUI with one user
 
 
 def settings_of(user: str = DEFAULT) -> dict[str, Any]:
-    """A user's settings by their ids; {} without ComfyUI."""
+    """Return a user's settings by id; {} without ComfyUI."""
     directory = user_directory()
     if directory is None:
         return {}
@@ -30,7 +30,7 @@ def settings_of(user: str = DEFAULT) -> dict[str, Any]:
 
 @unless_changed("the page's settings and language here", None)
 def user_directory() -> Path | None:
-    """ComfyUI's user folder; None where this process is none, or it has none, as 0.0.1."""
+    """Return ComfyUI's user folder; None if this process is not a ComfyUI, or if ComfyUI has none (0.0.1)."""
     folder_paths = sys.modules.get("folder_paths") or sys.modules.get("comfy.cmd.folder_paths")
     return Path(folder_paths.get_user_directory()) if folder_paths else None
 

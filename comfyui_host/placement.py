@@ -1,6 +1,6 @@
-"""Components and stores under ComfyUI's memory manager: it makes room for them, and moves them away for others.
+"""Components and stores under ComfyUI's memory manager, which makes room for them and evicts them for other models.
 
-Its module is handed in: `host` alone looks it up.
+The manager's module is an argument: only `host` looks it up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _OFF = "ComfyUI's memory manager for pipelines"
 
 
 class ComfyPlacement(PlainPlacement):
-    """Asks ComfyUI's memory manager for room, and lets it move components away when others need theirs."""
+    """Asks ComfyUI's memory manager for room, and lets it evict components if other models need the room."""
 
     def __init__(self, management: Any, wish: str = "", *, channels_last: bool = False):
         super().__init__(management.get_torch_device())
@@ -86,15 +86,15 @@ class ComfyPlacement(PlainPlacement):
 
 
 def _bytes_there(loaded: Any) -> int:
-    """Of one of ComfyUI's loaded models, on the device."""
+    """Return the bytes of one of ComfyUI's loaded models that are on the device."""
     return int(getattr(loaded, "model_loaded_memory", loaded.model_memory)())
 
 
 class Resident:
-    """A component as ComfyUI's memory manager wants to see a model: whole on the device, or whole in main memory.
+    """A component as a model of ComfyUI's memory manager: whole on the device, or whole in main memory.
 
-    It has what `LoadedModel` calls on a ModelPatcher, from ComfyUI's pip package 0.0.1 to today. ModelPatcher itself
-    will not do: it may leave part of the weights behind, which only ComfyUI's own layers can run with.
+    It has the methods that `LoadedModel` calls on a ModelPatcher, from ComfyUI's pip package 0.0.1 to today.
+    ModelPatcher itself may leave part of the weights in main memory, and only ComfyUI's own layers can run so.
     """
 
     parent = None
@@ -108,7 +108,7 @@ class Resident:
         self._size = sum(t.nbytes for t in (*component.parameters(), *component.buffers()))
 
     def _move(self, device: torch.device) -> torch.nn.Module:
-        self.current_device = self.offload_device  # also where it raises
+        self.current_device = self.offload_device  # also if it raises
         if not any(parameter.is_meta for parameter in self.component.parameters()):
             move_whole(self.component, device)
         self.current_device = device
@@ -155,7 +155,7 @@ class Resident:
         return 0  # never in part; the manager then calls detach
 
     def detach(self, unpatch_all: bool = True, **_: Any) -> torch.nn.Module:
-        if not unpatch_all:  # the manager is about to load this very one
+        if not unpatch_all:  # the manager is about to load this model
             return self.component
         if _lingering:
             _lingering.unload()
@@ -175,7 +175,7 @@ class Resident:
 
 
 class _Lingering:
-    """The store that a node used last, and a place among ComfyUI's loaded models, to learn by when it unloads them."""
+    """The store that a node used last, and an empty model in ComfyUI's list, to notice when it unloads models."""
 
     def __init__(self, store: ComponentStore, management: Any):
         self.store: ComponentStore | None = store
@@ -189,7 +189,7 @@ class _Lingering:
         self._loaded[:] = [loaded for loaded in self._loaded if loaded.model is not self._place]
 
     def unload(self) -> None:
-        """Called amid ComfyUI's unloading, where none of its models may die: weights go, modules stay."""
+        """Free the weights of an unused store. Its modules stay: none may be destroyed while ComfyUI unloads."""
         if self.store and not self.store.handles:
             self.store.empty()
         else:

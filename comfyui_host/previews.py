@@ -1,7 +1,7 @@
-"""Pictures of a run on its node, as ComfyUI's own samplers show them.
+"""Previews of a run on its node, as ComfyUI's own samplers show them.
 
-ComfyUI shows none unless it is told to, since its own cost a step's time on some cards. Ours cost next to nothing, so
-they are shown unless somebody said "none".
+ComfyUI's own are off by default, since they cost as much as a step on some cards. Ours cost almost nothing, so they are
+shown unless the user has chosen "none".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FLAG = "--preview-method"
 
 
 def previews(progress: host.Progress) -> Previews | None:
-    """Return how a run's previews are shown with its progress; None where nobody would see them, or wants them."""
+    """Return the previews that are shown with a run's progress; None without ComfyUI, or if they are turned off."""
     method = _method()
     if method == "none" or not host.in_comfyui():
         return None
@@ -33,8 +33,8 @@ def previews(progress: host.Progress) -> Previews | None:
 
 
 def _method() -> str:
-    """Return what the page's settings ask for, else what the command line does: "none", "auto", "latent2rgb", "taesd";
-    "" where neither says anything."""
+    """Return the preview method by the page's settings, else by the command line: "none", "auto", "latent2rgb",
+    "taesd"; "" if neither sets one."""
     for extra_data in host.running_extra_data():
         if (asked := extra_data.get("preview_method") or "default") != "default":
             return asked
@@ -45,8 +45,8 @@ def _method() -> str:
 
 @unless_changed("previews in ComfyUI's colours", None)
 def _to_picture(kind: str, *, small_decoder: bool) -> ToPicture | None:
-    """Return what ComfyUI shows latents of a kind with: its own decoder, which is a file in models/vae_approx, where
-    that is asked for and there, else its factors for colours; None where it has neither."""
+    """Return ComfyUI's function from a kind of latents to a picture: its small decoder, if that is chosen and its file
+    is in models/vae_approx, else its colour factors; None if it has neither."""
     from ..pipelines.run.previews import picture
 
     latent_format = getattr(sys.modules["comfy.latent_formats"], kind, None) if kind else None
@@ -55,7 +55,7 @@ def _to_picture(kind: str, *, small_decoder: bool) -> ToPicture | None:
     known = latent_format()
 
     def scaled(latents: torch.Tensor) -> torch.Tensor:
-        video = getattr(known, "latent_dimensions", 2) == 3  # 0.0.1 knows of images alone
+        video = getattr(known, "latent_dimensions", 2) == 3  # 0.0.1 knows only images
         return known.process_in(latents[None, :, None] if video else latents[None])
 
     if small_decoder:

@@ -1,4 +1,4 @@
-"""The numerics probe for ComfyUI's own MODELs: a sampling run of ComfyUI's, in fp32, and what every layer reaches."""
+"""The numerics probe for ComfyUI's own MODELs: a sampling run in fp32, in which every layer is measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .refining import forget_earlier_runs, refining_guarded
 
 
 class KSampling(NamedTuple):
-    """What ComfyUI's KSampler takes, in its order, and the seed."""
+    """The arguments of ComfyUI's KSampler, in its order, and the seed."""
 
     steps: int
     cfg: float
@@ -42,11 +42,11 @@ def probe_model(
     sampling: KSampling,
     step_done: Callable[[int], None],
 ) -> ProbeResult:
-    """Sample with a schedule of a few steps, all of them in fp32, and measure.
+    """Sample with a schedule of a few steps, all of them in fp32, and measure every layer.
 
-    patcher: a MODEL (ComfyUI's ModelPatcher), not changed. latent: a LATENT. step_done: is told how many are done.
-    Raises BadInput where ComfyUI is too old, GuardStopped where fp32 is not finite either, ProbeEnded where the model
-    or its sampler raises.
+    patcher: a MODEL (ComfyUI's ModelPatcher), not changed. latent: a LATENT. step_done: called with the steps done.
+    Raises NotInComfyUI if ComfyUI is too old, BadInput if the model's dtype is not supported, GuardStopped if fp32 is
+    not finite either, ProbeEnded if the model or its sampler raises.
     """
     runs: list[_Run] = []
     done = 0
@@ -95,7 +95,7 @@ class ProbeEnded(Told, RuntimeError):
 
 
 class _Run:
-    """The calls of one run, the first of which shows what the model is."""
+    """The calls of one run; the first call shows which model it is."""
 
     def __init__(self, call: ModelCall):
         self._of = denoiser_of(call)
@@ -132,21 +132,21 @@ class _Run:
 
 
 def _prepare(executor: Any, *args: Any, **by_name: Any) -> Any:
-    """Hands on the loaded model, then what it needs; text that half precision does not hold is refined in fp32."""
+    """Wrap the loading of the model. Returns its results; text that overflows is refined in fp32."""
     model, *more = executor(*args, **by_name)
     forget_earlier_runs(model)
     return refining_guarded(model, GuardPolicy(), lambda _: None), *more
 
 
 def _start(patcher: Any, latent: dict[str, Any]) -> torch.Tensor:
-    """What KSampler starts from: an empty latent gets the model's channels, and in a current ComfyUI its size too, by
-    the ratios to pixels and frames that the node that made it left beside it."""
+    """Return KSampler's start latents. An empty latent gets the model's channels and, in a current ComfyUI, its size,
+    by the ratios to pixels and frames in the LATENT."""
     fix = sys.modules["comfy.sample"].fix_empty_latent_channels
     taken = signature(fix).parameters
     return fix(patcher, latent["samples"], **{name: value for name, value in latent.items() if name in taken})
 
 
 def _lists_of_blocks(network: torch.nn.Module) -> list[str]:
-    """Parts that hold more than single layers: a UNet's input_blocks, Flux's double_blocks."""
+    """Return the names of the network's lists of blocks: a UNet's input_blocks, Flux's double_blocks."""
     inside = {name: [*part.children()] for name, part in network.named_children()}
     return [name for name, layers in inside.items() if any([*layer.children()] for layer in layers)]

@@ -1,11 +1,11 @@
-"""What a run begins with, before it samples.
+"""State of a run from before it samples: prepared conditions, and caches of earlier runs.
 
-MiniMax H3, LTX-2 and Anima refine text with layers of their own, and SenseNova makes keys and values of a prefix. They
-do so in `extra_conds`, where ComfyUI prepares what `apply_model` is given, so a guard of that comes too late.
+MiniMax H3, LTX-2 and Anima refine text with layers of their own, and SenseNova computes keys and values of a prefix.
+They do so in `extra_conds`, where ComfyUI prepares the arguments of `apply_model`: a guard of that is too late.
 
-HiDream-O1 keeps keys and values of prompts on itself, from run to run. A run without a guard that overflowed has left
-NaN there, which no precision cures. One with another precision or LoRA has left what this one would not compute.
-Qwen-Image 2.1 keeps them for one run: of a run that goes on without its guard, some are the guard's.
+HiDream-O1 keeps keys and values of prompts on its network, from run to run. An unguarded run that overflowed has left
+NaN there, which no precision cures. A run with another precision or LoRA has left values that are wrong for this one.
+Qwen-Image 2.1 keeps them for one run: if the run goes on without its guard, some are the guard's.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .calls import OPAQUE, ModelCall
 from .compat import unless_changed
 from .layers import products_in_fp32
 
-_TEXT = "c_crossattn"  # of the conditions that a model prepares
-_PREPARES = "preprocess_"  # how the methods of a network begin that are called then
-Prepare = Callable[..., dict[str, Any]]  # ComfyUI's `extra_conds`: what a prompt holds, by name → conditions, by name
+_TEXT = "c_crossattn"  # the text, among the prepared conditions
+_PREPARES = "preprocess_"  # prefix of the network's methods that `extra_conds` calls
+Prepare = Callable[..., dict[str, Any]]  # ComfyUI's `extra_conds`: a prompt's entries by name → conditions by name
 
 
 def refining_guarded(
@@ -38,12 +38,12 @@ def refining_guarded(
     tell: Callable[[str], None],
     or_plain: Callable[[Callable[[], Any], Callable[[], Any]], Any] = lambda guarded, _plain: guarded(),
 ) -> Any:
-    """The same BaseModel, with its state, which prepares conditions in fp32 where half precision does not hold them;
-    the model itself where its network prepares none.
+    """Return a view of a BaseModel, with the same state, that prepares conditions in fp32 if they overflow in half
+    precision; the model itself if its network prepares none.
 
-    tell: is told what was made again, and why.
+    tell: called with a line on each condition that was recomputed.
     or_plain: `Run.or_plain`.
-    The view raises GuardStopped, naming what is broken, where fp32 does not help, or the policy says stop.
+    The view raises GuardStopped, which names the condition, if fp32 does not help or the policy is to stop.
     """
     if not any(name.startswith(_PREPARES) for name in dir(model.diffusion_model)):
         return model
@@ -54,7 +54,7 @@ def refining_guarded(
 
     kind = type(model)
     view = object.__new__(type(kind.__name__, (kind,), {"extra_conds": staticmethod(extra_conds)}))
-    object.__setattr__(view, "__dict__", vars(model))  # so that nothing is set on the model, and all else is
+    object.__setattr__(view, "__dict__", vars(model))  # shared; `extra_conds` is not set on the model
     return view
 
 
@@ -86,7 +86,7 @@ def _guarded(prepare: Prepare, call: ModelCall, policy: GuardPolicy, tell: Calla
         with products_in_fp32(call.network):
             again = run_in_fp32(prepare, tf32=tf32, **given)
         if broken and Extremes().learn(places(_tensors(made), dtype), _tensors(again)):
-            return made  # a mask
+            return made  # an attention mask
         if not only_minus_inf(_tensors(again)):
             raise GuardStopped(
                 "{}, and in fp32 too, from a prompt that is finite. Its weights may be damaged: download the "
@@ -102,7 +102,7 @@ def _guarded(prepare: Prepare, call: ModelCall, policy: GuardPolicy, tell: Calla
 
 
 def _broken(conditions: dict[str, Any]) -> str:
-    """Return the name of the first condition that holds a non-finite value; "" where none does."""
+    """Return the name of the first condition that holds a non-finite value; "" if none does."""
     return next((name for name, value in conditions.items() if any(map(non_finite, _tensors(value)))), "")
 
 
@@ -132,7 +132,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 @unless_changed("forgetting what a model keeps of earlier runs", None, kinds=(Exception,))
 def forget_earlier_runs(model: Any) -> None:
-    """Have a BaseModel's network forget by its own method, where it has one."""
+    """Clear the caches of a BaseModel's network by the network's own methods, if it has any."""
     network: Any = ModelCall(model, {}).network
     if hasattr(network, "clear_kv_cache"):
         network.clear_kv_cache()

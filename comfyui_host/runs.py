@@ -37,21 +37,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one guard's node, and what its runs taught, by stage and dtype: later runs begin with that."""
+    """The settings of a guard's node, and the precision overrides of its runs, by stage and dtype, for later runs."""
 
     policy: GuardPolicy
-    request: Precision | None = None  # None: what ComfyUI chose
+    request: Precision | None = None  # None: ComfyUI's choice
     node_id: str | None = None
-    profile: Profile | None = None  # in place of a kept one
+    profile: Profile | None = None  # in place of the stored one
     learned: MutableMapping[tuple[Component, str], PrecisionOverrides] = field(default_factory=dict)
     inserted: bool = False  # by 'Guard every workflow': it never ends a run, and is silent unless something happened
 
 
 @contextmanager
 def guarded_run(settings: Settings, steps: int = 0) -> Generator[Run]:
-    """A run, whose report is shown on the guard's node at its end.
+    """Yield a run, and show its report on the guard's node at the end.
 
-    steps: of the sampler; 0 where each call counts as one.
+    steps: the sampler's number of steps; 0 if each call counts as one.
     """
     run = Run(settings, steps)
     ended_by: BaseException | None = None
@@ -65,16 +65,16 @@ def guarded_run(settings: Settings, steps: int = 0) -> Generator[Run]:
         try:
             run.end()
         except Exception as error:
-            if not (settings.inserted or ended_by or what_changed(error)):  # what ended the run is what is told
+            if not (settings.inserted or ended_by or what_changed(error)):  # the error that ended the run counts
                 raise
             logger.exception("NaN Guard: no report of this run")
         for of_controlnet in run._controlnets:
-            of_controlnet._executors.clear()  # a circle would keep its network
+            of_controlnet._executors.clear()  # a reference cycle would keep its network
 
 
 class Run:
-    """Its calls may come from several threads at the same time. How far a rerun reaches (the policy's scope), each
-    executor decides for itself: what another one does at that moment is chance."""
+    """One run. Its calls may come from several threads at the same time. Each executor applies the policy's scope by
+    itself, since the timing of the others is random."""
 
     def __init__(self, settings: Settings, steps: int, node: tuple[str | None, str] | None = None):
         self._settings = settings
@@ -84,18 +84,18 @@ class Run:
         self._executors: dict[tuple[torch.nn.Module, int], _Executor] = {}  # by network and thread
         self._calls: list[StepRecord] = []  # of all executors, in the order in which they ended
         self._lock = threading.Lock()
-        self._models: list[Any] = []  # that have forgotten earlier runs
-        self._replaced = False  # an executor by one that computes as ComfyUI does
-        self._before: list[str] = []  # what the report says first
-        self._given_up: str = ""  # why an inserted guard lets the rest of the run through
+        self._models: list[Any] = []  # whose caches of earlier runs are cleared
+        self._replaced = False  # whether an executor was replaced by one that computes as ComfyUI does
+        self._before: list[str] = []  # the report's first lines
+        self._given_up: str = ""  # why the rest of the run is not guarded
         self._controlnets: list[Run] = []
         self.until_end = ExitStack()
-        self._stopped: StepRecord | None = None  # the call that a guard has ended
-        self._ended_by: str = ""  # what ended the run before its end
-        self.retried = False  # ComfyUI makes a call that runs out of memory again, tiled
+        self._stopped: StepRecord | None = None  # the latest call that a guard has ended
+        self._ended_by: str = ""  # what ended the run early
+        self.retried = False  # whether ComfyUI repeats the call tiled if it runs out of memory
 
     def meet(self, model: Any) -> None:
-        """Have a BaseModel forget earlier runs, before the first call of it."""
+        """Clear a BaseModel's caches of earlier runs, before its first call."""
         with self._lock:
             known = any(each is model for each in self._models)
             self._models += [] if known else [model]
@@ -103,13 +103,13 @@ class Run:
             forget_earlier_runs(model)
 
     def forget(self) -> None:
-        """Have the models forget what calls have computed in another precision than ComfyUI's: others would read it."""
+        """Clear the models' caches if calls computed differently from ComfyUI: later calls would read the results."""
         if self._replaced or any(executor.own_way for executor in self._executors.values()):
             for model in self._models:
                 forget_earlier_runs(model)
 
     def unguarded(self, plain: Callable[[], Any]) -> Any:
-        """What is computed without the guard, since a rerun has no gradient."""
+        """Compute without the guard, since a rerun has no gradient; the report says so."""
         self.note(Message("Not guarded: calls that a node computes a gradient through"))
         return plain()
 
@@ -119,15 +119,15 @@ class Run:
             self._before += [] if line in self._before else [line]
 
     def saw_no_call(self) -> None:
-        """Told at the end of a sampling in which ComfyUI called no model. DeepCache calls a network's parts itself."""
+        """Note that ComfyUI called no model in a sampling. DeepCache, for example, calls a network's parts itself."""
         said = Message("Not guarded: ComfyUI made no call of this model; another node may compute it by itself")
         with self._lock:
             self._given_up = self._given_up or said
 
     def of_controlnet(self) -> Run:
-        """The run of a ControlNet beside this one, which has it in its report."""
+        """Return a new run for a ControlNet, whose report becomes part of this run's report."""
         asked = self._settings.request
-        request = None if asked is Precision.FP16_PLAIN else asked  # of fp16 (plain), ComfyUI has to have chosen fp16
+        request = None if asked is Precision.FP16_PLAIN else asked  # fp16 (plain) is valid only if ComfyUI chose fp16
         settings = replace(self._settings, learned={}, profile=None, request=request)
         made = Run(settings, 0, (self._node_id, self._node_type))
         self._controlnets.append(made)
@@ -139,7 +139,7 @@ class Run:
         return self._calls[-1]
 
     def refining(self, model: Any) -> Any:
-        """A loaded BaseModel, whose text refiner is guarded too."""
+        """Return a view of a loaded BaseModel whose text refiner is guarded too."""
         policy = self._settings.policy
         return self.or_plain(lambda: refining_guarded(model, policy, self._refined, self.or_plain), lambda: model)
 
@@ -154,10 +154,10 @@ class Run:
     def or_plain(
         self, guarded: Callable[[], Any], plain: Callable[[], Any], broken: Callable[[], Any] | None = None
     ) -> Any:
-        """What is guarded. Where an inserted guard fails, or any meets a ComfyUI that it does not know, what ComfyUI
-        computes without it, then and in the rest of the run, which raises what it raises without us.
+        """Return `guarded()`. If an inserted guard fails, or any guard finds that ComfyUI has changed, return
+        `plain()`, in this call and in the rest of the run: the run then fails only if it fails without us.
 
-        broken: in place of `plain`, where what the failed call has overwritten could not be put back.
+        broken: called in place of `plain` if state that the failed call has overwritten could not be restored.
         """
         if self._given_up:
             return plain()
@@ -170,7 +170,7 @@ class Run:
             if self.retried and isinstance(error, torch.OutOfMemoryError):
                 self.retried = False
                 raise
-            why, details = changed or _why(error), "".join(traceback.format_exception(error))  # which holds no tensors
+            why, details = changed or _why(error), "".join(traceback.format_exception(error))  # it holds no tensors
             plain = broken if broken and getattr(error, "lost", "") else plain
         self.forget()
         made = plain()
@@ -213,7 +213,7 @@ class Run:
         return made
 
     def _executor(self, of: ComfyNetwork, settings: Settings | None = None) -> _Executor:
-        """This thread's one for a network. settings: for another one in its place."""
+        """Return this thread's executor for a network. settings: to replace it by one with these settings."""
         key = of.network, threading.get_ident()
         with self._lock:
             self._replaced |= settings is not None
@@ -222,11 +222,11 @@ class Run:
             return self._executors[key]
 
     def _at(self) -> int:
-        """The number of the call that is going on, from 1; one that a guard has stopped is counted already."""
+        """Return the number of the current call, from 1. A call that a guard has stopped is counted already."""
         return len(self._calls) + (not (self._calls and self._calls[-1] is self._stopped))
 
     def ended_by(self, error: BaseException) -> None:
-        """Have the report say that the run did not come to its end."""
+        """Note for the report how the run ended early."""
         with self._lock:
             done = len(self._calls)
             if isinstance(error, GuardStopped):
@@ -261,7 +261,7 @@ class Run:
         return bool(happened) or any(each._is_eventful() for each in self._controlnets)
 
     def _report(self) -> RunReport | None:
-        """What its calls came to; None where there were none."""
+        """Return the report of the run's calls; None if there is nothing to report."""
         with self._lock:
             executors, steps = [*self._executors.values()], [*self._calls]
         if not steps and not (executors and self._ended_by):
@@ -292,11 +292,11 @@ class Run:
         return report
 
     def _of_controlnets(self, said: Sequence[str] = ()) -> list[Message]:
-        """What became of them, in words. said: what need not be repeated."""
+        """Return the ControlNets' report lines. said: lines to leave out."""
         lines: list[str] = []
         for each in self._controlnets:
             if report := each._report():
-                report.in_calls = True  # it may work in some steps alone
+                report.in_calls = True  # it may run in some of the steps only
                 lines += (report.summary(), *report.notes)
             else:
                 lines.append(each._given_up)
@@ -325,25 +325,25 @@ def _what_happened(step: StepRecord) -> str:
 
 
 class _CannotProtect(Told, TypeError):
-    """The network holds something that cannot be run with every layer scaled; the message names it."""
+    """A part of the network cannot run with every layer scaled; the message names it."""
 
 
 @dataclass(frozen=True)
 class _Executor:
     guard: StageGuard
-    switched: Callable[[], Any]  # holds the accumulation switches; bf16 and fp32 need none
-    reference: str  # what a rerun computes from, where that needs a word
+    switched: Callable[[], Any]  # sets the accumulation switches inside; bf16 and fp32 need none
+    reference: str  # what a rerun computes from, for the report; "" if it needs no mention
     quantised: OwnProducts
-    own_way: list[bool]  # not empty once calls compute otherwise than ComfyUI's
-    began: PrecisionOverrides  # with that
-    profile: ProfileFile | None  # None where nothing is learned
+    own_way: list[bool]  # not empty once calls compute differently from ComfyUI
+    began: PrecisionOverrides  # its overrides at the start
+    profile: ProfileFile | None  # None if the stage learns nothing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.switched() as self.guard.report.switches:
             return self.guard(*args, **kwargs)
 
     def keep(self) -> None:
-        """For later runs, in other processes too."""
+        """Save new precision overrides for later runs, also of other processes."""
         if self.profile and self.guard.learned and self.guard.learned.to_share != self.began.to_share:
             self.profile.save(self.guard.learned)
 

@@ -1,8 +1,8 @@
-"""Tensors on ComfyUI's wires that say whose they are, where a layer of another model cannot take them.
+"""Tensors on ComfyUI's wires that name their model in the error message if a layer of another model cannot take them.
 
-CONDITIONING and LATENT go into nodes of any pack. What they are of stands nowhere: a prompt for CogVideoX that is wired
-into a KSampler ends in PyTorch's words on the shapes of two matrices. Where shapes agree, nothing is in the way:
-ComfyUI's own SVD has the latents that ours has.
+Any pack's nodes accept CONDITIONING and LATENT, which do not say which model they are for: a CogVideoX prompt that is
+wired into a KSampler ends in PyTorch's error on the shapes of two matrices. If the shapes fit, the label does nothing:
+ComfyUI's own SVD has the same latents as ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LAYERS |= {functional.conv1d, functional.conv2d, functional.conv3d, functional.
 
 
 class TaggedTensor(torch.Tensor):
-    """A tensor with a label, until a layer of a network takes it: what that makes is a plain one."""
+    """A tensor with a label. Results of functions keep the label; the output of a network's layer is a plain tensor."""
 
     label = ""
 
@@ -43,7 +43,7 @@ class TaggedTensor(torch.Tensor):
 
 
 def _tensors(values: Any) -> list[TaggedTensor]:
-    """Those among values, and in lists and tuples among them, as `torch.cat` takes them."""
+    """Return the tagged tensors among values, and in lists and tuples among them, as `torch.cat` takes them."""
     return [
         each
         for value in values
@@ -53,7 +53,7 @@ def _tensors(values: Any) -> list[TaggedTensor]:
 
 
 def labelled(tensor: torch.Tensor, label: str) -> torch.Tensor:
-    """Return a tensor of the same values that says `label` where a layer cannot take it."""
+    """Return a tensor with the same values and a label: the error message if a layer cannot take it."""
     made = tensor.as_subclass(TaggedTensor)
     made.label = label
     return made
@@ -64,7 +64,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def prompt_of(embeddings: torch.Tensor, model: str, sampler: str) -> torch.Tensor:
-    """Return embeddings [batch, tokens, channels] that say they are a model's. sampler: the nodes that take them."""
+    """Return embeddings [batch, tokens, channels], labelled as a model's. sampler: titles of nodes that take them."""
     label = Message(
         "This CONDITIONING {} was encoded for {}, and a layer of another model cannot take it. Wire it into {}; for a "
         "KSampler, encode the prompt by the text encoder of that sampler's model.",
@@ -76,7 +76,7 @@ def prompt_of(embeddings: torch.Tensor, model: str, sampler: str) -> torch.Tenso
 
 
 def latents_of(latents: torch.Tensor, model: str) -> torch.Tensor:
-    """Return latents that say they are a model's."""
+    """Return latents, labelled as a model's."""
     label = Message(
         "These latents {} are {}'s, and a layer of another model cannot take them. Wire them into Decode Latents, "
         "with the pipeline that made them.",

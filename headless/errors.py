@@ -1,4 +1,4 @@
-"""What can go wrong in a headless run, each kind with the exit code that scripts see."""
+"""Errors of a headless run, each kind with its exit code."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from enum import IntEnum
 
 class ExitCode(IntEnum):
     DONE = 0
-    BAD_INPUT = 2  # usage, workflow or an input's value; nothing ran
+    BAD_INPUT = 2  # wrong usage, workflow or input; nothing ran
     NO_HOST = 3  # no server answers, or ComfyUI did not start
     RUN_FAILED = 4
     OUTPUT_FAILED = 5  # a result could not be written
     INTERRUPTED = 130
-    BROKEN_PIPE = 141  # nobody reads what is printed; a shell's code for a command that SIGPIPE ended
+    BROKEN_PIPE = 141  # stdout closed; the shell's code for a command ended by SIGPIPE
 
 
 class HeadlessError(Exception):
-    """An error whose message tells the user what was found, what was expected and what to do."""
+    """An error whose message says what was found, what was expected and what to do."""
 
     exit_code: ExitCode = ExitCode.RUN_FAILED
 
 
 class WorkflowError(HeadlessError):
-    """The workflow, one of its inputs or the way the command was called; nothing ran."""
+    """The workflow, one of its inputs or the command line is wrong; nothing ran."""
 
     exit_code: ExitCode = ExitCode.BAD_INPUT
 
 
 class NodeNotFoundError(WorkflowError):
-    """No node of the workflow goes by that name."""
+    """The workflow has no node of that name."""
 
 
 class UnknownNodesError(WorkflowError):
@@ -36,13 +36,13 @@ class UnknownNodesError(WorkflowError):
 
 
 class HostError(HeadlessError):
-    """There is no host to run on: no server, or a ComfyUI that does not start."""
+    """No host to run on: no server answers, or ComfyUI does not start."""
 
     exit_code: ExitCode = ExitCode.NO_HOST
 
 
 class NoAnswerError(HostError):
-    """A server cannot be reached, or breaks off. busy: it is there, and says nothing for long."""
+    """A server cannot be reached, or closes the connection. busy: it is connected but silent for long."""
 
     def __init__(self, server: str, reason: str, *, busy: bool = False) -> None:
         super().__init__(
@@ -53,19 +53,19 @@ class NoAnswerError(HostError):
 
 
 class TooLongError(HostError):
-    """A server's answer is longer than any that is taken."""
+    """A server's answer exceeds the size limit."""
 
 
 class RunFailedError(HeadlessError):
-    """A node raised, the time was up, or the server was lost on the way."""
+    """A node raised, the time limit passed, or the server was lost during the run."""
 
 
 class ServerLostError(RunFailedError):
-    """The server did not answer any more, or forgot the run, which may have ended it."""
+    """The server stopped answering, or no longer knows the run, which may have crashed it."""
 
 
 class OutputError(HeadlessError):
-    """A result could not be written; nothing is left half-written."""
+    """A result could not be written; no partial file is left."""
 
     exit_code: ExitCode = ExitCode.OUTPUT_FAILED
 

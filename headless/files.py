@@ -1,7 +1,7 @@
 """Result files, and temporary folders of a run.
 
-Results are written whole or not at all, never over another file, never outside the output folder. A temporary folder
-that a killed run left behind goes when the next one makes its own.
+Results are written atomically, never over another file, never outside the output folder. A temporary folder that a
+killed run left is removed when the next run creates its own.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..trust.atomic_files import locked, temporary_in
 from ..trust.message import shown
 from .errors import OutputError, WorkflowError
 
-PREVIEW_FOLDER = "temp"  # below the output folder; where files of ComfyUI's type "temp" go
-OWNER = ".owner"  # in a temporary folder: locked for as long as the process that made it lives, however that ends
+PREVIEW_FOLDER = "temp"  # below the output folder, for files of ComfyUI's type "temp"
+OWNER = ".owner"  # in a temporary folder: locked as long as the process that created the folder lives
 _COUNTED = re.compile(r"(?P<stem>.*)_(?P<counter>[0-9]{5,9})_", re.DOTALL)
-_COUNTER = "_99999999_.webp"  # what a name still has to hold beside the prefix
+_COUNTER = "_99999999_.webp"  # the longest part of a name after the prefix
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class FileEntry:
 
     @property
     def path(self) -> str:
-        """Where it lies below the output folder of a headless run, by its own words: for messages."""
+        """Its path below the output folder as ComfyUI states it, unchecked: for messages."""
         folder = PREVIEW_FOLDER if self.type == "temp" else ""
         return "/".join(part for part in (folder, self.subfolder, self.filename) if part)
 
     def folder_in(self, output: Path) -> Path:
-        """Its folder in a headless run's output folder. Raises OutputError where it points outside, by its own words or
+        """Return its folder in a headless run's output folder. Raises OutputError if that is outside, by its path or
         through a link."""
         try:
             if not self.filename or paths.relative(self.filename).name != self.filename:
@@ -58,8 +58,8 @@ class FileEntry:
 
 
 def file_entries(ui: Mapping[str, Any]) -> Iterator[FileEntry]:
-    """The files that a node wrote: those that its `ui` dictionary lists, under whichever key, outside the input folder.
-    Raises OutputError where one is listed in another way than ComfyUI's."""
+    """Return the files that a node wrote: all that its `ui` dictionary lists, under any key, except input files.
+    Raises OutputError if an entry is not in ComfyUI's format."""
     for values in ui.values():
         for item in values if isinstance(values, (list, tuple)) else ():
             if isinstance(item, Mapping) and isinstance(item.get("filename"), str):
@@ -71,7 +71,7 @@ def file_entries(ui: Mapping[str, Any]) -> Iterator[FileEntry]:
 
 
 def check_prefix(prefix: str) -> Path:
-    """A `filename_prefix` as a path below the output folder; raises WorkflowError where it is none, or too long."""
+    """Return a `filename_prefix` as a path below the output folder. Raises WorkflowError if it is none, or too long."""
     try:
         path = paths.relative(prefix)
         paths.relative(f"{path.name}{_COUNTER}")
@@ -84,9 +84,9 @@ def check_prefix(prefix: str) -> Path:
 
 
 def resolve_prefix(output: Path, prefix: str, *, width: int = 0, height: int = 0) -> tuple[Path, str]:
-    """The folder of files of this prefix, and what their names begin with, which may be nothing. ComfyUI's placeholders
-    (%width%, %year% ... %second%) are filled in; sizes in pixels. Raises WorkflowError where it leads out of `output`,
-    by itself or through a link."""
+    """Return the folder of a prefix's files, and the beginning of their names, which may be "". ComfyUI's placeholders
+    (%width%, %year% ... %second%) are filled in; sizes in pixels. Raises WorkflowError if the folder is outside of
+    `output`, by its path or through a link."""
     names, now = ("year", "month", "day", "hour", "minute", "second"), time.strftime("%Y %m %d %H %M %S").split()
     for name, value in {"width": width, "height": height, **dict(zip(names, now, strict=True))}.items():
         prefix = prefix.replace(f"%{name}%", str(value))
@@ -98,21 +98,21 @@ def resolve_prefix(output: Path, prefix: str, *, width: int = 0, height: int = 0
 
 
 def ensure_writable(folder: Path) -> None:
-    """Find out before hours of sampling that a folder takes no files. Raises OutputError where it can't be made, or
-    nothing can be written there."""
+    """Check, before hours of sampling, that files can be written to a folder. Raises OutputError if it cannot be
+    created or written to."""
     with _arriving(folder):
         ...
 
 
 def write_counted(folder: Path, stem: str, suffix: str, data: bytes) -> Path:
-    """Write `<stem>_00001_<suffix>`, or the next number that is free, as ComfyUI does. Raises OutputError: disk full,
-    no permission and the like; nothing is left behind."""
+    """Write `<stem>_00001_<suffix>`, or the next free number, as ComfyUI does. Raises OutputError (disk full, no
+    permission); no partial file is left."""
     return _write(folder, data, _counted(folder, stem, suffix))
 
 
 def write_together(folder: Path, stem: str, contents: Mapping[str, bytes]) -> list[Path]:
-    """Write `<stem><suffix>` for each suffix, all or none; where one is taken, all under the next number that is free.
-    Raises OutputError: disk full, no permission and the like; nothing is left behind."""
+    """Write `<stem><suffix>` for each suffix, all or none; if a name is taken, all with the next free number. Raises
+    OutputError (disk full, no permission); no partial file is left."""
     if any((folder / f"{stem}{suffix}").exists() for suffix in contents):
         stem = next(_counted(folder, stem, ""))
     written: list[Path] = []
@@ -127,9 +127,9 @@ def write_together(folder: Path, stem: str, contents: Mapping[str, bytes]) -> li
 
 
 class Arriving:
-    """A file that is being written; it takes its name at the end."""
+    """A file that is being written; it gets its name at the end."""
 
-    path: Path  # once it is whole
+    path: Path  # its final path
 
     def __init__(self, folder: Path, file: BinaryIO) -> None:
         self.folder, self._file = folder, file
@@ -140,19 +140,19 @@ class Arriving:
             self._file.write(data)
 
     def start_again(self) -> None:
-        """Forget what was written."""
+        """Discard what was written so far."""
         self._file.seek(0)
         self._file.truncate()
 
     @property
     def size(self) -> int:
-        """In bytes, so far."""
+        """Bytes written so far."""
         return self._file.tell()
 
 
 def arriving(folder: Path, name: str) -> AbstractContextManager[Arriving]:
-    """A file that is written bit by bit, under its own name or where that is taken under the next number that is free.
-    Nothing is left of it where the block raises. Raises OutputError: disk full, no permission and the like."""
+    """Yield a file to write in parts. It gets its own name, or the next free number if that is taken. If the block
+    raises, nothing is left. Raises OutputError (disk full, no permission)."""
     stem, suffix = Path(name).stem, Path(name).suffix
     counted = _COUNTED.fullmatch(stem)
     return _arriving(folder, chain([name], _counted(folder, counted["stem"] if counted else stem, suffix)))
@@ -166,8 +166,8 @@ def _write(folder: Path, data: bytes, names: Iterator[str]) -> Path:
 
 @contextmanager
 def _arriving(folder: Path, names: Iterable[str] = ()) -> Iterator[Arriving]:
-    """A temporary file in the same folder, which takes the first of `names` that is free once it is whole; without any
-    it is not kept."""
+    """Yield a temporary file in the same folder. At the end it gets the first free name of `names`; without names, it
+    is deleted."""
     with ExitStack() as opened:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -182,8 +182,8 @@ def _arriving(folder: Path, names: Iterable[str] = ()) -> Iterator[Arriving]:
 
 
 def _publish(temporary: Path, file: BinaryIO, names: Iterable[str]) -> Path:
-    """Give a file the first name that is free, in one step: two processes that share a folder never overwrite each
-    other's."""
+    """Give a file the first free name, atomically: two processes that share a folder never overwrite each other's
+    files."""
     for name in names:
         target = temporary.with_name(name)
         try:
@@ -196,7 +196,7 @@ def _publish(temporary: Path, file: BinaryIO, names: Iterable[str]) -> Path:
             except FileExistsError:
                 continue
             if os.name == "nt":
-                file.close()  # Windows renames no open file
+                file.close()  # Windows cannot rename an open file
             try:
                 temporary.replace(target)
             except BaseException:
@@ -207,7 +207,7 @@ def _publish(temporary: Path, file: BinaryIO, names: Iterable[str]) -> Path:
 
 
 def _counted(folder: Path, stem: str, suffix: str) -> Iterator[str]:
-    """Names from one more than the highest number in use for this stem, of any file type."""
+    """Yield numbered names, starting above the highest number in use for this stem, of any file type."""
     found = [_COUNTED.match(path.name) for path in folder.glob("*")]
     same = os.path.normcase(stem)
     used = [int(name["counter"]) for name in found if name and os.path.normcase(name["stem"]) == same]
@@ -217,7 +217,7 @@ def _counted(folder: Path, stem: str, suffix: str) -> Iterator[str]:
 
 @contextmanager
 def writing(target: Path, left: str = "Nothing was left half-written.") -> Iterator[None]:
-    """Raises OutputError where the block cannot write. left: what is there then."""
+    """Turn an OSError of the block into OutputError. left: what the message says is left."""
     try:
         yield
     except OSError as error:
@@ -229,14 +229,14 @@ def writing(target: Path, left: str = "Nothing was left half-written.") -> Itera
 
 @contextmanager
 def temporary_folder(prefix: str, where: Path | None = None) -> Iterator[Path]:
-    """A new folder in `where` (default: the system's own), gone at the end. Raises OSError where none can be made."""
+    """Yield a new folder in `where` (default: the system's own), removed at the end. Raises OSError."""
     where = where or Path(tempfile.gettempdir())
     _remove_orphans(where, prefix)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=where, ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        unnamed = folder / f"{OWNER}-new"  # takes its name when it is locked, so that none finds it unlocked before
+        unnamed = folder / f"{OWNER}-new"  # renamed once it is locked, so that nobody finds it unlocked
         with unnamed.open("wb") as file:
-            with suppress(OSError):  # no locks, or no renaming of open files: nobody takes the folder for an orphan
+            with suppress(OSError):  # without locks, or renaming of open files: nobody treats the folder as an orphan
                 if locked(file):
                     unnamed.rename(folder / OWNER)
             yield folder

@@ -1,4 +1,4 @@
-"""The gate for text that leaves for a terminal: whatever the command prints or logs, other people's words are in it."""
+"""The filter for terminal output: whatever the command prints or logs may contain foreign text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..trust.message import for_terminal
 
 
 class Cleaned:
-    """A stream that passes on text and line ends, and nothing that a terminal obeys. A carriage return may begin what
-    is written at once, as lines of progress do."""
+    """A stream that removes control characters, except line ends. A carriage return may start a write, as progress
+    lines do."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -35,12 +35,12 @@ class Cleaned:
 
 @contextmanager
 def cleaned_output() -> Iterator[None]:
-    """Both streams behind the gate. Characters that they cannot write become question marks. One that is closed, as
-    `>&-` does it and pythonw, goes nowhere."""
+    """Filter stdout and stderr. Characters that they cannot encode become question marks. A closed stream (`>&-`,
+    pythonw) discards its text."""
     with ExitStack() as restored:
         _take_closed_descriptors()
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
-            if isinstance(stream, io.TextIOWrapper):  # a console of Windows may have no arrow, and be told the rest
+            if isinstance(stream, io.TextIOWrapper):  # a Windows console may lack single characters
                 stream.reconfigure(errors="replace")
             if stream is None:
                 stream = restored.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
@@ -49,7 +49,7 @@ def cleaned_output() -> Iterator[None]:
 
 
 def drop_output() -> None:
-    """What is still in the streams' buffers, and what follows, goes nowhere: whoever read it has gone."""
+    """Discard the streams' buffers and all later output: the reader is gone."""
     with Path(os.devnull).open("wb") as nowhere:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
@@ -57,7 +57,8 @@ def drop_output() -> None:
 
 
 def _take_closed_descriptors() -> None:
-    """Else a file that is opened later gets the number of a standard stream, and libraries write messages into it."""
+    """Occupy closed standard descriptors. Otherwise a file opened later gets one, and libraries write messages to
+    it."""
     with suppress(OSError):
         while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
             pass

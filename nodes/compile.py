@@ -1,4 +1,4 @@
-"""The node that says how a pipeline's denoiser is compiled, its attention computed, and its convolutions laid out."""
+"""The node that sets how a pipeline is compiled, its attention kernel, and the memory layout of its convolutions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .node import PipelineChange
 if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle
 
-DYNAMIC = {"auto": None, "on": True, "off": False}  # the names stand in people's workflow files
+DYNAMIC = {"auto": None, "on": True, "off": False}  # the names are saved in users' workflow files
 
 
 class Compile(PipelineChange):
-    """Pipeline → the same pipeline, compiled otherwise."""
+    """Pipeline → the same pipeline with other compile options."""
 
     TITLE = "OneDiff Compile"
     CATEGORY = inputs.LOAD

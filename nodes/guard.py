@@ -1,4 +1,4 @@
-"""The NaN Guard node for a pipeline, and how a profile that is typed into a node is read."""
+"""The NaN Guard node for a pipeline, and the parser of a node's `profile` input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROFILE = "the NaN Guard's profile"  # what messages call it
+PROFILE = "the NaN Guard's profile"  # its name in messages
 WORDS = ("black image", "black video", "NaN", "infinite", "overflow", "rerun", *inputs.PRECISION_WORDS)  # for searches
 
 
@@ -88,14 +88,14 @@ class NaNGuard(PipelineChange):
 
 
 def parsed(profile: str) -> Profile | None:
-    """Parse the text of a `profile` input, which gives None where it is empty. Raises BadProfile."""
+    """Return the profile in a `profile` input; None if it is empty. Raises BadProfile."""
     from ..precision.overrides import parse
 
     return parse(profile, PROFILE) if profile.strip() else None
 
 
 def what_is_wrong_with(profile: str | None) -> str:
-    """Say what is wrong with a `profile` input; "" where it can be used. profile: None where it is wired."""
+    """Return the fault of a `profile` input; "" if it can be used. profile: None if it is wired."""
     from ..precision.overrides import BadProfile
 
     try:

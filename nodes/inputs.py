@@ -1,9 +1,9 @@
-"""Inputs that several nodes share, built in one place.
+"""Inputs that several nodes share.
 
-The option lists stand in people's workflow files: add at the end, never rename.
+The options are saved in users' workflow files: add at the end, never rename.
 
-more: further options, such as `advanced`: pages with Nodes 2.0 show such an input once a node's advanced inputs are
-    asked for. Only for what nobody has to set or wire in a first run.
+more: further settings, such as `advanced`: pages with Nodes 2.0 show such an input only with the node's advanced
+    inputs. Only for inputs that a first run does not need.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CATEGORY = "OneDiff Guard"
 LOAD, SAMPLE, GUARD, DIAGNOSE, NATIVE = (
     f"{CATEGORY}/{part}" for part in ("Load", "Sample", "Guard", "Diagnose", "Native")
 )
-NATIVE_PRECISIONS = ("auto", "bf16", "fp16", "fp16 (plain)", "fp32")  # of ComfyUI's own models, which it quantises
+NATIVE_PRECISIONS = ("auto", "bf16", "fp16", "fp16 (plain)", "fp32")  # of ComfyUI's own models, which ComfyUI quantises
 PRECISIONS = (*NATIVE_PRECISIONS, "fp8", "int8")
 BACKENDS = ("auto", "oneflow", "nexfort", "inductor", "eager")
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
@@ -32,11 +32,11 @@ ON_FAILURE = ("rerun", "stop", "off")
 SCOPES = ("step", "learned", "run")
 NATIVE_SCOPES = ("step", "run", "learned")  # of ComfyUI's own models
 SCHEDULERS = ("DDIM", "DPM")
-STRENGTH = 0.8  # of what starts from a video
-TRANSFORMERS = {"both": "", "high noise": "transformer", "low noise": "transformer_2"}  # → component; "": each
+STRENGTH = 0.8  # of runs that start from a video
+TRANSFORMERS = {"both": "", "high noise": "transformer", "low noise": "transformer_2"}  # option → component; "": each
 INHERIT = "inherit"
-PRECISION_WORDS = ("fp16", "bf16", "fp32", "precision")  # that nodes are searched by
-_NONE = "none found: "  # begins what is alone in a list that would be empty, which ComfyUI cannot use
+PRECISION_WORDS = ("fp16", "bf16", "fp32", "precision")  # words by which nodes are searched
+_NONE = "none found: "  # prefix of the only entry in a list that would be empty, which ComfyUI cannot use
 
 FROM_ENCODE_PROMPT = "From Encode Prompt."
 REPORT = "As text: which precision was used and why, and what was rerun. For nodes that show or save text."
@@ -57,7 +57,7 @@ def precision(*, inherit: bool = False, **more: Any) -> tuple[list[str], dict[st
 
 
 def profile(*, wired: bool = False, **more: Any) -> tuple[str, dict[str, Any]]:
-    """What a guard learned elsewhere, as text. wired: it comes through a socket and cannot be typed into the node."""
+    """A guard's profile as text. wired: it comes through a socket and cannot be typed into the node."""
     tip = (
         "Paste or wire what another machine learned (`onediff-guard profile show`). Optional; used where it fits this "
         "model and card."
@@ -76,12 +76,12 @@ def native_precision() -> tuple[list[str], dict[str, Any]]:
 
 
 def none_found(*kinds: str, otherwise: str = "") -> str:
-    """Make the one entry of a list without files. It says where to put them. kinds: folders in ComfyUI's models."""
+    """Return the only entry of a list without files: it says where to put them. kinds: folders in ComfyUI's models."""
     return f"{_NONE}put one into {' or '.join(f'models/{kind}' for kind in kinds)}{otherwise}"
 
 
 def is_none_found(value: object) -> bool:
-    """Whether what a list's input holds is an entry that `none_found` of this version or an earlier one made."""
+    """Return whether a list's input holds an entry of `none_found`, of this version or an earlier one."""
     return isinstance(value, str) and value.startswith(_NONE)
 
 
@@ -95,15 +95,15 @@ def pipeline() -> tuple[str, dict[str, Any]]:
 
 
 def choice(options: tuple[str, ...], tooltip: str, default: str = "", **more: Any) -> tuple[list[str], dict[str, Any]]:
-    """default: the first where empty."""
+    """A drop-down. default: the first option if empty."""
     return list(options), {"default": default or options[0], "tooltip": tooltip, **more}
 
 
 class _Least(int):
-    """The least value of an input whose values lie in steps from there. Values between two steps count as smaller.
+    """The minimum of an input with steps: a value that is no multiple of the step above it compares as smaller.
 
-    ComfyUI compares a number with `min` and `max`, and marks that one input where it does not fit. It does not check
-    steps itself, and of what VALIDATE_INPUTS refuses it marks every input that the function names.
+    ComfyUI compares a number with `min` and `max`, and marks only that input if it does not fit. It does not check
+    steps, and if VALIDATE_INPUTS refuses, it marks every input that is an argument of that function.
     """
 
     def __new__(cls, least: int, step: int, most: int) -> _Least:
@@ -113,7 +113,7 @@ class _Least(int):
 
     step: int
     most: int
-    _refused: int = 0  # the value that was compared last, which the message is about
+    _refused: int = 0  # the value that was compared last, for the message
 
     def __gt__(self, value: int) -> bool:
         self._refused = value
@@ -128,7 +128,7 @@ class _Least(int):
 
 
 def size(default: int, least: int, most: int, step: int, tooltip: str) -> tuple[str, dict[str, Any]]:
-    """A number that ComfyUI refuses where it is not in steps from the least."""
+    """A number that ComfyUI refuses if it is not the least value plus a multiple of the step."""
     return integer(default, _Least(least, step, most) if step > 1 else least, most, step, tooltip)
 
 

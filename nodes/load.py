@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-_FILES = "checkpoints"  # the folder in ComfyUI's models whose single files it loads too
+_FILES = "checkpoints"  # the folder in ComfyUI's models with single files that it also loads
 
 
 class LoadPipeline(Node):
@@ -43,12 +43,12 @@ class LoadPipeline(Node):
 
     @classmethod
     def models(cls) -> dict[str, Path]:
-        """Map the names of all models that are there, of whatever family, to their paths."""
+        """Return {name: path} of all models that are there, of any family."""
         return {**host.model_folders(), **host.weight_files(_FILES)}
 
     @classmethod
     def listed(cls) -> list[str]:
-        """The names of the models that this node loads."""
+        """Return the names of the models that this node loads."""
         from ..pipelines.models.folder import is_known
 
         return [name for name, path in cls.models().items() if is_known(path)]
@@ -97,10 +97,10 @@ class LoadPipeline(Node):
 
     @classmethod
     def VALIDATE_INPUTS(cls, model: str | None = None) -> bool:
-        """A model that is not here is no fault where hub_id names another, of which ComfyUI knows nothing here.
+        """Accept any model: a missing one is no error if hub_id names another, and ComfyUI does not pass hub_id here.
 
-        What is a fault is said when the node runs, before anything is read. `model` is the only argument, since
-        ComfyUI marks every input that is one as wrong.
+        Errors are raised when the node runs, before anything is read. `model` is the only argument, since ComfyUI marks
+        every input that is an argument as wrong.
         """
         return True
 

@@ -46,7 +46,7 @@ class NaNGuardNative(Node):
             "layer has overflow protection from the next call on, in later runs too."
         )
         return {
-            "required": {},  # which ComfyUI 0.0.1 looks up
+            "required": {},  # ComfyUI 0.0.1 needs the key
             "optional": {
                 "model": ("MODEL", {"tooltip": model}),
                 "vae": ("VAE", {"tooltip": vae}),
@@ -86,7 +86,7 @@ class NaNGuardNative(Node):
         try:
             if inserted and any(of is not None and is_guarded(of) for of in (model, vae)):
                 return model, vae
-            check_torch()  # without which no rerun would work
+            check_torch()  # no rerun works without it
             request, policy = requested(precision), GuardPolicy(OnFailure(on_failure), exact_fp32, Scope(scope))
             settings = Settings(policy, request, node_id, guard.parsed(profile), inserted=inserted)
             for_vae = replace(settings, profile=None)
@@ -102,7 +102,7 @@ class NaNGuardNative(Node):
 
 
 class NumericsProbeModel(Node):
-    """MODEL and what KSampler takes → a picture of what every layer reaches, and a recommendation."""
+    """MODEL and KSampler's inputs → a picture of the largest values in every layer, and a recommendation."""
 
     TITLE = "Numerics Probe (MODEL)"
     CATEGORY = inputs.DIAGNOSE
@@ -178,7 +178,7 @@ def _lacking(name: str) -> Message:
 
 
 def _check_wires(given: Mapping[str, Any], node_id: str | None, prompt: Mapping[str, Any]) -> None:
-    """Raises BadInput where a node takes what is not wired to a guard, or nothing is."""
+    """Raise BadInput if nothing is wired to a guard, or a node takes an output whose input is not wired."""
     if all(of is None for of in given.values()):
         raise BadInput("Nothing is wired to NaN Guard (native). Wire a model, a VAE or both through it.")
     taken = [value for node in prompt.values() for value in node.get("inputs", {}).values()]

@@ -1,4 +1,4 @@
-"""What every node class says of itself."""
+"""The base classes of all nodes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from ..comfyui_host.language import speaking
 
-PACK = Path(__file__).parents[1].name  # the folder that it was cloned into
+PACK = Path(__file__).parents[1].name  # the name of the pack's folder
 
 
 class Node:
-    """A node of ComfyUI's classic kind, which holds no state."""
+    """A node with ComfyUI's classic interface. It holds no state."""
 
     RELATIVE_PYTHON_MODULE = f"custom_nodes.{PACK}"  # where the page looks for help; ComfyUI sets it, some forks do not
-    TITLE: str  # what people see; its id is OneDiffGuard and the name of the class, and stands in their workflow files
+    TITLE: str  # shown to users. Its id, saved in their workflow files, is OneDiffGuard and the class's name
     CATEGORY: str
     SEARCH_ALIASES: list[str]
     DESCRIPTION: str
@@ -22,11 +22,11 @@ class Node:
     RETURN_NAMES: tuple[str, ...]
     OUTPUT_TOOLTIPS: tuple[str, ...]
     FUNCTION: str  # the method that runs it
-    TOGETHER: bool | str = False  # of the processes that compute one run together, all run it; else the first alone.
-    # The name of an input: all do where that is not 0
+    TOGETHER: bool | str = False  # True: all processes of a parallel run execute it. False: the first one alone.
+    # The name of an input: all if that input is not 0
 
     def __init_subclass__(cls) -> None:
-        """Have its errors begin in the page's language."""
+        """Wrap the node's method, so that its errors begin in the page's language."""
         if run := vars(cls).get(getattr(cls, "FUNCTION", "")):
             setattr(cls, cls.FUNCTION, speaking()(run))
 
@@ -36,7 +36,7 @@ class Node:
 
 
 class PipelineChange(Node):
-    """A node that gives the pipeline that it takes, with something changed."""
+    """A node that returns its input pipeline with a change."""
 
     RETURN_TYPES = ("ONEDIFF_PIPELINE",)
     RETURN_NAMES = ("pipeline",)
@@ -45,8 +45,8 @@ class PipelineChange(Node):
 
 
 def titled(kind: type[Node]) -> list[type[Any]]:
-    """The node classes of a kind, by title: those that have one of their own. Known are those whose module has been
-    imported, as the catalogue does with all."""
+    """Return the node classes of a kind that have a title of their own, by title. Only classes of imported modules are
+    found; `nodes/__init__.py` imports all."""
     below, found = [kind], set()
     while below:
         node = below.pop()

@@ -25,7 +25,7 @@ TEXT = "What to set and why, the largest values, and what the measurement cost, 
 
 
 def shown(result: ProbeResult, text: str, node_id: str | None, *more: Any) -> dict[str, Any]:
-    """Return what a probe's node hands ComfyUI: picture, text and more as outputs, and text and facts to show."""
+    """Return the result of a probe's node: picture, text and `more` as outputs, and text and facts to show."""
     import torch
 
     from ..pipelines.insight.probe_figure import draw
@@ -37,7 +37,7 @@ def shown(result: ProbeResult, text: str, node_id: str | None, *more: Any) -> di
 
 
 class NumericsProbe(Node):
-    """Pipeline and prompts → a picture of what every layer reaches, a recommendation, and a profile that applies it."""
+    """Pipeline and prompts → a picture of the largest values in every layer, a recommendation, and a profile for it."""
 
     TITLE = "Numerics Probe"
     CATEGORY = inputs.DIAGNOSE

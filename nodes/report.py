@@ -1,4 +1,4 @@
-"""What would run here and why, with what lies around the pipelines: for nodes and commands."""
+"""What would run here and why, with the state of the compile cache and of ComfyUI: for nodes and commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ THIS_CARD = "this card"
 
 
 def with_surroundings(diagnosis: Diagnosis) -> Diagnosis:
-    """The same with what lies around the pipelines: the compile cache, and ComfyUI."""
+    """Return the diagnosis with the compile cache and ComfyUI added."""
     from ..pipelines.compile.cache import room_in_words
     from ..pipelines.insight.diagnosis import ComfyUI
 
@@ -28,7 +28,7 @@ def with_surroundings(diagnosis: Diagnosis) -> Diagnosis:
 
 
 def architecture_of(name: str | None) -> Architecture | None:
-    """Look an architecture up by its name; None for this card. Raises BadInput where nobody has heard of it."""
+    """Return an architecture by its name; None for this card. Raises BadInput if the name is unknown."""
     from ..precision.arch import named
 
     if name is None or name == THIS_CARD:

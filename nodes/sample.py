@@ -1,4 +1,4 @@
-"""What the samplers of all families share."""
+"""The base class of all families' samplers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Sampler(Node):
-    """Pipeline, and prompts or what it starts from → latents, and a report of every step."""
+    """Pipeline, and prompts, an image or a video → latents, and a report of every step."""
 
-    PIPELINES: tuple[str, ...]  # diffusers classes of what it samples
-    DIFFUSERS: Mapping[str, str] = {}  # inputs that the diffusers pipeline has other names for → its names
+    PIPELINES: tuple[str, ...]  # the diffusers pipelines that it samples
+    DIFFUSERS: Mapping[str, str] = {}  # input → its name in the diffusers pipeline, if that differs
     CATEGORY = inputs.SAMPLE
     RETURN_TYPES = ("LATENT", "STRING")
     RETURN_NAMES = ("latents", "report")
@@ -37,10 +37,10 @@ class Sampler(Node):
 
     @classmethod
     def settings(cls, sizes: SizeRule) -> dict[str, Any]:
-        """Its inputs after the pipeline. Their order is fixed, since saved workflows hold values by position.
+        """Return the inputs after the pipeline. Their order is fixed, since saved workflows hold values by position.
 
-        `sample` names those that it knows. The others become fields of `SampleSettings` where it has such a field, and
-        else go to the diffusers pipeline. sizes: what the family can make.
+        Inputs that are arguments of `sample` are handled there. The others become fields of `SampleSettings` if it has
+        such a field, else arguments of the diffusers pipeline. sizes: the sizes that the family can make.
         """
         raise NotImplementedError
 
@@ -80,7 +80,7 @@ class Sampler(Node):
             start["image"] = fitted(image[:1], settings["width"], settings["height"], fit)[0]
             unused += only_first(image)
         if video is not None:
-            if video.ndim == 4:  # else `fitted` says what is wrong with it
+            if video.ndim == 4:  # else `fitted` raises
                 video, unused = _cut(video, settings["frames"], pipeline.family.sizes)
             start["video"] = fitted(video, settings["width"], settings["height"], fit)
             settings |= {"frames": len(start["video"]), "strength": strength}
@@ -116,7 +116,7 @@ class Sampler(Node):
         return {"ui": ui(report, node_id), "result": (latent, text)}
 
     def _check_family(self, pipeline: PipelineHandle) -> None:
-        """Raise BadInput, which names the node to use, where the pipeline is of a family that this does not sample."""
+        """Raise BadInput, which names the node to use, if this node does not sample the pipeline's family."""
         from ..pipelines.families.table import FAMILIES
         from ..trust.message import BadInput
 
@@ -134,8 +134,8 @@ class Sampler(Node):
 
 
 def _cut(video: torch.Tensor, frames: int, sizes: SizeRule) -> tuple[torch.Tensor, tuple[str, ...]]:
-    """Return at most so many frames of a video, from the first, as many as can be made; and a warning where that leaves
-    some out. Raises BadSize where one alone would be left."""
+    """Return the first `frames` frames of a video, or fewer if the model cannot make as many; and a warning if frames
+    are left out. Raises BadSize if only one of several would be left."""
     from ..pipelines.errors import BadSize
 
     asked = min(frames, len(video))

@@ -11,7 +11,7 @@ from .report import with_surroundings
 
 
 class SelfTest(Node):
-    """Nothing → what the card computes right and wrong, as text, kept for later runs."""
+    """Nothing → a report of what this card computes right and wrong, as text, kept for later runs."""
 
     TITLE = "Self-Test"
     CATEGORY = inputs.DIAGNOSE
@@ -37,7 +37,7 @@ class SelfTest(Node):
 
     @classmethod
     def IS_CHANGED(cls, **_: Any) -> float:
-        """It runs each time that it is asked to: drivers and packages change without the graph."""
+        """Return NaN, so that it runs each time: drivers and packages change without the graph."""
         return float("nan")
 
     def check(self, node_id: str | None = None) -> dict[str, Any]:

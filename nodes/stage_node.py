@@ -1,4 +1,4 @@
-"""What the nodes that run a stage of a model have in common."""
+"""Functions of the nodes that run a stage of a model."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 def requested(precision: str) -> Precision | None:
-    """The drop-down's value → Precision; None for 'inherit'."""
+    """Return the drop-down's value as a Precision; None for 'inherit'."""
     from ..precision.policy import Precision
 
     return None if precision == INHERIT else Precision(precision)
 
 
-# What ComfyUI's nodes write beside a prompt where it changes nothing; None: whatever stands there
+# Options that ComfyUI's nodes add to a prompt → the value that changes nothing; None: any value
 _NO_CHANGE = {
     "strength": 1.0,
     "mask_strength": 1.0,
@@ -42,10 +42,10 @@ _NO_CHANGE = {
 
 
 def embeddings(conditioning: list[Any] | None, name: str) -> torch.Tensor | None:
-    """Return what Encode Prompt put on a CONDITIONING wire: [1, tokens, channels]; None where nothing is wired.
+    """Return Encode Prompt's tensor from a CONDITIONING wire: [1, tokens, channels]; None if nothing is wired.
 
-    name: of the input. Raises BadInput where the wire carries more than one prompt, or says where, when or how strongly
-    it counts: these pipelines have no use for that.
+    name: the input's name. Raises BadInput if the wire carries more than one prompt, or sets an area, a time range or a
+    strength, which these pipelines cannot use.
     """
     from ..comfyui_host.tagged_tensor import plain
     from ..trust.message import BadInput
@@ -77,13 +77,13 @@ def _changes_nothing(key: str, value: Any) -> bool:
 
 
 def only_first(image: torch.Tensor) -> tuple[str, ...]:
-    """Return a warning where a batch of images is wired to an input that takes one."""
+    """Return a warning if a batch of images is wired to an input that takes one."""
     return (Message("Of the batch of {} images, only the first is used.", len(image)),) if len(image) > 1 else ()
 
 
 @contextmanager
 def running(pipeline: PipelineHandle) -> Generator[None]:
-    """Give back what an interrupted or failed stage left on the device."""
+    """Run a stage inside. Frees the device memory of a failed stage; keeps the store of a finished one."""
     try:
         yield
     except BaseException:
@@ -93,12 +93,12 @@ def running(pipeline: PipelineHandle) -> Generator[None]:
 
 
 def counted(progress: host.Progress) -> Callable[[int, int, str], None]:
-    """What stages tell of their calls, on the node."""
+    """Return a callback by which a stage shows its calls on the node."""
     return lambda done, total, text: progress.update(done, text, total)
 
 
 def ui(report: RunReport, node_id: str | None, *more: str) -> dict[str, list[Any]]:
-    """Say on the node how it ran, and `more` on lines of their own; returns what programs read from the history."""
+    """Show the report and `more` on the node, line by line. Returns the node's `ui` output, for ComfyUI's history."""
     for warning in report.warnings:
         logger.warning("%s", warning)
     lines = filter(None, (report.summary(), report.finding(), *report.warnings, *more))

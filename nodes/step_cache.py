@@ -1,4 +1,4 @@
-"""The node that lets a pipeline skip what its steps have in common, as far as an estimated error allows."""
+"""The node that reuses the denoiser's outputs on predictable steps, within an estimated error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StepCache(PipelineChange):
-    """Pipeline → the same pipeline, of whose steps some are extrapolated."""
+    """Pipeline → the same pipeline, with some steps extrapolated."""
 
     TITLE = "Step Cache"
     CATEGORY = inputs.LOAD

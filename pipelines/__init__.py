@@ -1,1 +1,1 @@
-"""diffusers and OneDiff: what a family is made of, and how it is loaded, compiled, sampled and decoded. No ComfyUI."""
+"""The model families, and how diffusers and OneDiff load, compile, sample and decode them. Imports no ComfyUI."""

@@ -1,4 +1,4 @@
-"""Errors whose message is meant for the person at the canvas: what was found, what was expected, what to do."""
+"""Errors with messages for users: what was found, what was expected, what to do."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ class BadFolder(Told, ValueError):
 
 
 class LibraryFailed(Told, RuntimeError):
-    """A Python library that does not work here, whatever the model."""
+    """A Python library that does not work here, with any model."""
 
 
 class BadSize(Told, ValueError):
-    """Width, height or frame count that the model cannot make."""
+    """A width, height or frame count that the model cannot make."""
 
 
 class BackendUnavailable(Told, RuntimeError):
-    """The compile backend that was asked for does not work here."""
+    """The requested compile backend or attention kernel does not work here."""
 
 
 class DeviceGone(Told, RuntimeError):
-    """A device that gives no answer any more."""
+    """A device that no longer responds."""
 
 
 class BadLora(Told, ValueError):
@@ -34,11 +34,11 @@ class BadCompiled(Told, ValueError):
 
 
 class HubError(Told, RuntimeError):
-    """A model that cannot be had from the hub."""
+    """A model that cannot be downloaded from the hub."""
 
-    unreachable = False  # the hub gave no answer, so that a copy from before may be used
+    unreachable = False  # the hub did not answer, so an older copy in the cache may be used
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether an error is a user's interrupt: ComfyUI's, an Exception until 2026, or the host's."""
+    """Return whether an error is a user's interrupt: ComfyUI's (an Exception until 2026) or the host's."""
     return type(error).__name__ in ("InterruptProcessingException", "Interrupted")

@@ -1,4 +1,4 @@
-"""How long something that goes step by step will take yet, from how long its last steps took."""
+"""Estimates the time left of a stepwise task from its last steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..trust.message import Message
 
-_LAST = 8  # steps that are looked at: speed changes where a guard reruns, or a network throttles
+_LAST = 8  # steps that count: the speed changes, since a guard reruns steps or a network throttles
 
 
 def in_words(seconds: float) -> str:
@@ -21,9 +21,9 @@ def in_words(seconds: float) -> str:
 
 
 class Pace:
-    """Told how much is done, says in words how long the rest will take.
+    """Estimates the time left, in words, from the amounts done.
 
-    The first step is left out where others follow: it loads, compiles and measures.
+    The first step counts only until others follow: it also loads, compiles and measures.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
@@ -32,9 +32,9 @@ class Pace:
         self._first = True
 
     def left(self, done: float, total: float) -> str:
-        """Return "40 s left", "3 min left" or "1.5 h left"; "" while that is not known, or nothing is left.
+        """Return "40 s left", "3 min left" or "1.5 h left"; "" if that is unknown, or nothing is left.
 
-        done, total: in any unit.
+        done, total: amounts in any unit.
         """
         if not self._marks or done > self._marks[-1][0]:
             if self._first and len(self._marks) == 2:

@@ -1,5 +1,5 @@
-"""The files of a model folder beside its weights: configs, vocabularies, settings. Each is read whole, within a limit,
-and checked; a library is given those that were checked and no others."""
+"""The small files of a model folder: configs, vocabularies, settings. Each is read whole, up to a size limit, and
+checked; libraries get only files that passed the check."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .models.on_disk import name_of
 if TYPE_CHECKING:
     import torch
 
-MOST_CONFIG_BYTES = 2**20  # of a config; the largest published one, a tokenizer_config.json, has 60,000
+MOST_CONFIG_BYTES = 2**20  # limit of a config; the largest published one, a tokenizer_config.json, has 60,000
 MOST_VOCABULARY_BYTES = 64 * 2**20  # the largest published one is a tokenizer.json of 20 MB
 _VOCABULARIES = ("spiece.model", "tokenizer.json")
 _NAMES_CLASS = {"tokenizer_config.json": "tokenizer_class", "preprocessor_config.json": "image_processor_type"}
 _MOST_TOKENS = 2**20
-_MOST_ADDED = 2**14  # tokens beside those of the vocabulary; published: 300
-_SPARE_ROWS = 512  # of an encoder's embedding, without a token of their own; published: 28 (T5), 84 (UMT5), 209 (GLM)
+_MOST_ADDED = 2**14  # tokens added to the vocabulary; published: 300
+_SPARE_ROWS = 512  # rows of an encoder's embedding without a token; published: 28 (T5), 84 (UMT5), 209 (GLM)
 _PROBES = ("a red cat sleeps in the sun", "two dogs run over a wide bridge")
 
 
 @contextmanager
 def reading_file(where: str, cls: type[Told] = BadFolder) -> Iterator[None]:
-    """Raise `cls`, an error for people, for a file that cannot be read or used. where: the file, for messages."""
+    """Raise `cls`, an error for users, if a file cannot be read or used inside. where: the file, for messages."""
     from safetensors import SafetensorError
 
     try:
@@ -91,12 +91,12 @@ def load(path: Path, name: str, component: ComponentSpec, cls: str) -> Any:
 def check_loads(
     path: Path, name: str, component: ComponentSpec, cls: str, encoder: torch.nn.Module | None, fingerprint: str
 ) -> None:
-    """Load a component without weights, and try whether its tokens are those of a text encoder.
+    """Load a component without weights, and check that a tokenizer fits its text encoder.
 
-    encoder: None where it is no tokenizer.
-    fingerprint: of its files, which are read again where it changes.
-    Raises BadFolder where it cannot be loaded, where its vocabulary is not of the encoder's size, and where it does not
-    tell two prompts apart.
+    encoder: the text encoder; None if the component is no tokenizer.
+    fingerprint: of the component's files; the check is repeated when it changes.
+    Raises BadFolder if the component cannot be loaded, if the tokenizer's size or special tokens do not fit the
+    encoder, and if it makes the same tokens of two prompts.
     """
     del fingerprint
     loaded, where = load(path, name, component, cls), f"{name_of(path)}/{name}"
@@ -108,8 +108,8 @@ def check_loads(
 
 @contextmanager
 def explaining(where: str, cls: str) -> Iterator[None]:
-    """Raise BadFolder, with its cause, for what a library raises while it loads a component; as it is what tells of the
-    machine. where: the component's folder, for messages."""
+    """Turn a library's error while it loads a component into BadFolder; LibraryFailed and out-of-memory errors
+    pass unchanged. where: the component's folder, for messages. cls: its class, for messages."""
     try:
         yield
     except (BadFolder, LibraryFailed, MemoryError):
@@ -122,7 +122,7 @@ def explaining(where: str, cls: str) -> Iterator[None]:
             shown(str(error).strip().splitlines()[0], 200),
         ) from error
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is loaded where it can be raised
+        if type(error).__name__ == "OutOfMemoryError":  # torch's: compared by name, so that torch is not imported
             raise
         raise BadFolder(
             "'{}' could not be loaded as {}: {}: {}. Its files passed the check. If they are the authors' own, update "
@@ -132,8 +132,8 @@ def explaining(where: str, cls: str) -> Iterator[None]:
 
 
 def _checked(file: Path, component: ComponentSpec, cls: str) -> tuple[bytes, list[str]]:
-    """Return what a file holds, without a byte order mark, and the tokens of a vocabulary, by id. Raises OSError, or
-    Unreadable where it cannot be used."""
+    """Return a file's bytes, without a byte order mark, and a vocabulary's tokens by id, [] for other files. Raises
+    OSError, or Unreadable if the file cannot be used."""
     check_whole(file)
     data = read_bytes(file, limit=MOST_VOCABULARY_BYTES if file.name in _VOCABULARIES else MOST_CONFIG_BYTES)
     if file.name == "spiece.model":
@@ -150,16 +150,17 @@ def _checked(file: Path, component: ComponentSpec, cls: str) -> tuple[bytes, lis
         raise Unreadable(f"it is of a {shown(named)}, and model_index.json names {cls}")
     if file.name == "scheduler_config.json" and "_class_name" not in content:
         raise Unreadable("it names no '_class_name'")
-    inner = content.get("image_processor")  # as transformers 5 nests it
+    inner = content.get("image_processor")  # transformers 5 nests the fields here
     for fields in (content, *([inner] if isinstance(inner, dict) else [])):
         fields_of(component, cls, fields)
     return data, []
 
 
 def _pieces(data: bytes) -> list[str]:
-    """Return the tokens of a sentencepiece model, by id. Raises Unreadable where it is cut off.
+    """Return the tokens of a sentencepiece model, by id. Raises Unreadable if it is cut off.
 
-    Its tokens come first in the file, and then how text is split into them, without which it would be split otherwise.
+    The file holds the tokens first, then the rules that split text. A file cut off between them still loads, but
+    splits text differently.
     """
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
@@ -176,7 +177,7 @@ def _pieces(data: bytes) -> list[str]:
 
 
 def _tokens(content: Mapping[str, Any]) -> list[str]:
-    """Return the tokens of a tokenizer.json, by id. Raises Unreadable where it holds none, or too many."""
+    """Return the tokens of a tokenizer.json, by id. Raises Unreadable if it holds none, or too many."""
     model = content.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not vocabulary or not isinstance(vocabulary, (dict, list)):
@@ -189,18 +190,18 @@ def _tokens(content: Mapping[str, Any]) -> list[str]:
 
 
 def _refuse_many(tokens: Any, most: int = _MOST_ADDED) -> None:
-    """Raise Unreadable for more tokens than any model has: a library takes minutes for them."""
+    """Raise Unreadable for more than `most` tokens, which a library would take minutes to load."""
     if not hasattr(tokens, "__len__") or len(tokens) > most:
         raise Unreadable(f"it has {shown(tokens)} for tokens, and {most:,} is the most that is read")
 
 
 def _alike(one: list[str], other: list[str]) -> bool:
-    """Return whether two vocabularies have mostly the same tokens at the same ids. One may have more at its end."""
+    """Return whether two vocabularies have the same tokens at most ids. One may be longer."""
     return 2 * sum(map(str.__eq__, one, other)) > min(len(one), len(other))
 
 
 def _loader(component: ComponentSpec, cls: str, files: Mapping[str, bytes]) -> Any:
-    """Return the class to load with: a tokenizer's is one that reads the vocabulary that is there."""
+    """Return the class that loads the component; for a tokenizer, a class that can read its vocabulary file."""
     vocabularies = files.keys() & set(_VOCABULARIES)
     names = (cls, *component.classes) if vocabularies else ()
     readers = map(component.class_named, names)
@@ -209,7 +210,7 @@ def _loader(component: ComponentSpec, cls: str, files: Mapping[str, bytes]) -> A
 
 
 def _misfit(tokenizer: Any, encoder: Any) -> str:
-    """Return why a tokenizer is none of an encoder's, the end of a sentence, or ""."""
+    """Return why a tokenizer does not fit a text encoder, as the end of a sentence; "" if it fits."""
     size, rows = 1 + max(tokenizer.get_vocab().values(), default=-1), encoder.get_input_embeddings().num_embeddings
     if size > rows or rows - size > min(_SPARE_ROWS, rows // 2):
         return f"it has {size:,} tokens, and the encoder's embedding {rows:,} rows"
@@ -225,18 +226,18 @@ def _misfit(tokenizer: Any, encoder: Any) -> str:
     return ""
 
 
-# What a config could ask of a library beyond numbers: a kernel of the hub, a quantiser, other files
+# Fields by which a config makes a library load or run something: a kernel of the hub, a quantiser, other files
 _REFUSED = re.compile(
     r"_?(attn|experts)_implementation(_internal)?|kernel_config|use_kernels"  # kernels of the hub
     r"|(quantization|compression|fusion|distributed|per_layer)_config"  # other weights than the files hold
     r"|(?!special_tokens_map).*_file|transformers_weights|base_model_name_or_path|init_inputs"  # other files
-    r"|_use_default_values|sp_model_kwargs"  # hides fields; settings of a sampling tokenizer
+    r"|_use_default_values|sp_model_kwargs"  # hidden fields; settings of a sampling tokenizer
 )
-_HARMLESS = (None, False, "", [], {}, "eager", "sdpa")  # the last two: kernels that are built in
+_HARMLESS = (None, False, "", [], {}, "eager", "sdpa")  # the last two: built-in kernels
 _WORD = re.compile(r"[\w.-]{1,64}")
-_MOST_VALUES = 64  # in a list or an object
-_MOST_WHOLE, _MOST = 2**20, 1e9  # channels and vocabularies; other numbers
-_MOST_OF = {  # what is built, or is computed, as often
+_MOST_VALUES = 64  # entries of a list or an object
+_MOST_WHOLE, _MOST = 2**20, 1e9  # limits of integers (channels, vocabularies) and of other numbers
+_MOST_OF = {  # lower limits, of fields that multiply what is built or computed
     **dict.fromkeys(("num_layers", "num_hidden_layers", "num_decoder_layers"), 256),  # published: 42
     **dict.fromkeys(("layers_per_block", "transformer_layers_per_block", "num_res_blocks"), 16),
     **dict.fromkeys(("height", "width", "shortest_edge", "longest_edge", "size", "crop_size", "image_size"), 4096),
@@ -246,19 +247,19 @@ _MOST_OF = {  # what is built, or is computed, as often
     "resample": 5,
     "partial_rotary_factor": 1,
 }
-_MAY_BE_0 = re.compile(r"dropout|_token_id$")  # though the class's own default is above 0
-_MAY_BE_NULL = re.compile(  # though the class's own default is not
+_MAY_BE_0 = re.compile(r"dropout|_token_id$")  # although the class's default is above 0
+_MAY_BE_NULL = re.compile(  # although the class's default is not null
     r"\w+_token_id|out_channels|num_key_value_heads|qk_norm|scale_factor_\w+|use_\w+_sigmas"
     r"|(base|max)_(shift|image_seq_len)"
 )
-_MAY_BE_LIST = re.compile(  # though the class's own default is one number
+_MAY_BE_LIST = re.compile(  # although the class's default is one number
     r"\w+_token_id|sample_size|(transformer_)?layers_per_block|cross_attention_dim"
 )
 _MAY_BE_ONE = re.compile(
     r"\w+_token_id|num_attention_heads|image_(mean|std)|(crop_)?size"
-)  # where the example is several
-_LENGTHS = {"sample_size": 2, "rope_axes_dim": 2}  # of lists
-_EXAMPLES: Mapping[str, Any] = {  # what fits where the class's own default is null or an empty list
+)  # although the example is a list or an object
+_LENGTHS = {"sample_size": 2, "rope_axes_dim": 2}  # lengths of lists
+_EXAMPLES: Mapping[str, Any] = {  # values that fit, of fields whose default is null or an empty list
     **dict.fromkeys(("patch_size", "patch_size_t", "ofs_embed_dim", "image_dim", "added_kv_proj_dim"), 1),
     **dict.fromkeys(("pos_embed_seq_len", "decoder_base_dim", "num_decoder_layers", "sample_size"), 1),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "extra_ids", "resample"), 0),
@@ -279,12 +280,12 @@ _EXAMPLES: Mapping[str, Any] = {  # what fits where the class's own default is n
 
 
 def fields_of(component: ComponentSpec, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config that its class takes, checked: each is of the kind of the class's own default, or
-    of an example where that is null, and within bounds that are far beyond every published model.
+    """Return the fields of a config that its class takes, checked: each has the type of the class's default, or of an
+    example if the default is null, and is within bounds far beyond every published model.
 
-    name: the name of the class, as model_index.json has it.
-    Raises Unreadable where the config is of another class, where a field is of another kind or out of bounds, or where
-    one asks a library for more than numbers.
+    name: the class in model_index.json.
+    Raises Unreadable if the config is of another class, if a field has another type or is out of bounds, and if a
+    field would make a library load or run something.
     """
     _refuse_hooks(config)
     named = config.get("_class_name", name)
@@ -301,7 +302,7 @@ def fields_of(component: ComponentSpec, name: str, config: Mapping[str, Any]) ->
 
 
 def _refuse_hooks(value: Any, place: str = "") -> None:
-    """Raise Unreadable for a field, at any depth, that would have a library take more than numbers from the config."""
+    """Raise Unreadable for a field, at any depth, by which a config makes a library load or run something."""
     if isinstance(value, list):
         for inner in value:
             _refuse_hooks(inner, place)
@@ -314,8 +315,8 @@ def _refuse_hooks(value: Any, place: str = "") -> None:
 
 
 def _check(field: str, value: Any, example: Any) -> None:
-    """Raise Unreadable unless a value is of the kind of an example, and within bounds. An example of None stands for a
-    name or a number."""
+    """Raise Unreadable unless a value has the type of an example and is within bounds. The example None allows a name
+    or a number."""
     is_list, is_object = isinstance(example, (list, tuple)), isinstance(example, dict)
     inner = next(iter(example.values() if is_object else example)) if is_list or is_object else example
     if isinstance(value, dict) and is_object and len(value) <= _MOST_VALUES:
@@ -358,7 +359,7 @@ def _is_positive(field: str, example: Any) -> bool:
 
 
 def _wanted(field: str, example: Any) -> str:
-    """Return in words what belongs into a field."""
+    """Return a description of a field's valid values."""
     if isinstance(example, bool):
         return "true or false"
     if isinstance(example, str):

@@ -1,9 +1,9 @@
 """Half-precision accumulation, switched by architecture while a stage runs.
 
-OneFlow reads its switches at kernel launch, so they must hold while a pipeline samples, not at compile time. Unset
-counts as True there, which comes out as NaN or black on some architectures (OneDiff issues 722, 955, 958). nexfort and
-PyTorch have switches of their own for the same thing: a user who set OneFlow's under nexfort still got black (OneDiff
-issue 1115). bf16 has fp32's range, so nothing is switched for it.
+OneFlow reads its switches at kernel launch, so they must hold while a pipeline samples, not at compile time. It reads
+unset as True, which gives NaN or black on some architectures (OneDiff issues 722, 955, 958). nexfort and PyTorch have
+their own switches: a user who set OneFlow's under nexfort still got black (OneDiff issue 1115). bf16 has fp32's range,
+so nothing is switched for it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ NEXFORT_OPTION = "triton.fuse_attention_allow_fp16_reduction"  # the same at com
 NEXFORT_SWITCH = "NEXFORT_ENABLE_FUSE_ATTENTION_FP16_REDUCTION"
 SOURCE = "https://github.com/siliconflow/onediff/issues/958"
 FAST_SOURCE = "https://github.com/siliconflow/onediff/pull/454"
-_TRUE = frozenset({"1", "true", "yes", "on", "y"})  # what OneFlow itself takes for true
+_TRUE = frozenset({"1", "true", "yes", "on", "y"})  # the words that OneFlow reads as true
 _FALSE = frozenset({"0", "false", "no", "off", "n", ""})
 
 
 class Accumulation(str, Enum):
-    """The loader's choice. The values stand in people's workflow files: never rename, add at the end."""
+    """The loader's choice. The values are saved in users' workflow files: never rename, add at the end."""
 
     AUTO = "auto"  # by architecture
-    FAST = "fast"  # in half precision, attention scores apart
-    FP16 = "fp16"  # as AUTO, and the denoiser's fp16 products accumulate in fp16 where its first step allows it
+    FAST = "fast"  # in half precision, except attention scores
+    FP16 = "fp16"  # as AUTO; the denoiser's fp16 products accumulate in fp16 if its first step allows it
 
 
 class Mode(Enum):
-    """What the switches are set to, from the safest."""
+    """Values of the switches, the safest first."""
 
     OFF = "off"
     FAST = "on, with attention scores in fp32"
@@ -49,7 +49,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What the switches are to be set to for one architecture, and why."""
+    """The mode for one architecture, and the reason."""
 
     mode: Mode
     reason: str
@@ -64,10 +64,10 @@ class Decision:
 def decide(
     architecture: Architecture, request: Accumulation = Accumulation.AUTO, others: Iterable[Architecture] = ()
 ) -> Decision:
-    """Decide whether half-precision accumulation is allowed: only where reports call it right.
+    """Decide whether half-precision accumulation is allowed: only where reports say that it is right.
 
-    others: what this process computes on beside `architecture`. The switches are the process's, so the safest value
-        of all is taken.
+    others: architectures that this process computes on besides `architecture`. The switches are process-wide, so the
+        safest of all modes is taken.
     """
     return _safest(_decide(row, request) for row in (architecture, *others))
 
@@ -91,7 +91,7 @@ def _safest(decisions: Iterable[Decision]) -> Decision:
 
 @dataclass(frozen=True)
 class Switch:
-    """One switch as it stands while a stage runs, and who set it."""
+    """A switch's value while a stage runs, and who set it."""
 
     name: str
     value: str
@@ -105,7 +105,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class _Spec:
-    """A process-wide switch, and what each mode sets it to. A mode that is not named leaves it alone."""
+    """A process-wide switch, and its value in each mode. Modes that are not named leave it alone."""
 
     name: str
     values: dict[Mode, str]
@@ -117,7 +117,7 @@ class _Spec:
         return before is None and self.default is not None
 
     def is_users(self, before: str | None) -> bool:
-        """Whether the user set it. Only a variable can tell: ComfyUI and other packs set PyTorch's, some at import."""
+        """Whether the user set it. That is known only of variables: ComfyUI and other packs set PyTorch's switches."""
         return before is not None and self.default is None
 
 
@@ -132,7 +132,7 @@ def _environment(name: str, values: dict[Mode, str]) -> _Spec:
 
 
 def _torch(name: str, default: bool, read: Callable[[Any], bool], write: Callable[[Any, bool], object]) -> _Spec:
-    """read, write: are given `torch.backends.cuda`."""
+    """read, write: called with `torch.backends.cuda`."""
 
     def current() -> str | None:
         import torch
@@ -175,7 +175,7 @@ SWITCHES = tuple(spec.name for spec in SPECS)
 
 
 class _Holders:
-    """The stages that run at this moment. The process-wide switches take the safest of their modes."""
+    """The stages that are running. The process-wide switches take the safest of their modes."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -212,7 +212,7 @@ class _Holders:
             if not spec.is_missing(before):
                 values = {} if spec.is_users(before) else spec.values
                 value = before if mode is None else values.get(mode, before)
-                if spec.read() != value:  # to write PyTorch's switch for reductions is to allow split-k
+                if spec.read() != value:  # writing PyTorch's switch for reductions also allows split-k
                     spec.write(value)
 
 
@@ -223,7 +223,7 @@ _HOLDERS = _Holders()
 def accumulation(
     architecture: Architecture, request: Accumulation = Accumulation.AUTO, others: Iterable[Architecture] = ()
 ) -> Generator[tuple[Switch, ...]]:
-    """Hold the switches while a stage runs, and yield them as they stand. A value that the user set is left alone."""
+    """Hold the switches while a stage runs, and yield their values. A value that the user set is left alone."""
     with _HOLDERS.joined(architecture, decide(architecture, request, others)) as switches:
         yield switches
 
@@ -231,14 +231,14 @@ def accumulation(
 def preview(
     architecture: Architecture, request: Accumulation = Accumulation.AUTO, others: Iterable[Architecture] = ()
 ) -> tuple[Switch, ...]:
-    """Return the switches as they would stand while a stage runs, and set nothing."""
+    """Return the values that the switches would have while a stage runs, without setting them."""
     own = decide(architecture, request, others)
     with _HOLDERS.lock:
         return _HOLDERS.described(architecture, own, own)
 
 
 def without_fp16_accumulation() -> str:
-    """Say that this PyTorch lacks the switch for fp16 accumulation, and what to do; "" where it has it."""
+    """Say that this PyTorch lacks the switch for fp16 accumulation, and what to do; "" if it has one."""
     import torch
 
     if hasattr(torch.backends.cuda.matmul, FP16_SUMS):
@@ -252,9 +252,9 @@ def without_fp16_accumulation() -> str:
 
 @contextmanager
 def fp16_accumulation(on: bool | None) -> Generator[None]:
-    """Hold PyTorch's switch for fp16 accumulation while a stage calls its network. The stage holds the others already.
+    """Hold PyTorch's switch for fp16 accumulation while a stage calls its network. The stage already holds the others.
 
-    The switch is the process's, and PyTorch reads it at each kernel launch. So it is on only while no other stage runs
+    The switch is process-wide, and PyTorch reads it at each kernel launch. So it is on only while no other stage runs
     in this process, and a stage that starts meanwhile turns it off.
 
     on: None leaves it as it is.
@@ -276,7 +276,7 @@ def fp16_accumulation(on: bool | None) -> Generator[None]:
 
 
 def allowed(name: str) -> bool:
-    """Return whether an environment variable allows half precision now. OneFlow and nexfort read unset as allowed."""
+    """Return whether a variable allows half precision. OneFlow and nexfort read unset as allowed."""
     return os.environ.get(name, "1").lower() in _TRUE
 
 

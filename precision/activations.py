@@ -1,8 +1,8 @@
-"""How much memory a call takes beside its weights, counted ahead of it: on tensors that have a shape and no values.
+"""Activation memory of a call, estimated beforehand on tensors that have a shape and no values.
 
-A network is run once on PyTorch's "meta" device, where nothing is computed and nothing allocated, and every tensor that
-it makes is counted from when it is made until nobody holds it. That is what a caching allocator has to hold at least;
-workspaces of cuDNN and cuBLAS, and gaps between blocks, come on top.
+The network runs once on PyTorch's "meta" device, where nothing is computed or allocated. Each tensor is counted from
+its creation until its release. The peak is a lower bound for a caching allocator; workspaces of cuDNN and cuBLAS, and
+fragmentation, come on top.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ META = torch.device("meta")
 
 
 def on_meta(value: Any) -> Any:
-    """Return the same with each tensor's shape, strides and dtype in place of the tensor. A module becomes a shell of
-    the same structure, without hooks but a shell's own: it takes no memory, and the module is not touched."""
+    """Return a copy of a nest with its tensors on "meta": same shape, strides and dtype. A module becomes a structural
+    copy, with only the hooks of `add_hook`; the module itself is not changed."""
     if isinstance(value, torch.nn.Module):
         return _without_weights(value)
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), value)
@@ -35,7 +35,7 @@ def on_meta(value: Any) -> Any:
 
 def _without_weights(module: torch.nn.Module) -> torch.nn.Module:
     shell = structural_copy(module)
-    made: dict[torch.Tensor, torch.Tensor] = {}  # what has two names is there once
+    made: dict[torch.Tensor, torch.Tensor] = {}  # a tensor with two names is copied once
 
     def empty(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is not None and tensor not in made:
@@ -53,30 +53,30 @@ def _without_weights(module: torch.nn.Module) -> torch.nn.Module:
 
 @contextmanager
 def counting(kernels: Kernels = LEAN) -> Generator[ActivationMemoryMode]:
-    """Count what is made inside, on "meta". What was there before is not counted, and what is handed on is.
+    """Count the tensors made inside, on "meta", results included. Earlier tensors are not counted.
 
-    kernels: those of the device that it is counted for.
+    kernels: those of the device that the estimate is for.
     """
     with torch.no_grad(), ActivationMemoryMode(kernels) as memory, FusedAttention(memory.attends_in_full):
         yield memory
 
 
 class ActivationMemoryMode(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made inside and are still held by somebody."""
+    """Counts the bytes of all tensors that are made inside and still alive."""
 
     def __init__(self, kernels: Kernels = LEAN) -> None:
         super().__init__()
         self.most = 0
         self.kernels = kernels
-        self.lacks: dict[str, None] = {}  # why calls take more than with other kernels, each once
+        self.lacks: dict[str, None] = {}  # reasons for which kernels need more memory than others, each once
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._counted = 0  # the bytes of those, some of which may have been let go since
+        self._counted = 0  # their bytes, including tensors released since the last look
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
-            return False  # whether a mask lets all through, say: what is done where it does not takes more
+            return False  # e.g. whether a mask lets all through: the other branch needs more memory
         made = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.convolution.default and made.is_meta and _channels_last(args[1]):
             made = torch.empty_like(made, memory_format=torch.channels_last)  # as kernels lay it out, but not "meta"
@@ -97,7 +97,7 @@ class ActivationMemoryMode(TorchDispatchMode):
         return bool(why)
 
     def _unfolded(self, made: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, *_: Any) -> int:
-        """Return the bytes of what a convolution reads, unfolded one sample at a time; 0 where that is not done."""
+        """Return the bytes of a convolution's unfolded input, one sample at a time; 0 if the kernel does not unfold."""
         in_space = weight.shape[2:]
         if len(in_space) != 3 or in_space.numel() == 1 or not self._lacks(self.kernels.conv3d(given.dtype)):
             return 0
@@ -118,8 +118,7 @@ class ActivationMemoryMode(TorchDispatchMode):
             self.most = max(self.most, self._counted + more)
 
     def each_shape_once(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the same call, which runs once for arguments of each shape: what is called again for each tile and
-        chunk is counted once, and known then."""
+        """Wrap a call so that it runs once for each shape of its arguments: tiles and chunks are counted once."""
         known: dict[Any, tuple[int, Any]] = {}
 
         def once(*args: Any, **kwargs: Any) -> Any:
@@ -140,26 +139,26 @@ class ActivationMemoryMode(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Like:
-    """What is known of a tensor."""
+    """The metadata of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
-    place: int | None = None  # among the arguments, where it is one of them
+    place: int | None = None  # its position, if it is one of the arguments
 
     @classmethod
     def of(cls, tensor: torch.Tensor, places: Mapping[int, int]) -> _Like:
         return cls(tensor.shape, tensor.dtype, places.get(id(tensor)))
 
     def made(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return such a tensor."""
+        """Return a tensor with this metadata."""
         if self.place is not None:
             return given[self.place]
         return torch.empty(self.shape, dtype=self.dtype, device=META)
 
 
 class FusedAttention(TraceableMode):
-    """Attention as one kernel, which reads queries, keys and values, and writes no scores; by PyTorch's mathematics
-    where no kernel takes a call."""
+    """Counts attention as one kernel that stores no scores; as PyTorch's "math" attention if no kernel takes a
+    call."""
 
     def __init__(self, unless: Callable[..., object] = LEAN.attention):
         """unless: returns whether no kernel takes a call."""
@@ -174,20 +173,20 @@ class FusedAttention(TraceableMode):
     def attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Return what it writes, laid out as CUDA's kernels do."""
+        """Return the output, in the memory layout of CUDA's kernels."""
         del key
         *batch, heads, tokens, _width = query.shape
         return query.new_empty(*batch, tokens, heads, value.shape[-1]).transpose(-3, -2)
 
 
 def _channels_last(tensor: torch.Tensor) -> bool:
-    """Return whether a 4D tensor lies so and not otherwise."""
+    """Return whether a 4D tensor is channels-last, and not contiguous as well."""
     last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     return last and not tensor.is_contiguous()
 
 
 def _laid_out_anew(given: torch.Tensor, weight: torch.Tensor) -> int:
-    """Return the bytes of a convolution's copy of what it reads, which is laid out as its weights are."""
+    """Return the bytes of a convolution's copy of its input in the memory layout of its weights."""
     lies_so = given.is_contiguous(memory_format=torch.channels_last) if given.ndim == 4 else True
     return given.nbytes if _channels_last(weight) and not lies_so else 0
 
@@ -197,7 +196,7 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 
 
 def shapes_of(tree: Any) -> Any:
-    """Return what tells arguments of different shapes and dtypes apart; hashable."""
+    """Return a hashable key of the arguments' shapes and dtypes."""
     leaves, structure = pytree.tree_flatten(tree)
     return str(structure), tuple(
         _Like(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves

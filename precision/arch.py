@@ -1,4 +1,4 @@
-"""What a device's architecture can do in half precision: one table, read by compute capability or gfx target."""
+"""Half-precision abilities of device architectures: one table, read by compute capability or gfx target."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Fused = Literal["there", "experimental", "missing"]
 
 @dataclass(frozen=True)
 class Architecture:
-    """A row of the table: what the policy needs to know of a device."""
+    """A row of the table: the facts about a device that the policy needs."""
 
     name: str  # "sm75", "gfx1100", "cpu", "mps"
     label: str  # the vendor's name of the generation
@@ -44,13 +44,13 @@ class Architecture:
     half_accumulation: HalfAccumulation  # in OneFlow's fused attention, by its users' reports
     source: str
     known: bool = True
-    fp16_wrong: bool = False  # comes out NaN or black, whatever the model
-    fused_attention: Fused = "there"  # PyTorch's, which writes no scores
-    quantises: tuple[str, ...] = ()  # what linear layers can be quantised to here: "int8", "fp8"
-    # which cards multiply twice as fast where products accumulate in fp16: "geforce", or none, which take the same time
+    fp16_wrong: bool = False  # fp16 gives NaN or black, whatever the model
+    fused_attention: Fused = "there"  # PyTorch's, which stores no scores
+    quantises: tuple[str, ...] = ()  # formats of quantised linear layers: "int8", "fp8"
+    # cards whose products are twice as fast with fp16 accumulation: "geforce", or none
     fp16_sums: Fp16Sums = "same"
-    tested: str = ""  # day of this card's self-test, "2026-11-30"; "": there is none for its driver and PyTorch
-    failed: tuple[str, ...] = ()  # what came out wrong in it: dtypes of a plan, COMPILED
+    tested: str = ""  # date of this card's self-test, "2026-11-30"; "": none for its driver and PyTorch
+    failed: tuple[str, ...] = ()  # its failures: dtypes of a plan, COMPILED
 
     @property
     def native_bf16(self) -> bool:
@@ -58,23 +58,23 @@ class Architecture:
 
     @property
     def attention_locked(self) -> bool:
-        """Whether some releases of PyTorch have fused attention for it that nobody has asked for."""
+        """Whether PyTorch has fused attention for it that has to be enabled by a variable."""
         return self.fused_attention == "experimental" and os.environ.get(EXPERIMENTAL) != "1"
 
     def __str__(self) -> str:
         return self.label if self.label.lower() == self.name else f"{self.name} ({self.label})"
 
 
-# Compute capabilities of GeForce RTX 20, 30, 40 and 50. These multiply fp16 at half speed where products accumulate in
-# fp32, which professional and datacentre cards of the same capabilities (T4, A10, L4, RTX 6000) do not. ADA_PAPER has
-# the first three; of RTX 50, NVIDIA's paper on RTX Blackwell says it.
+# Compute capabilities of GeForce RTX 20, 30, 40 and 50, which multiply fp16 at half speed with fp32 accumulation.
+# Professional and datacentre cards of the same capabilities (T4, A10, L4, RTX 6000) do not. Source: ADA_PAPER for the
+# first three, NVIDIA's paper on RTX Blackwell for RTX 50.
 _GEFORCE = frozenset({"sm75", "sm86", "sm89", "sm120"})
 
 
 def _nvidia(
     name: str, label: str, bf16: bool, fp16: bool, tensor: bool, tf32: bool, fp8: bool, half: HalfAccumulation
 ) -> Architecture:
-    """Make NVIDIA's row. Its kernels quantise from Ampere on, to fp8 where the card has that."""
+    """Make a row for NVIDIA. Quantised kernels need Ampere or newer, and fp8 in hardware for fp8."""
     source = CUDA_GUIDE if name not in ("sm60", "sm61", "sm70", "sm72") else OLDER_GUIDE
     quantises = (*(("fp8",) if fp8 else ()), *(("int8",) if bf16 else ()))
     sums, how = "geforce" if name in _GEFORCE else "same", "native" if bf16 else "emulated"
@@ -83,10 +83,10 @@ def _nvidia(
 
 
 def _amd(name: str, label: str, bf16: bool, matrix: bool, fp8: bool, fused: Fused) -> Architecture:
-    """Make AMD's row. TF32 counts as missing: where AMD has it (CDNA 3, 4), libraries disagree on how exact it is.
-    Nothing is quantised on AMD: torchao's kernels for it have been neither run nor looked at.
+    """Make a row for AMD. TF32 counts as missing: for CDNA 3 and 4, libraries disagree on its accuracy. Nothing is
+    quantised: torchao's kernels for AMD were neither run nor reviewed.
 
-    fused: by what AOTriton has, PyTorch's fused attention on ROCm (https://github.com/ROCm/aotriton).
+    fused: from AOTriton, PyTorch's fused attention on ROCm (https://github.com/ROCm/aotriton).
     """
     how = "native" if bf16 else "emulated"
     return Architecture(name, label, how, True, matrix, False, fp8, "untried", ROCM_GUIDE, fused_attention=fused)
@@ -103,7 +103,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _nvidia("sm70", "Volta",      False, True,  True,  False, False, "right"),
         _nvidia("sm72", "Volta",      False, True,  True,  False, False, "untried"),
         _nvidia("sm75", "Turing",     False, True,  True,  False, False, "wrong"),
-        # TU116 and TU117, which capability does not tell from the others: fp16 comes out wrong there.
+        # TU116 and TU117 have the same capability as others of Turing, but fp16 is wrong there.
         Architecture("sm75-gtx16", "Turing without tensor cores", "emulated", False, False, False, False, "wrong",
                      GTX16_LIST, fp16_wrong=True),
         _nvidia("sm80", "Ampere",     True,  True,  True,  True,  False, "wrong"),
@@ -130,19 +130,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture("mps", "Apple GPU", "emulated", True, False, False, False, "untried", MPS_NOTES),
         Architecture("xpu", "Intel GPU", "native", True, True, False, False, "untried", XPU_GUIDE),
         Architecture("cpu", "CPU", "native", False, False, False, False, "untried", ONEDNN_GUIDE, quantises=("int8",)),
-        # Each product goes through float32: a VAE encoded for 43 s in bf16, and for 0.3 s in fp32.
+        # Each product goes through float32: a VAE took 43 s to encode in bf16, and 0.3 s in fp32.
         Architecture("cpu-no-bf16", "CPU without bf16", "emulated", False, False, False, False, "untried",
                      ONEDNN_GUIDE),
     )
 }  # fmt: skip
 
 
-# In the names of GPUs that are sm75-gtx16: GTX 16, the laptops' MX and the workstations' T cards of TU116 and TU117.
+# Parts of names of sm75-gtx16 GPUs: GTX 16, the laptops' MX and the workstations' T cards of TU116 and TU117.
 _GTX16 = re.compile(r"\b(1630|1650|1660|MX450|MX550|T400|T500|T550|T600|T1000|T1200|T2000|CMP 30HX)\b")
 
 
 def detect(device: torch.device) -> Architecture:
-    """Return the architecture of the device that a pipeline runs on. One that is not in the table gets a safe row."""
+    """Return a device's architecture. Unknown ones get a safe row."""
     import torch
 
     if device.type == "mps" and not torch.backends.mps.is_macos_or_newer(14, 0):
@@ -169,8 +169,8 @@ def detect(device: torch.device) -> Architecture:
 
 
 def _cpu_multiplies_bf16() -> bool:
-    """Return whether the CPU has instructions that multiply bf16. On x86, oneDNN counts AVX-512 without them, and
-    PyTorch's attention raises in bf16 where ATEN_CPU_CAPABILITY keeps it from AVX-512."""
+    """Return whether the CPU has bf16 products. On x86, oneDNN also counts AVX-512 without them; and PyTorch's
+    attention raises in bf16 if ATEN_CPU_CAPABILITY disables AVX-512."""
     import torch
 
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -190,7 +190,7 @@ def _xpu_has_bf16(device: torch.device) -> bool:
 
 
 def present() -> tuple[Architecture, ...]:
-    """Return the architectures of all GPUs that this process can use, each once."""
+    """Return the distinct architectures of all GPUs that this process can use."""
     import torch
 
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -198,9 +198,9 @@ def present() -> tuple[Architecture, ...]:
 
 
 def named(text: str) -> Architecture:
-    """Return the row of an architecture as someone types it: "sm75", "7.5", "sm75-gtx16", "gfx1100", "xpu" or "cpu".
+    """Return the row for a typed name: "sm75", "7.5", "sm75-gtx16", "gfx1100", "xpu" or "cpu".
 
-    Raises ValueError where the text names no architecture.
+    Raises ValueError if the text names no architecture.
     """
     name = text.strip().lower()
     if name in ARCHITECTURES:
@@ -213,8 +213,7 @@ def named(text: str) -> Architecture:
 
 
 def is_name(text: str) -> bool:
-    """Return whether some device may have an architecture of this name: one of the table, one newer than the table, or
-    a device type."""
+    """Return whether this may be an architecture's name: one of the table, a newer one, or a device type."""
     try:
         return named(text).name == text
     except ValueError:
@@ -222,7 +221,7 @@ def is_name(text: str) -> bool:
 
 
 def by_capability(major: int, minor: int) -> Architecture:
-    """Return the row of an NVIDIA compute capability. One newer than the table takes the nearest older row, marked
+    """Return the row of an NVIDIA compute capability. A newer one than the table's gets the nearest older row, marked
     unknown."""
     name = f"sm{major}{minor}"
     if row := ARCHITECTURES.get(name):
@@ -238,7 +237,7 @@ def by_capability(major: int, minor: int) -> Architecture:
 
 
 def by_gfx(name: str) -> Architecture:
-    """Return the row of ROCm's gcnArchName (`gfx90a:sramecc+:xnack-`), by the longest prefix that is in the table."""
+    """Return the row of a ROCm gcnArchName (`gfx90a:sramecc+:xnack-`), by the longest prefix in the table."""
     gfx, _, _ = name.partition(":")
     prefixes = [row for row in ARCHITECTURES if row.startswith("gfx") and gfx.startswith(row)]
     if prefixes:

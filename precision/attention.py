@@ -1,8 +1,8 @@
 """Which kernel computes attention: PyTorch's own choice, or the one that is named.
 
-SageAttention multiplies queries by keys in int8, and weights by values in fp16 or fp8. So it is inexact by more than
-rounding, and turns what is not finite into numbers: what it is given is looked at, and NaN comes out where it was NaN.
-It has not been run here, where there is no card: its call follows its documentation.
+SageAttention multiplies queries by keys in int8, and weights by values in fp16 or fp8. So its error is more than
+rounding, and it turns non-finite values into numbers: its inputs are checked, and the result is NaN if they are not
+finite. Nobody has run it here for want of a card; the call follows its documentation.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ KERNELS: dict[str, SDPBackend | None] = {
 
 
 def missing(kernel: str, device: torch.device) -> str:
-    """Say what a kernel needs that is not here; "" where nothing is. A kernel of PyTorch's is left by what it cannot
-    take."""
+    """Say what a kernel needs and does not find; "" if nothing is missing. PyTorch's own kernels fall back by
+    themselves."""
     if kernel != SAGE:
         return ""
     if device.type != "cuda":
@@ -55,8 +55,8 @@ def sage(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor | None:
-    """Compute attention by SageAttention: NaN where a query, a key or a value is not finite. None where it does not
-    take the call."""
+    """Compute attention by SageAttention: NaN if a query, a key or a value is not finite. None if it does not support
+    the call."""
     alike = query.ndim == 4 and query.dtype in HALF_DTYPES and query.dtype is key.dtype is value.dtype
     if not alike or attn_mask is not None or dropout_p or enable_gqa or query.shape[-1] > SAGE_CHANNELS:
         return None
@@ -66,7 +66,8 @@ def sage(
 
 @cache
 def _sage_operator() -> Any:
-    """SageAttention as an operator, which dynamo takes as it is. Looked up first: the pack can be imported twice."""
+    """Return SageAttention as a custom operator, which dynamo does not trace into. It may exist already: the pack can
+    be imported twice."""
     if hasattr(torch.ops.onediff_guard, "sage_attention"):
         return torch.ops.onediff_guard.sage_attention
 
@@ -90,7 +91,7 @@ class _BySage(TraceableMode):
 
 
 def preferring(kernel: str) -> AbstractContextManager[Any]:
-    """Return a context in which attention uses the kernel wherever it takes a call, else another one. Dynamo can trace
+    """Return a context in which attention uses the kernel if it supports the call, else another one. Dynamo can trace
     it."""
     backend = KERNELS[kernel]
     if backend is None:
@@ -102,7 +103,7 @@ def preferring(kernel: str) -> AbstractContextManager[Any]:
 
 
 class Attended(torch.nn.Module):
-    """A block whose attention is computed by one kernel, wherever it takes the call."""
+    """A block whose attention uses one kernel wherever it supports the call."""
 
     def __init__(self, block: Callable[..., Any], kernel: str):
         super().__init__()

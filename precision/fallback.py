@@ -1,4 +1,4 @@
-"""What a run makes of calls that fail: every layer is scaled from the next call on."""
+"""How a run adapts to failing calls: overflow protection (every layer scaled) from the next call on."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class HalfPrecisionForward:
-    """What is called in half precision."""
+    """The callable of a stage in half precision."""
 
     run: Any  # a module, or another callable
-    eager: Any  # the same, but not compiled: layers can be watched in it
-    all_layers_scaled: bool = False  # all of it is float32, but for products that are scaled to fit
-    quantised: tuple[str, ...] = ()  # names of its layers that are quantised
-    measure: Callable[[Callable[[], Any]], None] | None = None  # finds what may be quantised, given a call of `eager`
-    fp16_accumulation: bool | None = None  # PyTorch's switch while it is called; None: as it is
+    eager: Any  # the same, not compiled, so that hooks on its layers work
+    all_layers_scaled: bool = False  # overflow protection: scaled products, all else in float32
+    quantised: tuple[str, ...] = ()  # names of its quantised layers
+    measure: Callable[[Callable[[], Any]], None] | None = None  # finds which layers may be quantised, by a call
+    fp16_accumulation: bool | None = None  # PyTorch's switch during the call; None: unchanged
     overrides: PrecisionOverrides = NOTHING  # that it was built with
-    renew: Callable[[], bool] = lambda: False  # after a call that failed: forget learned scales, if it used any
-    slower: Callable[[], str] = lambda: ""  # why scaling takes longer than it might, in words
+    renew: Callable[[], bool] = lambda: False  # after a failing call: drops learned scales; whether it used any
+    slower: Callable[[], str] = lambda: ""  # why scaling is slower than it could be, in words
 
 
 Compiled = Callable[[torch.nn.Module, Any, Callable[[Any], Any] | None], torch.nn.Module]
@@ -72,24 +72,24 @@ def build_half_precision_forward(
     tf32: bool = False,
     agree: Agree = alone,
 ) -> HalfPrecisionForward:
-    """Build the attempt that the plan and what was learned ask for: with every layer scaled, or the module as it is,
-    quantised and compiled.
+    """Build the attempt that the plan and the overrides ask for: every layer scaled, or the module as it is, quantised
+    and compiled.
 
-    all_layers_scaled: the plan's, which holds whatever was learned.
-    quantised: the module's quantised layers, where the plan asks for them. Until their errors are measured, `eager`
+    all_layers_scaled: the plan asks for it, whatever was learned.
+    quantised: the module's quantised layers, if the plan asks for them. Until their errors are measured, `eager`
         computes in half precision and measures them, and nothing is compiled.
-    compiled: makes a shell with compiled blocks, given the module, what tells it from others of the same weights, and
-        what makes of a block what is compiled, if it is not the block.
-    blocks: the names of those.
-    known: what earlier runs showed of the module's layers, where these are scaled and compiled; added to.
-    fp16_sums: products may be asked to accumulate in fp16.
-    onloaded: makes a shell that brings its weights to the device, given a shell and the eager module that it is one of.
-    device: where it computes, if its weights are elsewhere until they are needed.
-    agree: makes what a step showed the same in all processes that compute the module together.
+    compiled: makes a shallow copy with compiled blocks, given the module, a key that distinguishes it from others with
+        the same weights, and a wrapper for each block before it is compiled, or None.
+    blocks: the names of these blocks.
+    known: peaks of earlier runs, for layers that are scaled and compiled; extended by this run.
+    fp16_sums: products may accumulate in fp16.
+    onloaded: wraps a shallow copy so that its weights are brought to the device, given that and its eager original.
+    device: the device that computes, if the weights are elsewhere between calls.
+    agree: all-reduces peaks over the processes that compute the module together.
     """
     if all_layers_scaled or learned.all_layers_scaled:
         accumulates = fp16_sums and (learned.fp16_error is None or learned.fp16_error <= MAX_FP16_ERROR)
-        how: dict[str, Any] = {"float32_products": not accumulates}  # of which none accumulate in fp16
+        how: dict[str, Any] = {"float32_products": not accumulates}  # no kernel does both
         layered = None
         if dtype == "fp16" and compiled and blocks:
             from .planned_layers import InPlannedBlock, KnownScales, LayeredNetwork, with_planned_layers
@@ -117,34 +117,35 @@ def build_half_precision_forward(
 
 @dataclass(eq=False)
 class FallbackAdapter:
-    """The attempt of a stage, built as what was learned so far asks for."""
+    """The attempt of a stage, rebuilt after each failure with what was learned."""
 
-    module: torch.nn.Module  # the untouched original, which the rerun calls
+    module: torch.nn.Module  # the unchanged original, which the rerun calls
     dtype: str
-    build: Callable[[PrecisionOverrides], HalfPrecisionForward]  # the attempt, at the start and after each lesson
+    build: Callable[[PrecisionOverrides], HalfPrecisionForward]  # builds the attempt
     blocks: Sequence[str] = ()  # names of its blocks
     learned: PrecisionOverrides = NOTHING  # by earlier runs, and by this one
-    agree: Agree = alone  # makes what was measured the same in all processes that compute the stage together
+    agree: Agree = alone  # all-reduces measurements over the processes that compute the stage together
 
     def __post_init__(self) -> None:
         self.attempt = self.build(self.learned)
         self._peaks: dict[str, Peak] = {}
-        self._proven = NOTHING  # a call has come out right with it
+        self._proven = NOTHING  # the overrides of the last successful call
 
     def watch(self, rerun: Callable[[], Result]) -> tuple[Result, OverflowDiagnosis | None]:
-        """Make the rerun. Returns its result, and what left the dtype's range in it; None where nothing did."""
+        """Run the fp32 rerun and record peaks. Returns its result, and a diagnosis if a peak exceeds the dtype's
+        range."""
         results: list[Result] = []
         peaks = leaf_peaks(self.module, lambda: results.append(rerun()), self.blocks, self.agree)
         self._peaks = {name: peak for name, peak in peaks.items() if counts(self.module.get_submodule(name))}
-        if self.attempt.all_layers_scaled:  # what its layers reach in float32 is no reason
+        if self.attempt.all_layers_scaled:  # large peaks are no reason: its layers scale them
             return results[0], None
         return results[0], diagnose_from_fp32_peaks(self._peaks, self.blocks, self.dtype)
 
     def locate(self, *args: Any, saturated: bool = False, **kwargs: Any) -> OverflowDiagnosis:
-        """Find where a call fails although nothing leaves the dtype's range in fp32: the half-precision call is made
-        once more, not compiled.
+        """Find the module that fails in half precision although no peak exceeds the dtype's range in fp32, by repeating
+        the half-precision call uncompiled.
 
-        saturated: its output is finite, but reaches fp16's last value.
+        saturated: the output is finite, but at fp16's largest value.
         """
         eager = self.attempt.eager
         module = eager if isinstance(eager, torch.nn.Module) else self.module
@@ -161,7 +162,7 @@ class FallbackAdapter:
         )
 
     def learn(self, finding: OverflowDiagnosis) -> str:
-        """Build the next attempt as the finding asks for. Returns what changes, in words; "" where nothing does."""
+        """Rebuild the attempt for a diagnosis. Returns the change in words; "" if there is none."""
         scaled = self.learned.all_layers_scaled or self.attempt.all_layers_scaled
         known = replace(self.learned, all_layers_scaled=scaled)
         learned, action = escalate_overrides(known, finding)
@@ -175,25 +176,25 @@ class FallbackAdapter:
         return action
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Find out before the first call what of the attempt may be quantised, by a call with the same arguments."""
+        """Measure before the first call which layers may be quantised, by a call with the same arguments."""
         assert self.attempt.measure
         self.attempt.measure(lambda: self.attempt.eager(*args, **kwargs))
         self.attempt = self.build(self.learned)
 
     def on_success(self) -> None:
-        """Note that a call of the attempt came out right, so what was learned helps."""
+        """Note that a call of the attempt succeeded, so its overrides help."""
         self._proven = self.learned
 
     @property
     def checks_fp16_accumulation(self) -> bool:
-        """Whether fp16 accumulation was asked for, and has still to be checked."""
+        """Whether fp16 accumulation is requested and not yet checked."""
         return self.attempt.fp16_accumulation is False and self.learned.fp16_error is None
 
     def check_fp16_accumulation(self, *args: Any, **kwargs: Any) -> None:
-        """Make a call without fp16 accumulation and with it, not compiled, and build the next attempt by how far the
-        outputs differ. Nothing follows where another stage of this process turned the switch off meanwhile.
+        """Run a call uncompiled without and with fp16 accumulation, and rebuild the attempt by the difference. Does
+        nothing if another stage of this process turned the switch off meanwhile.
 
-        args, kwargs: of a call that came out right.
+        args, kwargs: of a call that succeeded.
         """
         with fp16_accumulation(False):
             without = floating(self.attempt.eager(*args, **kwargs))
@@ -207,16 +208,16 @@ class FallbackAdapter:
             self.attempt = self.build(self.learned)
 
     def stay(self) -> str:
-        """Give up half precision for the rest of the run, and say so in words. What no call came out right with is
-        forgotten: it did not help, and later runs would pay for it."""
+        """Switch the rest of the run to fp32, and return that in words. Overrides that never gave a finite step are
+        discarded: later runs would pay for them in vain."""
         known = self.learned
         self.learned = replace(self._proven, whole_run_fp32=True, fp16_error=known.fp16_error)
         return STAY
 
 
 def counts(layer: torch.nn.Module) -> bool:
-    """Return whether a layer's peaks count. They do not where it only hands its input on, or computes in fp32 in the
-    half-precision call too, like T5's `wo`. A layer of ComfyUI's may cast its weights to its input's dtype."""
+    """Return whether a layer's peaks count. They do not if it is a dropout, or if it computes in fp32 in half-precision
+    calls too, like T5's `wo`. A layer of ComfyUI's with fp32 weights may cast them to its input's dtype."""
     weights = list(layer.parameters(recurse=False))
     casts = getattr(layer, "comfy_cast_weights", False)
     in_fp32 = bool(weights) and not casts and all(weight.dtype is torch.float32 for weight in weights)

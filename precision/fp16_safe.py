@@ -1,6 +1,6 @@
-"""Which functions of PyTorch are safe on fp16 tensors whose values have room, and with what arguments: tables.
+"""Tables of PyTorch's functions: which are safe on fp16 tensors whose values have room, and with which arguments.
 
-Safe is what makes no value much larger or smaller, and nothing finite of what is not.
+A safe function makes no value much larger or smaller, and turns no infinite or NaN value into a finite one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .overflow import OPERATORS
 from .upcast import ALIASING, METADATA, OneOperation, is_quantised
 
 FP16 = torch.float16
-ROOM = 10  # log2 of what a peak may be in fp16: six bits below the end, for later steps that are louder
+ROOM = 10  # a peak has room in fp16 below 2 ** ROOM: six bits below the largest value, for later steps
 
 
 def both_floating(args: tuple[Any, ...]) -> bool:
@@ -29,7 +29,7 @@ def is_bf16(value: Any) -> bool:
 
 
 def keeps_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a function of KEEPS_RANGE does so with these arguments, in fp16."""
+    """Return whether a function of KEEPS_RANGE is safe in fp16 with these arguments."""
     if is_bf16(args[0] if args else None):
         return False
     if func is F.pad:
@@ -41,22 +41,22 @@ def keeps_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 
 def is_rope_kernel(func: Any) -> bool:
-    """Return whether this is a kernel of ComfyUI's for rotary positions."""
+    """Return whether this is one of ComfyUI's kernels for rotary embeddings."""
     return isinstance(func, OPERATORS) and func.__name__ in _ROPE_KERNELS
 
 
 def is_noted(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether what a function puts out is noted in the first step, so that a plan may hand it on in fp16."""
+    """Return whether the first step records a function's output, so that a plan may make it fp16."""
     return both_floating(args) if func in PRODUCTS else func in NORMS or func in MODULATIONS or is_rope_kernel(func)
 
 
 def reads_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a function views a tensor as one of another dtype, whose bytes it then has."""
+    """Return whether a function reinterprets a tensor's bytes as another dtype."""
     return func is _T.view and any(isinstance(each, torch.dtype) for each in (*args[1:], *kwargs.values()))
 
 
 def _is_to_integers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a function gives integers, or floats of 8 bits, which have no infinity."""
+    """Return whether a cast gives integers or 8-bit floats, which have no infinity."""
     asked = [*args[1:], *kwargs.values()]
     if name in ("to", "type_as"):  # another tensor
         asked += [each.dtype for each in asked if isinstance(each, torch.Tensor)]
@@ -67,7 +67,7 @@ def _is_to_integers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def changes_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an activation is asked to write over its input."""
+    """Return whether an activation is called with `inplace`."""
     return bool(kwargs.get("inplace")) or (func in _ACTIVATIONS and any(each is True for each in args[1:]))
 
 
@@ -91,7 +91,7 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
 
 @cache
 def _written_by(operator: Any) -> frozenset[int | str]:
-    """Return the places and names of the arguments that a library's operator says it writes to."""
+    """Return the positions and names of the arguments that an operator's schema declares as written to."""
     is_one = isinstance(operator, torch._ops.OpOverload)
     overloads = [operator] if is_one else [getattr(operator, name) for name in operator.overloads()]
     arguments = [(at, each) for overload in overloads for at, each in enumerate(overload._schema.arguments)]
@@ -101,19 +101,19 @@ def _written_by(operator: Any) -> frozenset[int | str]:
 
 
 def is_exact(value: Any) -> bool:
-    """Return whether a value that is written into a tensor in fp16 is there what it would be in float32."""
+    """Return whether a value that is written into an fp16 tensor is exact there."""
     if isinstance(value, float):
         return float(torch.tensor(value, dtype=FP16)) == value or value != value
     return not (isinstance(value, torch.Tensor) and value.is_floating_point())
 
 
 def is_small(value: Any) -> bool:
-    """Return whether a tensor times a value stays in the range that fp16 has beyond ROOM."""
+    """Return whether a factor is small enough for the bits of fp16 above ROOM."""
     return isinstance(value, torch.Tensor) or (isinstance(value, (int, float)) and 0.5 <= abs(value) <= 2.0**4)
 
 
 def by_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a tensor in fp16 or float32 over a number stays in the range beyond ROOM, and keeps its digits."""
+    """Return whether this divides a tensor by a number that neither overflows nor underflows fp16."""
     if kwargs or len(args) != 2 or is_bf16(args[0]) or not isinstance(args[0], torch.Tensor):
         return False
     return isinstance(args[1], (int, float)) and 2.0**-4 <= abs(args[1]) <= 2.0
@@ -126,8 +126,8 @@ def is_fp16_and_number(args: tuple[Any, ...]) -> bool:
 
 
 def casts_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a cast is between fp16 and float32, and does nothing else. Which of them a tensor has is decided
-    here, and not by the network: where that asks, it sees float32."""
+    """Return whether a call only casts between fp16 and float32. The plan decides which of them a tensor has; the
+    network always sees float32."""
     asked = [*args[1:], *(value for name, value in kwargs.items() if name not in ("non_blocking", "copy"))]
     dtypes, given = (FP16, torch.bfloat16, torch.float32), args[0]
     plain = not kwargs.get("copy") and all(isinstance(each, torch.dtype) and each in dtypes for each in asked)
@@ -135,7 +135,7 @@ def casts_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 _T = torch.Tensor
-NORM_ARGUMENTS: dict[Any, Callable[..., Any]] = {  # what they are given, as (x, shape or groups, weight, bias, eps)
+NORM_ARGUMENTS: dict[Any, Callable[..., Any]] = {  # arguments → (x, shape or groups, weight, bias, eps)
     F.layer_norm: lambda input, normalized_shape, weight=None, bias=None, eps=1e-5: (  # noqa: A006 - as they name it
         (input, normalized_shape, weight, bias, eps)
     ),
@@ -152,10 +152,10 @@ REVERSED = frozenset({_T.__rsub__})
 DIFFERENCES = frozenset({torch.sub, torch.subtract, _T.sub, _T.subtract, _T.__sub__, _T.__rsub__})
 SUMS = frozenset({torch.add, _T.add, _T.__add__, _T.__radd__}) | DIFFERENCES
 MODULATIONS = frozenset({torch.addcmul, _T.addcmul})  # a · b + c, and sums with a gate
-# ComfyUI's kernels for rotary positions, by name: those that turn pairs of values, and those that are a norm before
+# ComfyUI's kernels for rotary embeddings, by name: plain ones (apply_…), and with a norm before (rms_…)
 _ROPES = ("rope", "rope1", "rope_split_half", "rope_split_half1")
 _ROPE_KERNELS = frozenset(f"{kind}_{name}" for kind in ("apply", "rms") for name in _ROPES)
-# what adds to a tensor in place, or multiplies it: in float32 where that is, whatever the others are
+# sums and products in place: they compute in the dtype of the tensor that they write to
 SUMS_IN_PLACE = frozenset({_T.add_, _T.sub_, _T.mul_, _T.addcmul_, _T.__iadd__, _T.__isub__, _T.__imul__})
 QUOTIENTS = frozenset({torch.div, torch.true_divide, _T.div, _T.true_divide, _T.__truediv__})
 CASTS = frozenset({_T.to, _T.half, _T.bfloat16, _T.float})
@@ -166,7 +166,7 @@ _IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _ARITHMETIC)}
 _ACTIVATIONS = frozenset(
     {F.relu, F.relu6, F.silu, F.hardswish, F.hardsigmoid, F.mish, F.selu, F.celu, F.elu, F.leaky_relu}
 )
-# by name, without marks of what is done in place or by an operator: what is infinite or NaN where what it is given is
+# functions that return infinite or NaN values wherever their input has them: names without underscores at the ends
 HANDS_ON = frozenset(
     """
     abs absolute neg negative positive square sqrt sin cos tan sinh cosh asin acos asinh acosh atanh log log2 log10
@@ -191,7 +191,7 @@ HANDS_ON = frozenset(
     transpose diagonal movedim swapaxes slice
     """.split()  # noqa: SIM905 - one on each line would be 180
 )
-# what makes a choice by a value, which it does of masks as well: of -inf, and nothing above 0
+# functions that choose by values, as they do in masks: those have -inf, and nothing above 0
 OF_MASKS = frozenset(
     """
     eq ne lt le gt ge equal not_equal less less_equal greater greater_equal isfinite isinf isnan isposinf isneginf
@@ -208,8 +208,8 @@ _NORM_KERNELS = ("rms_adaln", "adaln", "rms_rope", "rms_rope_split_half")  # of 
 
 
 def made_finite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], bool]:
-    """Return the tensors of which a function may make something finite where they are not: all, unless it is known to
-    hand that on. And whether they may be masks."""
+    """Return the inputs whose overflow a function may hide behind finite values (all inputs, unless the function is
+    known to propagate infinity and NaN), and whether they may be masks."""
     name = getattr(func, "__name__", "").strip("_").removesuffix("_copy")
     given = _hidden_by(func, name, args, {key: value for key, value in kwargs.items() if key != "out"})
     masks = name in OF_MASKS or isinstance(func, OPERATORS)
@@ -227,7 +227,7 @@ def _hidden_by(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     if name in _OF_ORDER:
         order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
         return (args, kwargs) if isinstance(order, (int, float)) and order <= 0 else ()
-    if name == "multi_head_attention_forward":  # a CPU's kernel makes 0 of what is NaN
+    if name == "multi_head_attention_forward":  # the CPU's kernel returns 0 for NaN
         return args[:2], kwargs.get("query"), kwargs.get("key")
     if isinstance(func, OPERATORS):
         changed = {id(each) for each in written(func, args, kwargs)}
@@ -239,14 +239,14 @@ def _hidden_by(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
         return args[1:]
     if name in HANDS_ON and func is not _T.bool and not _is_to_integers(name, args, kwargs):
         return ()
-    if name in OF_MASKS:  # a single number is a bound, which may be infinite
+    if name in OF_MASKS:  # a tensor of one number is a bound, which may be infinite
         rest = (*args[1:], *kwargs.values())
         return args[:1], [each for each in rest if not (isinstance(each, torch.Tensor) and each.numel() == 1)]
     return args, kwargs
 
 
 def _may_be_infinite(value: Any) -> bool:
-    """Return whether a value is a tensor that may be infinite, and of which PyTorch can tell whether it is."""
+    """Return whether a value is a tensor that may hold infinity, and that PyTorch can check for it."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.itemsize < 2:
         return False
     plain = value.layout is torch.strided and not (value.is_meta or value.is_nested or is_quantised(value))
@@ -254,7 +254,7 @@ def _may_be_infinite(value: Any) -> bool:
 
 
 _FUNCTORCH: Any = getattr(torch._C, "_functorch")  # noqa: B009 - it has no stubs
-# what computes on no value
+# functions that do not compute on values
 MOVES = frozenset(
     {
         *(ALIASING - {_T.cuda, _T.cpu}), *METADATA,
@@ -262,9 +262,9 @@ MOVES = frozenset(
         *(getattr(_T, name).__get__ for name in ("shape", "device", "ndim", "is_cuda", "requires_grad")),
     }
 )  # fmt: skip
-# what a kernel that PyTorch does not know is started with
+# functions that give a tensor's address to kernels that PyTorch does not see
 POINTS = frozenset({_T.data_ptr, _T.untyped_storage, _T.__dlpack__})
-# what makes no value much larger than those that it is given, nor anything finite of one that is not
+# functions whose output is no larger than their input, and that propagate infinity and NaN
 KEEPS_RANGE = frozenset(
     {
         F.silu, F.gelu, F.relu, F.interpolate, F.pad, F.pixel_shuffle, F.pixel_unshuffle, torch.neg, _T.neg, _T.__neg__,

@@ -1,8 +1,8 @@
-"""The guard: check what a stage puts out, and rerun a failing call in fp32. `Stage` is one that is set up: what it
-computes in and why, under which guard, and the report of what came of it.
+"""The guard: checks a stage's output, and reruns a failing call in fp32. `Stage` holds how a stage is set up: its plan,
+its guard policy and its report.
 
-It wraps one callable (a denoiser's forward, a text encoder's, a VAE's decode). In a sampling loop the scheduler has
-not advanced yet when the denoiser returns, so there is nothing to roll back.
+The guard wraps one callable (a denoiser's forward, a text encoder's, a VAE's decode). In a sampling loop the scheduler
+has not advanced yet when the denoiser returns, so there is nothing to roll back.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .upcast import run_in_fp32, tf32_off
 
 
 class OnFailure(str, Enum):
-    """What a failing call leads to. The values stand in people's workflow files."""
+    """What the guard does after a failing call. The values are saved in users' workflow files."""
 
     RERUN = "rerun"
     STOP = "stop"
@@ -45,11 +45,11 @@ class OnFailure(str, Enum):
 
 
 class Scope(str, Enum):
-    """How far a rerun reaches. The values stand in people's workflow files."""
+    """What is computed in fp32 after a failure. The values are saved in users' workflow files."""
 
-    STEP = "step"  # the failing call alone
-    LEARNED = "learned"  # and what made it fail, from the next call on
-    RUN = "run"  # and all calls after it
+    STEP = "step"  # only the failing call
+    LEARNED = "learned"  # the failing call; from the next call on, overflow protection
+    RUN = "run"  # the failing call and all calls after it
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class GuardPolicy:
     on_failure: OnFailure = OnFailure.RERUN
     exact_fp32: bool = False  # rerun in full fp32 instead of TF32 on cards that have it
     scope: Scope = Scope.LEARNED
-    give_up_after: int = 3  # failing calls of a run, in scope LEARNED, after which the rest of it is in fp32
+    give_up_after: int = 3  # in scope LEARNED: failing calls after which the rest of the run is in fp32
 
 
 class GuardStopped(Told, RuntimeError):
     """The guard ended the run; the message says which stage failed, how, and what to do."""
 
-    outcome = "non-finite"  # of the call that it ended, as in its StepRecord
+    outcome = "non-finite"  # of the failing call, as in its StepRecord
 
 
 logger = logging.getLogger(__name__)
@@ -81,43 +81,43 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # by position and by name
 class _Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    before: Snapshot  # of what it may change
+    before: Snapshot  # of all that the call may change
 
 
 class _BrokenInFp32(RuntimeError):
-    """The output of a call is non-finite in fp32 too, although its inputs are finite."""
+    """A call's output is non-finite in fp32 too, although its inputs are finite."""
 
 
 @dataclass(eq=False, repr=False)
 class StageGuard:
-    """A callable that stands in place of a stage: it attempts each call, checks the output, and reruns it in fp32."""
+    """Stands in for a stage's callable: attempts each call, checks its output, and reruns a failing one in fp32."""
 
     stage: str  # its name in messages and in the report
-    attempt: InitVar[Callable[..., Any] | FallbackAdapter]  # may be compiled; the latter where LEARNED may change it
+    attempt: InitVar[Callable[..., Any] | FallbackAdapter]  # may be compiled; an adapter if LEARNED may change it
     _: KW_ONLY
     dtype: str  # "fp16", "bf16" or "fp32": the plan's of this stage
     policy: GuardPolicy
-    report: RunReport  # what each call is recorded in
-    # What to call in fp32 where the attempt fails, the untouched original: by default the FallbackAdapter's module, or
-    # `attempt`. And the module whose weights that uses: by default what is called, or what it is a method of.
+    report: RunReport  # where each call is recorded
+    # The callable for fp32, the unchanged original (default: the FallbackAdapter's module, or `attempt`), and the
+    # module whose weights it uses (default: the callable, or the object that it is a method of).
     rerun: Any = None
     owner: Any = None
     # Names of the keyword arguments that carry activations. They are cast to `dtype` before each attempt, since a
-    # scheduler may hand on float32; positional tensors are too. Others (timesteps, rotary tables) keep their dtype.
+    # scheduler may return float32; positional tensors are too. Others (timesteps, rotary tables) keep their dtype.
     inputs: tuple[str, ...] = ()
-    constant: tuple[str, ...] = ()  # those that are the same at every step, unchanged: cast, and looked at, once
+    constant: tuple[str, ...] = ()  # inputs that are the same tensors at every step: cast and checked once
     tf32: bool = False  # a rerun may use TF32's matrix products; with exact_fp32 it never does
-    # Returns max |x| that the last attempt reached inside, for stages that clip: a clipped value is finite, and wrong.
-    # Saturation counts as failure.
+    # Returns the largest |x| that the last attempt clipped. A clipped value is finite and wrong, so a value at fp16's
+    # end counts as a failure.
     peak_inside: Callable[[], torch.Tensor | None] = lambda: None
-    # Loads the weights anew, where those on the card may be stale, and returns whether it could. Given the arguments of
-    # a call that fails in fp32 too, which is then made once more.
+    # Loads the weights again, in case those on the card are stale, and returns whether it could. Called with the
+    # arguments of a call that failed in fp32 too, which is then repeated.
     renew: Callable[..., bool] | None = None
-    # Makes what was measured the same in all processes that compute the stage together, so that each decides as the
-    # others do. It comes before the one transfer to the host, and does not wait for the device.
+    # All-reduces measurements over the processes that compute the stage together, so that all decide alike. It runs
+    # before the one transfer to the host, and does not wait for the device.
     agree: Agree = alone
-    pending: Pending | None = None  # what else is to be read by the transfer that each call makes
-    # Of a call's arguments, and of `owner`: what it changed is put back before it is made again, and where it raises.
+    pending: Pending | None = None  # further numbers to read by the transfer that each call makes
+    # Of a call's arguments and of `owner`: before a call is repeated, and if it raises, all changes are restored.
     snapshot: Callable[..., Snapshot] = Snapshot
 
     def __post_init__(self, attempt: Callable[..., Any] | FallbackAdapter) -> None:
@@ -160,7 +160,7 @@ class StageGuard:
         return _Call(args, kwargs, self.snapshot(args, kwargs, self.owner, self._attempt))
 
     def _with_new_weights(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call again whose weights were loaded again."""
+        """Repeat a call after its weights were loaded again."""
         logger.warning("%s: NaN or infinite in fp32 too, so its weights were loaded again", self._where())
         call = self._begun(args, kwargs)  # its buffers may be loaded anew, too
         try:
@@ -181,7 +181,7 @@ class StageGuard:
         if self._stays:
             output, made, timestep = self._in_fp32(call)
             return self._recorded(output, started, timestep, "fp32", "finite", made, note=STAYS)
-        casts, self._casts = self._casts, IdentityMemo()  # a call that fails, or raises, leaves none behind
+        casts, self._casts = self._casts, IdentityMemo()  # kept only if the call succeeds
         half_args, half_kwargs, changed = self._half(call, casts)
         failed, left, again, output = "", False, False, None
         half, inputs = self.dtype != "fp32", (half_args, half_kwargs)
@@ -195,7 +195,7 @@ class StageGuard:
             except _OF_A_PLAN as error:
                 if self.agree is not alone or isinstance(error, _NOT_OF_A_PLAN):
                     raise
-                # the first step, which learned scales were made of, did not raise it
+                # learned scales may cause the error: the first step, which they were made from, did not raise it
                 again = bool(self._learner and self._learner.attempt.renew())
                 in_fp32 = half and self.policy.on_failure is OnFailure.RERUN
                 if not (again or in_fp32) or call.before.restore():
@@ -248,7 +248,7 @@ class StageGuard:
         return self._recorded(output, started, timestep, "fp32", "rerun", made, note=note, rerun=rerun)
 
     def _restore(self, call: _Call) -> None:
-        """Put back what a failed call changed. Raises GuardStopped where that cannot be done."""
+        """Restore what a failed call changed. Raises GuardStopped if that is impossible."""
         if lost := call.before.restore():
             raise GuardStopped(
                 "{}: the call in {} failed after it had overwritten '{}', which is too large to be copied beforehand, "
@@ -260,8 +260,7 @@ class StageGuard:
             )
 
     def _in_half(self, do: Callable[..., Any], call: _Call, output: Any, **how: Any) -> Any:
-        """Have the same call made once more with the arguments of an attempt, where all can be put back. Returns what
-        `do` returns; None where it cannot."""
+        """Repeat a call in half precision by `do`, if everything can be restored. Returns its result, else None."""
         with call.before.once_more(output) as possible:
             if possible:
                 half_args, half_kwargs, _ = self._half(call, IdentityMemo())
@@ -269,9 +268,10 @@ class StageGuard:
         return None
 
     def _refuse(self, outcome: str, call: _Call, *, fits: bool, may_be_right: bool) -> None:
-        """Raise GuardStopped where a rerun cannot help, or is not wanted, unless it may show that nothing is wrong.
+        """Raise GuardStopped if a rerun cannot help, or if the policy says stop.
 
         fits: whether the input is finite in half precision.
+        may_be_right: the output may be a mask, which only a rerun can show.
         """
         self._refuse_broken_input(call)
         if self.dtype == "fp32":
@@ -298,10 +298,10 @@ class StageGuard:
     def _again(
         self, call: _Call, ends: Places | None, *, to_blame: bool, saturated: bool, runs: bool = True
     ) -> tuple[Any, Range, OverflowDiagnosis | None, Rerun]:
-        """Make the call in fp32. Returns its output and the output's range, why it had to be made, and what it cost.
+        """Rerun a call in fp32. Returns its output, the output's range, the diagnosis, and the cost.
 
-        ends: where the output was at the ends of the dtype. Where it is so in fp32 too, nothing follows.
-        to_blame: the stage is, and not what it was given. runs: in half precision to its end.
+        ends: where the output was at the end of its range. If fp32 has the same there, the output was right.
+        to_blame: the stage itself failed, and not its input. runs: the half-precision call did not raise.
         """
         started, finding = time.perf_counter(), None
         learner = self._learner if to_blame and (self._learns or not self._failures) else None
@@ -347,7 +347,7 @@ class StageGuard:
         return output, made, timestep
 
     def _is_mask(self, output: Any) -> bool:
-        """Return whether an output in fp32 may be right although it is not finite: it has -inf, from finite weights."""
+        """Return whether a non-finite output in fp32 may be right: it is a mask of -inf, from finite weights."""
         owner = self.owner
         if not only_minus_inf(output) or self.agree is not alone:
             return False
@@ -355,7 +355,7 @@ class StageGuard:
         return self._sound
 
     def _follow(self, finding: OverflowDiagnosis | None) -> str:
-        """Change what the next calls do. Returns how, in words; "" where nothing changes."""
+        """Adapt the next calls to a failure. Returns the change in words; "" if there is none."""
         self._failures += 1
         action = ""
         if self._learns and finding and self._learner:
@@ -371,7 +371,7 @@ class StageGuard:
         return STAY
 
     def _watching(self) -> FallbackAdapter | None:
-        """Return a learner for a stage whose attempt stays as it is: it only finds where a call fails."""
+        """Return an adapter for a stage with a fixed attempt: it only diagnoses failures."""
         if self.dtype == "fp32" or not isinstance(self.owner, torch.nn.Module):
             return None
         attempt = HalfPrecisionForward(self._attempt, self._attempt)
@@ -379,21 +379,21 @@ class StageGuard:
 
     @property
     def standing(self) -> tuple[int, bool]:
-        """How often it has failed, and whether it stays in fp32: for the guard that goes on in its place."""
+        """The number of failures, and whether the rest of the run is in fp32: for the guard that replaces this one."""
         return self._failures, self._stays
 
     def go_on_from(self, failures: int, stays: bool) -> None:
-        """Go on where another guard of this run was."""
+        """Continue from another guard of this run."""
         self._failures, self._stays = failures, self._stays or stays
 
     @property
     def learned(self) -> PrecisionOverrides | None:
-        """What the run knows by now; None where nothing may be learned."""
+        """What the run has learned so far; None if it may not learn."""
         return self._learner.learned if self._learner and self._learns else None
 
     @property
     def _narrow(self) -> bool:
-        """Whether what the attempt takes and gives has to fit in half precision."""
+        """Whether the attempt's input and output have to fit half precision."""
         return not (self._learner and self._learner.attempt.all_layers_scaled)
 
     @property
@@ -404,9 +404,9 @@ class StageGuard:
         return Message("{}, call {}", self.stage.replace("_", " "), self._step + 1)
 
     def _half(self, call: _Call, known: IdentityMemo) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-        """Return the arguments of an attempt, and those that had to be cast: a value may not have fitted.
+        """Return the arguments of an attempt, and the tensors that were cast, which have to be checked.
 
-        known: the casts of constant ones, which fitted.
+        known: earlier casts of constant arguments, which were checked before.
         """
         if not self._narrow:
             return *self._apart(call), []
@@ -420,13 +420,13 @@ class StageGuard:
         return *self._cast(call, lambda value, once: known.of(value, narrowed) if once else narrowed(value)), changed
 
     def _apart(self, call: _Call) -> _Arguments:
-        """Return the arguments of a call in float32: what half precision is given a cast of, it is given a copy of, so
-        that neither writes to the caller's."""
+        """Return the arguments of a call in float32: a copy of each tensor that half precision would cast, so that
+        neither call writes to the caller's tensors."""
         return self._cast(call, lambda value, _once: value.clone())
 
     def _cast(self, call: _Call, change: Callable[[torch.Tensor, bool], torch.Tensor]) -> _Arguments:
-        """Return the arguments with those changed that are not in the plan's dtype, and have to be. change: is told
-        whether one is constant."""
+        """Return the arguments with `change` applied to activations that are not in the plan's dtype. `change` also
+        gets whether a tensor is constant."""
         target = DTYPES[self.dtype]
 
         def cast(value: Any, once: bool = False) -> Any:
@@ -444,7 +444,7 @@ class StageGuard:
         for name, value in named.items():
             broken = sum(non_finite(t) for t in floating(value))
             if broken:
-                is_latents = self.stage == "denoiser" and name == next(iter(named))  # the first that it is given
+                is_latents = self.stage == "denoiser" and name == next(iter(named))  # a denoiser's first argument
                 before = self.report.steps[-1:] if is_latents else []
                 if any(step.outcome in ("finite", "rerun") for step in before):
                     raise GuardStopped(
@@ -485,9 +485,9 @@ class StageGuard:
 class Stage:
     """A stage that is ready to run.
 
-    asked: the policy that the user set; `policy` is the one that acts.
+    asked: the policy that the user set; `policy` is the one in effect.
     inputs: names of the keyword arguments that carry activations.
-    agree: makes what is measured the same in all processes that compute the stage together.
+    agree: all-reduces measurements over the processes that compute the stage together.
     """
 
     plan: Plan
@@ -499,23 +499,23 @@ class Stage:
 
     @property
     def policy(self) -> GuardPolicy:
-        """The policy that acts: a half-precision plan that is not guarded is only watched."""
+        """The policy in effect: an unguarded half-precision plan is only watched."""
         if self.plan.guarded or not self.plan.half:
             return self.asked
         return replace(self.asked, on_failure=OnFailure.OFF, scope=Scope.STEP)
 
     @property
     def learns(self) -> bool:
-        """Whether what failed changes later calls, and what earlier runs learned is used."""
+        """Whether a failure changes later calls, and earlier runs' profiles are used."""
         return self.plan.half and self.policy.scope is Scope.LEARNED
 
     @property
     def tf32(self) -> bool:
-        """Whether what is computed in fp32 for safety may use TF32's matrix products."""
+        """Whether fp32 computation may use TF32's matrix products."""
         return self.architecture.tf32 and not self.policy.exact_fp32
 
     def in_fp32(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the call such that it runs in fp32, whatever dtype its weights have."""
+        """Wrap a call so that it runs in fp32, whatever dtype its weights have."""
         return partial(run_in_fp32, call, tf32=self.tf32)
 
     def learner(
@@ -525,7 +525,7 @@ class Stage:
         learned: PrecisionOverrides = NOTHING,
         blocks: Sequence[str] = (),
     ) -> FallbackAdapter:
-        """Return a FallbackAdapter, which has the same arguments."""
+        """Return a FallbackAdapter with these arguments."""
         return FallbackAdapter(network, self.plan.dtype, build, blocks, learned, self.agree)
 
     def guard(
@@ -533,9 +533,9 @@ class Stage:
     ) -> StageGuard:
         """Return the guard of the stage.
 
-        network: the untouched original, which is also what a rerun calls.
-        attempt: what to call in the plan's dtype, or a FallbackAdapter.
-        options: arguments of StageGuard, in place of the stage's.
+        network: the unchanged original, which a rerun calls.
+        attempt: the callable in the plan's dtype, or a FallbackAdapter.
+        options: arguments of StageGuard that override the stage's.
         """
         given = {
             "dtype": self.plan.dtype,

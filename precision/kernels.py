@@ -1,6 +1,6 @@
-"""What a device has no lean kernel for: PyTorch computes it all the same, in silence, in many times the memory.
+"""Missing memory-efficient kernels of a device: PyTorch silently falls back to one that needs many times the memory.
 
-Asked ahead of a call, so that the call is counted as it will be computed, and told.
+They are asked for ahead of a call, so that the estimate and the report are right.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _BROKEN_CUDNN = range(9_08_00, 9_15_00)  # its 3D convolutions in half precision
 
 @dataclass(frozen=True)
 class Kernels:
-    """Those of a device. Each function returns why no lean kernel takes a call, and what to do; "" where one does.
+    """A device's kernels. Each function returns why no memory-efficient kernel takes a call, and what to do; "" if one
+    does.
 
-    attention: is given what `scaled_dot_product_attention` is.
-    conv3d: is given the dtype of a 3D convolution whose kernel is larger than 1.
+    attention: takes the arguments of `scaled_dot_product_attention`.
+    conv3d: takes the dtype of a 3D convolution whose kernel is larger than 1.
     """
 
     attention: Callable[..., str] = lambda *_, **__: ""
@@ -38,15 +39,15 @@ LEAN = Kernels()
 
 
 def kernels_of(device: torch.device) -> Kernels:
-    """Return a device's. Only CUDA and ROCm are asked; of others, every call counts as lean."""
+    """Return a device's kernels. Only CUDA and ROCm are asked; other devices count as having all of them."""
     if device.type != "cuda":
         return LEAN
     return Kernels(partial(no_fused_attention, device), no_cudnn_conv3d)
 
 
 def no_fused_attention(device: torch.device, query: torch.Tensor, *args: Any, **kwargs: Any) -> str:
-    """Return why PyTorch would compute attention by its own mathematics, which writes all scores, and what to do; ""
-    where a fused kernel takes the call.
+    """Return why PyTorch would use its "math" attention, which stores all scores, and what to do; "" if a fused kernel
+    takes the call.
 
     query, args, kwargs: as `scaled_dot_product_attention` takes them, on whatever device.
     """
@@ -74,7 +75,7 @@ def no_fused_attention(device: torch.device, query: torch.Tensor, *args: Any, **
 
 @cache
 def has_fused_attention(device: torch.device, width: int, dtype: torch.dtype) -> bool:
-    """Return whether a device is known to have a fused kernel for heads of so many channels, whatever mode is on."""
+    """Return whether a device is known to have a fused kernel for heads of `width` channels, in whatever mode."""
     if device.type not in ("cpu", "cuda"):
         return False
     with torch._C.DisableTorchFunction():
@@ -83,7 +84,7 @@ def has_fused_attention(device: torch.device, width: int, dtype: torch.dtype) ->
 
 
 def no_cudnn_conv3d(dtype: torch.dtype = torch.float16) -> str:
-    """Return why this PyTorch computes 3D convolutions of a dtype without cuDNN, and what to do; "" where it does with.
+    """Return why this PyTorch computes 3D convolutions of a dtype without cuDNN, and what to do; "" if it uses cuDNN.
 
     PyTorch 2.9.0 leaves out any cuDNN from 9.8 on, later ones those that are wrong.
     """

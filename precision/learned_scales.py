@@ -1,8 +1,8 @@
-"""Learned scales: what one step with every layer scaled shows is enough to compute the next ones at the price of fp16.
+"""Learned scales: one recorded step gives a plan by which the next steps cost about as much as plain fp16.
 
-The first step scales each row of each layer's input by itself, and notes the peaks of inputs and outputs on the device.
-They are read once, at its end, and each layer has a plan from then on (planned_products.py). A step that leaves the
-plan's range is made again like the first one, and another plan is made of what both showed.
+The first step scales each row of each layer's input separately, and records input and output peaks on the device. They
+are read once, at the end of the step, and give each layer its plan (planned_products.py). A step that leaves the plan's
+range is recomputed like the first one, and a new plan is made from the peaks of both.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ if TYPE_CHECKING:
     from .planned_layers import LayeredNetwork
 
 Result = TypeVar("Result")
-QUIET = 12  # log2 of how much smaller than 1 a row may be in fp16: below, it loses digits that bf16 keeps
-SOFTER = 3  # the same of a layer's rows, or of what it makes of 1, from where they are looked at in each step
-FLUSHED = 2.0**-10  # of what it makes of 1: less makes 0 of a row that is looked at and found loud enough
-_MOST = 2.0**7  # of what products usually come to, as the root of their addends has it
-RENEWALS = 3  # plans of a run that fail, after which each row is scaled by itself
+QUIET = 12  # a row maximum in fp16 may be 2 ** -QUIET: below, fp16 has fewer digits than bf16
+SOFTER = 3  # rows whose maximum is below 2 ** -SOFTER, or may become so, are checked in each step
+FLUSHED = 2.0**-10  # share of the usual output below which a row is flushed to 0 although its input passed the check
+_MOST = 2.0**7  # the largest product, in multiples of the usual one (which grows with the root of the addends)
+RENEWALS = 3  # failed plans in a run, after which each row is scaled separately
 
 
 class Seen(NamedTuple):
-    """What a step shows of a layer. Of several calls, each field has the largest."""
+    """Peaks of a layer in a step: over several calls, the largest of each field."""
 
     input: float  # max |x|
     output: float  # max |x|
-    faint: float  # 1 / the smallest output of a row that is not 0
-    strain: float  # the same, times what an output may usually come to where inputs are 1
-    loudness: float = 1.0  # what the weight was divided by
-    quiet: float = 0.0  # 1 / the smallest input of a row that is not 0, times that; of weights that were divided alone
+    faint: float  # 1 / the smallest row maximum of the output, without rows of zeros
+    strain: float  # `faint` times the usual size of an output for inputs of 1
+    loudness: float = 1.0  # the power of two that the weight was divided by
+    quiet: float = 0.0  # 1 / (the smallest row maximum of the input · loudness), of weights that were divided
 
     def with_other(self, other: Seen) -> Seen:
         both = Seen(*(max(a, b) if a == a and b == b else math.nan for a, b in zip(self, other, strict=True)))
@@ -73,11 +73,11 @@ class Seen(NamedTuple):
 
 
 def scale_for(seen: Seen, *, convolves: bool, float32_products: bool, summed: bool = False) -> Scale | None:
-    """Return how a layer is computed after a step that showed this; None where each row has to be scaled by itself.
+    """Choose a layer's scale from its peaks; None where each row has to be scaled separately.
 
-    convolves: its product is fp16, so that its scale has to cover the output.
-    float32_products: whether the device multiplies fp16 and gives float32.
-    summed: the network adds to its output in place, so that is float32.
+    convolves: the product itself is fp16, so that the scale has to cover the output too.
+    float32_products: whether the device multiplies fp16 into float32.
+    summed: the network adds to the output in place, so the output has to be float32.
     """
     if not (all(map(math.isfinite, seen)) and seen.input > 0):
         return None
@@ -103,10 +103,10 @@ def scale_for(seen: Seen, *, convolves: bool, float32_products: bool, summed: bo
 
 @dataclass
 class _Notes:
-    """What a step shows, on the device until its end."""
+    """The peaks of a step, on the device until its end."""
 
-    values: list[torch.Tensor] = field(default_factory=list)  # float32 [6], as Seen has them
-    of: list[tuple[Key, bool]] = field(default_factory=list)  # the same in order: whose, and whether it convolves
+    values: list[torch.Tensor] = field(default_factory=list)  # float32 [6]: the fields of Seen
+    of: list[tuple[Key, bool]] = field(default_factory=list)  # for each of them: the call, and whether it convolves
 
     def add(self, key: Key, *values: Any, convolves: bool = False) -> None:
         device = next(value.device for value in values if isinstance(value, torch.Tensor))
@@ -117,7 +117,7 @@ class _Notes:
         self.of.append((key, convolves))
 
     def read(self, agree: Agree) -> dict[Key, tuple[Seen, bool]]:
-        """Return what was seen. It waits for the device."""
+        """Read the peaks. Waits for the device."""
         if not self.values or self.values[0].is_meta:
             return {}
         device = self.values[0].device
@@ -130,14 +130,14 @@ class _Notes:
 
 
 class LearningMode(LocatedMode):
-    """Every layer scaled by its rows, and its peaks noted."""
+    """Scales every layer row by row, and records its peaks."""
 
     def __init__(self, kernel_of: KernelOf = no_kernel):
         super().__init__(kernel_of)
         self.way = Way()
         self.notes = _Notes()
-        self._anchor: Any = None  # what stands for the layer that is computed
-        self._makers: dict[int, Key | None] = {}  # storage → what made it
+        self._anchor: Any = None  # the current layer's weight, or the layer
+        self._makers: dict[int, Key | None] = {}  # storage → the call that made it
 
     def begin(self, inputs: Any) -> None:
         super().begin(inputs)
@@ -190,7 +190,7 @@ class LearningMode(LocatedMode):
         elif not changed and _is_floating(made):
             given = next((each for each in args if isinstance(each, torch.Tensor)), kwargs.get("input"))
             of, own = storage_of(given) if isinstance(given, torch.Tensor) else None, storage_of(made)
-            if of != own:  # a storage may be where another one was
+            if of != own:  # the address may be that of an earlier storage
                 self._makers[own] = self._makers.get(of) if of is not None and func in _STAYS_FP16 else None
         return made
 
@@ -208,14 +208,14 @@ class LearningMode(LocatedMode):
         if anchor is None or is_quantised(weight) or not made.numel() or not x.numel():
             return
         spatial = weight.ndim - 2
-        if x.shape[-1 - spatial] < FEW:  # which may be near to 0 by chance: always by rows
+        if x.shape[-1 - spatial] < FEW:  # all may be near 0 by chance: such layers are always scaled by rows
             return
         rows = largest_of(made, row_of(made, spatial) if spatial else (-1,))
         faint = _faint(rows)
         loudness = 1.0 if of_weight.loudness is None else of_weight.loudness
         strain = faint * (of_weight.least / LOST) * loudness
         quiet = 0.0
-        if of_weight.loudness is not None:  # its input's rows are multiplied by that in fp16, and looked at
+        if of_weight.loudness is not None:  # rows of its input are multiplied by it in fp16, and checked
             quiet = _faint(largest_of(x, (-1 - spatial,))) / loudness
         self.way.anchors[id(anchor)] = weakref.ref(anchor)
         found = _peak(x), rows.amax(), faint, strain, loudness, quiet
@@ -235,17 +235,17 @@ class LearningMode(LocatedMode):
 
 @dataclass(eq=False)
 class LearnedProducts:
-    """Products in half precision and all else in float32, for one network in one run. In fp16, layers are scaled: in
-    the first call by rows, then as that call showed.
+    """Computes one network in one run with products in half precision and all else in float32. In fp16 its layers are
+    scaled: row by row in the first call, by learned scales from then on.
 
-    in_layers: the network, where its blocks are compiled; else a mode computes it by the plan.
+    in_layers: the network, where its blocks are compiled; without it, a function mode follows the plan.
     float32_products: whether fp16 may be multiplied into float32, where the device can: not with fp16 accumulation.
     """
 
     dtype: torch.dtype = FP16
-    agree: Agree = alone  # makes what was measured the same in all processes that compute the network together
+    agree: Agree = alone  # all-reduces peaks over the processes that compute the network together
     in_layers: LayeredNetwork | None = None
-    kernel_of: KernelOf = no_kernel  # for quantised weights, which are dequantised where it has none
+    kernel_of: KernelOf = no_kernel  # for quantised weights; those without a kernel are dequantised
     float32_products: bool = True
 
     def __post_init__(self) -> None:
@@ -254,12 +254,12 @@ class LearnedProducts:
         self._planned: PlannedMode | None = None
         self._seen: dict[Key, tuple[Seen, bool]] = {}
         self._renewals, self._calls = 0, 0
-        self._used = False  # the latest call was computed by a plan
+        self._used = False  # the latest call used a plan
         self._slower = ""
 
     @property
     def slower(self) -> str:
-        """Why layers are scaled by rows that might have a constant scale, in words."""
+        """Why layers are scaled row by row that could have a constant scale; "" where none are."""
         if self._renewals >= RENEWALS:
             return Message(
                 "every layer is scaled row by row from now on, which takes longer: learned scales failed {} times",
@@ -268,13 +268,13 @@ class LearnedProducts:
         return self.in_layers.slower if self.in_layers else self._slower
 
     def run(self, function: Callable[..., Result], *args: Any, tf32: bool = False, **kwargs: Any) -> Result:
-        """Call `function` (a module or any callable that runs modules). Otherwise it does what `run_in_fp32` does, with
-        the same arguments and errors."""
+        """Call `function` (a module or any callable that runs modules), with the arguments and errors of
+        `run_in_fp32`."""
         self._used = self._planned is not None
         if self.in_layers and self.in_layers.is_planned:
             with torch.no_grad(), autocast_off_where_on(device_types()), TF32.held(tf32):
                 made = pytree.tree_map_only(torch.Tensor, widened, function(*args, **kwargs))
-            self._used = True  # what it raises is a compiler's or the network's
+            self._used = True  # set after the call: an error is the compiler's or the network's, not the plan's
             return made
         if self._planned:
             try:
@@ -294,32 +294,32 @@ class LearnedProducts:
         return made
 
     def run_by_rows(self, function: Callable[..., Result], *args: Any, tf32: bool = False, **kwargs: Any) -> Result:
-        """Do the same as in a first call, whatever is known."""
+        """Compute as in a first call, whatever was learned."""
         return run_in(self._by_rows, function, args, kwargs, tf32=tf32)
 
     def renew(self) -> bool:
-        """Forget the plan after a call that failed: the next one scales each row again, and makes another plan. Returns
-        whether the call was computed by a plan."""
+        """Drop the plan after a call that failed: the next call scales row by row and makes a new plan. Returns whether
+        the failed call had used a plan."""
         if not self._used:
             return False
         self._planned, self._used = None, False
         if self.in_layers:
             self.in_layers.forget(for_good=self._renewals + 1 >= RENEWALS)
         self._renewals += 1
-        self._calls = 0  # of those to come, one more than before shows what is needed: a step may make several
+        self._calls = 0  # the next plan is made from one more call than the last: a step may make several calls
         return True
 
     def _plan(self, notes: _Notes, way: Way) -> PlannedMode | None:
         found = notes.read(self.agree)
         if self.in_layers and not all(math.isfinite(now.output) for now, _ in found.values()):
-            return None  # later runs would begin with what a call shows that failed
+            return None  # a failed call: later runs would start from its peaks
         for key, (now, convolves) in found.items():
-            if key[2] in _PRODUCTS and not now.output:  # in fp16, it might be 0 for want of digits in a later call
+            if key[2] in _PRODUCTS and not now.output:  # all zeros now; in fp16, a later call might underflow
                 way.summed.add(key)
             known = self._seen.get(key)
             self._seen[key] = (known[0].with_other(now) if known else now, convolves)
         if not notes.values or way.points or (self.agree is not alone and not self.in_layers):
-            return None  # a rank that leaves a plan does so alone, while the others wait for it
+            return None  # a rank that leaves the plan would do so alone, and the others would wait for it
         if self.in_layers:
             self.in_layers.learn(self._seen, way)
             if self._calls > self._renewals:
@@ -349,14 +349,15 @@ def _is_floating(value: Any) -> bool:
 
 
 def _can_be_marked(made: Any) -> bool:
-    """Return whether what a call returns can be made NaN: tensors of floats, and what says nothing of them."""
+    """Return whether a failed check can mark a call's result with NaN: it has float tensors, and besides only plain
+    numbers and strings."""
     leaves = pytree.tree_leaves(made)
     plain = all(isinstance(leaf, (torch.Tensor, int, float, str, type(None))) for leaf in leaves)
     return plain and any(map(_is_floating, leaves))
 
 
 def _faint(rows: torch.Tensor) -> torch.Tensor:
-    """Return 1 / the smallest of the rows' largest values that is not 0; 0 where all are."""
+    """Return 1 / the smallest row maximum that is not 0; 0 where all are 0."""
     return torch.where(rows > 0, rows, torch.inf).amin().reciprocal()
 
 
@@ -364,7 +365,7 @@ def _peak(x: torch.Tensor) -> torch.Tensor:
     return largest_of(x, tuple(range(x.ndim))).reshape(())
 
 
-# what may hand on fp16 of fp16 by no plan of its own: who writes to that writes to what made it
+# functions that hand on fp16 for fp16 without a plan of their own: writes to their output count for its producer
 _STAYS_FP16 = fp16_safe.MOVES | fp16_safe.KEEPS_RANGE | fp16_safe.CASTS | fp16_safe.CASTS_LIKE
 _STAYS_FP16 |= fp16_safe.PRODUCTS | fp16_safe.QUOTIENTS
 _PRODUCTS = {func.__name__ for func in fp16_safe.PRODUCTS}

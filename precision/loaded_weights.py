@@ -22,7 +22,7 @@ from .shared import NO_WARNINGS
 
 
 class DamagedByCast(Told, ValueError):
-    """Weights that belong in fp32 were cast to fp16 and overflowed: what was lost cannot be brought back."""
+    """Weights that belong in fp32 were cast to fp16 and overflowed, so their values are lost."""
 
 
 def make_consistent(module: torch.nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> list[str]:
@@ -42,8 +42,8 @@ def make_consistent(module: torch.nn.Module, dtype: torch.dtype, device: torch.d
 
 
 def as_loaded(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Cast a module that was only built to the dtypes that it has when it is loaded in `dtype`: what its class keeps in
-    fp32 is that, and buffers that no file holds stay as they are. Returns the module."""
+    """Cast a module built from its config to the dtypes of one that is loaded in `dtype`: parts that its class keeps in
+    fp32 are fp32, and buffers that no file holds stay as they are. Returns the module."""
     kept = _kept_in_fp32(module, dtype)
     for name, tensor in module.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
@@ -103,8 +103,8 @@ def _name_strangers(module: torch.nn.Module, dtype: torch.dtype, kept: frozenset
 
 
 def _kept_in_fp32(module: torch.nn.Module, dtype: torch.dtype) -> frozenset[str]:
-    """Return the names of what the class keeps in fp32. In bf16 these are only the strict ones of a class that tells
-    them apart, as transformers' do; diffusers' classes keep all of them in fp16 and in bf16."""
+    """Return the names of the parts that the class keeps in fp32. In bf16, transformers' classes keep only their
+    "strict" parts; diffusers' classes keep all of them in fp16 and in bf16."""
     usual = getattr(module, "_keep_in_fp32_modules", None) or ()
     strict = getattr(module, "_keep_in_fp32_modules_strict", usual) or ()
     return frozenset({torch.float16: (*usual, *strict), torch.bfloat16: tuple(strict)}.get(dtype, ()))
@@ -122,10 +122,10 @@ def _is_half_norm(module: torch.nn.Module) -> bool:
 
 
 def _refuses_mixed_dtypes(module: Any, device: torch.device | None) -> bool:
-    """Return whether a half-precision norm takes a row in its own dtype, and raises at an fp32 one. It is tried, since
-    its name does not tell."""
+    """Return whether a half-precision norm accepts its own dtype and raises at fp32. It is tried: its class name does
+    not tell."""
     if device is not None and device != module.weight.device:
-        module = copy.deepcopy(module).to_empty(device=device)  # its values do not matter, so none is copied there
+        module = copy.deepcopy(module).to_empty(device=device)  # without copying values, which do not matter
     weight = module.weight
     row = torch.ones(1, *weight.shape, device=weight.device)
     return _takes(module, row.to(weight.dtype)) and not _takes(module, row)
@@ -134,7 +134,7 @@ def _refuses_mixed_dtypes(module: Any, device: torch.device | None) -> bool:
 @torch.no_grad()
 def _takes(module: torch.nn.Module, row: torch.Tensor) -> bool:
     try:
-        with NO_WARNINGS.held():  # PyTorch's, of a norm that takes another dtype slowly: that is what is asked
+        with NO_WARNINGS.held():  # PyTorch warns of a norm that is slow with another dtype
             module(row)
     except (RuntimeError, TypeError, ValueError):
         return False
@@ -155,13 +155,13 @@ _SAMPLE = 2**12  # values of a tensor that are counted; all of them would take l
 
 
 def mend_narrowed(module: torch.nn.Module, stored: Stored) -> list[str]:
-    """Repair what the cast to fp16 did to a component that was just loaded. Returns a line for each thing found.
+    """Repair the damage of a cast to fp16 in a component that was just loaded. Returns a line for each finding.
 
-    - Layers with weights beyond fp16's range get them back in fp32, and compute in it. So do those with a weight of
-      which fp16 keeps fewer digits than bf16 would.
-    - Weights that fp16 made 0, or took digits from as they are subnormal there, are counted where they exceed 1 %.
+    - Layers with weights beyond fp16's range get them back in fp32, and compute in it. So do layers with a weight of
+      which fp16 keeps fewer digits than bf16.
+    - Weights that underflow to 0 or to subnormal numbers in fp16 are reported if they are more than 1 %.
 
-    A tensor whose stored values are not finite stays as it is: that is damage, which the guard names.
+    A tensor whose stored values are not finite stays as it is: the file is damaged, which the guard reports.
 
     stored: reads a parameter's values from the checkpoint.
     """

@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, driver, PyTorch, packages. Asked so that what is broken is told, and never raised."""
+"""Facts about this machine: GPUs, driver, PyTorch, packages. Anything broken is reported, never raised."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ NEEDED = ("diffusers", "transformers", "onediff")
 OPTIONAL = ("onediffx", "oneflow", "nexfort", "torchao")
 TORCH_NEEDED = (2, 6)  # by diffusers 0.42 and transformers 5, and for reruns: torch.compiler.set_stance
 GET_TORCH = "https://pytorch.org/get-started/locally/"
-_SECONDS = 10  # for nvidia-smi, which takes its time where the driver was asleep
+_SECONDS = 10  # for nvidia-smi, which is slow while the driver wakes up
 _NVIDIA_MODULE = Path("/proc/driver/nvidia/version")
 _AMD_MODULE = Path("/sys/module/amdgpu")
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 _TRITONS = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
 _Text = Annotated[str, Field(max_length=1000)]
-_READ = ConfigDict(strict=False)  # from an object, where strict would take an instance alone
+_READ = ConfigDict(strict=False)  # reads attributes of an object; strict would accept only instances
 
 T = TypeVar("T")
 
 
 class Obstacle(str):
-    """Advice without which nothing runs."""
+    """A problem that keeps everything from running, and the advice."""
 
 
 class TorchTooOld(Told, RuntimeError):
-    """A PyTorch that this pack cannot work with."""
+    """This PyTorch is too old for the pack."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One that PyTorch can use in this process."""
+    """A GPU that PyTorch can use in this process."""
 
     index: int
     name: str
@@ -66,32 +66,32 @@ class Gpu:
 class Machine:
     system: str
     python: str
-    torch: str  # version, or that there is none
+    torch: str  # version, or a remark that it is missing
     torch_works: bool
-    built_for: str  # "CUDA 12.8", "ROCm 6.2", "the CPU alone"; empty where there is no PyTorch to ask
-    driver: str  # of an NVIDIA or AMD card, whether PyTorch can use it or not
+    built_for: str  # "CUDA 12.8", "ROCm 6.2", "the CPU alone"; "" without PyTorch
+    driver: str  # of an NVIDIA or AMD card, even if PyTorch cannot use it
     gpus: tuple[Gpu, ...]
-    device: str  # that a pipeline would run on: "cuda:0", "mps", "cpu"
+    device: str  # the default device of pipelines: "cuda:0", "mps", "cpu"
     architecture: Architecture  # of that device
-    packages: Mapping[str, str | None]  # name → version, None where it is not installed
-    advice: tuple[str, ...]  # what is wrong or missing, and what to do
+    packages: Mapping[str, str | None]  # name → version; None if not installed
+    advice: tuple[str, ...]  # problems, and what to do about them
 
 
 @dataclass(frozen=True)
 class Platform:
-    """What runs compiled code. Code for another may crash the process, so all of it must agree."""
+    """The platform of compiled code. Code for another one may crash the process, so all fields must agree."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _READ
 
     architecture: _Text  # "sm90", "cpu"
     device: _Text  # "NVIDIA H200"; a CPU by its name and a hash of its instruction sets
     torch: _Text
-    triton: _Text  # "" where there is none, or none is needed
+    triton: _Text  # "" if it is missing or not needed
     python: _Text  # "cpython-311"
     system: _Text  # "Linux x86_64, glibc 2.36"
 
     def misfit(self, here: Platform) -> str:
-        """Why it cannot be used `here`, "" where it can."""
+        """Say why code for it cannot be used `here`; "" if it can."""
         for field in fields(self):
             theirs, ours = getattr(self, field.name), getattr(here, field.name)
             if theirs != ours:
@@ -100,7 +100,7 @@ class Platform:
 
 
 def look(device: Any = None) -> Machine:
-    """Ask everything. device: a torch.device to report on; None for the one that a pipeline would run on."""
+    """Collect all facts. device: a torch.device to report on; None for the default device of pipelines."""
     torch, version, problem = _ask_torch()
     built_for = tried(lambda: _built_for(torch), "something that it does not tell") if torch else ""
     gpus = tried(lambda: tuple(_gpus(torch)), ()) if torch else ()
@@ -137,7 +137,7 @@ def look(device: Any = None) -> Machine:
 
 
 def check_torch() -> None:
-    """Raises TorchTooOld where PyTorch is older than this pack works with."""
+    """Raise TorchTooOld if PyTorch is too old for the pack."""
     import torch
 
     if too_old := _too_old(str(torch.__version__)):
@@ -145,7 +145,7 @@ def check_torch() -> None:
 
 
 def tried(ask: Callable[[], T], otherwise: T) -> T:
-    """What `ask` returns, or `otherwise` where it raises: a broken driver must not stop the report that names it."""
+    """Return `ask()`, or `otherwise` if it raises: a broken driver must not stop the report that names it."""
     try:
         return ask()
     except Exception:
@@ -154,7 +154,7 @@ def tried(ask: Callable[[], T], otherwise: T) -> T:
 
 
 def version_of(package: str) -> str | None:
-    """Read from what pip noted; nothing is imported."""
+    """Return a package's version from its metadata, without importing it."""
     return tried(lambda: metadata.version(package), None)
 
 
@@ -164,7 +164,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _ask_torch() -> tuple[Any, str, str]:
-    """Return PyTorch, its version, and what is wrong with it. None where it cannot be imported."""
+    """Return PyTorch, its version, and what is wrong with it. None if it cannot be imported."""
     try:
         import torch
     except Exception as error:  # noqa: BLE001 - a missing DLL is an OSError, a wrong numpy anything
@@ -201,8 +201,8 @@ def _default_device() -> torch.device:
 
 
 def _gpus(torch: Any) -> Iterator[Gpu]:
-    """GPUs that work; PyTorch may count some that don't."""
-    with NO_WARNINGS.held():  # what torch warns of is asked for and told below
+    """Return the GPUs that work; PyTorch may list others."""
+    with NO_WARNINGS.held():  # PyTorch's warnings are reported below
         usable = tried(torch.cuda.is_available, False)
     for index in range(tried(torch.cuda.device_count, 0) if usable else 0):
         device = torch.device("cuda", index)
@@ -218,7 +218,7 @@ def _gpus(torch: Any) -> Iterator[Gpu]:
 
 
 def driver() -> str:
-    """What drives the graphics cards here, empty where nothing is found."""
+    """Return the name and version of the graphics driver; "" if none is found."""
     smi = shutil.which("nvidia-smi")
     said = _nvidia_smi(smi) if smi else ""
     module = tried(lambda: _NVIDIA_MODULE.read_text(encoding="utf-8", errors="replace"), "")
@@ -232,7 +232,7 @@ def driver() -> str:
 
 @lru_cache(maxsize=4)
 def _nvidia_smi(path: str) -> str:
-    """ "NVIDIA 550.54.14 (NVIDIA A100, NVIDIA L4)", or what nvidia-smi complains of. Asked once in a process."""
+    """Return "NVIDIA 550.54.14 (NVIDIA A100, NVIDIA L4)", or nvidia-smi's complaint. Asked once per process."""
     command = [path, "--query-gpu=driver_version,name", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
@@ -248,7 +248,7 @@ def _nvidia_smi(path: str) -> str:
 
 
 def _too_old(version: str) -> str:
-    """What to say of it; "" where there is nothing to say, or the version is none that can be compared."""
+    """Say that a package is too old; "" if it is not, or if its version cannot be compared."""
     from packaging.version import Version
 
     release = tried(lambda: Version(version).release[:2], TORCH_NEEDED)
@@ -262,7 +262,7 @@ def _too_old(version: str) -> str:
 
 
 def _why_no_gpu(torch: Any, built_for: str, driver: str) -> str:
-    """ "" where there is no GPU to be used."""
+    """Say why PyTorch uses no GPU; "" if there is none to use."""
     if built_for.startswith(("CUDA", "ROCm")):
         hidden = "".join(f"; {name} is '{os.environ[name]}'" for name in _HIDING if name in os.environ)
         return f"PyTorch is built for {built_for}, but can use no GPU: {_refusal(torch)}{hidden}"
@@ -276,7 +276,7 @@ def _why_no_gpu(torch: Any, built_for: str, driver: str) -> str:
 
 
 def _refusal(torch: Any) -> str:
-    """PyTorch's own reason: a driver that is missing or too old, no card, a card that is lost."""
+    """Return PyTorch's own reason: a driver that is missing or too old, no card, a lost card."""
     try:
         torch.cuda.init()
     except Exception as error:  # noqa: BLE001 - AssertionError, RuntimeError and its kin of each version
@@ -285,7 +285,7 @@ def _refusal(torch: Any) -> str:
 
 
 def _no_kernels(torch: Any, gpu: Gpu) -> str:
-    """ "" where this PyTorch has code for the GPU, or is not for NVIDIA's."""
+    """Say that this PyTorch has no code for the GPU; "" if it has, or if it is not built for NVIDIA's."""
     built = tried(lambda: tuple(torch.cuda.get_arch_list()), ())
     capability = tried(lambda: tuple(torch.cuda.get_device_capability(gpu.index)), None)
     if not capability or torch.version.hip or not built or _has_kernels(built, capability):
@@ -332,7 +332,7 @@ def _name(device: torch.device) -> str:
 
 
 def _cpu() -> str:
-    """Inductor compiles for the very CPU: code for one with more instruction sets would end this process."""
+    """Return the CPU's name and instruction sets: inductor's code for more instruction sets would crash here."""
     import torch
 
     try:

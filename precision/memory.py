@@ -1,6 +1,6 @@
-"""The most memory in use while something ran, and what a rerun adds to it.
+"""Peak memory of a stage, and the extra memory of a rerun.
 
-Peak counters are the process's, so all who read one share it.
+Peak counters are process-wide, so concurrent readers share them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The most memory in use, in bytes: of PyTorch's allocator on a CUDA device, of the whole process (resident) on a
-    CPU."""
+    """Peak memory in bytes: of PyTorch's allocator on a CUDA device, of the whole process (resident) on a CPU."""
 
     used: int
-    reserved: int | None = None  # what the allocator keeps for later included; None on a CPU
+    reserved: int | None = None  # with the allocator's unused cache; None on a CPU
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a stage took of its device's memory, in bytes."""
+    """A stage's use of its device's memory, in bytes."""
 
     device: str
     peak: PeakMemory
-    weights: int  # of the model's components that were there at once
+    weights: int  # of the components that were loaded at the same time
 
     def __str__(self) -> str:
         whose = " of the process" if self.peak.reserved is None else ""
@@ -44,7 +43,7 @@ class Memory:
 
 
 def size(n_bytes: float) -> str:
-    """Write a number of bytes for people: '11.3 GB', '120 MB'."""
+    """Format a number of bytes: '11.3 GB', '120 MB'."""
     return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.3g} MB"
 
 
@@ -60,10 +59,10 @@ _lock = threading.Lock()
 
 @contextmanager
 def peak_memory(device: torch.device) -> Generator[Callable[[], PeakMemory | None]]:
-    """Yield a function that returns the peak since then; None where nobody counts (Apple's GPUs, a CPU that is not
-    Linux's).
+    """Yield a function that returns the peak since then; None if there is no counter (Apple's GPUs, CPUs without
+    Linux).
 
-    The device's counter starts anew. Whoever measures around this one is told what it showed before.
+    It resets the device's counter. Measurements around this one are told its earlier value.
     """
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -91,7 +90,7 @@ def peak_memory(device: torch.device) -> Generator[Callable[[], PeakMemory | Non
 
 
 def _note(device: torch.device) -> None:
-    """Have all who watch a device know what its counter shows now."""
+    """Tell all running measurements of a device its counter's value."""
     for watch in _watches:
         if watch.device == device:
             now = _peak(device)
@@ -107,14 +106,14 @@ def _peak(device: torch.device) -> PeakMemory:
 
 
 def _start_anew(device: torch.device) -> bool:
-    """Set a device's counter to what is in use now. Returns False where nobody counts."""
+    """Reset a device's counter to the memory in use. Returns False if there is no counter."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
     if device.type != "cpu":
         return False
     try:
-        _CLEAR.write_text("5", encoding="ascii")  # Linux: VmHWM, and nothing else
+        _CLEAR.write_text("5", encoding="ascii")  # Linux: resets only VmHWM
         return _peak(device).used > 0
     except OSError:
         return False
@@ -122,12 +121,12 @@ def _start_anew(device: torch.device) -> bool:
 
 @contextmanager
 def extra_peak(owner: object, given: Any = ()) -> Generator[Callable[[], int | None]]:
-    """Yield a function that returns, afterwards, how many bytes more were allocated at the peak than before.
+    """Yield a function that returns, afterwards, the peak of allocated bytes minus those at the start.
 
-    They are measured on CUDA. Elsewhere they are those of the largest layer's weights in float32, which is what a rerun
-    adds to its activations; None where `owner` is no module.
+    Measured on CUDA. Elsewhere it returns the bytes of the largest layer's weights in float32, which a rerun needs
+    besides activations; None if `owner` is no module.
 
-    given: a nest of the tensors that are computed with; the owner's weights may be elsewhere until they are needed.
+    given: a nest of the call's tensors, which give the device: the owner's weights may be elsewhere between calls.
     """
     module = owner if isinstance(owner, torch.nn.Module) else None
     tensors = [*floating(given), *(() if module is None else module.parameters())]
@@ -143,5 +142,5 @@ def extra_peak(owner: object, given: Any = ()) -> Generator[Callable[[], int | N
 
 
 def largest_layer(module: torch.nn.Module) -> int:
-    """Return how many bytes the largest layer's own weights take in float32."""
+    """Return the bytes of the largest layer's own weights in float32."""
     return 4 * max(sum(p.numel() for p in layer.parameters(recurse=False)) for layer in module.modules())

@@ -1,4 +1,4 @@
-"""Watching a module while it computes: hooks that are there for one call, in one thread, and then gone."""
+"""Peaks of a module's layers, by hooks that exist for one call, in one thread."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .overrides import Peak
 
 SAMPLED = 256  # rows of a layer's input that stand for all of them: half evenly spaced, half the largest
 
-# float32 values [n] of this process → max |x| over all that compute the same, NaN where any is: the same on each
+# all-reduce: float32 values [n] of this process → max |x| over all processes, NaN where any has NaN
 Agree = Callable[[torch.Tensor], torch.Tensor]
 
 
 def alone(values: torch.Tensor) -> torch.Tensor:
-    """Agree with nobody: the values of a process that computes by itself."""
+    """The all-reduce of a single process: returns its values."""
     return values
 
 
@@ -30,14 +30,14 @@ def floating(tree: Any) -> list[torch.Tensor]:
 
 
 def non_finite(tensor: torch.Tensor) -> int:
-    """Count the values that are not finite. fp8 is looked at in float32: PyTorch has no isfinite for it."""
+    """Count the values that are not finite. fp8 is cast to float32: PyTorch has no isfinite for it."""
     tensor = tensor.detach()
     return int((~torch.isfinite(tensor.float() if tensor.itemsize < 2 else tensor)).sum())
 
 
 def broken_weight(module: torch.nn.Module) -> tuple[str, int, int] | None:
-    """Return the name of a weight or buffer that is not finite, how many values of it, and of how many; None where all
-    are."""
+    """Return the name of a weight or buffer with non-finite values, their number, and the number of all its values;
+    None if all are finite."""
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
         if broken := non_finite(weight) if weight.is_floating_point() else 0:
             return name, broken, weight.numel()
@@ -51,19 +51,19 @@ def largest(tree: Any) -> torch.Tensor:
 
 
 def _measurable(tensor: torch.Tensor) -> torch.Tensor:
-    """Of 8-bit floats, which an embedding stored so puts out, PyTorch finds no extremes."""
+    """Cast 8-bit floats, as an fp8 embedding returns them, to float32: PyTorch has no aminmax for them."""
     return tensor.float() if tensor.dtype.itemsize == 1 else tensor
 
 
 def difference(made: list[torch.Tensor], right: list[torch.Tensor]) -> torch.Tensor:
-    """Return how far outputs are off, as a share of the right ones' norm. float32 []; inf where one is not finite."""
+    """Return the error of outputs as a share of the right ones' norm. float32 []; inf if one is not finite."""
     off = torch.stack([(a.float() - b.float()).square().sum() for a, b in zip(made, right, strict=True)]).sum()
     norm = torch.stack([b.float().square().sum() for b in right]).sum()
     return (off / norm.clamp(min=torch.finfo(torch.float32).tiny)).sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def sampled(rows: torch.Tensor) -> torch.Tensor:
-    """Return some rows: evenly spaced ones, and as many of those with the largest norms, which overflow first."""
+    """Return a sample of rows: evenly spaced ones, and as many with the largest norms, which overflow first."""
     n = len(rows)
     if n <= SAMPLED:
         return rows
@@ -90,8 +90,8 @@ def leaf_peaks(
 def first_broken(
     module: torch.nn.Module, call: Callable[[], Any], limit: float = math.inf, agree: Agree = alone
 ) -> str | None:
-    """Return the name of the module in which a NaN, or an |x| of `limit` or more, first comes up while `call` runs: in
-    its output, and not in its input. "" is `module` itself; None where there is none."""
+    """Return the name of the first module whose output, and not its input, has a NaN or an |x| of `limit` or more while
+    `call` runs. "" is `module` itself; None if there is none."""
     seen = _watched(dict(module.named_modules()), call, agree)
     broken = [(name, not peak.input < limit) for name, peak in seen if not peak.output < limit]
     here = (name for name, given_broken in broken if not given_broken)
@@ -112,8 +112,8 @@ def block_names(module: torch.nn.Module, parts: Iterable[str]) -> tuple[str, ...
 
 
 def _watched(modules: Mapping[str, torch.nn.Module], call: Callable[[], Any], agree: Agree) -> list[tuple[str, Peak]]:
-    """Return the peaks of each call of the modules while `call` runs, in the order in which they end. They are brought
-    to the host in one transfer."""
+    """Return the peaks of each call of the modules while `call` runs, in the order in which the calls end. They are
+    read in one transfer."""
     names: list[str] = []
     peaks: list[torch.Tensor] = []
 
@@ -135,14 +135,14 @@ def _watched(modules: Mapping[str, torch.nn.Module], call: Callable[[], Any], ag
 def hooked(
     layers: Mapping[str, torch.nn.Module], see: Callable[[str, torch.nn.Module, Any, Any], None]
 ) -> Generator[None]:
-    """Inside, call `see(name, layer, what went in, what came out)` after each call of the layers in this thread."""
+    """Inside, call `see(name, layer, input, output)` after each call of the layers in this thread."""
     here = threading.get_ident()  # another thread may run the same module
 
     def hook_for(name: str) -> Callable[..., None]:
         def hook(layer: torch.nn.Module, args: Any, *rest: Any) -> None:
             if threading.get_ident() == here:  # in others, the keywords may be missing while a hook comes or goes
                 kwargs, made = rest
-                with torch._C.DisableTorchFunction():  # the fp32 rerun's mode, which would copy what is looked at
+                with torch._C.DisableTorchFunction():  # the fp32 rerun's mode would copy the tensors
                     see(name, layer, (*args, *kwargs.values()), made)
 
         return hook
@@ -161,14 +161,14 @@ def leaves(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def has_children(module: torch.nn.Module) -> bool:
-    """Return whether a module has children. Its truth does not tell, which is its length: a compiled module has none,
-    and says so by an error."""
+    """Return whether a module has children. `bool(module)` does not tell: it asks for a length, which a compiled module
+    lacks."""
     return next(module.children(), None) is not None
 
 
 def error_of(made: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return how far [rows, features] are off: the root mean square of each row's error as a share of its norm, so that
-    a large row hides no other. float32 []; inf where a value is not finite, and should be."""
+    """Return the error of [rows, features]: the root mean square of the rows' relative errors, so that a large row
+    hides no other. float32 []; inf if a value is not finite and should be."""
     whole = right.isfinite().all(dim=1, keepdim=True)
     off = torch.linalg.vector_norm(torch.where(whole, made - right, 0.0), dim=1)
     norms = torch.linalg.vector_norm(torch.where(whole, right, 0.0), dim=1)

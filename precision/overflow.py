@@ -1,11 +1,11 @@
-"""How a call that left its dtype's range is recognised: by its output, by what it clips, and by NaN in attention.
+"""Overflow detection: by a call's output, by the values that it clips, and by NaN in attention.
 
-A clipped value is finite, and wrong, so no look at the output finds it. Flux, Lumina2 and Z-Image hide what overflowed
-by `nan_to_num`, ACE-Step by `clip`, transformers' T5 by `clamp`, some of them in helpers; others put something else
-where `isfinite` or a comparison says so; quantised layers round what goes in, and video VAEs take a norm, which fp16
-holds no better. A function mode sees each such call wherever it is. PyTorch traces it into what is compiled, too.
+A clipped value is finite and wrong, so the output does not show it. Flux, Lumina2 and Z-Image hide overflow by
+`nan_to_num`, ACE-Step by `clip`, transformers' T5 by `clamp`, some of them in helper functions. Others replace values
+after `isfinite` or a comparison; quantised layers round their input; video VAEs divide by a norm that overflows first.
+A function mode sees each such call wherever it is made, and PyTorch traces it into compiled code too.
 
-A mask is the other way round: -inf and the ends of dtypes belong into it, and float32 has them at the same places.
+Masks are the opposite case: -inf and the largest value of a dtype belong there, and fp32 has them at the same places.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from .upcast import TraceableMode, is_quantised
 
 @dataclass(frozen=True)
 class Range:
-    """How large the values of some tensors are."""
+    """The range of some tensors' values."""
 
     finite: bool
-    largest: float | None  # max |x|; None where there was nothing to measure or it is not finite
+    largest: float | None  # max |x|; None without values, or where one is not finite
 
     def outcome(self, dtype: str, inside: Range) -> str:
         """Return the outcome of a call whose output has this range, as the report names it.
 
-        dtype: what the call computed in.
-        inside: the range of what the stage computed on the way, where that is watched.
+        dtype: the dtype that the call computed in.
+        inside: the range of the values that the stage clipped, if it is watched for that.
         """
         if not self.finite or not inside.finite:
             return "non-finite"
@@ -48,23 +48,23 @@ class Range:
 
 
 class Pending:
-    """Numbers of a run that are read along with the next ranges that are measured, so that the host waits for none of
-    them by itself."""
+    """Numbers of a run that are read together with the next measured ranges, so that they cost no transfer of their
+    own."""
 
     def __init__(self) -> None:
         self._asked: dict[str, torch.Tensor] = {}
         self._known: dict[str, float] = {}
 
     def ask(self, name: str, value: torch.Tensor) -> None:
-        """Have a number read, in place of an earlier one of that name. value: [], not negative."""
+        """Request a number, in place of an earlier one of that name. value: [], not negative."""
         self._asked[name] = value.detach().float()
 
     def take(self, name: str) -> float | None:
-        """Return a number that was read, and forget it; None where none was."""
+        """Return a number that was read, and drop it; None if it was not read yet."""
         return self._known.pop(name, None)
 
     def drop(self, name: str) -> None:
-        """Forget a number, read or not."""
+        """Drop a number, read or not."""
         self._asked.pop(name, None)
         self._known.pop(name, None)
 
@@ -72,7 +72,7 @@ class Pending:
         return [*self._asked.values()]
 
     def known(self, numbers: list[float]) -> None:
-        """Take what was asked for. numbers: in the order of `asked`."""
+        """Take the numbers that were requested, in the order of `asked`."""
         self._known.update(zip(self._asked, numbers, strict=True))
         self._asked.clear()
 
@@ -85,10 +85,9 @@ def measured(
     agree: Agree = alone,
     pending: Pending | None = None,
 ) -> tuple[Range, Range, Range, float | None]:
-    """Return the ranges of some inputs, of the output and of what is inside, and the timestep, all by one transfer
-    to the host.
+    """Return the ranges of some inputs, of the output and of `inside`, and the timestep, by one transfer to the host.
 
-    pending: what else is read with them.
+    pending: further numbers that are read by the same transfer.
     """
     given, made, pending = floating(given), floating(made), pending or Pending()
     values = [bound.float() for tensor in (*given, *made) for bound in torch.aminmax(tensor.detach())]
@@ -124,19 +123,19 @@ def _range_of(bounds: list[float]) -> Range:
 
 
 _ENDS = tuple(torch.finfo(dtype).max for dtype in DTYPES.values())
-_KEPT = 8  # outputs whose places are remembered: a stage may be called with several shapes in turn
+_KEPT = 8  # outputs whose places are kept: a stage may be called with several shapes in turn
 Places = tuple[torch.Tensor, ...]  # int8: -1 and 1 where a value is at the lower and the upper end, else 0
 
 
 def only_minus_inf(output: Any) -> bool:
-    """Return whether -inf is all that is not finite in an output."""
+    """Return whether all values of an output are finite or -inf."""
     return not any(bool(((tensor != tensor) | (tensor == torch.inf)).any()) for tensor in floating(output))
 
 
 def places(output: Any, dtype: str) -> Places | None:
-    """Return where the values of a call in `dtype` are beyond it; None where they are NaN or +inf: no mask has those.
+    """Return where an output in `dtype` is at the end of its range; None if it has NaN or +inf, which no mask has.
 
-    In "fp32", which holds more, those are meant that are -inf, or exactly the end of some dtype.
+    For "fp32", these are -inf and the exact largest values of other dtypes.
     """
     if not only_minus_inf(output):
         return None
@@ -153,7 +152,7 @@ def places(output: Any, dtype: str) -> Places | None:
 
 
 class Extremes:
-    """The places of a stage's outputs that were found to be right."""
+    """Places at which a stage's output is rightly at the end of its range, as in a mask."""
 
     def __init__(self) -> None:
         self._known: list[Places] = []
@@ -162,7 +161,7 @@ class Extremes:
         return now is not None and any(_alike(now, known) for known in self._known)
 
     def learn(self, in_half: Places | None, in_fp32: Any) -> bool:
-        """Return whether the output in fp32 has the same at the same places, and remember it."""
+        """Return whether the output in fp32 has the same values at the same places, and keep them if so."""
         right = places(in_fp32, "fp32") if in_half is not None else None
         if in_half is None or right is None or not _alike(in_half, right):
             return False
@@ -175,9 +174,9 @@ def _alike(one: Places, other: Places) -> bool:
     return len(one) == len(other) and all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
 
-EDGE = 6e4  # an upper bound from here on is there for fp16's sake: T5's is 64504, others' is 65504
-BEYOND = 65520.0  # what rounds to infinity in fp16: a bound from here on clips nothing
-FP8_END = 448.0  # float8_e4m3fn's. ComfyUI clamps to it what its fp8 products take: values, and infinities with them
+EDGE = 6e4  # a larger upper bound is meant for fp16: T5's is 64504, others are 65504
+BEYOND = 65520.0  # rounds to infinity in fp16: a bound from here on clips nothing
+FP8_END = 448.0  # the largest float8_e4m3fn. ComfyUI clamps inputs of fp8 products to it, infinities included
 
 _T = torch.Tensor
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # of a library: comfy_kitchen's quantize_fp8
@@ -195,21 +194,21 @@ _MINIMUM = _named("minimum", "min")  # of two tensors; also of one, along a dime
 _DIVIDE = _named("div", "divide", "true_divide", "truediv", "itruediv", "idiv", "addcdiv")
 _NORMS = _named("norm", "linalg_norm", "linalg_vector_norm")
 _RSQRT, _POWERS, _INVERSES = _named("rsqrt"), _named("pow", "float_power"), _named("reciprocal", "rdiv", "rtruediv")
-# what asks where a tensor is not finite, to put something else there, or leaves out what is NaN
+# functions that test for non-finite values, which a model then replaces, or that leave out NaN
 _ASKS = _named("isfinite", "isinf", "isnan", "isposinf", "isneginf", "nansum", "nanmean", "fmin", "fmax")
 _COMPARES = _named("eq", "ne", "lt", "le", "gt", "ge")
 _PARSE_TO = getattr(torch._C, "_nn")._parse_to  # noqa: B009 - it has no stubs
 
 
 class Clips(TraceableMode):
-    """A function mode that notes the largest |x| that a call of a stage clips. It waits for no device.
+    """A function mode that records the largest |x| that a call of a stage clips, without waiting for the device.
 
-    A mode costs about 3 µs of Python for each function that the stage calls. So where the first call neither clipped
-    nor asked for infinities, the next ones run without it. Compiled code has none of that cost, and would be made anew.
+    A mode costs about 3 µs of Python for each function that the stage calls. So if the first call neither clips nor
+    tests for infinity, later calls run without it. Compiled code keeps it: it has no such cost, and would recompile.
 
     dtype: the dtype of the stage's plan. Only "fp16" is watched.
-    may_clip: returns whether a call may do what those before it did not. Is given whether to look closely, as once for
-        the first call, and what the call is given.
+    may_clip: returns whether a call may clip although earlier calls did not. Called with whether to look closely (once,
+        for the first call), and with the call's arguments.
     """
 
     def __init__(self, dtype: str, may_clip: Callable[..., bool] = lambda _closely, *_, **__: False) -> None:
@@ -221,7 +220,7 @@ class Clips(TraceableMode):
         self._off, self._idle = dtype != "fp16", False
 
     def watched(self, stage: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the stage such that each call of it is watched."""
+        """Wrap a stage, so that each call of it is watched."""
         return partial(self._attempt, stage)
 
     def _attempt(self, stage: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -235,8 +234,8 @@ class Clips(TraceableMode):
         return made
 
     def take(self) -> torch.Tensor | None:
-        """Return the largest |x| of the latest call, as a float32 scalar. From 65504 on, and where it is inf or NaN,
-        a value was clipped. None where the stage has nothing that clips."""
+        """Return the largest clipped |x| of the latest call, float32 []: a value was clipped if it is 65504 or more, or
+        not finite. None if the stage has no function that clips."""
         return self.peak if self._needed else None
 
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -274,8 +273,8 @@ class Clips(TraceableMode):
         return func(*args, **kwargs)
 
     def _see(self, given: Any, bound: Any, low: Any = None) -> None:
-        """Note what is clipped to an upper bound. One that is not near fp16's end is the model's own, in fp32 too.
-        Where it has many values, infinity alone tells. low: a lower bound; without one, -inf stays, as of masks."""
+        """Record what is clipped to an upper bound. A bound far below fp16's largest value is the model's own, and acts
+        in fp32 too. For a bound of many values, only infinities count. low: a lower bound; without one -inf stays."""
         if not _is_fp16(given):
             return
         if isinstance(bound, torch.Tensor) and bound.numel() > 1:
@@ -302,8 +301,8 @@ class Clips(TraceableMode):
         self._keep(peak)
 
     def _see_asked(self, given: Any) -> None:
-        """Note what is not finite where the model asks for it: it goes on with something else there, which is finite,
-        and wrong. Where -inf is the only such value and nothing is above 0, it is a mask, which is -inf in fp32 too."""
+        """Record non-finite values that the model tests for: it replaces them by finite, wrong ones. If only -inf
+        occurs and no value is above 0, it is a mask, which is -inf in fp32 too."""
         self._needed = True
         if _is_fp16(given):
             least, most = torch.aminmax(given.detach())
@@ -312,20 +311,21 @@ class Clips(TraceableMode):
             self._keep(torch.where(peak.isfinite() | masks, 0.0, peak))
 
     def _see_norm(self, input: Any, p: float = 2.0, dim: Any = 1, *_: Any, **__: Any) -> None:  # noqa: A002
-        """Note a norm beyond fp16. What is divided by it becomes zeros, as in the VAEs of Wan and HunyuanVideo 1.5."""
+        """Record a norm that overflows fp16: a division by it gives zeros, as in the VAEs of Wan and HunyuanVideo
+        1.5."""
         if _is_fp16(input):
             peak = torch.linalg.vector_norm(input.detach(), p, dim, dtype=torch.float32).amax()
             self._keep(torch.where(peak >= BEYOND, peak, 0.0))
 
     def _see_divisor(self, given: Any) -> None:
-        """Note the same where the norm is written out, as in LTXV's VAE: a mean of squares leaves fp16 where the values
-        reach 256."""
+        """Record an infinite divisor, of a norm that is written out, as in LTXV's VAE: squares overflow fp16 from 256
+        on."""
         if _is_fp16(given):
             peak = largest(given)
             self._keep(torch.where(peak.isinf(), peak, 0.0))
 
     def _see_rounded(self, given: Any) -> None:
-        """Note what is rounded and not finite: a CPU leaves NaN as it is, a GPU's kernel makes a number of it."""
+        """Record non-finite values that are quantised: a CPU keeps NaN, a GPU's kernel turns it into a number."""
         if _is_fp16(given):
             peak = largest(given)
             self._keep(torch.where(peak.isfinite(), 0.0, peak))
@@ -340,7 +340,7 @@ def _is_fp16(value: Any) -> bool:
 
 
 def _asks_for_the_end(values: Any = None, bound: Any = None) -> bool:
-    """Return whether a comparison tells what is not finite, or at fp16's end, from the rest. NaN alone differs from
+    """Return whether a comparison tests for infinity, for fp16's largest value, or for NaN, which differs from
     itself."""
     if isinstance(bound, (int, float)):
         return not abs(bound) < EDGE and isinstance(values, torch.Tensor)
@@ -348,7 +348,7 @@ def _asks_for_the_end(values: Any = None, bound: Any = None) -> bool:
 
 
 def _norm_in(args: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor | None:
-    """Return a divisor that many values share, as those that are normalised do, or that is reduced as a norm is."""
+    """Return a division's divisor if it is shared by many values, or reduced to one channel, as a norm is."""
     values, divisor = args[0] if args else None, args[-1] if len(args) > 1 else named.get("other")
     if not (isinstance(values, torch.Tensor) and isinstance(divisor, torch.Tensor)):
         return None
@@ -356,7 +356,7 @@ def _norm_in(args: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor | Non
 
 
 def _is_one_over(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Return whether a function inverts a tensor, as a norm is inverted that values are multiplied by."""
+    """Return whether a function inverts a tensor, as code does that multiplies by 1 / norm."""
     if name in _POWERS:
         exponent = args[1] if len(args) > 1 else named.get("exponent", 0)
         return isinstance(exponent, torch.Tensor) or (isinstance(exponent, (int, float)) and exponent < 0)
@@ -364,22 +364,21 @@ def _is_one_over(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> boo
 
 
 def _rounds_its_input(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether a call may round its input: a library's operator that quantises, or a product by quantised
-    weights."""
+    """Return whether a call may quantise its input: a library's operator, or a product with quantised weights."""
     if func is torch.nn.functional.linear:
         return len(args) > 1 and is_quantised(args[1])
     return isinstance(func, OPERATORS) and func.__name__[:9] == "quantize_"  # dynamo traces no method of such a name
 
 
 def _device_of(inputs: Any) -> torch.device | None:
-    """Return the device that a stage computes on: of the first floating tensor, since a denoiser may be given other
-    things in main memory, else of any, since a text encoder is given token ids alone."""
+    """Return the device that a stage computes on: that of the first floating tensor, since a denoiser may also get host
+    tensors; without one that of any tensor, since a text encoder gets only token ids."""
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     return next((tensor.device for tensor in (*floating(tensors), *tensors)), None)
 
 
 def _compiled_something() -> bool:
-    """Return whether this process has compiled anything by now."""
+    """Return whether this process has compiled anything so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
 
@@ -388,29 +387,28 @@ sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
 def all_fit(*tensors: torch.Tensor) -> torch.Tensor:
-    """Return whether all values are finite in the dtypes of their tensors. bool []. A compiler leaves out roundings
-    within its kernels, and takes a value times 0 for 0."""
+    """Return whether all values are finite in their tensors' dtypes. bool []. Compares magnitudes: inside a kernel, a
+    compiler may leave out roundings, and simplifies x · 0 to 0."""
     return torch.stack([(each.abs() <= torch.finfo(each.dtype).max).all() for each in tensors]).all()
 
 
 def propagate_nonfinite_attention(inputs: Any) -> AbstractContextManager[Any]:
-    """Return a context in which attention on the CPU gives NaN where a query or a key is not finite.
+    """Return a context in which attention on the CPU returns NaN if a query or a key is not finite.
 
-    PyTorch's kernel there gives 0 for a row whose scores are all NaN, where there are fewer keys than a vector register
-    holds (16, or 8): finite, and wrong. Right results stay as they are, to the bit. On other devices the context does
-    nothing.
+    With fewer keys than a vector register holds (16 or 8), PyTorch's CPU kernel returns 0 for a row whose scores are
+    all NaN: finite and wrong. Other results stay bit-equal. On other devices the context does nothing.
 
-    inputs: a nest of what the call inside will be given; its tensors tell the device.
+    inputs: a nest of the arguments of the calls inside; its tensors give the device.
     """
     on_cpu = {leaf.device.type for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)} == {"cpu"}
     return _NonfiniteAttentionMode() if on_cpu else nullcontext()
 
 
 class ShownInside(torch.nn.Module):
-    """A block for a compiler to trace, on the CPU: what is broken is shown in it where the caller's context does so.
+    """A block to compile for the CPU, with `propagate_nonfinite_attention` inside if the caller has it on.
 
-    That context is a mode, which would look at what compiled code calls as well, each product of matrices. `run` makes
-    the call without it.
+    The caller's context is a mode, which would also see each function that compiled code calls. So `run` calls the
+    compiled block without it.
     """
 
     def __init__(self, block: torch.nn.Module):
@@ -423,7 +421,7 @@ class ShownInside(torch.nn.Module):
 
     @staticmethod
     def run(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call what was compiled of one."""
+        """Call a compiled ShownInside."""
         modes = _get_current_function_mode_stack()
         at = next((at for at, mode in enumerate(modes) if isinstance(mode, _NonfiniteAttentionMode)), None)
         if at is None:
@@ -449,9 +447,9 @@ class _NonfiniteAttentionMode(TraceableMode):
 def _broken_where_they_are(
     made: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any
 ) -> torch.Tensor:
-    """Return what attention made, NaN throughout where a query or a key is not finite.
+    """Return attention's output, all NaN if a query or a key is not finite.
 
-    A sum tells: it is finite only where all values are, and the other way round unless it leaves the range itself.
+    A finite sum shows that all values are finite. A sum that is not may have overflowed itself, so values are checked.
     """
     if not torch.compiler.is_compiling() and math.isfinite((query.detach().sum() + key.detach().sum()).item()):
         return made

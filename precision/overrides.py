@@ -1,5 +1,5 @@
-"""What failures teach of a module, where a call left its dtype's range, what follows, and the profile that keeps it for
-later runs: pure data, without torch. All of it is decided from measured peaks; no tensor is touched here."""
+"""Precision overrides: what failures taught about a module, the diagnosis of a failing call, the escalation that
+follows, and the profile that keeps it for later runs. Pure data, without torch: decided from measured peaks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..trust.foreign import Foreign, Unreadable
 from ..trust.message import Message, Told, for_file_name, for_terminal, joined, message_of, shown
 from .arch import is_name
 
-# How far fp16 accumulation may change a step's output, as a share of its norm. Less than bf16, in which models run by
-# default, comes to on the networks of docs/quantised.md (0.007 to 0.014); ten roundings to fp16 (2**-11 each).
+# The largest change of a step's output by fp16 accumulation, as a share of its norm: ten roundings to fp16 (2**-11
+# each). bf16, in which models run by default, changes the networks of docs/quantised.md by 0.007 to 0.014.
 MAX_FP16_ERROR = 0.005
 
 
@@ -37,13 +37,13 @@ class PrecisionOverrides:
 
     @property
     def to_share(self) -> PrecisionOverrides:
-        """Return what a profile may hold of it: nothing that belongs to one run alone."""
+        """Return the part that a profile may hold: without what concerns this run alone."""
         return replace(self, whole_run_fp32=False)
 
     def with_component(self, name: str, its: PrecisionOverrides) -> PrecisionOverrides:
-        """Return what this component and another one of the same run learned.
+        """Merge the overrides of another component of the same run.
 
-        name, its: the other component, and what it learned. Its layers have its name before theirs.
+        name, its: the other component, and its overrides. Its layers are prefixed with its name.
         """
         return replace(
             self,
@@ -53,14 +53,14 @@ class PrecisionOverrides:
         )
 
     def in_words(self) -> list[str]:
-        """Return a few words for each thing that a run does otherwise."""
+        """Return a few words for each override."""
         said: list[str] = [ALL_LAYERS_SCALED] if self.all_layers_scaled else []
         said += [Message("{} unquantised", parts_in_words(self.unquantised))] if self.unquantised else []
         return said
 
 
 def fp16_accumulation_in_words(error: float) -> str:
-    """Say what became of fp16 accumulation, given a `PrecisionOverrides.fp16_error`."""
+    """Say whether fp16 accumulation is on and why, given a `PrecisionOverrides.fp16_error`."""
     if error <= MAX_FP16_ERROR:
         return Message("on, it changes a step by {:.2%}", error)
     if error < 1:
@@ -98,7 +98,7 @@ RANGE = {"fp16": 65504.0, "bf16": (2 - 2.0**-7) * 2.0**127, "fp32": (2 - 2.0**-2
 
 @dataclass(frozen=True)
 class Peak:
-    """max |x| of what went into a layer and of what came out; inf or NaN where it overflowed."""
+    """max |x| of a layer's input and output; inf or NaN where it overflowed."""
 
     input: float
     output: float
@@ -109,7 +109,7 @@ class Peak:
 
 
 def reach(name: str, peak: Peak, blocks: Collection[str]) -> float:
-    """Return max |x| that counts for a layer or block: what a block puts out, or what a layer reaches."""
+    """Return the max |x| that counts: the output's for a block; the larger of input and output for a layer."""
     return peak.output if name in blocks else _larger(peak.input, peak.output)
 
 
@@ -118,20 +118,20 @@ class OverflowDiagnosis:
     """Why a call failed."""
 
     reason: str
-    module: str = ""  # the first to leave the range; "" where none was found
-    peak: float | None = None  # max |x| there in fp32, where it was measured
-    located: bool = True  # it is known where
-    quantised: str = ""  # a quantised layer that came out broken although its input was not
-    fp16_accumulation: bool = False  # it accumulated in fp16, which may be why
+    module: str = ""  # the first module that exceeds the range; "" if none was found
+    peak: float | None = None  # its max |x| in fp32, if measured
+    located: bool = True  # whether the place is known
+    quantised: str = ""  # a quantised layer that fails although its input is finite
+    fp16_accumulation: bool = False  # it accumulated in fp16, which may be the reason
 
 
 def diagnose_from_fp32_peaks(
     peaks: Mapping[str, Peak], blocks: Collection[str], dtype: str
 ) -> OverflowDiagnosis | None:
-    """Return what left the range of `dtype`, told by the peaks of layers and blocks in fp32; None where nothing did.
+    """Diagnose an overflow of `dtype` from the peaks of layers and blocks in fp32; None if no peak exceeds the range.
 
     peaks: in the order in which layers ran.
-    blocks: the names of those of them that are blocks, of which only the output counts.
+    blocks: names of blocks among them, of which only the output counts.
     """
     limit, here = RANGE[dtype], Message("{}'s {:.5g}", dtype, RANGE[dtype])
     beyond = {name: value for name in peaks if not (value := reach(name, peaks[name], blocks)) <= limit}
@@ -156,11 +156,11 @@ def diagnose_from_half_run(
     all_layers_scaled: bool = False,
     fp16_accumulation: bool = False,
 ) -> OverflowDiagnosis:
-    """Say why a call failed in half precision although nothing leaves the dtype's range when it runs in fp32.
+    """Diagnose a call that fails in half precision although no peak exceeds the dtype's range in fp32.
 
-    name: the module whose output was broken when the half-precision call was made once more; None where none was.
-    quantised: the layers that were quantised in it.
-    all_layers_scaled: every layer was scaled in it.
+    name: the first module with a non-finite output in a repeated half-precision call; None if it did not fail again.
+    quantised: the call's quantised layers.
+    all_layers_scaled: the call scaled every layer.
     fp16_accumulation: its products accumulated in fp16.
     """
     if name is None:
@@ -183,9 +183,9 @@ def diagnose_from_half_run(
 
 
 def escalate_overrides(learned: PrecisionOverrides, finding: OverflowDiagnosis) -> tuple[PrecisionOverrides, str]:
-    """Return what is known after a failure, and what follows from it in words; "" where nothing follows.
+    """Return the overrides after a failure, and the change in words; "" if there is none.
 
-    Every layer is scaled before the rest of the run goes to fp32.
+    Overflow protection is tried before the rest of the run goes to fp32.
     """
     if finding.quantised:
         learned = replace(learned, unquantised=(*learned.unquantised, finding.quantised))

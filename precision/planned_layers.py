@@ -1,15 +1,15 @@
-"""A network by its plan, in layers instead of a mode: what a compiler traces.
+"""Planned layers: a network whose layers follow its plan themselves, without a mode, so that a compiler can trace it.
 
-A layer with room multiplies and hands on fp16. Elsewhere its input is divided by a constant power of two, and its
-product is float32, or each row has a scale of its own where a constant does not do. Norms, and sums and products of two
+A layer with room multiplies in fp16 and returns fp16. Any other divides its input by a constant power of two and
+multiplies into float32; where a constant does not do, each row has its own scale. Norms, and sums and products of two
 tensors, are float32. Scales are tensors, so that blocks share one graph.
 
 It is for blocks that compute by layers, norms, attention, activations, sums and products, as those of the families here
-do: a root, a softmax or a matrix product that a block writes out stays fp16, and a sigmoid hides what is infinite.
+do. A root, a softmax or a matrix product that a block writes out would stay fp16, and a sigmoid would hide infinity.
 
-What leaves the plan's range is infinite, and stays so or becomes NaN on its way to the output, where the guard sees it.
-What would become something finite is made NaN, row by row, so that compiled code has no more to do: rows that are too
-quiet for fp16, rows that a scale took digits from, and infinite queries and keys.
+A value beyond the plan's range becomes infinite, and stays infinite or becomes NaN up to the output, where the guard
+sees it. What could hide that is made NaN row by row, which compiled code does at no extra pass: rows that are too small
+for fp16, rows that underflow when they are scaled, and queries and keys that are infinite.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)  # which are not called
 
 @dataclass
 class KnownScales:
-    """What steps showed of a network's layers by their names: later runs of it begin with that."""
+    """Peaks of a network's layers by name, which later runs start with."""
 
-    of: dict[str, tuple[Seen, bool, bool]] = field(default_factory=dict)  # what was seen; it convolves; it is summed
-    safe_attention: bool = True  # what attention is given has room in fp16
+    of: dict[str, tuple[Seen, bool, bool]] = field(default_factory=dict)  # peaks; convolves; is summed in place
+    safe_attention: bool = True  # attention's inputs have room in fp16
 
     def add(self, names: Mapping[int, str], seen: Mapping[Key, tuple[Seen, bool]], way: Way) -> None:
         """names: of layers, by the ids of their weights."""
@@ -69,9 +69,8 @@ class KnownScales:
         self.of, self.safe_attention = {}, True
 
     def plan(self, *, float32_products: bool) -> dict[str, Scale]:
-        """Return the scale of each layer. Of layers that have the same place in repeated blocks all are computed in the
-        same way, so that the blocks share one graph: all have room, or each has a constant scale, or all are scaled by
-        rows."""
+        """Return the scale of each layer. Layers in the same place of repeated blocks are computed in the same way, so
+        that the blocks share one graph: all in plain fp16, all by constant scales, or all row by row."""
 
         def scales(names: list[str], *, summed: bool) -> list[Scale | None]:
             how = {"float32_products": float32_products}
@@ -91,7 +90,7 @@ class KnownScales:
             if loud and all(found):
                 looks = any(how.looks for how in found if how)
                 scaled = [how._replace(looks=looks) for how in found if how]
-                for name in names:  # one that was given nothing yet is looked at, one that puts out nothing cannot be
+                for name in names:  # a layer without input so far keeps its check; one without output cannot have one
                     made[name] = max(scaled)._replace(**({"least": 0.0} if of[name][0].input else {}))
                 made |= dict(zip(loud, scaled, strict=True))
         return made
@@ -99,19 +98,19 @@ class KnownScales:
 
 @dataclass(eq=False)
 class LayeredNetwork:
-    """A network that is computed by its plan in layers once there is one, with compiled blocks; until then as it is.
-    Parts outside of the blocks hand on float32 then, as blocks do: the first block shares the others' graph.
+    """A network with compiled blocks that runs as it is until there is a plan, and by planned layers from then on.
+    Parts outside of the blocks then return float32, as blocks do, so that the first block shares the others' graph.
 
-    build: makes a shell that is computed by a plan, given that and whether attention is safe in fp16.
-    shell: of the network. It may be wrapped, and have other shells in place of its blocks.
+    build: makes a shallow copy with planned layers, given the plan and whether attention is safe in fp16.
+    shell: the shallow copy to call. It may be wrapped, and its blocks may be replaced.
     """
 
     network: torch.nn.Module
-    blocks: Sequence[str]  # the names of its blocks, of which each is compiled as a whole
+    blocks: Sequence[str]  # names of the blocks, each of which is compiled as a whole
     build: Callable[[dict[str, Scale], bool], torch.nn.Module]
-    known: KnownScales  # what earlier runs showed of its layers; added to
-    device: torch.device | None = None  # where it computes, if its weights are elsewhere until they are needed
-    float32_products: bool = True  # as LearnedProducts has it
+    known: KnownScales  # peaks of earlier runs; extended by this one
+    device: torch.device | None = None  # the device that computes, if the weights are elsewhere between calls
+    float32_products: bool = True  # see LearnedProducts
 
     def __post_init__(self) -> None:
         network, blocks = self.network, self.blocks
@@ -122,7 +121,7 @@ class LayeredNetwork:
         self._outside = outermost(name for name in names if not covered(name, blocks))
         parts = (*blocks, *self._outside)
         self.shell = replace_submodules(network, {name: partial(self._switch, name) for name in parts})
-        self.slower = ""  # as LearnedProducts has it
+        self.slower = ""  # see LearnedProducts
         self.begin()
 
     @property
@@ -130,7 +129,7 @@ class LayeredNetwork:
         return self._by_plan is not None
 
     def begin(self) -> None:
-        """Compute by what is known, if anything is."""
+        """Use the plan of the known peaks, if there are any."""
         if self.known.of:
             can = self.float32_products and has_float32_products(self._device)
             plan, best = (self.known.plan(float32_products=which) for which in (can, True))
@@ -144,7 +143,7 @@ class LayeredNetwork:
         self.known.add({id(layer.weight): name for name, layer in layers}, seen, way)
 
     def forget(self, *, for_good: bool) -> None:
-        """Compute as it is. for_good: later runs too, until a step of theirs shows more."""
+        """Run without a plan. for_good: drop the known peaks too, so that later runs start without."""
         self._by_plan, self.slower = None, ""
         if for_good:
             self.known.clear()
@@ -162,11 +161,11 @@ class LayeredNetwork:
 def with_planned_layers(
     module: torch.nn.Module, plan: Mapping[str, Scale], device: torch.device | None = None
 ) -> torch.nn.Module:
-    """Return a shell of `module` whose layers are computed by a plan, and whose norms are float32. Weights are shared,
-    and `module` is not touched.
+    """Return a shallow copy of `module` whose layers follow a plan, and whose norms are float32. It shares the weights;
+    `module` itself is not changed.
 
-    plan: the scales of layers by name. What it lacks is scaled by rows.
-    device: where the shell computes, if its weights are elsewhere until they are needed.
+    plan: the scales of layers by name. Layers that it lacks are scaled row by row.
+    device: the device that computes, if the weights are elsewhere between calls.
     """
     made: dict[str, Make] = {}
     for name, layer in module.named_modules(remove_duplicate=False):
@@ -190,14 +189,14 @@ def _state(layer: Any, how: Scale | None, device: torch.device | None) -> dict[s
     return {"planned": kind, "planned_numbers": numbers.to(device or layer.weight.device)}
 
 
-# By name: dynamo takes Tensor.__rsub__ for another function, whose absence of a set is then a guard that fails.
+# By name: dynamo replaces Tensor.__rsub__ by another function, and a guard on its membership in a set then fails.
 _OF_TWO = frozenset(func.__name__ for func in SUMS | PRODUCTS)
 
 
 class InPlannedBlock(torch.nn.Module):
-    """A part of such a shell: sums in it are float32, and so is what it casts to half precision.
+    """A part of a network with planned layers: its sums, and its casts to half precision, are float32.
 
-    safe_attention: its queries, keys and values have room in fp16.
+    safe_attention: queries, keys and values have room in fp16.
     """
 
     def __init__(self, block: Callable[..., Any], *, safe_attention: bool):
@@ -229,7 +228,7 @@ class _PlannedBlockMode(TraceableMode):
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Compute attention in fp16. A key that is infinite may count as masked: here it is NaN."""
+    """Compute attention in fp16. NaN replaces what does not fit: a kernel may take an infinite key for a masked one."""
     mask = args[0] if args else kwargs.get("attn_mask")
     if mask is not None and mask.is_floating_point():
         return scaled_attention(query, key, value, *args, **kwargs)
@@ -237,27 +236,28 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arg
 
 
 def _fitting(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in fp16, with NaN for what does not fit. A compiler leaves out roundings within its kernels."""
+    """Cast to fp16, with NaN for values that do not fit. Inside a kernel, a compiler may leave out the rounding to
+    infinity."""
     return torch.where(x.abs() <= FP16_MAX, x, torch.nan).half()
 
 
 def _loud_rows(x: torch.Tensor, spatial: int = 0) -> torch.Tensor:
-    """Return a layer's input in fp16, with NaN for rows that are too quiet for that. What is fp16 already has lost its
-    digits before."""
+    """Cast a layer's input to fp16, with NaN for rows that are too small for it. An input that is fp16 is not
+    checked."""
     return x if x.dtype is FP16 else torch.where(_are_quiet(x, row_of(x, spatial)), torch.nan, x).half()
 
 
 def _are_quiet(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """Return which rows have fewer digits in fp16 than in bf16. dims: of a row. bool, these as 1."""
+    """Return which rows have fewer digits in fp16 than in bf16. dims: of a row, kept with size 1. bool."""
     rows = largest_of(x, dims)
     return (rows < FAINT) & (rows > 0)
 
 
 class _PlannedLayer(torch.nn.Module):
-    """A base before the class of a linear layer or a convolution that is computed by its plan."""
+    """A mixin for a linear layer or a convolution that follows its plan."""
 
-    planned: str  # "room", "looked at" (the same, and rows of its output are), "scaled" or "rows"
-    planned_numbers: torch.Tensor  # what its input and its output are multiplied by, and its least; or a row's limit
+    planned: str  # "room" (plain fp16), "looked at" (and rows of the output are checked), "scaled" or "rows"
+    planned_numbers: torch.Tensor  # "scaled": factors of input and output, `least`; "rows": a weight's limit and least
     weight: torch.Tensor
     bias: torch.Tensor | None
 
@@ -295,7 +295,7 @@ class _PlannedLayer(torch.nn.Module):
 def _whole_rows(
     made: torch.Tensor, given: torch.Tensor, scaled: torch.Tensor, least: torch.Tensor, spatial: int
 ) -> torch.Tensor:
-    """Return a product with NaN for rows that lost digits when they were scaled."""
+    """Return a product with NaN for rows that underflowed when they were scaled."""
     if spatial:
         return torch.where(lost_digits(made, given, scaled, least, spatial), torch.nan, made)
     size = largest_of(made, (-1,))
@@ -303,7 +303,7 @@ def _whole_rows(
 
 
 class _Float32Norm(torch.nn.Module):
-    """A base before the class of a norm that computes in float32, and hands that on."""
+    """A mixin for a norm that computes in float32 and returns float32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         norm: Any = self

@@ -1,12 +1,12 @@
-"""Planned products: a network in fp16 by what one step of it has shown, each layer as its plan says.
+"""Planned products: run a network in fp16 by a plan, layer by layer, that one earlier step has shown to be safe.
 
-Where a layer's input and output have room, it is plain fp16, and hands on fp16. Elsewhere its input is divided by a
-constant power of two, and its product is float32: no output can overflow, so no weight has to be read and nothing is
-scaled back by rows. Sums of two tensors of one shape are float32, norms compute in it, and so does what is not known to
-be safe.
+A layer whose input and output have room in fp16 runs in plain fp16. Any other layer divides its input by a constant
+power of two and multiplies fp16 into float32. Its output cannot overflow, so no weights are summed and no row maxima
+are taken. Residual sums and norms compute in float32, and so does each function that is not known to be safe in fp16.
 
-What leaves a plan's range is infinite, and stays so or becomes NaN on its way to the output, where the guard sees it.
-What makes something finite of it is looked at before, and so is what a constant scale may have flushed.
+A value beyond the plan's range becomes infinite, and stays infinite or becomes NaN up to the output, where the guard
+sees it. Two things could hide it, and are checked in each step: functions that turn an infinite value into a finite
+one, and values that a constant scale flushes to zero.
 """
 
 from __future__ import annotations
@@ -43,56 +43,56 @@ from .scaled_products import (
 )
 from .upcast import Fp32Mode, OneOperation, autocast_off_where_on, storage_of
 
-# what computes on no value and changes nothing, whatever its arguments
+# functions that neither compute on values nor change a tensor, whatever their arguments
 _MOVES_ALONE = fp16_safe.MOVES - fp16_safe.POINTS - {torch.Tensor.view, torch.Tensor.__setitem__, F.dropout}
 _MOVES_ALONE -= {func for func in _MOVES_ALONE if func.__name__.endswith("_") and not func.__name__.endswith("__")}
 _ALIASES = {torch.Tensor.numpy, torch.Tensor.__array__}
-# what changes no tensor, unless it is told to
+# functions that change no tensor, unless `out` or `inplace` asks for it
 _CHANGES_NONE = {torch.Tensor.view, F.dropout} | fp16_safe.KEEPS_RANGE | fp16_safe.COPIES | fp16_safe.PRODUCTS
 _CHANGES_NONE |= fp16_safe.NORMS | fp16_safe.SUMS | fp16_safe.QUOTIENTS | fp16_safe.CASTS | fp16_safe.MODULATIONS
 _LAYERS_AND_ATTENTION = LAYER_CALLS | {F.scaled_dot_product_attention}
-# the id of a weight, or of the layer that has it; how many other functions were called since; the name of the last one
+# A call: the id of the last layer's weight (or of the layer), how many other functions were called since, the last one
 Key = tuple[int, int, str]
-BROADCAST: Key = 0, 0, "sum"  # all sums of tensors whose shapes differ, or may in another call
+BROADCAST: Key = 0, 0, "sum"  # stands for all sums of tensors whose shapes differ, or may differ in another call
 
 
 class LeftPlan(RuntimeError):
-    """A step does what the first one did not do, and cannot be computed by what that showed."""
+    """A step does something that the first step did not do, so the plan does not cover it."""
 
 
 class Scale(NamedTuple):
     """How a layer, or another function, is computed from the second step on."""
 
-    exponent: int = 0  # its input is divided by 2 to the power of it
-    half: bool = False  # it hands on fp16
-    loudness: float = 1.0  # its weight is divided by that, a power of two, before it is cast to fp16
-    least: float = 0.0  # a row whose product reaches less, before it is scaled back, has lost digits
-    looks: bool = False  # where it hands on fp16: rows of its output are looked at, whether they are too quiet
+    exponent: int = 0  # the input is divided by 2 ** exponent
+    half: bool = False  # the output is fp16, else float32
+    loudness: float = 1.0  # a power of two: the weight is divided by it before its cast to fp16
+    least: float = 0.0  # a row whose unscaled product stays below has underflowed
+    looks: bool = False  # with `half`: each step checks the rows of the output for underflow
 
 
 @dataclass
 class Way:
-    """What a network did in the steps that were seen, beside its numbers."""
+    """Which calls a network made in the recorded steps, apart from their values."""
 
-    anchors: dict[int, Callable[[], Any]] = field(default_factory=dict)  # id → a weak reference to what has it
-    counts: dict[int, set[int]] = field(default_factory=dict)  # layer → calls of other functions until the next layer
-    summed: set[Key] = field(default_factory=set)  # what it writes to in place, with numbers: that is float32
+    anchors: dict[int, Callable[[], Any]] = field(default_factory=dict)  # id → a weak reference to the weight or layer
+    counts: dict[int, set[int]] = field(default_factory=dict)  # layer → numbers of other calls before the next layer
+    summed: set[Key] = field(default_factory=set)  # outputs that are computed on in place: float32 from then on
     writes: bool = False  # it changes tensors in place
-    points: bool = False  # it asks where a tensor lies in memory, for a kernel that will not ask what is there
+    points: bool = False  # it passes a tensor's address to a kernel that PyTorch does not see
 
 
 @dataclass
 class _Half:
-    """What layers multiply in fp16."""
+    """A layer's input, cast to fp16, for the layers that share it."""
 
     given: torch.Tensor
     state: tuple[int, int]
     half: torch.Tensor
-    looked: bool = False  # its rows were looked at, whether they are too quiet for fp16
+    looked: bool = False  # its rows were checked for underflow
 
 
 class LocatedMode(ScaledHalfMatmulMode):
-    """Knows which layer a call is of: by its weight, or by the layer that the weight was last cast for."""
+    """Tracks which layer a call belongs to: by its weight, or by the layer that a weight was last cast for."""
 
     _noted: tuple[str, ...] = ("place",)
 
@@ -109,7 +109,7 @@ class LocatedMode(ScaledHalfMatmulMode):
         self._layer_at_hand, self.place = None, (0, 0)
 
     def at_layer(self, weight: torch.Tensor) -> Any:
-        """Return what stands for the layer that is computed now."""
+        """Note that a layer begins. Returns the object that identifies it."""
         anchor = weight if isinstance(weight, torch.nn.Parameter) else self._layer_at_hand
         self._layer_at_hand = None
         self._leave_layer(*self.place)
@@ -131,14 +131,14 @@ class LocatedMode(ScaledHalfMatmulMode):
         return lambda: vars(self).update(before)
 
     def clear(self) -> None:
-        """Hold no tensor of the call any more."""
+        """Drop all references to the call's tensors."""
 
     def _leave_layer(self, layer: int, since: int) -> None:
-        """Told how many calls of other functions there were between a layer and the next one."""
+        """Called at the end of each layer, with the number of other calls up to the next layer."""
 
 
 def so_far() -> Callable[[], None]:
-    """Return what takes back all that such a mode notes from here on, in this call: as if nothing were computed."""
+    """Return a function that undoes all that the active mode records from here on in this call."""
     mode = running()
     return mode.so_far() if mode else lambda: None
 
@@ -150,7 +150,7 @@ def running() -> LocatedMode | None:
 
 
 class PlannedMode(LocatedMode):
-    """Each layer computed as its plan says."""
+    """Computes each layer as its plan says."""
 
     is_first = False
     _noted = (*LocatedMode._noted, "_left", "_lost", "_rows", "_gated", "_asked")
@@ -158,16 +158,16 @@ class PlannedMode(LocatedMode):
     def __init__(self, plan: dict[Key, Scale], way: Way, kernel_of: KernelOf = no_kernel):
         super().__init__(kernel_of)
         self._plan, self._way = plan, way
-        self._left = ""  # why the call has left the plan, once it has
-        self._made: set[int] = set()  # storages of this call's tensors in fp16, where the network writes in place
-        self._lost: list[torch.Tensor] = []  # bool []: whether a constant scale flushed digits
-        self._rows: list[torch.Tensor] = []  # the largest values of rows that were cast to fp16
-        self._gated: list[torch.Tensor] = []  # those of outputs that others gate
-        self._asked: list[tuple[torch.Tensor, torch.Tensor]] = []  # extremes of what something finite may be made of
+        self._left = ""  # why the plan does not cover this call, once that is known
+        self._made: set[int] = set()  # storages of this call's fp16 tensors, for networks that write in place
+        self._lost: list[torch.Tensor] = []  # bool []: a constant scale underflowed
+        self._rows: list[torch.Tensor] = []  # row maxima of tensors that were cast to fp16
+        self._gated: list[torch.Tensor] = []  # row maxima of products of two layer outputs
+        self._asked: list[tuple[torch.Tensor, torch.Tensor]] = []  # (min, max) of inputs whose overflow may get hidden
         self._on_card = False
         self._inputs: set[int] = set()  # ids of the tensors that the call is given
         self._halves: dict[tuple[int, float], _Half] = {}  # by the id of what it is of, and the factor
-        self._shares = True  # nothing that PyTorch does not know was given a tensor's memory
+        self._shares = True  # False once foreign code may hold a tensor's memory
 
     def begin(self, inputs: Any) -> None:
         super().begin(inputs)
@@ -177,7 +177,8 @@ class PlannedMode(LocatedMode):
         self._inputs, self._shares = set(map(id, tensors)), True
 
     def _leave(self, why: str) -> LeftPlan:
-        """Return what to raise. A network may catch it: ComfyUI's does where it adds what a ControlNet gives."""
+        """Return the error to raise. A network may catch it (ComfyUI's does around ControlNet residuals), so `end`
+        raises it again."""
         self._left = why
         return LeftPlan(why)
 
@@ -197,7 +198,7 @@ class PlannedMode(LocatedMode):
             raise self._leave("the network goes another way than in the first step")
 
     def finished(self, made: torch.Tensor) -> torch.Tensor:
-        """Return an output in float32; NaN where something finite was made of what had left the range."""
+        """Return an output in float32, all NaN where a check of this call failed."""
         made = made.float() if made.dtype is FP16 else made
         if not (made.is_floating_point() or made.is_complex()):
             return made
@@ -275,7 +276,7 @@ class PlannedMode(LocatedMode):
         return super().computed(func, args, kwargs)
 
     def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function that computes on no value, or keeps the range."""
+        """Call a function that moves values, or keeps their range."""
         if func in fp16_safe.POINTS:
             raise self._leave("the network starts a kernel that the first step did not start")
         sets = func is torch.Tensor.__setitem__
@@ -291,8 +292,9 @@ class PlannedMode(LocatedMode):
         return func(*args, **kwargs)
 
     def _cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Return a tensor in fp16 or float32 as it is, where nobody can tell it from a cast one. What this call made is
-        float32 to the network: casts to that are aliases. What was there before is fp16: casts to that are."""
+        """Cast between fp16 and float32. A network that writes nothing in place cannot tell a cast from an alias, so
+        it gets an alias. Else tensors of this call count as float32 and earlier ones as fp16: a cast to the dtype that
+        a tensor counts as is an alias, any other a copy."""
         if not self._way.writes:
             return args[0]
         to_float32 = func is torch.Tensor.float or torch.float32 in (*args[1:], *kwargs.values())
@@ -301,11 +303,11 @@ class PlannedMode(LocatedMode):
         return args[0].float() if to_float32 else args[0].clone()
 
     def _dtype_seen(self, of: torch.Tensor) -> torch.dtype:
-        """Return the dtype that a tensor has to the network, where that changes tensors in place."""
+        """Return the dtype that a tensor counts as, for networks that write in place."""
         return torch.float32 if storage_of(of) in self._made else of.dtype
 
     def _look(self, given: Any, *, may_be_mask: bool = True) -> None:
-        """Note the extremes of a tensor. What a network that is on a card makes of numbers may be on the host."""
+        """Record a tensor's extremes. Skips host tensors of a network that runs on a device: they come from numbers."""
         if not (isinstance(given, torch.Tensor) and given.is_floating_point() and given.numel()):
             return
         if given.device.type != "cpu" or not self._on_card:
@@ -318,7 +320,7 @@ class PlannedMode(LocatedMode):
                     self._asked.append((peak, peak))
 
     def _look_at_both(self, *given: torch.Tensor) -> None:
-        """Note whether tensors that attention is given are finite: on a card, by one kernel."""
+        """Record whether attention's query and key are finite: by one kernel on a device."""
         if given[0].device.type == "cpu" or given[0].dtype is not given[1].dtype:
             for each in given:
                 self._look(each, may_be_mask=False)
@@ -327,21 +329,21 @@ class PlannedMode(LocatedMode):
                 self._asked += [(norm, norm) for norm in torch._foreach_norm(given, torch.inf)]
 
     def _look_at_rows(self, given: torch.Tensor, spatial: int = 0, factor: float = 1.0) -> None:
-        """Note the largest values of rows, which may be too quiet for fp16."""
+        """Record row maxima, which may be too small for fp16."""
         with shared.lasting():
             rows = largest_of(given, row_of(given, spatial))
             self._rows.append(rows if factor == 1 else rows * factor)
 
     def _look_at_product(self, made: torch.Tensor) -> None:
-        """Note the same of a layer's output that another one's gates: each may be loud enough, and their product not.
-        Where all of it is 0, it was flushed; some rows may be 0 as it should be."""
+        """Record row maxima of a product of two outputs (a gate): it may underflow although neither factor does. All
+        zeros mean that it did; single rows of zeros may be right."""
         if made.ndim and made.numel():
             with shared.lasting():
                 self._gated.append(largest_of(made, (-1,)))
                 self._rows.append(self._gated[-1])
 
     def _look_at_factor(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        """Note whether of two factors the one with fewer numbers is so quiet that their product may be 0 in fp16."""
+        """Record row maxima of the smaller factor of a product, which may be small enough to underflow it."""
         few = min(one, other, key=torch.Tensor.numel)
         if few.ndim:
             self._look_at_rows(few)
@@ -378,10 +380,10 @@ class PlannedMode(LocatedMode):
             return torch.add(bias.float().view(-1, *[1] * spatial), made, alpha=factor)
 
     def _halved(self, func: Any, x: torch.Tensor, factor: float) -> _Half:
-        """Return x · factor in fp16 for a layer. Linear layers that follow each other share it, as a query's and a
-        key's do, and all that are given what the network is, as a prompt."""
+        """Return x · factor in fp16 for a layer. Consecutive linear layers share it (query and key), and so do all
+        layers that read one of the network's inputs (a prompt)."""
         if x.dtype is FP16 and factor == 1:
-            return _Half(x, (0, 0), x, looked=True)  # its digits were lost before
+            return _Half(x, (0, 0), x, looked=True)  # nothing to check: it is fp16 already
         found, state = self._halves.get((id(x), factor)), state_of(x)
         if found and found.state == state:
             return found
@@ -393,12 +395,12 @@ class PlannedMode(LocatedMode):
         return made
 
     def _forget_halves(self) -> None:
-        """Hold none longer than layers need it, but for what the network is given."""
+        """Drop shared inputs, but those of the network's own inputs."""
         for key in [key for key in self._halves if key[0] not in self._inputs]:
             del self._halves[key]
 
     def _share_less(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forget what a function may have changed: no tensor of inference mode tells."""
+        """Drop shared inputs that a function may have changed: tensors of inference mode have no version counter."""
         if isinstance(func, OneOperation):  # of weights
             return
         if func not in _CHANGES_NONE or kwargs.get("out") is not None or fp16_safe.changes_in_place(func, args, kwargs):
@@ -420,7 +422,7 @@ class PlannedMode(LocatedMode):
             return F.scaled_dot_product_attention(query.to(FP16), key.to(FP16), value.to(FP16), *args, **kwargs)
 
     def _is_safe(self, func: Any) -> bool:
-        """Return whether what is computed now stays in fp16's range."""
+        """Return whether the plan says that this function's output fits fp16."""
         at = self.next_key(func)
         scale = self._plan.get(at)
         if scale is None or not scale.half or at in self._way.summed:
@@ -428,7 +430,7 @@ class PlannedMode(LocatedMode):
         return at[0] == 0 or self._way.anchors[at[0]]() is not None
 
     def _norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Compute a norm in float32, and its weights with the cast to fp16 in one pass."""
+        """Compute a norm in float32, and apply its weights together with the cast to fp16."""
         safe = self._is_safe(func)
         x, shape, weight, bias, eps = fp16_safe.NORM_ARGUMENTS[func](*args, **kwargs)
         held = [each for each in (x, weight, bias) if each is not None]
@@ -465,8 +467,8 @@ class PlannedMode(LocatedMode):
         return Fp32Mode.computed(self, func, args, kwargs)
 
     def _modulated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Compute a + b · c in float32. It is fp16 where it has room and `a` is a few numbers for all of its rows, as
-        of a norm's output, and not a residual stream. In that, rows are looked at as in what a layer is given."""
+        """Compute a + b · c in float32. The result is fp16 where the plan allows it and `a` is a broadcast shift, as
+        after a norm, and not a residual stream. Its rows are checked as a layer's input is."""
         safe = self._is_safe(func)
         plain = len(args) == 3 and not kwargs.keys() - {"value"}
         if not plain or any(_is_wider(each) or not each.ndim for each in args):

@@ -12,7 +12,7 @@ from .arch import Architecture
 
 
 class Precision(str, Enum):
-    """The precision selector's values. They stand in people's workflow files: never rename, add at the end."""
+    """The precision selector's values. They are saved in users' workflow files: never rename, add at the end."""
 
     AUTO = "auto"
     BF16 = "bf16"
@@ -24,12 +24,12 @@ class Precision(str, Enum):
 
     @property
     def quantises(self) -> bool:
-        """Whether the denoiser's large linear layers multiply in it, and all else in half precision."""
+        """Whether it quantises the denoiser's large linear layers; all else is in half precision."""
         return self in (Precision.FP8, Precision.INT8)
 
 
 class Component(str, Enum):
-    """A part of a pipeline that has a plan of its own. Its value is a name in reports."""
+    """A part of a pipeline with its own plan. Its value is its name in reports."""
 
     TEXT_ENCODER = "text_encoder"
     IMAGE_ENCODER = "image_encoder"
@@ -52,7 +52,7 @@ _WORDS = {
 
 
 class PlanImpossible(Told, ValueError):
-    """What was asked for cannot run; the message says what to choose instead."""
+    """A request cannot run; the message says what to choose instead."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class Variant:
     """A model as its authors trained it."""
 
     name: str
-    trained_in: str  # "fp16" or "bf16": what its authors ran it in
-    leaves_fp16: bool  # the denoiser's activations are known to leave fp16's range
+    trained_in: str  # "fp16" or "bf16": the dtype that its authors ran it in
+    leaves_fp16: bool  # the denoiser's activations are known to overflow fp16
     protected: bool  # in fp16, its denoiser runs with overflow protection from the start
     components: tuple[Component, ...]
     source: str
-    sizes: Mapping[str, int] = field(default_factory=dict)  # the published denoiser's config, to know a fine-tune by
-    fact: str = ""  # what is known of its dtype, where it is not that its authors say so
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of the published denoiser, to recognise fine-tunes
+    fact: str = ""  # the evidence for its dtype, if it is not its authors' word
 
     @property
     def said(self) -> str:
@@ -79,8 +79,8 @@ class Plan:
 
     component: Component
     dtype: str  # "fp16", "bf16" or "fp32"
-    guarded: bool  # checked, and rerun in fp32 where it fails
-    overflow_protection: bool  # every layer is scaled: products in half precision, all else in float32
+    guarded: bool  # checked, and rerun in fp32 if it fails
+    overflow_protection: bool  # every layer scaled: products in half precision, all else in float32
     accumulation: str  # half-precision accumulation in attention: "off", "on", or on with scores in fp32
     reason: str  # of the dtype
     source: str
@@ -88,10 +88,10 @@ class Plan:
     overflow_protection_reason: str
     accumulation_reason: str
     accumulation_source: str
-    quantised: str = ""  # what its large linear layers multiply in: "int8", "fp8"; "": in the dtype
-    quantised_reason: str = ""  # "" where nothing was to be quantised
-    fp16_sums: bool = False  # fp16 products accumulate in fp16 where the first step shows that to be right
-    fp16_sums_reason: str = ""  # "" where that was not asked for
+    quantised: str = ""  # the format of its large linear layers: "int8", "fp8"; "": not quantised
+    quantised_reason: str = ""  # "" without a request to quantise
+    fp16_sums: bool = False  # fp16 products accumulate in fp16, if the first step shows that to be accurate
+    fp16_sums_reason: str = ""  # "" without a request
 
     @property
     def half(self) -> bool:
@@ -99,21 +99,21 @@ class Plan:
 
     @property
     def numerics(self) -> str:
-        """What tells it from plans of the same component that compute other numbers: "int8", "fp8", or the dtype."""
+        """The part of the plan that changes the computed numbers: "int8", "fp8", or the dtype."""
         return self.quantised or self.dtype
 
     @property
     def unquantised(self) -> Plan:
-        """The same plan with all of it in its dtype."""
+        """The same plan without quantisation."""
         return replace(self, quantised="", quantised_reason="")
 
 
 def as_stored(variant: Variant, stored_dtype: str) -> Variant:
-    """Return the variant as its denoiser's stored weights show it: a fine-tune may have been trained in another dtype.
+    """Return the variant corrected by its stored weights: a fine-tune may have been trained in another dtype.
 
-    stored_dtype: safetensors' name, "F16", "BF16" or "F32". Weights in bf16 are evidence of training in bf16: they may
-        leave fp16's range. Weights in fp16 are not evidence against bf16: people convert, and activations stay what
-        they were; nor are weights in fp32, which say nothing.
+    stored_dtype: safetensors' name, "F16", "BF16" or "F32". Weights in bf16 are evidence of training in bf16, so that
+        activations may overflow fp16. Weights in fp16 are no evidence against it, since converting does not change
+        activations; weights in fp32 say nothing.
     """
     if variant.trained_in == "fp16" and stored_dtype == "BF16":
         fact = Message("{}, but these weights are stored in bf16: a fine-tune trained in bf16", variant.said)
@@ -133,7 +133,7 @@ def choose(
 
     beside: the architectures of other devices that this process computes on.
 
-    Raises PlanImpossible where the variant has no such component, or the device no such dtype.
+    Raises PlanImpossible if the variant has no such component, or the device no such dtype.
     """
     if component not in variant.components:
         has = joined(", ", (part.words for part in variant.components))
@@ -170,8 +170,8 @@ def choose(
 
 
 def unless_failed(architecture: Architecture, dtype: str, reason: str) -> tuple[str, str]:
-    """Return what 'auto' takes in place of a dtype, and why: the same, where the card's self-test did not find it wrong
-    there; else the next best, and fp32 where all of them are wrong."""
+    """Return the dtype that 'auto' takes in place of one, and why: the same unless the card's self-test found it wrong,
+    else the next best, and fp32 if all are wrong."""
     has = ("bf16", architecture.native_bf16), ("fp16", architecture.fast_fp16)
     right = [other for other, is_there in has if is_there and other not in architecture.failed]
     taken = dtype if dtype not in architecture.failed else (*right, "fp32")[0]
@@ -180,7 +180,7 @@ def unless_failed(architecture: Architecture, dtype: str, reason: str) -> tuple[
 
 
 def with_failure(architecture: Architecture, dtype: str, reason: str) -> str:
-    """Return the reason of a dtype that was asked for, with what the card's self-test found wrong with it."""
+    """Return the reason for a requested dtype, with its failure in the card's self-test, if any."""
     return Message("{}, but {}", reason, failure(architecture, dtype)) if dtype in architecture.failed else reason
 
 
@@ -233,7 +233,7 @@ def _asked(architecture: Architecture, variant: Variant, request: Precision) -> 
 
 
 def _in_fp16(architecture: Architecture) -> str:
-    """Say in words how fp16 does on an architecture that has no fast fp16."""
+    """Say how fp16 performs on an architecture without fast fp16."""
     return Message("comes out wrong") if architecture.fp16_wrong else Message("is slow")
 
 
@@ -262,9 +262,9 @@ def _overflow_protection(variant: Variant, component: Component, dtype: str, req
 
 
 def _quantised(component: Component, dtype: str, request: Precision) -> tuple[str, str]:
-    """Decide what linear layers are quantised to. All else is bf16: each card that can quantise has it natively, it
-    needs no overflow protection, torchao takes it alone for fp8, and by fp16 its int8 product may overflow: it
-    multiplies by the weight's scale last."""
+    """Decide the format of quantised linear layers. All else is bf16: every card that can quantise has it natively, it
+    needs no overflow protection, and torchao's fp8 accepts nothing else. In fp16, its int8 product may overflow, since
+    the weight's scale comes last."""
     if not request.quantises:
         return "", ""
     if component is not Component.DENOISER:
@@ -276,7 +276,7 @@ def _quantised(component: Component, dtype: str, request: Precision) -> tuple[st
 def _fp16_sums(
     architecture: Architecture, component: Component, dtype: str, request: Precision, accumulation: Accumulation
 ) -> tuple[bool, str]:
-    """Decide whether fp16 products may accumulate in fp16. It costs bits, so only where it can gain something."""
+    """Decide whether fp16 products may accumulate in fp16. It costs digits, so only if it can gain speed."""
     if accumulation is not Accumulation.FP16 or component is not Component.DENOISER:
         return False, ""
     if dtype != "fp16":

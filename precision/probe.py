@@ -1,6 +1,6 @@
-"""What every layer of a module reaches while it computes in fp32, and what follows: dtype, overflow protection.
+"""The numerics probe: peaks of all layers of a module in fp32, and the dtype and protection that they call for.
 
-In fp32 the measurement cannot overflow itself: it shows how far beyond fp16's range a layer would go.
+fp32 does not overflow itself, so it shows how far beyond fp16's range a layer would go.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .overrides import (
 from .policy import Plan
 from .scaled_products import error_beside_bf16
 
-WORST = 10  # layers that are named
+WORST = 10  # number of layers to name
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class ProbedLayer:
-    """A layer or block in the step in which it reached most."""
+    """A layer or block in the step of its largest peak."""
 
     name: str
     reach: float  # max |x|
     step: int  # counted from 0
-    is_block: bool  # what a block hands on
+    is_block: bool  # the peak is a block's output
 
     @property
     def label(self) -> str:
@@ -52,20 +52,20 @@ class ProbedLayer:
 
 @dataclass(frozen=True)
 class Probed:
-    """What a probe measured."""
+    """The measurements of a probe."""
 
     blocks: tuple[str, ...]
-    steps: tuple[Mapping[str, Peak], ...]  # by layer and block, in the order in which they ran
-    # Layers whose scaled product in fp16 is farther off than bf16's, since it loses small values beside large ones: how
-    # many times as far, the farthest first.
+    steps: tuple[Mapping[str, Peak], ...]  # name of a layer or block → peak, in the order in which they ran
+    # Layers whose scaled fp16 product has a larger error than bf16's, since small values underflow beside large ones →
+    # the ratio of the errors, the largest first.
     too_far_apart: Mapping[str, float] = field(default_factory=dict)
 
     def reach(self, name: str, peak: Peak) -> float:
-        """Return max |x| that counts for a layer or block."""
+        """Return the max |x| that counts for a layer or block."""
         return reach(name, peak, self.blocks)
 
     def peaks(self) -> dict[str, Peak]:
-        """Return the peaks over all steps of what a diagnosis looks at: layers and blocks."""
+        """Return the peaks of layers and blocks over all steps."""
         peaks: dict[str, Peak] = {}
         for step in self.steps:
             for name, peak in step.items():
@@ -73,7 +73,7 @@ class Probed:
         return peaks
 
     def entries(self) -> list[ProbedLayer]:
-        """Return every layer and block in the first step in which it reached most, the largest first."""
+        """Return every layer and block in the step of its largest peak, the largest first."""
         found: dict[str, ProbedLayer] = {}
         for index, step in enumerate(self.steps):
             for name, peak in step.items():
@@ -82,8 +82,7 @@ class Probed:
         return sorted(found.values(), key=lambda entry: -order(entry.reach))
 
     def worst(self) -> list[ProbedLayer]:
-        """Return the first of `entries`. What blocks hand on, and a value that several layers are given or hand on,
-        stand there once."""
+        """Return the first of `entries`, each value once: blocks and layers share inputs and outputs."""
         found: dict[object, ProbedLayer] = {}
         for entry in self.entries():
             found.setdefault("blocks" if entry.is_block else (entry.reach, entry.step), entry)
@@ -91,9 +90,9 @@ class Probed:
 
 
 class Probe:
-    """Watches a module's layers and blocks, call by call. Its hooks are there while a call runs, and then gone.
+    """Records peaks of a module's layers and blocks, by hooks that exist during each call.
 
-    Copies of the module may run at the same time, each in a thread of its own.
+    Copies of the module may run at the same time, each in its own thread.
     """
 
     def __init__(self, module: torch.nn.Module, blocks: Sequence[str]):
@@ -104,11 +103,11 @@ class Probe:
         self._modules = layers | {name: module.get_submodule(name) for name in blocks}
         self._blocks = tuple(blocks)
         self._apart: dict[str, float] = {}
-        self._steps: list[dict[str, Peak]] = [{}]  # the last one goes on
+        self._steps: list[dict[str, Peak]] = [{}]  # the last one is the current step
         self._lock = threading.Lock()
 
     def watch(self, call: Callable[[], Result], twin: torch.nn.Module | None = None) -> Result:
-        """Make the call, which runs the module, or its twin, in fp32, and return its result."""
+        """Run a call of the module, or of a copy, in fp32, and return its result."""
         modules = {name: twin.get_submodule(name) for name in self._modules} if twin else self._modules
         seen: list[tuple[str, torch.Tensor]] = []
 
@@ -130,7 +129,7 @@ class Probe:
         return result
 
     def end_step(self) -> None:
-        """End a step: what was watched since the step before belongs to it."""
+        """End a step: the peaks since the step before belong to it."""
         self._steps.append({})
 
     @property
@@ -141,10 +140,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a dtype holds what was measured, and how."""
+    """Whether a dtype can hold the measured peaks, and how."""
 
     dtype: str
-    learned: PrecisionOverrides  # what a run has to know so that nothing fails
+    learned: PrecisionOverrides  # the overrides with which no step fails
     reason: str
 
     @property
@@ -153,7 +152,7 @@ class Verdict:
 
     @property
     def plan(self) -> str:
-        """How a run in this dtype would go, in a few words."""
+        """How a run in this dtype would compute, in a few words."""
         if not self.fits:
             return f"{self.dtype} is not enough"
         if how := self.learned.in_words():
@@ -163,17 +162,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What was measured, and what is recommended."""
+    """The measurements, and the recommendation."""
 
     model: str
     architecture: Architecture
-    plan: Plan  # as it is
-    sampled: str  # what, for people: "64×64, 9 frames, seed 0"
+    plan: Plan  # the present one
+    sampled: str  # for people: "64×64, 9 frames, seed 0"
     probed: Probed
     seconds: float  # of the run
     chosen: Verdict
-    to_apply: str  # how the user does what is recommended; "" where nothing has to be done
-    profile: Profile | None = None  # None where there is nothing to learn
+    to_apply: str  # how to apply the recommendation; "" if there is nothing to do
+    profile: Profile | None = None  # None if there is nothing to learn
 
     @property
     def profile_text(self) -> str:
@@ -240,11 +239,11 @@ class ProbeResult:
 
 
 def judge(probed: Probed, dtype: str) -> Verdict:
-    """Say whether a dtype holds what was measured, and what it needs for it."""
+    """Judge whether a dtype can hold the measured peaks, and what it needs for it."""
     peaks = probed.peaks()
     finding = diagnose_from_fp32_peaks(peaks, probed.blocks, dtype)
     learned = NOTHING
-    if finding:  # whatever fp16 does not hold can be scaled, what bf16 does not hold cannot
+    if finding:  # values beyond fp16 can be scaled, values beyond bf16 cannot
         scaled = dtype == "fp16" and all(math.isfinite(probed.reach(name, peak)) for name, peak in peaks.items())
         learned = PrecisionOverrides(all_layers_scaled=scaled, whole_run_fp32=not scaled)
     for name, share in probed.too_far_apart.items() if dtype == "fp16" else ():

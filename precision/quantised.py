@@ -1,18 +1,18 @@
 """Quantised linear layers: they multiply in int8 or fp8, by torchao, which is never needed and never imported before.
 
-They stand in a shell of the network that shares everything else with it, its half-precision weights too. So what fails
-is computed again from those, LoRAs lie around the layers as before, and a layer that fails is the half one again.
+They replace layers in a shallow copy of the network, which shares everything else, its half-precision weights included.
+So a failing call is recomputed from those, LoRAs work around the layers as before, and a layer that fails can go back
+to half precision.
 
-Each row of an input (a token) and each row of a weight has a scale of its own, taken from the row's largest value.
-torchao 0.18 hands NaN and infinity on, in eager and in compiled code, by these two configurations: a row whose scale is
-not finite comes out NaN. Its others do not: with an upper bound on the scale, or with a scale that was measured
-beforehand, an infinite value comes out as a finite one. Whether it does must not hang on torchao's release or on which
-kernels are installed, so every layer notes the largest |x| that it is given: one reduction, which the guard reads with
-its own look at the output.
+Each row of an input (a token) and each row of a weight has its own scale, from the row's largest value. In these two
+configurations, torchao 0.18 propagates NaN and infinity, in eager and in compiled code: a row whose scale is not finite
+becomes NaN. Its other configurations do not: with an upper bound on the scale, or a scale measured beforehand, an
+infinite value becomes finite. To be independent of torchao's release and of installed kernels, each layer records the
+largest |x| of its input: one reduction, which the guard reads together with the output's range.
 
-It does not see a finite error: beside one value of 1,000, int8 rounds the rest of a row to 0. So before a network's
-first call, the same call is made in half precision, in which each layer multiplies some rows of its input in both ways.
-A layer that is off by more than BOUND stays in half precision.
+That does not show finite errors: beside one value of 1,000, int8 rounds the rest of a row to 0. So before a network's
+first call, the same call runs in half precision, and each layer also multiplies some rows of its input quantised. A
+layer whose error exceeds BOUND stays in half precision.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from .scaled_products import largest_of
 from .shallow_copy import copy_with_base, replace_submodules
 
 TORCHAO = "torchao==0.18.0"
-LEAST = 512  # features of a layer, in and out, below which a card gains nothing: it waits for memory, not for products
+LEAST = 512  # fewest features of a layer, in and out: with fewer, memory limits the speed, not products
 # The largest error of a layer, as a share of a row's norm. On normally distributed values int8 comes to 0.009, and fp8
 # to 0.037; with a channel 20 times as large as the others int8 comes to 0.04, and with one 50 times as large to 0.09.
 BOUND = 0.05
-STEP = 16  # what the kernels of both take a multiple of
-_SMALLEST = 1e-12  # of fp8: torchao divides by a row's largest value, and a row of zeros came out NaN
-_ONE_ROW = re.compile(r"(^|\.)(norm|time_|emb|ada|modulation)")  # holds layers that are given a row a sample
+STEP = 16  # sizes have to be multiples of it for both kernels
+_SMALLEST = 1e-12  # lower bound of an fp8 row's maximum: torchao divides by it, and zeros gave NaN
+_ONE_ROW = re.compile(r"(^|\.)(norm|time_|emb|ada|modulation)")  # parts whose layers get one row per sample
 
 
 def worth_quantising(module: torch.nn.Module, blocks: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the layers that are quantised: the large linear ones in the blocks. Those of a class with a
-    forward of its own are none.
+    """Return the names of the layers to quantise: the large linear layers of the blocks, unless their class overrides
+    forward.
 
-    What embeds, what projects in the end and what modulates norms is left alone: it takes next to no time, and an error
-    in it reaches every token.
+    Embeddings, the last projection and the modulation of norms are left out: they take next to no time, and their error
+    reaches every token.
     """
     return tuple(
         name
@@ -65,7 +65,7 @@ def worth_quantising(module: torch.nn.Module, blocks: Collection[str]) -> tuple[
 
 
 def lacking(kind: str) -> str:
-    """Say what is missing here to quantise, and what to do; "" where nothing is. Nothing is imported."""
+    """Say what is missing for quantisation, and what to do; "" if nothing is. Imports nothing."""
     if importlib.util.find_spec("torchao") is not None:
         return ""
     return (
@@ -84,8 +84,8 @@ def _int8(device: torch.device) -> Any:
 
 
 def _saturates(device: torch.device) -> bool:
-    """Return whether sums of int8 products are cut off at int16, as oneDNN's are without VNNI. torchao asks what the
-    CPU has; ONEDNN_MAX_CPU_ISA keeps oneDNN from using it."""
+    """Return whether sums of int8 products saturate at int16, as oneDNN's do without VNNI. torchao checks only the CPU;
+    ONEDNN_MAX_CPU_ISA may keep oneDNN from using VNNI."""
     if device.type != "cpu":
         return False
     largest = torch.full((32, 32), 127, dtype=torch.int8, device=device)
@@ -108,8 +108,8 @@ CONFIGS: dict[str, Callable[[torch.device], Any]] = {"int8": _int8, "fp8": _fp8}
 
 
 def quantised_weight(layer: torch.nn.Linear, kind: str) -> torch.Tensor:
-    """Return a linear layer's weight as torchao quantises it, with how its input is to be quantised. The layer stays as
-    it is."""
+    """Return a linear layer's weight as torchao's quantised tensor, which also knows how to quantise inputs. The layer
+    stays as it is."""
     from torchao.quantization import quantize_
 
     bare = copy.copy(layer)
@@ -120,10 +120,10 @@ def quantised_weight(layer: torch.nn.Linear, kind: str) -> torch.Tensor:
 
 
 class QuantisedLinear(torch.nn.Module):
-    """A base before the class of a linear layer: it multiplies by a quantised weight, and notes what it is given."""
+    """A mixin for a linear layer: it multiplies by a quantised weight, and records its input's peak."""
 
     quantised_weight: torch.Tensor | None  # None between runs
-    quantised_peak: torch.Tensor | None  # max |x| of what it was given, NaN where that was; float32 []
+    quantised_peak: torch.Tensor | None  # max |x| of its inputs, NaN if one has NaN; float32 []
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -133,8 +133,8 @@ class QuantisedLinear(torch.nn.Module):
 
 
 class MeasuredLinear(torch.nn.Module):
-    """A base before the class of a linear layer: it computes in half precision, and notes how far the quantised layer
-    is off on some rows of its input. The bias is left out: a large one would hide the product's error."""
+    """A mixin for a linear layer: it computes in half precision, and measures the quantised layer's error on some rows
+    of its input, without the bias, since a large bias would hide the product's error."""
 
     weight: torch.Tensor
     quantised: Any  # the quantised layer, in a tuple: a module would become a submodule
@@ -148,11 +148,11 @@ class MeasuredLinear(torch.nn.Module):
 
 
 class QuantisedLinears:
-    """The quantised layers of a network. Their weights are there from `fill` to `empty`: as long as a run.
+    """The quantised layers of a network. Their weights exist from `fill` to `empty`, for one run.
 
-    module: with weights in half precision, which are read by `fill`, and must be where it computes by then.
+    module: with weights in half precision, which `fill` reads; they must be on the computing device by then.
     kind: one of CONFIGS.
-    agree: makes what is measured the same in all processes that compute the network together.
+    agree: all-reduces measurements over the processes that compute the network together.
     """
 
     def __init__(self, module: torch.nn.Module, blocks: Collection[str], kind: str, agree: Agree = alone):
@@ -167,9 +167,9 @@ class QuantisedLinears:
         self.empty()
 
     def shell(self, module: torch.nn.Module, but: Iterable[str] = ()) -> torch.nn.Module:
-        """Return a shell of the network with the quantised layers in it.
+        """Return a shallow copy of the network with quantised layers.
 
-        but: names of layers that stay as they are, beside those that are too far off.
+        but: names of layers to leave, besides those whose error is too large.
         """
         left = {*but, *self.left}
         put = {name: lambda _layer, quantised=layer: quantised for name, layer in self._layers.items()}
@@ -177,13 +177,13 @@ class QuantisedLinears:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """Names of layers that are too far off to be quantised, the farthest first."""
+        """Names of layers whose error is too large to be quantised, the largest first."""
         errors = self.errors or {}
         return tuple(sorted((name for name in errors if errors[name] > BOUND), key=lambda name: -errors[name]))
 
     def measuring(self, module: torch.nn.Module) -> tuple[torch.nn.Module, Callable[[Callable[[], Any]], None]]:
-        """Return a shell of the network whose layers compute in half precision, and what measures the quantised ones'
-        errors, given one call of that shell. The weights have to be filled by then."""
+        """Return a shallow copy whose layers compute in half precision, and a function that measures the quantised
+        layers' errors by one call of that copy. `fill` has to come before."""
         noted: dict[str, list[torch.Tensor]] = {name: [] for name in self.names}
 
         def make(layer: torch.nn.Module, name: str) -> torch.nn.Module:
@@ -199,7 +199,7 @@ class QuantisedLinears:
         return replace_submodules(module, {name: partial(make, name=name) for name in self.names}), measure
 
     def in_words(self) -> str:
-        """Say which layers are too far off; "" where none is."""
+        """Say which layers have too large an error; "" if none has."""
         if not (left := self.left):
             return ""
         errors = self.errors or {}
@@ -211,7 +211,7 @@ class QuantisedLinears:
         )
 
     def fill(self) -> None:
-        """Quantise the weights of those layers that have none, and are not too far off."""
+        """Quantise the weights of all layers that are not excluded and not quantised yet."""
         left = self.left
         for name, layer in self._layers.items():
             if layer.quantised_weight is None and name not in left:
@@ -220,18 +220,17 @@ class QuantisedLinears:
                 layer.__dict__.update(quantised_weight=quantised_weight(layer, self.kind), quantised_peak=peak)
 
     def empty(self, names: Iterable[str] | None = None) -> None:
-        """Let go of the quantised weights; names: of these layers alone."""
+        """Drop the quantised weights. names: only of these layers."""
         for name in self.names if names is None else names:
             self._layers[name].__dict__.update(quantised_weight=None, quantised_peak=None)
 
     def start(self) -> None:
-        """Forget what the layers were given so far."""
+        """Reset the recorded peaks."""
         if peaks := self._peaks():
             torch._foreach_zero_(peaks)
 
     def take(self) -> torch.Tensor | None:
-        """Return max |x| of what all layers were given since `start`, as a float32 scalar on their device; None where
-        there are none."""
+        """Return max |x| over all layers' inputs since `start`, float32 [] on their device; None without layers."""
         peaks = self._peaks()
         return torch.stack(peaks).amax() if peaks else None
 
@@ -240,7 +239,7 @@ class QuantisedLinears:
 
     @property
     def n_bytes(self) -> int:
-        """The bytes that the quantised weights take, with a scale and a zero point a row."""
+        """The bytes of the quantised weights, with a scale and a zero point per row."""
         return sum(weight.numel() + 5 * weight.shape[0] for weight in (it.weight for it in self._layers.values()))
 
 

@@ -1,4 +1,4 @@
-"""What a run did, step by step, and why it ran in that dtype."""
+"""Reports: what a run did, step by step, and why it ran in its dtype."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rerun:
-    """Why a call had to be recomputed in fp32, what that cost, and what followed from it."""
+    """The reason, the cost and the consequence of an fp32 rerun."""
 
-    module: str  # the first to leave the dtype's range; "" where it was not looked for, or not found
-    peak: float | None  # max |x| there in fp32, where it was measured
-    action: str  # what the next calls do otherwise; "" where nothing
-    seconds: float  # beyond the attempt that failed
-    extra_bytes: int | None  # at its peak; measured on CUDA, elsewhere the largest layer's weights in float32
+    module: str  # the first module that exceeds the dtype's range; "" if unknown
+    peak: float | None  # its max |x| in fp32, if measured
+    action: str  # what changes for the next calls; "" if nothing does
+    seconds: float  # without the failed attempt
+    extra_bytes: int | None  # peak; measured on CUDA, elsewhere the largest layer's weights in float32
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class StepRecord:
     stage: str  # "denoiser", "text_encoder", "vae_decode"
     step: int  # counted from 0 within its stage
     timestep: float | None
-    dtype: str  # in which the output that was handed on was computed
+    dtype: str  # of the computation that gave the output
     outcome: str  # "finite", "rerun", "non-finite", "saturated"
     seconds: float
-    largest: float | None  # max |x| of the output handed on
+    largest: float | None  # max |x| of the output
     note: str = ""
     rerun: Rerun | None = None
     cached: bool = False  # most of it was extrapolated from earlier steps
@@ -48,26 +48,26 @@ class StepRecord:
 
 @dataclass
 class RunReport:
-    """What is recorded while a stage runs: `summary()` is for people, `as_dict()` for programs."""
+    """The record of a stage's run: `summary()` is for people, `as_dict()` for programs."""
 
     variant: str
     architecture: str
     plan: Plan
     backend: str = ""
     backend_reason: str = ""
-    graphs: int | None = None  # traced anew in this run, as dynamo counts; None where nothing is compiled
-    graphs_kept: int = 0  # of them, those whose code an earlier run had compiled and kept
+    graphs: int | None = None  # graphs that dynamo traced in this run; None if nothing is compiled
+    graphs_kept: int = 0  # of these, the ones whose code came from the compile cache
     switches: tuple[Switch, ...] = ()
-    protection: str = ""  # "overflow protection", where it had that
-    learned: PrecisionOverrides | None = None  # what the run knew in the end, where it learns
+    protection: str = ""  # "overflow protection", if it was on
+    learned: PrecisionOverrides | None = None  # the overrides at the end of the run, if it may learn
     calls_per_step: int = 1  # of the denoiser
-    in_calls: bool = False  # how many calls a step has is not known, so calls are counted, not steps
-    ended_by: str = ""  # what ended the run before its end, and at which call; "" where it came to its end
-    cache: CacheUse | None = None  # of the steps; None where all are computed
-    memory: Memory | None = None  # None where nobody counts
+    in_calls: bool = False  # counts calls instead of steps: the number of calls per step is unknown
+    ended_by: str = ""  # what stopped the run early, and at which call; "" if it finished
+    cache: CacheUse | None = None  # of the step cache; None without one
+    memory: Memory | None = None  # None if it cannot be measured
     before: list[RunReport] = field(default_factory=list)  # stages that ran first, to encode an image
-    notes: tuple[str, ...] = ()  # what is unusual about the model, or was mended when it was loaded
-    warnings: tuple[str, ...] = ()  # what is to be seen without opening the report
+    notes: tuple[str, ...] = ()  # facts about the model, and repairs at its loading
+    warnings: tuple[str, ...] = ()  # shown without opening the report
     steps: list[StepRecord] = field(default_factory=list)
 
     def add(self, record: StepRecord) -> None:
@@ -78,14 +78,14 @@ class RunReport:
         self.steps[-1] = replace(self.steps[-1], cached=cached)
 
     def account(self, use: CacheUse) -> None:
-        """Say what the step cache came to, and whether its estimate is over the target."""
+        """Record the use of the step cache, and warn if its estimate is over the target."""
         self.cache = use
         self.warnings += tuple(filter(None, [use.warning()]))
 
     def note(self, line: str, instead_of: str = "") -> None:
-        """Add a line to the notes, unless it is among them already.
+        """Add a line to the notes, once.
 
-        instead_of: how lines begin whose place it takes; "": of none.
+        instead_of: the beginning of lines that it replaces; "" replaces none.
         """
         if instead_of:
             self.notes = tuple(note for note in self.notes if not note.startswith(instead_of))
@@ -96,7 +96,7 @@ class RunReport:
         return sum(step.outcome == "rerun" for step in self.steps)
 
     def recomputed(self) -> str:
-        """Say in how many calls a failure was recomputed in fp32; "" where none was."""
+        """Say how many calls were recomputed in fp32; "" if none was."""
         return Message("{} recomputed in fp32", self.reruns) if self.reruns else ""
 
     @property
@@ -104,14 +104,13 @@ class RunReport:
         return sum(step.outcome in ("non-finite", "saturated") for step in self.steps)
 
     def cells(self) -> list[str]:
-        """Return what each step came to, the worst of its calls: "cached",
-        "half", "fp32", "rerun" or "failed"."""
+        """Return the state of each step, the worst of its calls: "cached", "half", "fp32", "rerun" or "failed"."""
         calls = [_cell(step) for step in self.steps]
         starts = range(0, len(calls), self.calls_per_step)
         return [max(calls[start : start + self.calls_per_step], key=_CELLS.index) for start in starts]
 
     def summary(self) -> str:
-        """Say in one line why this dtype was chosen, how many calls there were, and what became of them."""
+        """Say in one line why this dtype was chosen, and how its calls ended."""
         component, cells = self.plan.component, self.cells()
         stage = "" if component is Component.DENOISER else Message("{}: ", component.words)
         if not self.steps:
@@ -137,13 +136,13 @@ class RunReport:
         return self.plan.half and not self.plan.guarded
 
     def _what_to_choose(self) -> Message:
-        """Say what to set so that a broken result is not handed on."""
+        """Say which setting prevents a broken result."""
         if self._plain:
             return Message("choose precision 'auto' or 'fp16'")
         return Message("set the NaN Guard's on_failure to 'rerun'")
 
     def finding(self) -> str:
-        """Say in one line which call failed first, where, and what followed; "" where none did."""
+        """Say in one line which call failed first, where, and what followed; "" if none failed."""
         step = next((step for step in self.steps if step.outcome != "finite"), None)
         if step is None:
             return ""
@@ -166,7 +165,7 @@ class RunReport:
         return Message("Step {}" if denoising else "Prompt {}" if text else "Part {}", number)
 
     def compiled(self) -> str:
-        """Say how many graphs were compiled, after a comma, or came from the cache; "" where nothing is compiled."""
+        """Say, after a comma, how many graphs were compiled or came from the cache; "" if nothing is compiled."""
         if self.graphs is None:
             return ""
         graphs = Message(", {}", counted(self.graphs, "1 graph", "{} graphs"))
@@ -176,7 +175,7 @@ class RunReport:
         return Message("{}, {}from the cache of earlier runs", graphs, kept)
 
     def _otherwise(self) -> str:
-        """Say what did not run in the plan's dtype, after a semicolon; "" where everything did."""
+        """Say, after a semicolon, which calls did not run in the plan's dtype; "" if all did."""
         learned = self.learned.in_words() if self.learned else []
         said = dict.fromkeys([self.protection, *learned, self.cache.in_short() if self.cache else ""])
         return joined("", (Message("; {}", words) for words in said if words))
@@ -201,7 +200,7 @@ class RunReport:
         return "\n".join(lines)
 
     def _lines(self, step: StepRecord) -> list[str]:
-        """Return a line of a step, and one of its rerun."""
+        """Return one line for a step, and one for its rerun."""
         component, call = self.plan.component, step.step % self.calls_per_step + 1
         which = self._which(step).lower()
         which += f", call {call} of {self.calls_per_step}" if self.calls_per_step > 1 else ""
@@ -214,7 +213,7 @@ class RunReport:
         return [line, f"    recomputed in fp32: {_rerun(step.rerun)}"] if step.rerun else [line]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON takes it, with the sums over the steps."""
+        """Return the report as JSON values, with totals over the steps."""
         outcomes = Counter(step.outcome for step in self.steps)
         facts = asdict(self) | {
             "before": [report.as_dict() for report in self.before],
@@ -264,7 +263,7 @@ def counted(number: int, one: str, several: str) -> Message:
 
 
 def _of(component: Component, number: int) -> Message:
-    """Say of how many steps, prompts or parts."""
+    """Say for how many steps, prompts or parts."""
     if component is Component.DENOISER:
         return counted(number, "1 step", "{} steps")
     if component is Component.TEXT_ENCODER:
@@ -281,7 +280,7 @@ _OUTCOMES = {"finite": "OK", "rerun": "recomputed in fp32"} | PROBLEMS
 
 
 def _wrong(step: StepRecord, dtype: str) -> Message:
-    """Say what was wrong with a step that failed, and where that is known."""
+    """Say what was wrong with a failed step, and where, if known."""
     if " it raised " in step.note:
         return Message("{}", step.note)
     rerun, ends = step.rerun, RANGE.get(dtype, math.inf)

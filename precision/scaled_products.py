@@ -1,14 +1,16 @@
-"""Every layer scaled: products in half precision, all else in float32, in any network and with nothing known about it.
+"""Scaled products: run any network, without knowing anything about it, with products in half precision and all else in
+float32.
 
 It is the fp32 rerun with other products. Each linear layer, convolution and fused attention multiplies in half
-precision. Where that is fp16, its operands are scaled by powers of two before, such that no sum of products leaves
-fp16's range, and the float32 result is scaled back. What has a scale of its own is each row of a linear layer's input,
-each sample of a convolution's, and each channel of the queries, keys and values of an attention head. Matrix products
-outside of layers stay in float32: rotary tables are made by such. A linear layer with quantised weights multiplies by
-the kernel of their format, where whoever runs the network has one that gives float32.
+precision. In fp16, the operands are first scaled by powers of two, so that no sum of products leaves fp16's range, and
+the float32 result is scaled back. These have a scale each: every row of a linear layer's input, every sample of a
+convolution's input, and every channel of an attention head's queries, keys and values. Matrix products outside of
+layers stay in float32, since rotary tables are made by them. A linear layer with quantised weights uses the kernel of
+their format, if the caller has one that returns float32.
 
-Values can be too far apart for fp16 all the same. What is lost then is looked for: on a CPU the product is made in
-float32 instead. On a device the host would have to wait to choose, so there the result is NaN, for the guard to see.
+The values of a row can still be too far apart for fp16: small ones underflow. That is detected. On a CPU the product is
+then computed in float32. On a device the host would have to wait for the answer, so the result becomes NaN there, and
+the guard sees it.
 """
 
 from __future__ import annotations
@@ -29,22 +31,22 @@ from .upcast import Fp32Mode, OneOperation, autocast_off_where_on, dequantised, 
 
 ROOM = 3e4  # of fp16's 65504: the largest product of a scaled row, so that rounding on the way does not pass the end
 LARGEST = 2.0**14  # of a scaled row's values, so that small ones beside the largest keep digits
-LEAST = 2.0**-100  # what a row's largest value counts for at least: float32 does not hold what would scale up a smaller
+LEAST = 2.0**-100  # lower bound of a row's maximum: float32 does not hold the factor that scales up a smaller one
 CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 LAYERS = (torch.nn.Linear, *CONVOLUTIONS)
 NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm)
 _OUTSIDE = 16  # log2 of the part of attention's scale that its kernel multiplies by, in float32
-_VALUES = 2.0**14  # of attention's values; what comes out is no larger
+_VALUES = 2.0**14  # that attention's values are scaled to; its output is no larger
 _FLOAT32 = 110.0  # log2 of products of a query's channel with a key's whose sums fit in float32, whatever the head
-_FEWER, _FEW, _NONE = 2.0**12, 2.0**24, 2.0**40  # taken from all logits of a row, leaves float32 fewer digits of them
-FEW = 4  # channels of a row, of which the largest may be near to 0 by chance
-FAINT = 2.0**-14  # a row whose largest value is smaller has fewer digits in fp16 than in bf16, or soon will
-_NORMAL = 2.0**9  # the largest sum of |w| of weights that have to be cast anyway: they are scaled to that
-LOST = 2.0**-13  # of what a layer's product may reach, times the root of its addends: less shows what fp16 flushed
-_FLUSHED = 2.0**-24  # of the largest sum of |w|, times the addends: an output with less loses weights that are cast
-_ROUNDED = 2.0**8  # rows of a quantised product reach half of it, and never it: fp8 ends at 448, fp16 can rotate it
-# of a quantised weight [outputs, inputs]: what multiplies rows by it. Given float32 [rows, inputs] below _ROUNDED,
-# returns float32 [rows, outputs]. None where there is no such kernel
+_FEWER, _FEW, _NONE = 2.0**12, 2.0**24, 2.0**40  # a mask that is so far below 0 in a whole row costs logits digits
+FEW = 4  # rows with fewer channels may be near 0 by chance
+FAINT = 2.0**-14  # fp16's smallest normal number: a row whose maximum is below has fewer digits than in bf16
+_NORMAL = 2.0**9  # weights that are cast anyway are scaled so that their largest sum of |w| is at most this
+LOST = 2.0**-13  # a row has underflowed if its product is below this share of the bound / sqrt(addends)
+_FLUSHED = 2.0**-24  # share of the largest sum of |w|, times the addends, below which an output's weights underflow
+_ROUNDED = 2.0**8  # rows of a quantised product stay below, and reach half of it: fp8 ends at 448, fp16 can rotate it
+# Given a quantised weight [outputs, inputs], returns its product: float32 [rows, inputs] below _ROUNDED → float32
+# [rows, outputs]; None without a kernel
 KernelOf = Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor] | None]
 
 
@@ -89,36 +91,36 @@ def largest_of(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
 
 
 def row_of(x: torch.Tensor, spatial: int) -> tuple[int, ...]:
-    """Return the dimensions of a row: its channels; where these are few, which may be near to 0 by chance, all; of a
-    convolution, all of a sample."""
+    """Return the dimensions of a row: the channels. With fewer than FEW, all dimensions, or those of a convolution's
+    sample."""
     if x.shape[-1 - spatial] >= FEW:
         return (-1 - spatial,)
     return tuple(range(-1 - spatial, 0)) if spatial else tuple(range(x.ndim))
 
 
 def times(x: torch.Tensor, factor: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor:
-    """Return x · factor in `dtype`, computed in float32: in one pass, but for the CPU, where that takes 20 times as
-    long."""
+    """Return x · factor in `dtype`, computed in float32: in one pass, except on the CPU, where that is 20 times as
+    slow."""
     if not isinstance(factor, torch.Tensor):
         if factor == 1:
             return x.to(dtype)
     elif x.dtype is factor.dtype is dtype:
         return x * factor
     if x.device.type == "cpu" or torch.compiler.is_compiling():
-        return (x.float() * factor).type(dtype)  # which no mode takes for the network's own cast
+        return (x.float() * factor).type(dtype)  # not `to`, which a mode would take for the network's own cast
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
 
 
 def limit_of(largest: torch.Tensor) -> torch.Tensor:
-    """Return what the values of a scaled row may reach, so that no product leaves fp16's range. float32 [].
+    """Return the bound of a scaled row's values with which no product leaves fp16's range. float32 [].
 
-    largest: of what `reaches` says of the weights.
+    largest: the largest of the weights' `reaches`.
     """
     return (ROOM / largest.clamp(min=ROOM / LARGEST)).log2().floor().exp2()
 
 
 def reaches(weight: torch.Tensor) -> torch.Tensor:
-    """Return the most that each output may be where inputs are at most 1: the sum of |w|. float32 [outputs]."""
+    """Return the bound of each output for inputs of at most 1: the sum of |w|. float32 [outputs]."""
     return torch.linalg.vector_norm(weight.detach().flatten(1), 1, 1, dtype=torch.float32)
 
 
@@ -133,21 +135,21 @@ def no_kernel(_weight: torch.Tensor) -> None:
 
 
 class _Bounds(NamedTuple):
-    """Up to where attention in fp16 is taken for right."""
+    """Bounds within which attention in fp16 is accurate enough."""
 
-    logits: int  # log2 of a query's channel times a key's times scale · √channels, which logits are a few of
-    values: float  # the smallest token's values, beside the largest token's
+    logits: int  # log2 of query channel · key channel · scale · √channels
+    values: float  # the smallest token's peak as a share of the largest token's
 
 
-_CAREFUL = _Bounds(6, 2.0**-10)  # nearer to float32 than bf16 in each single case; where float32 costs little
-_BROADEST = _Bounds(18, 2.0**-28)  # nearer than bf16 on average; beyond, fp16 flushes what counts
+_CAREFUL = _Bounds(6, 2.0**-10)  # always nearer to float32 than bf16 is; used where float32 is cheap
+_BROADEST = _Bounds(18, 2.0**-28)  # nearer than bf16 on average; beyond, fp16 underflows
 
 
 class ScaledHalfMatmulMode(Fp32Mode):
-    """The mode in which products are computed in `dtype`, and all else in float32. It remembers what weights reach,
-    which costs reading them once: it is to be kept from call to call.
+    """The mode that computes products in `dtype`, and all else in float32. It caches the bounds of weights, so keep it
+    from call to call.
 
-    kernel_of: for quantised weights, which are dequantised where it has none.
+    kernel_of: for quantised weights; those without a kernel are dequantised.
     """
 
     def __init__(self, dtype: torch.dtype, kernel_of: KernelOf = no_kernel):
@@ -190,7 +192,7 @@ class ScaledHalfMatmulMode(Fp32Mode):
                 nonlocal lost
                 made = func(scaled, half, None, *args, **kwargs)
                 if is_new or looks:
-                    with torch._C.DisableTorchFunction():  # no other mode need see a look
+                    with torch._C.DisableTorchFunction():  # other modes need not see a check
                         lost = lost_digits(made, input, scaled, of_weight.least, spatial)
                 if loudness is not None and lost is not None and not looks:
                     loudness.masked_fill_(lost, torch.nan)
@@ -206,13 +208,13 @@ class ScaledHalfMatmulMode(Fp32Mode):
         return super().computed(func, (input, weight, bias, *args), kwargs)
 
     def casts_for(self, layer: Any) -> None:
-        """Told of a layer whose weights are cast next."""
+        """Called before a layer's weights are cast."""
 
     def begin_layer(self, weight: Any) -> None:
-        """Told of each layer that is computed."""
+        """Called before each layer."""
 
     def note(self, weight: torch.Tensor, x: torch.Tensor, made: torch.Tensor, of_weight: Limit) -> None:
-        """Told of each scaled product of a layer."""
+        """Called after each scaled product of a layer."""
 
     def _attention(
         self,
@@ -248,7 +250,7 @@ class ScaledHalfMatmulMode(Fp32Mode):
             return _attended(scaled, attn_mask, dropout_p, is_causal, enable_gqa)
 
     def _in_full(self, product: torch.Tensor, given: tuple[Any, ...], more: dict[str, Any]) -> torch.Tensor:
-        """Compute attention as the fp32 rerun does, and in float64 where logits leave float32 as well."""
+        """Compute attention as the fp32 rerun does; in float64 where logits overflow float32 too."""
         if product <= _FLOAT32:
             return super().computed(F.scaled_dot_product_attention, given, more)
 
@@ -259,7 +261,7 @@ class ScaledHalfMatmulMode(Fp32Mode):
 
 
 def dtype_of_products() -> torch.dtype | None:
-    """Return what such a mode multiplies in that computes in this thread now; None where there is none."""
+    """Return the products' dtype of this thread's active ScaledHalfMatmulMode; None without one."""
     modes = (mode for mode in _get_current_function_mode_stack() if isinstance(mode, ScaledHalfMatmulMode))
     return next((mode._dtype for mode in modes), None)
 
@@ -274,8 +276,8 @@ def scaled_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Compute attention by products in fp16, whatever its operands reach: NaN where fp16 does not resolve them. A
-    compiler can trace it. float32."""
+    """Compute attention by scaled products in fp16; NaN where fp16 has too few digits for its operands. A compiler can
+    trace it. float32."""
     scaled = _scaled(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, torch.float16)
     return _attended(scaled, attn_mask, dropout_p, is_causal, enable_gqa)
 
@@ -295,8 +297,8 @@ def _attended(
 def _by_kernel(
     kernel: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return a linear layer's output in float32, by a product that rounds its rows to fewer bits: each is scaled to fit
-    these. What it makes of a row that is not finite may be, and is multiplied by a scale that is not.
+    """Return a linear layer's output in float32, by a kernel that rounds its input to fewer bits: each row is scaled to
+    fit them. The kernel may return finite numbers for a row that is not finite; its scale is not, so the result is not.
 
     x: [..., inputs], half precision or float32. bias: [outputs].
     """
@@ -307,29 +309,29 @@ def _by_kernel(
 
 @cache
 def number(value: float, device: torch.device) -> torch.Tensor:
-    """Return a number as float32 [1]. With it, one kernel computes on fp16 tensors in float32, and gives that."""
+    """Return a number as float32 [1], which makes one kernel compute on fp16 tensors in float32 and return float32."""
     with shared.lasting():
         return torch.full((1,), value, device=device)
 
 
 class _Scaled(NamedTuple):
-    """What attention multiplies in half precision."""
+    """Attention's operands, scaled for half precision."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    loudness: torch.Tensor  # what the result is multiplied by. float32, of one token
-    scale: float  # the softmax's
-    product: torch.Tensor  # log2 of what no product of a query's channel with a key's reaches. float32 []
-    resolved: torch.Tensor  # bool []: whether half precision resolves the call as well as bf16 does
+    loudness: torch.Tensor  # factor of the result. float32, of one token
+    scale: float  # of the softmax
+    product: torch.Tensor  # log2 of a bound of all products of a query's channel with a key's. float32 []
+    resolved: torch.Tensor  # bool []: half precision is as accurate here as bf16
 
 
 def _scaled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, dtype: torch.dtype) -> _Scaled:
-    """Scale queries, keys and values by powers of two, each channel of a head by its own.
+    """Scale queries, keys and values by powers of two, one for each channel of a head.
 
-    A channel's queries are multiplied by what its keys are divided by, such that both reach the same: that leaves their
-    product as it is. Both are made smaller by 2^-8 beside, and the kernel multiplies their float32 product by 2^16.
-    So queries and keys that reach 2^23 are below 2^15, and a token of 1 beside these is above 2^-9.
+    A channel's queries are multiplied by the factor that its keys are divided by, so that both have the same maximum
+    and their product stays as it is. Besides, both are multiplied by 2^-8, and the kernel multiplies their float32
+    product by 2^16. Queries and keys of up to 2^23 are then below 2^15, and a token of 1 beside them is above 2^-9.
     """
     by_head = query.shape[:-2] == key.shape[:-2]
     queries, keys = _exponent(query, by_head=by_head), _exponent(key, by_head=by_head)
@@ -355,28 +357,28 @@ def _scaled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
 
 
 def _shifted(mask: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an additive mask in `dtype`, and the largest value of each row, which was taken from it. That changes no
-    softmax: what has a share is near 0, where half precision is exact. float32 [..., 1]."""
+    """Return an additive mask in `dtype`, minus the maximum of each row, and these maxima (float32 [..., 1]). That
+    leaves the softmax as it is: the entries that count are near 0, where half precision is exact."""
     mask = mask.float()
     top = mask.amax(-1, keepdim=True)
     return (mask - top.clamp(min=torch.finfo(torch.float32).min)).to(dtype), top
 
 
 def _can_look(tensor: torch.Tensor) -> bool:
-    """Return whether the host can read a number without waiting for a device. Compiled code has no host."""
+    """Return whether the host can read a value of the tensor without waiting: neither on a device nor compiled."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class _Limits:
-    """How large the values of a row may be that is multiplied by a weight. A parameter is read once, and again where it
-    is seen to have changed. A change through `.data`, or of one that was made in inference mode, is not seen: where
-    that leads out of the range, the product is not finite."""
+    """Caches the bounds of weights. A parameter is read once, and again when its version or address changes. A change
+    through `.data`, or of a parameter made in inference mode, is not noticed; if it leads out of the range, the product
+    is not finite."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, bool], tuple[weakref.ref[torch.Tensor], tuple[int, int], Limit]] = {}
 
     def of(self, weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool) -> tuple[torch.Tensor, Limit, bool]:
-        """Return the weight in `dtype`, what its products may reach, and whether that was read just now."""
+        """Return the weight in `dtype`, its bounds, and whether they were read just now."""
         state = state_of(weight)
         found = self._known.get((id(weight), transposed))
         is_new = not (found and found[0]() is weight and found[1] == state)
@@ -392,12 +394,12 @@ class _Limits:
         return half, made, is_new
 
     def forget(self, weight: torch.Tensor) -> None:
-        """Have a weight read anew when it is next multiplied by."""
+        """Read a weight again at its next product."""
         for transposed in (False, True):
             self._known.pop((id(weight), transposed), None)
 
     def doubt(self, weight: torch.Tensor, lost: torch.Tensor) -> None:
-        """Have all later products with a weight be NaN where `lost`, a bool [] on its device, says so."""
+        """Make all later products with a weight NaN if `lost`, a bool [] on its device, is true."""
         for transposed in (False, True):
             if found := self._known.get((id(weight), transposed)):
                 with shared.lasting():
@@ -406,20 +408,20 @@ class _Limits:
 
 
 def state_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return what tells that a tensor was changed: how often it was written to, which is not known of one that was made
-    in inference mode, as ComfyUI's are; and where its memory is."""
+    """Return a tensor's version counter and address, which change with its values. Tensors of inference mode, as
+    ComfyUI's are, have no version counter."""
     try:
         return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
-    except RuntimeError:  # it has no memory: of a class of its own
+    except RuntimeError:  # a tensor subclass without memory
         return 0, 0
 
 
 class Limit(NamedTuple):
-    """What rows may reach that are multiplied by a weight, and what the weight is divided by to be cast. All are
-    float32 []; loudness, and quieter, its reciprocal, are None for 1."""
+    """The bounds of a weight: of the rows that it multiplies, and the divisor for its cast. All are float32 [];
+    loudness, and its reciprocal quieter, are None for 1."""
 
     limit: torch.Tensor
-    least: torch.Tensor  # a scaled row's product that is smaller shows what was lost; infinite where weights were
+    least: torch.Tensor  # a scaled row whose product is smaller has underflowed; infinite if the cast weight has
     loudness: torch.Tensor | None = None
     quieter: torch.Tensor | None = None
 
@@ -441,11 +443,11 @@ def limit(weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool) -> Limi
 def lost_digits(
     made: torch.Tensor, given: torch.Tensor, scaled: torch.Tensor, least: torch.Tensor | float, spatial: int
 ) -> torch.Tensor:
-    """Return whether a product shows that small values of its input lost digits, or is not finite. bool [].
+    """Return whether a product shows that small values of its input underflowed, or is not finite. bool [].
 
-    Beside a value a million times as large, they lose some when the row is scaled. That shows where the large one is
-    multiplied by next to nothing, so that little comes out of the row. A convolution's product loses some as well where
-    it is small in fp16 itself.
+    Beside a value a million times as large, small ones underflow when the row is scaled. That matters where the weight
+    of the large value is near 0, and shows as a small output of the row. A convolution's product is fp16, so it also
+    underflows where it is small itself.
     """
     if spatial and made.dtype is torch.float16 and isinstance(least, torch.Tensor):
         least = torch.where(least > 0, least.clamp(min=FAINT), least)
@@ -455,17 +457,16 @@ def lost_digits(
         return small.any()
     if not spatial:
         return (small & (largest_of(given, (-1,)) != 0)).any()
-    vanished = scaled.count_nonzero() < given.count_nonzero()  # elsewhere, an output of 0 may come of an input of 0
+    vanished = scaled.count_nonzero() < given.count_nonzero()  # else an output of 0 may be right
     return (small & (size != 0)).any() | (small.any() & vanished)
 
 
 @torch.no_grad()
 def error_beside_bf16(layer: Any, x: Any) -> torch.Tensor:
-    """Return how far a linear layer's or a convolution's scaled product in fp16 is off, as a share of how far bf16's
-    product is: above 1, fp16 loses small values beside large ones. float32 []; 0 for other layers, and for weights that
-    are not at hand.
+    """Return the error of a linear layer's or a convolution's scaled fp16 product divided by that of its bf16 product:
+    above 1, small values underflow beside large ones. float32 []; 0 for other layers, and for weights on "meta".
 
-    x: what the layer is given, in float32. Of a linear layer's rows, some are multiplied.
+    x: the layer's input, in float32. A sample of a linear layer's rows is used.
     """
     if not (isinstance(layer, LAYERS) and _is_single(x) and x.numel() and not layer.weight.is_meta):
         return torch.zeros(())
@@ -492,12 +493,12 @@ def _is_single(value: Any) -> bool:
 
 
 def _exponent(values: torch.Tensor, *, by_head: bool) -> torch.Tensor:
-    """Return log2 of powers of two that no |x| of a channel reaches. float32 [..., 1, channels]."""
+    """Return log2 of a power of two above all |x| of a channel. float32 [..., 1, channels]."""
     return largest_of(values, _dims(values, by_head=by_head)).clamp(min=LEAST).log2().floor() + 1
 
 
 def _dims(values: torch.Tensor, *, by_head: bool) -> tuple[int, ...]:
-    """Return the dimensions that share a scale, beside channels: tokens, and heads where these are not told apart."""
+    """Return the dimensions that share a scale besides channels: tokens, and heads unless by_head."""
     return (-2,) if by_head else tuple(range(values.ndim - 1))
 
 

@@ -1,4 +1,4 @@
-"""What a self-test came to: in words, and as a file that later runs on the same card read."""
+"""Results of a self-test: in words, and as a file that later runs on the same card read."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ _MAX_BYTES = 2**20
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check came to."""
+    """The result of one check."""
 
     name: str
     verdict: Verdict
-    error: float | None = None  # norm of the difference to float64, as a share of the norm; None: not measured
+    error: float | None = None  # relative to float64, as a share of the norm; None: not measured
     bound: float | None = None
     note: str = ""
-    concern: Concern = ""  # what 'auto' does not choose where this is wrong
+    concern: Concern = ""  # what 'auto' avoids if the check fails
 
 
 @dataclass(frozen=True)
 class SelfTestReport:
-    """What was found on one device."""
+    """The results for one device."""
 
     device: str
     architecture: Architecture
     machine: Mapping[str, str]  # card, driver, versions
-    date: str  # of the day, in local time: "2026-11-30"
+    date: str  # local date: "2026-11-30"
     lines: tuple[CheckResult, ...]
-    seconds: Mapping[str, float]  # what was timed → of one call, the median
+    seconds: Mapping[str, float]  # name → median of one call
 
     @property
     def wrong(self) -> tuple[CheckResult, ...]:
@@ -59,7 +59,7 @@ class SelfTestReport:
 
     @property
     def key(self) -> str:
-        """What it holds for, as a file's name: this card, driver and PyTorch."""
+        """The file name of the card, driver and PyTorch that it is valid for."""
         return _key(self.architecture.name, self.machine)
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,20 +86,20 @@ def _in_words(line: CheckResult) -> str:
 
 
 def machine_of(device: torch.device, architecture: Architecture) -> dict[str, str]:
-    """Return the card, the driver and the versions that a self-test holds for."""
+    """Return the card, the driver and the versions that a self-test is valid for."""
     facts = {key: str(value) for key, value in asdict(platform_of(device, architecture.name)).items()}
     return {**facts, "driver": "" if device.type == "cpu" else driver()}
 
 
 def keep(result: SelfTestReport, file: Path) -> Path:
-    """Write it as JSON, whole or not at all. Raises OSError."""
+    """Write the report as JSON, atomically. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     return write_whole(file, json.dumps(result.as_dict(), indent=2, allow_nan=False).encode())
 
 
 def verified_architecture(device: torch.device, folder: Path | None) -> Architecture:
-    """Return a device's architecture, with what the self-test of this card, driver and PyTorch found wrong there, where
-    one is kept in a folder. A file that cannot be read counts as none, and is named in the log."""
+    """Return a device's architecture, with the failures of a self-test of this card, driver and PyTorch, if the folder
+    holds one. A file that cannot be read counts as none, and is named in the log."""
     architecture = detect(device)
     if folder is None or not any(folder.glob(f"{architecture.name}-*.json")):
         return architecture
@@ -120,7 +120,7 @@ class _KeptLine(Foreign):
 
 
 class _Kept(Foreign):
-    """What later runs ask of it."""
+    """The part of a report that later runs need."""
 
     date: Annotated[str, Field(pattern=f"^{_DAY}$")]
     lines: Annotated[list[_KeptLine], Field(max_length=1000)]

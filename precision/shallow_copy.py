@@ -1,4 +1,4 @@
-"""Shells: shallow copies of a module that share its weights and have something replaced. The module stays as it is."""
+"""Shallow copies of a module ("shells"): they share its weights, and have parts replaced. The module stays as it is."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def add_hook(
     before: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     after: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Have a shell change its arguments, by name, and what it returns: by PyTorch's hooks, which stay around whatever
-    another shell computes in its place."""
+    """Let a shell change its arguments, by name, and its result. It uses PyTorch's hooks, which also run around another
+    shell that replaces its forward."""
     names = [*inspect.signature(shell.forward).parameters]
     shell.__dict__.update({name: OrderedDict(shell.__dict__[name]) for name in HOOKS})  # not the module's
     if before:
@@ -39,15 +39,15 @@ def add_hook(
 
 
 def without_hooks(module: torch.nn.Module) -> dict[str, OrderedDict[int, Any]]:
-    """Return a module's attributes for hooks, with those alone that `add_hook` has added to a shell."""
+    """Return a module's hook attributes with only the hooks that `add_hook` added."""
     kinds = {name: module.__dict__[name] for name in HOOKS if name in module.__dict__}
     ours = {n for hooks in kinds.values() for n, hook in hooks.items() if getattr(hook, "__module__", "") == __name__}
     return {name: OrderedDict((n, hook) for n, hook in hooks.items() if n in ours) for name, hooks in kinds.items()}
 
 
 def shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a shallow copy. A module may have its own method once more as an attribute, as transformers 4 leaves it on
-    layers of which it recorded outputs: the copy would go on calling the module's, with nothing replaced."""
+    """Return a shallow copy, without attributes that are bound methods of the module itself. transformers 4 leaves such
+    on layers whose outputs it recorded; the copy would call the original's, with nothing replaced."""
     shell = copy.copy(module)
     own = shell.__dict__.get("forward")
     if getattr(own, "__func__", None) is type(module).forward:
@@ -56,8 +56,8 @@ def shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def replace_submodules(module: torch.nn.Module, replacements: Mapping[str, Make]) -> torch.nn.Module:
-    """Return a shell of `module` in which each named submodule is what its function makes of it. Only the modules above
-    those are copied."""
+    """Return a shell of `module` in which each named submodule is replaced by its function's result. Only the modules
+    above those are copied."""
     if make := replacements.get(""):
         return make(module)
     shells: dict[str, torch.nn.Module] = {}
@@ -81,10 +81,10 @@ def replace_submodules(module: torch.nn.Module, replacements: Mapping[str, Make]
 def reporting(
     module: torch.nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> torch.nn.Module:
-    """Return a shell that says another dtype and device than its weights have, for diffusers pipelines, which ask.
+    """Return a shell that reports another dtype and device than its weights have, for diffusers pipelines.
 
-    dtype: float32, and a pipeline hands it float32, and keeps latents in it.
-    device: where it computes; its weights may be elsewhere until they are needed.
+    dtype: with float32, a pipeline passes float32, and keeps latents in it.
+    device: the device that computes; the weights may be elsewhere between calls.
     """
     shell, kind = shallow_copy(module), type(module)
     says: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -97,18 +97,18 @@ def reporting(
 
 
 def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> torch.nn.Module:
-    """Return a shell of `module` that calls `forward`. It has none of the module's hooks, which the original runs."""
+    """Return a shell of `module` that calls `forward`, without the module's hooks."""
     shell = shallow_copy(module)
     shell.__dict__.update({name: OrderedDict() for name in HOOKS if name in shell.__dict__})
-    shell.__dict__["forward"] = forward  # set as an attribute, a module would become a submodule of both
+    shell.__dict__["forward"] = forward  # setattr would make a module a submodule of both
     return shell
 
 
 class IdentityMemo:
-    """Memoise a function by tensor identity: for what a run passes at every step, as it does its prompt.
-    A tensor is known by being the same object, and nobody may write to it meanwhile.
+    """Memoise a function by tensor identity, for arguments that are the same at every step, as a prompt is. Nobody may
+    write to the tensors meanwhile.
 
-    kept: of how many tensors, the latest: a step may make several calls, each with a prompt of its own.
+    kept: number of tensors, the latest ones: a step may make several calls, each with its own prompt.
     """
 
     def __init__(self, kept: int = 2):
@@ -116,7 +116,7 @@ class IdentityMemo:
         self._made: list[tuple[torch.Tensor, Any]] = []
 
     def of(self, given: torch.Tensor, make: Callable[[torch.Tensor], Any]) -> Any:
-        """Return what `make` made of it, now or earlier."""
+        """Return `make(tensor)`, computed now or earlier."""
         for known, made in self._made:
             if known is given:
                 return made
@@ -132,15 +132,15 @@ def mixin_class(base: type[torch.nn.Module], kind: type[torch.nn.Module]) -> typ
 
 
 def copy_with_base(layer: torch.nn.Module, base: type[torch.nn.Module], **state: Any) -> Any:
-    """Return a shallow copy of `layer` that is a `base` as well, before its own class, with `state` as attributes."""
+    """Return a shallow copy of `layer` with the mixin `base` before its own class, and `state` as attributes."""
     copied = shallow_copy(layer)
     copied.__class__ = mixin_class(base, type(layer))
-    copied.__dict__.update(state)  # set as attributes, tensors and modules would become parts of `layer`, too
+    copied.__dict__.update(state)  # setattr would register tensors and modules in `layer` too
     return copied
 
 
 def structural_copy(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a shell whose submodules are shells too: what is put into it, at any depth, does not get into `module`.
+    """Return a shell whose submodules are shells too: replacing a part at any depth does not change `module`.
 
     Parameters and buffers are the same objects, and stay so when either is moved to another device.
     """
@@ -158,13 +158,13 @@ def structural_copy(module: torch.nn.Module) -> torch.nn.Module:
 
 
 class KeptInFp32:
-    """A base before a layer's own class: half inputs become float32, and floating outputs have `outside`'s dtype.
+    """A mixin for a layer: half inputs become float32, and floating outputs get `outside`'s dtype.
 
-    A float32 output would make the stream behind it float32, which the half-precision layers there refuse. A value that
-    does not fit is infinite, for the guard to find.
+    A float32 output would make the residual stream float32, which the half-precision layers after it refuse. A value
+    that does not fit becomes infinite, and the guard sees it.
     """
 
-    outside: torch.nn.Parameter  # of no elements; its dtype is what the layer hands on
+    outside: torch.nn.Parameter  # without elements; its dtype is the output's
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
@@ -176,9 +176,9 @@ class KeptInFp32:
 
 
 def keep_in_fp32(layer: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Make a layer, and what is below it, compute in float32 and put out `dtype`.
+    """Make a layer and its children compute in float32 and return `dtype`.
 
-    It keeps its place, its type and its weights' names, by which adapters and scaled layers know it.
+    It keeps its place, type and weight names, by which adapters and scaled layers find it.
     """
     if isinstance(layer, KeptInFp32):
         return

@@ -1,4 +1,4 @@
-"""What a whole process shares: settings that several runs hold at the same time, and a lock where they cannot."""
+"""Process-wide state: settings that several runs can hold at the same time, and a lock for those that they cannot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 lasting: Callable[[], AbstractContextManager[object]] = nullcontext
-"""What tensors are made in that outlive the call of a model in which they are made; a host that plans the memory of
+"""A context for allocating tensors that outlive the model call in which they are made. A host that plans the memory of
 calls sets it."""
 
 
@@ -18,8 +18,8 @@ class SharedSetting:
     Saving and restoring in each run would leave the setting stuck when two threads overlap
     (A enters, B enters, A restores, B restores A's value).
 
-    apply: sets it and returns the function that restores what was there before. It is given what `held` is: of what
-        runs hold at the same time, the least.
+    apply: sets it, and returns a function that restores the state before. Called with the arguments of `held`; of
+        several holders', with the smallest.
     """
 
     def __init__(self, apply: Callable[..., Callable[[], None]]):
@@ -35,7 +35,7 @@ class SharedSetting:
 
     @contextmanager
     def held(self, *value: bool) -> Generator[None]:
-        """Hold the setting inside. value: for one that can be on or off, which it shall be."""
+        """Hold the setting inside. value: for a setting that can be on or off."""
         try:
             with self._lock:
                 self._holders.append(value)

@@ -1,8 +1,8 @@
-"""What a call may change besides what it returns, as it was before: so that a failed call can be made again.
+"""Snapshots of all state that a call may change, so that a failed call can be undone and repeated.
 
 A call may write to its arguments, to lists, dicts, objects and buffers that its modules keep, and it draws random
-numbers. What is restored is found by walking from the arguments and modules, by identity, so cycles do no harm.
-Parameters are never copied, and layers of PyTorch are not looked into.
+numbers. A walk from the arguments and modules finds what to restore. It goes by identity, so cycles do no harm.
+Parameters are never copied, and PyTorch's own layers are skipped.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ import torch
 
 from .dtypes import HALF_DTYPES
 
-COPIED = 2**29  # bytes of tensors that a snapshot copies. Of what is beyond, it notices that it changed
-_ENTRIES = 200_000  # of containers, that a snapshot looks at
-_COPIED_IN_FUNCTIONS = 2**25  # bytes of tensors that a snapshot copies of what functions keep
-_OWN = f"{__name__.rpartition('.precision.')[0]}."  # this package: guards and reports are no state of a model
+COPIED = 2**29  # most bytes of tensors that a snapshot copies. Of others it notices only that they changed
+_ENTRIES = 200_000  # most entries of containers that a snapshot visits
+_COPIED_IN_FUNCTIONS = 2**25  # most bytes of tensors that it copies of those that functions keep
+_OWN = f"{__name__.rpartition('.precision.')[0]}."  # this package: guards and reports are not a model's state
 _FOREIGN = ("torch.", "threading.", "queue.", "concurrent.", "asyncio.", "logging.", "weakref.", "accelerate.", _OWN)
 _LEAVES = (
     *(type(None), bool, int, float, complex, str, bytes, slice, Enum, type, torch.nn.Parameter),
     *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
-_TORCH = frozenset(vars(torch.nn.Module()))  # what a module keeps of its own: parameters, hooks, children
+_TORCH = frozenset(vars(torch.nn.Module()))  # torch.nn.Module's own attributes: parameters, hooks, children
 _ABSENT: Any = object()
-_AS_IT_IS = torch._C.DisableTorchFunction  # out of the fp32 rerun's mode, in which half tensors look like float32
-Path = tuple[Any, ...]  # a root's number, then keys and names of attributes
+_AS_IT_IS = torch._C.DisableTorchFunction  # leaves the fp32 rerun's mode, in which half tensors look like float32
+Path = tuple[Any, ...]  # the number of a root, then keys and attribute names
 Dtypes = dict[Path, torch.dtype]  # where tensors are, and of which dtype
 _Look = Callable[[Any, Any, Path], Iterable[tuple[Any, Any]]]
 
 
 class Held(NamedTuple):
-    """A container, and what it held: by key or name, or in order."""
+    """A container and its items: by key, by attribute name, or in order."""
 
     container: Any
     items: dict[Any, Any] | list[Any]
@@ -50,24 +50,24 @@ class Held(NamedTuple):
 
 @dataclass
 class Reachable:
-    """Everything changeable that can be reached from some roots."""
+    """All mutable objects that can be reached from some roots."""
 
     opaque: tuple[str, ...]
-    on_meta: bool = False  # whether tensors without values count, too
-    functions: list[tuple[Any, Path]] | None = None  # met so far, to be looked into later; None: they keep nothing
+    on_meta: bool = False  # whether tensors on "meta" count too
+    functions: list[tuple[Any, Path]] | None = None  # functions found, to be walked later; None: functions are skipped
     _in_functions: bool = False
     held: dict[int, Held] = field(default_factory=dict)
     tensors: dict[int, tuple[torch.Tensor, Path]] = field(default_factory=dict)
     generators: dict[int, Any] = field(default_factory=dict)
-    _kinds: dict[type, _Look | None] = field(default_factory=dict)  # unbound: a circle would keep all
+    _kinds: dict[type, _Look | None] = field(default_factory=dict)  # unbound methods: a cycle would keep all alive
     left: int = _ENTRIES
 
     def walk(self, roots: Iterable[Any]) -> None:
-        """Look at all that can be reached from the roots, but through functions."""
+        """Visit all that can be reached from the roots without passing through functions."""
         self._walk([(root, (number,)) for number, root in enumerate(roots)])
 
     def walk_functions(self) -> None:
-        """Look at all that can be reached through the functions that were met."""
+        """Visit all that can be reached through the functions found so far."""
         self._in_functions = True
         self._walk(self.functions or [])
 
@@ -84,7 +84,7 @@ class Reachable:
                     ahead.append((inside, (*path, key)))
 
     def _looked_at(self, kind: type) -> _Look | None:
-        """Return what looks at values of a class; None where they cannot change, or are nobody's state."""
+        """Return the method that visits values of a class; None if they cannot change, or are no state of a call."""
         if self.functions is not None and kind in _IN_FUNCTIONS:
             return _IN_FUNCTIONS[kind]
         for kinds, look in _LOOKS:
@@ -141,7 +141,8 @@ class Reachable:
         return self._hold(value, slots | state, path)
 
     def _module(self, value: torch.nn.Module, path: Path) -> Iterable[tuple[Any, Any]]:
-        """Layers without children and buffers keep nothing, if they are PyTorch's or opaque: most of a network."""
+        """Visit a module. PyTorch's and opaque layers without children and buffers, most of a network, hold no
+        state."""
         children, buffers, kind = value._modules, value._buffers, type(value)
         below = len(path) > 1 and kind is not torch.nn.Module and not children and not buffers
         if below and f"{kind.__module__}.".startswith((*_FOREIGN, *self.opaque)):
@@ -178,8 +179,8 @@ _LOOKS: tuple[tuple[Any, _Look | None], ...] = (
 
 
 class _Copy(NamedTuple):
-    """A tensor as it was. alias: the same memory, with the shape and strides that it had. values: None where there were
-    too many to copy. mark: tells whether they changed; None where they were copied and only the device could tell."""
+    """A tensor as it was. alias: the same memory, with the shape and strides that it had. values: a copy; None if too
+    large. mark: differs after a change; None if there is a copy, and comparing marks would wait for the device."""
 
     tensor: torch.Tensor
     alias: torch.Tensor
@@ -192,9 +193,9 @@ class Snapshot:
     """Arguments, state and random state as they are now.
 
     roots: arguments, modules, and whatever else a call may change.
-    opaque: where classes come from ("package.module.") whose instances are no state of the call.
-    rewritten: roots whose tensors are not copied, since every call writes what it reads there.
-    in_functions: whether functions and methods are looked into, for what they keep: little of it is copied.
+    opaque: module prefixes ("package.module.") of classes whose instances are no state of the call.
+    rewritten: roots whose tensors are not copied, since every call writes before it reads there.
+    in_functions: whether to visit what functions and methods keep (with a smaller limit of copied bytes).
     """
 
     def __init__(
@@ -222,11 +223,11 @@ class Snapshot:
         return all(copy.values is not None for copy in self._tensors)
 
     def restore(self, *, waits: bool = True) -> str:
-        """Put everything back. What did not change is not touched, since other threads may read it. Returns the name of
-        a tensor that changed and was too large to be copied; "" where there is none.
+        """Restore everything. Unchanged objects are not touched, since other threads may read them. Returns the name of
+        a tensor that changed and was too large to be copied; "" if there is none.
 
-        waits: for the device, to see what changed. Otherwise tensors are put back whose count of changes has grown, and
-            those that have none, of inference mode; a change through `.data` is not seen.
+        waits: whether to wait for the device to compare values. Without, a tensor is restored if its version counter
+            has grown, or if it has none (of inference mode); a change through `.data` is missed.
         """
         with _AS_IT_IS():
             for container, items, _ in self._held:
@@ -237,9 +238,9 @@ class Snapshot:
         return lost[0] if lost else ""
 
     def with_nan(self) -> str:
-        """Return the name of a tensor that held NaN; "" where none did."""
+        """Return the name of a tensor that held NaN; "" if none did."""
         with _AS_IT_IS():
-            for _, _, held, _, path in self._tensors:  # None: too large to be kept
+            for _, _, held, _, path in self._tensors:  # None: too large to be copied
                 if held is None or not held.is_floating_point():
                     continue
                 if (held.float() if held.itemsize < 2 else held).isnan().any():
@@ -248,10 +249,10 @@ class Snapshot:
 
     @contextmanager
     def once_more(self, *made: Any) -> Generator[bool]:
-        """Have everything as it was, so that the same call can be made once more, and afterwards as it is now.
+        """Inside, everything is as it was, so that the call can be repeated; afterwards, it is as it is now.
 
-        made: what the call has put out, which may share memory with its arguments.
-        Gives False, and changes nothing, where something is too large to be put back.
+        made: the call's output, which may share memory with its arguments.
+        Yields False, and changes nothing, if something is too large to be restored.
         """
         after = Snapshot(
             *self._roots, *made, opaque=self._opaque, rewritten=self._rewritten, in_functions=self._in_functions
@@ -276,14 +277,15 @@ class Snapshot:
             return {path: tensor.dtype for tensor, path in self._now().tensors.values()}
 
     def holds(self) -> set[int]:
-        """Return the ids of the tensors that were there."""
+        """Return the ids of the snapshot's tensors."""
         return {id(copy.tensor) for copy in self._tensors}
 
     def narrow(self, dtypes: Dtypes, otherwise: torch.dtype | None = None, but: Collection[int] = ()) -> None:
-        """Bring tensors that are float32 now to half precision, where a call in half precision left them so, and where
-        they fit.
+        """Cast float32 tensors that an fp32 call left to the dtype that a half-precision call leaves, if they fit.
 
-        dtypes: what that call left. otherwise: where it left nothing; None: as it is. but: ids of tensors that stay.
+        dtypes: of the tensors that such a call left, by path.
+        otherwise: the dtype for other paths; None keeps float32.
+        but: ids of tensors to keep.
         """
         with _AS_IT_IS():
             for held in self._now().held.values():
@@ -314,12 +316,12 @@ def _random_state(generators: Iterable[Any], devices: Iterable[torch.device]) ->
 
 
 def _own(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a module's attributes without what torch.nn.Module keeps of its own."""
+    """Return a module's attributes without torch.nn.Module's own."""
     return {name: state[name] for name in state.keys() - _TORCH}
 
 
 def _slots(kind: type) -> list[str]:
-    """Return the names under which instances of a class have their slots."""
+    """Return the attribute names of a class's slots."""
     found: list[str] = []
     for each in kind.__mro__:
         names = vars(each).get("__slots__", ())
@@ -344,7 +346,7 @@ def copied(
 
 
 def copies(*roots: Any) -> list[torch.Tensor]:
-    """Return what a Snapshot of the roots copies, of tensors without values too."""
+    """Return the copies that a Snapshot of the roots makes, for tensors on "meta" too."""
     found = Reachable((), on_meta=True)
     with _AS_IT_IS():
         found.walk(roots)
@@ -352,35 +354,35 @@ def copies(*roots: Any) -> list[torch.Tensor]:
 
 
 def _distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """Return each value of an expanded tensor once."""
+    """Return an expanded tensor without its repeated values."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         tensor = tensor.narrow(dim, 0, 1) if stride == 0 and size > 1 else tensor
     return tensor
 
 
 def _mark(tensor: torch.Tensor) -> Any:
-    """Return what is another one after a tensor changed. Tensors made in inference mode count no versions: of those, a
-    sum over their bits."""
+    """Return a mark that differs after a tensor changed: its version counter, or a sum over its bits for tensors of
+    inference mode, which have no counter."""
     if not tensor.is_inference():
         return tensor._version
     return _bits(tensor).sum(dtype=torch.int64)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bits as integers: NaN equals itself there."""
+    """Return a tensor's bits as integers, so that NaN equals itself."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor.view(_BITS[tensor.itemsize])
 
 
 def restored(copy: _Copy, waits: bool) -> bool:
-    """Put a tensor back. Returns whether that could be done; what was not copied can be if it did not change."""
+    """Restore a tensor. Returns whether that was possible: without a copy, only if it did not change."""
     tensor, alias, values, mark, _ = copy
     if values is None:
         return bool(_mark(tensor) == mark)
     if not waits and mark is not None and _mark(tensor) == mark and _lie_alike(tensor, alias):
         return True
     with torch.inference_mode(alias.is_inference()), torch.no_grad():
-        if tensor.device == alias.device and not _lie_alike(tensor, alias):  # one that was moved stays where it is
+        if tensor.device == alias.device and not _lie_alike(tensor, alias):  # else it was moved, and stays there
             tensor.data = alias
         now = _distinct(tensor)
         if not waits or now.device != values.device or not torch.equal(_bits(now), _bits(values)):
@@ -389,7 +391,7 @@ def restored(copy: _Copy, waits: bool) -> bool:
 
 
 def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same memory, seen in the same way."""
+    """Return whether two tensors are the same view of the same memory."""
     looks = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (one, other)]
     return looks[0] == looks[1]
 

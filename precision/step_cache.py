@@ -1,12 +1,12 @@
 """A step cache: on predictable steps most of a denoiser is skipped, and extrapolated from its outputs of earlier steps.
 
-The first block is computed in every step. What all other blocks add to its output is extrapolated in a cached step by
-the polynomial through the last computed steps. The guard's attempt and its fp32 rerun are shallow copies with other
-blocks; the denoiser that both share stays as it is. A call's values are kept once the guard has accepted its output: a
-failed attempt leaves nothing behind, and the rerun computes every block and leaves what it computed.
+The first block is computed in every step. In a cached step, the sum that all other blocks add to its output is
+extrapolated by the polynomial through the last computed steps. The guard's attempt and its fp32 rerun are shallow
+copies with other blocks; the denoiser that both share stays as it is. A call's values are kept once the guard has
+accepted its output: a failed attempt leaves nothing, and the rerun computes every block and records the outputs.
 
-error_estimate.py decides which steps are cached. The host waits for none of its numbers: the guard reads them with the
-range of the output.
+error_estimate.py decides which steps are cached. The host never waits for its numbers: the guard reads them together
+with the range of the output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .planned_products import running
 from .shallow_copy import Make, replace_submodules, with_forward
 from .snapshot import Snapshot, copies
 
-_SAMPLED = 7  # a signal is every so many-th value of the first block's output: it is only measured
+_SAMPLED = 7  # a signal uses every _SAMPLED-th value of the first block's output
 
 # what the sampler multiplies each of a step's outputs by, in their order: of both halves of a batch, or of two calls
 GuidanceWeights = Sequence[float]
@@ -42,20 +42,20 @@ _Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class StepCacheController:
-    """Decides what becomes of each step of a run, and counts. The run's denoisers share it.
+    """Decides which steps of a run are cached, and counts. The run's denoisers share it.
 
-    pending: the numbers that the guard reads along with a call's ranges, and makes the same in all processes that
-        compute the run together, so that each decides as the others do.
+    pending: numbers that the guard reads together with a call's ranges, and all-reduces over the processes that compute
+        the run together, so that all decide alike.
     """
 
     def __init__(self, policy: CachePolicy, steps: int):
         self.estimate = ErrorEstimate(policy, steps)
         self.pending = Pending()
-        self.choice: CacheDecision | None = None  # of the present step; None: not made yet
+        self.choice: CacheDecision | None = None  # for the current step; None before its first call
         self._computed = self._skipped = 0  # calls of blocks
-        self._comparisons: list[torch.Tensor] = []  # of the present step's earlier calls, as in `compare`
-        self._latents: torch.Tensor | None = None  # that the present step begins from
-        self._cache: DenoiserHistory | None = None  # of the denoiser that was called latest
+        self._comparisons: list[torch.Tensor] = []  # of the current step's earlier calls, see `compare`
+        self._latents: torch.Tensor | None = None  # at the start of the current step
+        self._cache: DenoiserHistory | None = None  # of the denoiser called last
 
     @property
     def use(self) -> CacheUse:
@@ -72,11 +72,11 @@ class StepCacheController:
         )
 
     def stop(self, why: str) -> None:
-        """Cache nothing more in this run."""
+        """Stop caching in this run."""
         self.estimate = self.estimate.stop(why)
 
     def begin_call(self, cache: DenoiserHistory) -> None:
-        """Note which denoiser is called. The one before it is done: its history goes, and tells nothing of this one."""
+        """Note which denoiser is called. If another one was before it, drop that one's history and ratio."""
         if self._cache is not None and self._cache is not cache:
             self._cache.history.clear()
             self.estimate = self.estimate.with_another_denoiser()
@@ -87,15 +87,15 @@ class StepCacheController:
         self._computed += not skipped
 
     def choose(self) -> CacheDecision:
-        """Return what becomes of the present step. Its first call decides that; the others follow."""
+        """Return what to do with the current step. Its first call decides; the others follow."""
         self.choice = self.choice or self.estimate.choice()
         return self.choice
 
     def compare(self, comparisons: list[torch.Tensor], weights: GuidanceWeights) -> None:
-        """Measure how far the cache is off after guidance, once all outputs of the present step are known.
+        """Measure the cache's error after guidance, once all outputs of the current step are known.
 
-        comparisons: of the latest call's outputs, [batch, ..., 2]: what the cache would have given less the output,
-            and the output.
+        comparisons: of the latest call's outputs, [batch, ..., 2]: the cache's output minus the real one, and the real
+            output.
         """
         parts = [*self._comparisons, *comparisons]
         if len(weights) > 1 and len(parts) == 1:
@@ -106,11 +106,11 @@ class StepCacheController:
             self.pending.ask("error", off / output)
 
     def keep(self, comparisons: list[torch.Tensor]) -> None:
-        """Keep those of a call whose output the guard has accepted."""
+        """Keep the numbers of a call whose output the guard has accepted."""
         self._comparisons += comparisons
 
     def end_step(self, latents: torch.Tensor) -> None:
-        """Go on to the next step. latents: that this one made."""
+        """Advance to the next step. latents: the result of this one."""
         if self.estimate.at:
             self.estimate = self.estimate.with_change(self.pending.take("change"))
         if self._latents is not None:
@@ -127,8 +127,8 @@ class StepCacheController:
         self.choice, self._comparisons = None, []
 
     def recompute(self, *, whole: bool) -> None:
-        """Have the present call computed after all, since its attempt failed. whole: it is the step's first one, so
-        none of the step is cached."""
+        """Compute the current call after all, since its attempt failed. whole: it is the step's first call, so nothing
+        of the step is cached."""
         self._comparisons = []
         self.pending.drop("error")
         if whole:
@@ -137,25 +137,25 @@ class StepCacheController:
 
 @dataclass(frozen=True)
 class _Values:
-    """What a computed step leaves for those after it."""
+    """Values of a computed step, from which later steps are extrapolated."""
 
     step: int
     signal: torch.Tensor  # [values], float32
-    added: torch.Tensor  # what the other blocks added to the first one's output
+    added: torch.Tensor  # last block's output minus the first block's
 
 
 @dataclass
 class _DenoiserCall:
     """One call of the denoiser."""
 
-    history: tuple[_Values, ...] = ()  # to extrapolate from; none: everything is computed
+    history: tuple[_Values, ...] = ()  # to extrapolate from; empty: everything is computed
     choice: CacheDecision | None = None
-    leads: bool = False  # it is a step's first one, whose signal is measured
-    skips: bool = False  # the blocks behind the first one
+    leads: bool = False  # the step's first call, whose signal is measured
+    skips: bool = False  # whether to skip the blocks after the first one
     first_output: Any = None
     signal: torch.Tensor | None = None
     values: _Values | None = None
-    comparison: torch.Tensor | None = None  # of its outputs, as `StepCacheController.compare` takes it
+    comparison: torch.Tensor | None = None  # of its outputs, for `StepCacheController.compare`
 
 
 def _comparisons(calls: Sequence[_DenoiserCall]) -> list[torch.Tensor]:
@@ -168,15 +168,15 @@ class DenoiserHistory:
 
     blocks: Sequence[str]  # names of the denoiser's blocks, two or more, in the order in which they are called
     controller: StepCacheController
-    weights: GuidanceWeights = (1.0,)  # what the sampler multiplies a step's outputs by
+    weights: GuidanceWeights = (1.0,)  # the sampler's factors of a step's outputs
     own: _Change = lambda tensor: tensor  # returns the share of the first block's input that this process computes with
     whole: _Change = lambda tensor: tensor  # returns a call's whole output, of what is made of it in this process
 
     def __post_init__(self) -> None:
-        self.history: dict[int, tuple[_Values, ...]] = {}  # call of a step → of the latest steps
-        self._calls: list[_DenoiserCall] = []  # in one call of the guard: one, or one for each half of a batch
-        self._step, self._before = 0, 0  # the present step, and how many of its calls are done
-        self._after: tuple[int, int] | None = None  # the last block, for who computes by what an earlier step showed
+        self.history: dict[int, tuple[_Values, ...]] = {}  # call of a step → values of the latest steps
+        self._calls: list[_DenoiserCall] = []  # within one call of the guard: one, or one per half of a batch
+        self._step, self._before = 0, 0  # the current step, and the number of its finished calls
+        self._after: tuple[int, int] | None = None  # the position of the last block, for planned products
 
     def attempt(self, run: Any) -> Callable[..., Any]:
         """Wrap a call of the guard's attempt. run: a module, or a partial function of one."""
@@ -189,7 +189,7 @@ class DenoiserHistory:
     def keep(self, *, accepted: bool = True) -> bool:
         """Keep the values of the latest guarded call. Returns whether it was cached.
 
-        accepted: its output was finite. Where the guard lets through what is not, nothing of it is kept.
+        accepted: whether its output was finite. Of others that the guard let through, nothing is kept.
         """
         self._advance()
         calls, self._calls = self._calls, []
@@ -206,7 +206,7 @@ class DenoiserHistory:
         return any(call.choice is CacheDecision.REUSE for call in calls)
 
     def forget(self) -> None:
-        """Begin anew, since later calls are made otherwise: the latest one, which will be made again, is computed."""
+        """Drop the history, since later calls compute differently. The latest call will be repeated, and computed."""
         self._advance()
         self.controller.recompute(whole=not self._before)
         self.history.clear()
@@ -218,7 +218,7 @@ class DenoiserHistory:
             self._step, self._before = self.controller.estimate.at, 0
 
     def guarded(self, call: Callable[..., Any], *, rerun: bool = False) -> Callable[..., Any]:
-        """Wrap what the guard calls: an attempt or a rerun, or one of each half of a batch."""
+        """Wrap the guard's call: an attempt or a rerun, or one for each half of a batch."""
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             self._calls = []
@@ -251,7 +251,7 @@ class DenoiserHistory:
         return output
 
     def _begin(self) -> _DenoiserCall:
-        """Return the present call, and what becomes of it where it may be cached."""
+        """Return the current call, and what to do with it if it may be cached."""
         number = self._before + len(self._calls)
         history = self.history.get(number, ())
         follows = number == 0 or self.controller.choice is not None
@@ -274,7 +274,7 @@ class DenoiserHistory:
 
     def _run_first_block(self, block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = self._calls[-1]
-        if call.first_output is not None:  # the same call again, in full
+        if call.first_output is not None:  # the same call again, uncached
             return call.first_output
         output = call.first_output = block(*args, **kwargs)
         self.controller.count(skipped=False)
@@ -314,12 +314,12 @@ class DenoiserHistory:
         return output
 
     def _count_skip(self) -> None:
-        """Where the call is made again in full, nothing was skipped."""
+        """Count skipped blocks, unless the call was repeated uncached."""
         if self._calls[-1].choice is CacheDecision.REUSE:
             self.controller.count(skipped=True)
 
     def _extrapolated(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the values at the present step, in float32."""
+        """Return the values extrapolated to the current step, in float32."""
         weights = extrapolation_weights([each.step for each in self._calls[-1].history], self._step)
         made = values[0].float() * weights[0]
         for value, weight in zip(values[1:], weights[1:], strict=True):
@@ -327,7 +327,7 @@ class DenoiserHistory:
         return made
 
     def fill_history(self, calls: int) -> None:
-        """Keep the values of the latest call for as many steps, and calls of each, as a run ever keeps."""
+        """Fill the history, for all steps and calls that a run ever keeps, with the values of the latest call."""
         (call,) = self._calls
         values, self._calls = call.values, []
         assert values is not None
@@ -337,11 +337,11 @@ class DenoiserHistory:
 
 
 def with_most_memory(run: Any, blocks: Sequence[str], calls: int) -> Callable[..., Any]:
-    """Return a call of a denoiser on "meta" that takes as much memory as a call with a step cache ever does: with a
-    full history, it is extrapolated, computed, and compared.
+    """Return a call of a denoiser on "meta" with the peak memory of a step cache: with a full history, it is
+    extrapolated, computed, and compared.
 
-    run, blocks: as a StepCache has them.
-    calls: of a step, of which each has its own history.
+    run, blocks: as of a StepCache.
+    calls: number of calls in a step, each with its own history.
     """
     controller = StepCacheController(CachePolicy(), FIRST + LAST + 1)
     controller.estimate = replace(controller.estimate, at=FIRST)

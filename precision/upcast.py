@@ -31,11 +31,11 @@ from .shared import SharedSetting
 
 
 class TraceableMode(TorchFunctionMode):
-    """A function mode that a compiler traces into what it compiles, and that is never compiled by itself.
+    """A function mode that dynamo traces as part of a compiled function, but never compiles by itself.
 
-    Where dynamo gives a frame up, what that calls runs one call after the other, and each mode's `__torch_function__`
-    would be a frame to compile. What a property gives (`Tensor.dtype`) is a constant in such code, with no guard: the
-    next tensor's is taken for the same, and its results have the wrong dtype.
+    If dynamo gives up a frame, the calls of that frame run one by one, and dynamo would compile `__torch_function__` as
+    a frame of its own. There a property such as `Tensor.dtype` becomes a constant without a guard: it would hold for
+    the next tensor too, and give results of the wrong dtype.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -65,12 +65,12 @@ def _compile_what_it_calls_alone(code: CodeType) -> None:
 
 
 Result = TypeVar("Result")
-_Memo = dict[int, tuple[torch.Tensor, torch.Tensor]]  # id of a half tensor → that, and its copy in float32
-_Copied = tuple[Any, Any, list[Any]]  # a list or dict of the caller's, its copy, and what that held at first
+_Memo = dict[int, tuple[torch.Tensor, torch.Tensor]]  # id of a half tensor → the tensor, and its float32 copy
+_Copied = tuple[Any, Any, list[Any]]  # a list or dict of the caller's, its copy, and the copy's first items
 
 
 class RerunUnsupported(Told, RuntimeError):
-    """The module holds something that cannot be run in float32 from here; the message names it."""
+    """A part of the module cannot run in float32 from outside; the message names it."""
 
 
 def run_in_fp32(function: Callable[..., Result], *args: Any, tf32: bool = False, **kwargs: Any) -> Result:
@@ -78,8 +78,7 @@ def run_in_fp32(function: Callable[..., Result], *args: Any, tf32: bool = False,
 
     args, kwargs: passed on, with every fp16/bf16 tensor in them upcast. A tensor that the function changes in place
         is written back to the caller's tensor in the caller's dtype.
-    tf32: allow TF32 while it runs (fp32's range, fp16's mantissa; sm80 and later), or keep even convolutions from it,
-        which PyTorch lets take it.
+    tf32: whether products and convolutions may use TF32 meanwhile (fp32's range, fp16's mantissa; sm80 and later).
 
     Returns what the function returns; half-precision results are float32.
 
@@ -98,7 +97,7 @@ def run_in(
     *,
     tf32: bool = False,
 ) -> Result:
-    """Do what `run_in_fp32` does, in a mode that may compute some of it otherwise. Returns and raises the same."""
+    """Do the same as `run_in_fp32`, in a mode that may compute some functions in another way."""
     module = getattr(function, "__self__", function)
     if isinstance(module, torch.nn.Module) and mode.is_first:
         _refuse_scripted(module)
@@ -128,7 +127,7 @@ def run_in(
 
 
 def _with_copies(value: Any, memo: _Memo, copies: list[_Copied]) -> Any:
-    """Return arguments with half tensors upcast, for which lists and dicts have to be copied."""
+    """Return arguments with half tensors upcast, in copies of their lists and dicts."""
     if (kind := type(value)) not in (list, dict, tuple):
         return pytree.tree_map_only(torch.Tensor, partial(_upcast, memo), value)
     items = [_with_copies(inside, memo, copies) for inside in (value.values() if kind is dict else value)]
@@ -139,7 +138,7 @@ def _with_copies(value: Any, memo: _Memo, copies: list[_Copied]) -> Any:
 
 
 def _write_containers_back(copies: list[_Copied], given: dict[int, Any]) -> None:
-    """Change the caller's lists and dicts as their copies were. given: what was upcast, by the id of its copy."""
+    """Apply changes of the copied lists and dicts to the caller's. given: half tensors by the ids of their copies."""
     given |= {id(copied): theirs for theirs, copied, _ in copies}
     for theirs, copied, before in copies:
         now = [*copied.values()] if isinstance(copied, dict) else [*copied]
@@ -151,8 +150,7 @@ def _write_containers_back(copies: list[_Copied], given: dict[int, Any]) -> None
 
 @contextmanager
 def fp32_mode(mode: Fp32Mode, *, tf32: bool) -> Generator[None]:
-    """Make everything that this thread runs inside compute in float32, or as the mode has it computed. Half tensors
-    from outside stay as they are."""
+    """Inside, this thread computes in float32, or as the mode decides. Half tensors from outside stay as they are."""
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(EAGER_ONLY.held())
@@ -164,14 +162,13 @@ def fp32_mode(mode: Fp32Mode, *, tf32: bool) -> Generator[None]:
 
 
 class OneOperation:
-    """A function that the rerun takes for one operation: half tensors and dtypes among its arguments reach it as
-    float32, and inside it every other tensor is what it is.
+    """A function that the rerun treats as one operation: half tensors and dtypes among its arguments arrive as float32;
+    inside the function, no tensor is upcast.
 
-    It is for functions that move weights and cast them, which is not computing: they view the weights' bytes, and have
-    to know their dtype.
+    It is for functions that move and cast weights: they view the weights' bytes, so they need the real dtype.
 
-    for_products: given the dtype of products and the arguments, returns the arguments with which the function casts to
-        that dtype those weights that are multiplied by.
+    for_products: takes the products' dtype and the arguments, and returns the arguments with which the function casts
+        the weights of products to that dtype.
     """
 
     def __init__(self, function: Callable[..., Any], for_products: Callable[..., Any] | None = None):
@@ -180,7 +177,7 @@ class OneOperation:
         self.for_products = for_products
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if has_torch_function((None,)):  # in a mode, which goes on with this without itself
+        if has_torch_function((None,)):  # a mode is active: it calls this function again, outside of the mode
             return handle_torch_function(self, (), *args, **kwargs)
         return self._function(*args, **kwargs)
 
@@ -188,17 +185,17 @@ class OneOperation:
 class Fp32Mode(TraceableMode):
     """The mode in which every function of PyTorch computes in float32."""
 
-    is_first = True  # of the modes that a module is called in: it is asked whether it can be
+    is_first = True  # whether to refuse scripted modules; later modes of the same run need not
 
     def __init__(self) -> None:
         super().__init__()
         self._device_types = device_types()
 
     def begin(self, inputs: Any) -> None:
-        """Told what the call is given that is made next."""
+        """Called with the arguments before each call."""
 
     def end(self) -> None:
-        """Told that the call was made. May raise."""
+        """Called after each call. May raise."""
 
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call of a function of PyTorch in float32."""
@@ -220,7 +217,7 @@ class Fp32Mode(TraceableMode):
 
         memo: _Memo = {}
         in_fp32 = partial(_mapped, partial(_upcast, memo), only=(torch.Tensor, torch.dtype))
-        with torch._C.DisableTorchFunction():  # no other mode need see a cast, which the model does not ask for
+        with torch._C.DisableTorchFunction():  # other modes need not see casts that are not the model's
             fp32_args = tuple(map(in_fp32, args))
             fp32_kwargs = dict(zip(kwargs, map(in_fp32, kwargs.values()), strict=True))
         with autocast_off_where_on(self._device_types):
@@ -232,11 +229,11 @@ class Fp32Mode(TraceableMode):
                 return _mapped(lambda made: written[id(made)] if id(made) in written else _float(made), result)
             if not _shares_storage(result, memo.values()):
                 return _mapped(_float, result)
-        return func(*args, **kwargs)  # a view: one of the half tensor instead
+        return func(*args, **kwargs)  # the result is a view: return a view of the half tensor instead
 
 
 def _mapped(change: Callable[[Any], Any], tree: Any, only: Any = torch.Tensor) -> Any:
-    """Do what pytree's `tree_map_only` does, several times as fast for what most functions take and return."""
+    """Do the same as pytree's `tree_map_only`, several times as fast for the usual arguments and results."""
     kind = type(tree)
     if kind in _LEAVES:
         return change(tree) if issubclass(kind, only) else tree
@@ -252,18 +249,18 @@ def _float(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if type(tensor) in _LEAVES:
         return tensor.float()
-    with _ENABLE_TORCH_FUNCTION():  # for a class of its own to make another of its kind
+    with _ENABLE_TORCH_FUNCTION():  # so that a subclass returns its own class
         return tensor.float()
 
 
 def is_quantised(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is of a class of its own that holds its values in fewer bits than its dtype says."""
+    """Return whether a tensor is of a subclass that stores its values in fewer bits than its dtype says."""
     return type(tensor).dequantize is not torch.Tensor.dequantize
 
 
 def dequantised(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a quantised tensor as an ordinary one in float32, and any other as it is. A product with quantised weights
-    may round what they are multiplied by as well."""
+    """Return a quantised tensor as a plain float32 tensor, and any other as it is. Needed for products: those with
+    quantised weights may round the other operand too."""
     return tensor.float().dequantize() if is_quantised(tensor) else tensor
 
 
@@ -272,8 +269,8 @@ def _given_in_fp32(argument: Any) -> Any:
 
 
 def _upcast(memo: _Memo, value: Any) -> Any:
-    """Return a float32 copy of a half tensor, whose version counter tells afterwards whether it was written to, and
-    float32 for a half dtype. Anything else is returned as it is."""
+    """Return a float32 copy of a half tensor, with version counter 0 so that writes show; float32 for a half dtype; any
+    other value as it is."""
     if not isinstance(value, torch.Tensor):
         return fp32_dtype(value)
     if value.dtype not in HALF_DTYPES:
@@ -284,13 +281,13 @@ def _upcast(memo: _Memo, value: Any) -> Any:
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
             single = _float(value)
-            single = single.data if single._version else single  # that of an inference tensor begins at 1
+            single = single.data if single._version else single  # an inference tensor's begins at 1
         memo[id(value)] = (value, single)
     return memo[id(value)][1]
 
 
 def _write_back(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> dict[int, torch.Tensor]:
-    """Copy what was written in place back to the half tensors. Returns {id(float32 copy): half tensor} of those."""
+    """Write copies that changed back to their half tensors. Returns {id(float32 copy): half tensor} of those."""
     written = {}
     for half, single in pairs:
         if single._version > 0:
@@ -300,8 +297,8 @@ def _write_back(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> dict[int,
 
 
 def _converted(func: Any, source: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute `.to`, `.half`, `.type` and the like. They give an alias exactly where they do so outside of the rerun,
-    else a copy in float32: code may write to a copy in half precision, and later read what it was made of.
+    """Compute `.to`, `.half`, `.type` and the like. They return an alias exactly when they do so outside of the rerun,
+    else a copy in float32: code may write to a copy and later read the original.
     """
     if func is torch.Tensor.float or (func is torch.Tensor.to and args and args[0] is torch.float32):
         return _fp32_unless_alias(source, func(source, *args, **kwargs))
@@ -320,7 +317,7 @@ def fp32_dtype(value: Any) -> Any:
 
 
 def _fp32_unless_alias(source: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """Leave an alias of a half tensor in half, so that writes reach it, and make a copy float32 like all results."""
+    """Keep an alias of a half tensor in half precision, so that writes reach it; cast a copy to float32."""
     with torch._C.DisableTorchFunction():
         stays = made.dtype not in HALF_DTYPES or is_quantised(made) or storage_of(made) == storage_of(source)
         return made if stays else _float(made)
@@ -345,12 +342,12 @@ def storage_of(tensor: torch.Tensor) -> int:
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr() or storage._cdata  # on "meta" it has no address
-    except RuntimeError:  # inside vmap, and of sparse and quantised tensors: nothing there to alias
+    except RuntimeError:  # inside vmap, and for sparse and quantised tensors: they have no storage
         return id(tensor)
 
 
 def _call_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute SDPA with the kernels that take float32, even where the user allows only half-precision ones."""
+    """Compute SDPA by kernels that take float32, even if the user allows only half-precision ones."""
     if torch.backends.cuda.math_sdp_enabled() and not FP32_ATTENTION.is_held:
         return func(*args, **kwargs)
     with FP32_ATTENTION.held():
@@ -363,7 +360,7 @@ _LEAVES = frozenset(
     {_T, torch.nn.Parameter, torch.dtype, torch.device, torch.Size, type(None), bool, int, float, str, slice}
 )
 _CONVERSIONS = frozenset({_T.to, _T.half, _T.bfloat16, _T.float, _T.type, _T.type_as, torch.as_tensor, torch.asarray})
-# what looks at a tensor, or changes its shape in place, without computing on its values
+# functions that read a tensor's metadata, or change its shape in place, without computing on its values
 METADATA = frozenset(
     {
         _T.size, _T.stride, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.storage_offset, _T.data_ptr,
@@ -417,7 +414,7 @@ _ABOUT_DTYPES = re.compile(
 
 
 def _dtype_complaint(error: BaseException) -> str:
-    """Return what a kernel that cannot take float32 says, in one line; "" where the error is about something else.
+    """Return the first line of an error by which a kernel refuses float32; "" if the error is about something else.
 
     An assertion is recognised by its source too: most have no message.
     """
@@ -428,13 +425,13 @@ def _dtype_complaint(error: BaseException) -> str:
 
 
 def _raised_by(error: BaseException) -> str:
-    """Return the line of source that raised an error; "" where there is none."""
+    """Return the line of source that raised an error; "" if it is unknown."""
     frames = traceback.extract_tb(error.__traceback__)
     return (frames[-1].line or "") if frames else ""
 
 
 def _innermost_module(trace: TracebackType | None, module: object) -> str:
-    """Return the name of the module whose forward raised, read off the traceback: no hook is needed."""
+    """Return the name of the innermost module whose forward raised, from the traceback."""
     names = {id(m): n for n, m in module.named_modules()} if isinstance(module, torch.nn.Module) else {}
     found = type(module).__name__
     while trace is not None:
@@ -447,16 +444,16 @@ def _innermost_module(trace: TracebackType | None, module: object) -> str:
 
 
 def device_types() -> tuple[str, ...]:
-    """Return the types of devices that may compute: "cpu", and the accelerator's where there is one."""
-    if not torch.accelerator.is_available():  # asked first: where there is none, torch 2.6 raises
+    """Return the types of devices that may compute: "cpu", and the accelerator's if there is one."""
+    if not torch.accelerator.is_available():  # asked first: without one, torch 2.6 raises below
         return ("cpu",)
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def autocast_off_where_on(device_types: Iterable[str]) -> AbstractContextManager[Any]:
-    """Return a context with autocast off, whatever is set around it, at next to no cost where it is off anyway: one is
-    entered for each function that is called."""
+    """Return a context with autocast off. It is entered for each function that is called, so it costs next to nothing
+    if autocast is off anyway."""
     on = [each for each in device_types if _has_autocast(each) and torch.is_autocast_enabled(each)]
     if not on:
         return _AS_IT_IS
@@ -483,21 +480,21 @@ def _allow_fp32_attention() -> Callable[[], None]:
 
 
 def tf32_off(wanted: bool) -> AbstractContextManager[None]:
-    """Return a context with TF32 off in this process's products and convolutions, which PyTorch lets take it; where
-    that is not wanted, it is as it is."""
+    """Return a context with TF32 off in this process's products and convolutions; if not wanted, one that changes
+    nothing."""
     return TF32.held(False) if wanted else _AS_IT_IS
 
 
 def _set_tf32(on: bool) -> Callable[[], None]:
-    """Set TF32 through PyTorch's old switches, which set the new ones (2.9 and later) along. Where the new ones alone
-    were set, reading an old one raises, in every thread. Returns the function that undoes it."""
+    """Set TF32 by PyTorch's old switches, which set the new ones (2.9 and later) as well. If someone set only the new
+    ones, reading an old one raises, in every thread. Returns the function that undoes it."""
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
     mkldnn: Any = torch.backends.mkldnn
 
     def write_products(value: str) -> None:
         if value == "high":
-            matmul.allow_tf32 = True  # the word would set the CPU's products, too
+            matmul.allow_tf32 = True  # setting "high" would change the CPU's products too
         else:
             torch.set_float32_matmul_precision(value)
 
@@ -519,17 +516,17 @@ def _turn(
     values: tuple[Any, Any],
     operations: tuple[Any, ...],
 ) -> Callable[[], None]:
-    """Set TF32 where it is not set so. Returns the function that undoes it.
+    """Turn TF32 on or off by one switch, if it is not so already. Returns the function that undoes it.
 
-    read, write: an old switch. values: its values for off and on.
-    operations: those whose new settings the old switch sets too; the first is the one that it is about.
+    read, write: the old switch. values: its values for off and on.
+    operations: the objects whose new settings the old switch sets too; the first is the switch's own.
     """
     operations = tuple(each for each in operations if hasattr(each, "fp32_precision"))
-    before = [each.fp32_precision for each in operations]  # their own, or what stands above them
+    before = [each.fp32_precision for each in operations]  # their own, or inherited ones
     try:
         old = read()
         is_on = before[0] == "tf32" if before else old != values[False]
-        mixed = (old != values[False]) != is_on  # by another's new settings alone
+        mixed = (old != values[False]) != is_on  # someone set only a new setting
     except RuntimeError:
         old, is_on, mixed = None, before[0] == "tf32", True
     if is_on == on:
@@ -544,12 +541,12 @@ def _turn(
         if not mixed:
             write(old)
         for operation, precision in zip(operations, before, strict=True):
-            inherited = precision == torch.backends.cudnn.fp32_precision  # it stands for all of CUDA
+            inherited = precision == torch.backends.cudnn.fp32_precision  # from the setting for all of CUDA
             operation.fp32_precision = "none" if inherited else precision
 
     return restore
 
 
 EAGER_ONLY = SharedSetting(_force_eager)
-TF32 = SharedSetting(_set_tf32)  # where runs overlap, plain fp32 wins
+TF32 = SharedSetting(_set_tf32)  # if runs overlap, plain fp32 wins
 FP32_ATTENTION = SharedSetting(_allow_fp32_attention)

@@ -1,9 +1,9 @@
-"""Write subgraphs/: blueprints, which newer pages list among the nodes, each folded out of a shipped workflow.
+"""Write subgraphs/: blueprints, which newer ComfyUI pages list among the nodes, each made from a shipped workflow.
 
     python scripts/blueprints.py
 
-A blueprint is a workflow of one node, which holds the others: ComfyUI lists those in a pack's folder `subgraphs`
-(app/subgraph_manager.py), by the names of their files.
+A blueprint is a workflow of one subgraph node that contains the other nodes. ComfyUI lists those in a pack's folder
+`subgraphs` (app/subgraph_manager.py), by file name.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from uuid import NAMESPACE_URL, uuid5
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "subgraphs"
 CATEGORY = "OneDiff Guard"
-INPUTS, OUTPUTS = -10, -20  # what stands for the subgraph's own sides in its links
+INPUTS, OUTPUTS = -10, -20  # ids of the subgraph's own sides in its links
 SLOT = 20  # pixels from one slot to the next
-SIDE = (180, 140)  # pixels from the nodes within to the subgraph's inputs and outputs, and their width
-FOLDED = (400, 480)  # the node itself: width, height
+SIDE = (180, 140)  # pixels between the inner nodes and the subgraph's inputs and outputs, and their width
+FOLDED = (400, 480)  # the subgraph node: width, height; pixels
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    name: str  # of its file, which pages show
+    name: str  # the file's name, which pages show
     workflow: str
     description: str
-    shown: Mapping[str, tuple[str, ...]]  # by node type that goes into it: widgets that the folded node shows
+    shown: Mapping[str, tuple[str, ...]]  # type of an inner node -> widgets that the subgraph node shows
 
 
 _TEXT = ("prompt", "negative_prompt")
@@ -81,7 +81,7 @@ class Wire:
     """A link of a workflow file."""
 
     id: int
-    origin: int  # a node
+    origin: int  # id of a node
     origin_slot: int
     target: int
     target_slot: int
@@ -89,8 +89,8 @@ class Wire:
 
 
 def fold(blueprint: Blueprint, workflow: Json) -> Json:
-    """Return the blueprint as a workflow file. What leads into its nodes from others becomes inputs, what leads out
-    outputs, each once, in the order of the nodes."""
+    """Return the blueprint as a workflow file. Links into its nodes from others become inputs, links out of them become
+    outputs, each source once, in the order of the nodes."""
     nodes = {node["id"]: deepcopy(node) for node in workflow["nodes"] if node["type"] in blueprint.shown}
     wires = [Wire(*link) for link in workflow["links"]]
     within = [wire for wire in wires if wire.origin in nodes and wire.target in nodes]
@@ -174,7 +174,7 @@ def fold(blueprint: Blueprint, workflow: Json) -> Json:
 
 
 def _by_origin(wires: Iterable[Wire]) -> dict[tuple[int, int], list[Wire]]:
-    """The wires of each output."""
+    """Return the wires of each output, by (node, slot)."""
     found: dict[tuple[int, int], list[Wire]] = {}
     for wire in sorted(wires, key=lambda wire: (wire.target, wire.target_slot)):
         found.setdefault((wire.origin, wire.origin_slot), []).append(wire)
@@ -182,7 +182,7 @@ def _by_origin(wires: Iterable[Wire]) -> dict[tuple[int, int], list[Wire]]:
 
 
 def _port(blueprint: Blueprint, name: str, wires: list[Wire]) -> Json:
-    """An input or output of the subgraph."""
+    """Return an input or output of the subgraph."""
     side = "in" if wires[0].origin == INPUTS else "out"
     return {
         "id": str(uuid5(NAMESPACE_URL, f"{blueprint.name}/{side}/{name}")),
@@ -197,14 +197,14 @@ def _id(blueprint: Blueprint) -> str:
 
 
 def _bounds(nodes: Iterable[Json]) -> tuple[int, int, int]:
-    """The left edge of the nodes, their upper and their right one."""
+    """Return the nodes' left, upper and right edge; pixels."""
     nodes = list(nodes)
     left, top = (min(node["pos"][axis] for node in nodes) for axis in (0, 1))
     return left, top, max(node["pos"][0] + node["size"][0] for node in nodes)
 
 
 def files() -> Iterator[tuple[Path, str]]:
-    """Each blueprint's file and its text."""
+    """Yield each blueprint's file and text."""
     for blueprint in BLUEPRINTS:
         workflow = json.loads((ROOT / "workflows" / f"{blueprint.workflow}.json").read_text(encoding="utf-8"))
         folded = json.dumps(fold(blueprint, workflow), indent=2, ensure_ascii=False)

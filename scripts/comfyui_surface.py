@@ -1,10 +1,10 @@
-"""Writes docs/comfyui-surface.md: every function of ComfyUI's that the pack calls, replaces or reads.
+"""Write docs/comfyui-surface.md: every function of ComfyUI that the pack calls, replaces or reads.
 
-    python scripts/comfyui_surface.py                    writes the page
-    python scripts/comfyui_surface.py --read CHECKOUT    notes a ComfyUI's signatures first, in comfyui_signatures.json
+    python scripts/comfyui_surface.py                    write the page
+    python scripts/comfyui_surface.py --read CHECKOUT    first record a ComfyUI's signatures in comfyui_signatures.json
 
-The names are read off comfyui_host/, which alone looks into ComfyUI: what it looks up among the loaded modules, and the
-attributes of what comes from there, whose owner is told by what the code calls it (OWNERS).
+The names are read from comfyui_host/, the only package that accesses ComfyUI: modules that it looks up among the loaded
+ones, and attributes of their objects. The owner of an attribute follows from the expression in the code (OWNERS).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ CALL, READ, REPLACE, WRAP = "called", "read", "replaced", "wrapped"
 
 
 class Use(NamedTuple):
-    how: str  # CALL, READ; REPLACE: ours is called in its place; WRAP: ours is called around it
+    how: str  # CALL, READ; REPLACE: ours is called instead; WRAP: ours is called around it
     purpose: str
-    off: str  # where a ComfyUI lacks it, or has another one
+    off: str  # the feature that is off if a ComfyUI lacks it, or has a different one
 
 
 _MANAGEMENT, _LOADED = "comfy.model_management", "comfy.model_management.LoadedModel"
@@ -217,7 +217,7 @@ USES: dict[str, Use] = {
     "latent_preview.LatentPreviewer.decode_latent_to_preview": Use(CALL, "ComfyUI's small decoders", _PREVIEWS_OFF),
 }
 
-OWNERS: dict[str, dict[str, str]] = {  # what an expression stands for, by file; "": in each
+OWNERS: dict[str, dict[str, str]] = {  # expression -> what it is, by file; "": in every file
     "": {
         "management": _MANAGEMENT,
         "self._management": _MANAGEMENT,
@@ -260,11 +260,11 @@ OWNERS: dict[str, dict[str, str]] = {  # what an expression stands for, by file;
         "utils": "comfy.utils",
     },
 }
-OTHERS = {"pop", "modules", "buffers", "nodes"}  # attributes of lists and of PyTorch; `nodes` is 0.0.1's
+OTHERS = {"pop", "modules", "buffers", "nodes"}  # attributes of lists and of PyTorch; `nodes` is ComfyUI 0.0.1's
 
 
 def module_of(name: str) -> str:
-    """The module that a function of ComfyUI's is in: of lower-case names, all but the last that is not a class's."""
+    """Return the module of a function: all parts of the name before the first capitalised one, else before the last."""
     parts = name.split(".")
     first = next((at for at, part in enumerate(parts) if part[0].isupper()), len(parts) - 1)
     return ".".join(parts[:first])
@@ -279,7 +279,7 @@ def _trees() -> dict[str, ast.Module]:
 
 
 def used() -> dict[str, set[str]]:
-    """Each name of ComfyUI's that the code looks up, as far as the code tells whose it is → the files that do."""
+    """Return each name of ComfyUI that the code looks up -> its files. Names without a known owner are left out."""
     found: dict[str, set[str]] = {}
     for file, tree in _trees().items():
         owners = OWNERS[""] | OWNERS.get(file, {})
@@ -290,7 +290,7 @@ def used() -> dict[str, set[str]]:
 
 
 def _looked_up(node: ast.AST, owners: Mapping[str, str]) -> str:
-    """`owner.name`, or `getattr(owner, "name", …)` and its like; "" of anything else."""
+    """Return the name in `owner.name`, or in `getattr(owner, "name", …)` and the like; "" for anything else."""
     match node:
         case ast.Attribute(value=of, attr=attribute):
             pass
@@ -303,7 +303,7 @@ def _looked_up(node: ast.AST, owners: Mapping[str, str]) -> str:
 
 
 def _module(node: ast.AST) -> str:
-    """The module that `sys.modules["name"]`, `sys.modules.get("name")` or `_comfy("name")` gives."""
+    """Return the module of `sys.modules["name"]`, `sys.modules.get("name")` or `_comfy("name")`, else ""."""
     match node:
         case (
             ast.Subscript(value=modules, slice=ast.Constant(value=str(name)))
@@ -316,12 +316,12 @@ def _module(node: ast.AST) -> str:
 
 
 def modules() -> set[str]:
-    """ComfyUI's modules that the code looks up."""
+    """Return ComfyUI's modules that the code looks up."""
     return {name for tree in _trees().values() for node in ast.walk(tree) if (name := _module(node))}
 
 
 def files() -> dict[str, list[str]]:
-    """Each name of the table → the files that use it: that look it up, else that have it as an attribute or a text."""
+    """Return each name of the table -> the files that look it up, else that have it as an attribute or a text."""
     known, named = used(), dict[str, set[str]]()
     for file, tree in _trees().items():
         for node in ast.walk(tree):
@@ -336,7 +336,7 @@ def files() -> dict[str, list[str]]:
 
 
 def signatures(checkout: Path) -> dict[str, str]:
-    """What a checkout has, by name: a function's arguments, "class" or "value"."""
+    """Return a checkout's members by name: a function's arguments, "class" or "value"."""
     return {name: found for name in USES if (found := _signature(checkout, name))}
 
 
@@ -372,7 +372,7 @@ def _signature(checkout: Path, name: str) -> str:
 
 
 def _member(tree: ast.AST | None, name: str) -> ast.AST | None:
-    """What a module or class calls so: a definition, or what is assigned to it, in it or on `self`."""
+    """Return a module's or class's member of this name: a definition, or an assignment in it or to `self`."""
     if tree is None:
         return None
     body = list(getattr(tree, "body", []))
@@ -397,7 +397,7 @@ def _member(tree: ast.AST | None, name: str) -> ast.AST | None:
 
 
 def compared(name: str, versions: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """A word for each version: whether it has what the first one that has it, has. "?": its file was not read."""
+    """Return a word per version: "yes", "other arguments" than before, "–" if missing, "?" if its file was not read."""
     words: list[str] = []
     before = ""
     for known in versions.values():
@@ -451,7 +451,7 @@ def main(path: Path = PAGE) -> None:
 
 
 def note(checkout: Path) -> None:
-    """Note what a checkout has in comfyui_signatures.json."""
+    """Record a checkout's members in comfyui_signatures.json."""
     version = re.search(r'__version__ = "(.+)"', (checkout / "comfyui_version.py").read_text(encoding="utf-8"))
     assert version, checkout
     known = json.loads(SIGNATURES.read_text(encoding="utf-8")) if SIGNATURES.is_file() else {}

@@ -1,4 +1,4 @@
-"""locales/en/nodeDefs.json, written from the node classes: `make docs`."""
+"""Write locales/en/nodeDefs.json from the node classes: `make docs`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE = Path(__file__).resolve().parents[1] / "locales" / "en" / "nodeDefs.json"
 
 
 def texts() -> dict[str, Any]:
-    """What the nodes say of themselves, as ComfyUI's locales nest it."""
+    """Return the nodes' texts, nested as in ComfyUI's locales."""
     said = {}
     for name, node in NODE_CLASS_MAPPINGS.items():
         said[name] = {

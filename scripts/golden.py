@@ -1,4 +1,4 @@
-"""What users and programs rely on, written to a folder: `python scripts/golden.py OUT`. Compare two with `diff -r`.
+"""Write everything that users and programs rely on to a folder: `python scripts/golden.py OUT`. Compare with `diff -r`.
 
 nodes.json: every node with its inputs, options and outputs, without texts. api/: the graph of every shipped workflow.
 help/: of every command. profiles.json, report.json, report.txt: of a run in which a block overflows, without times and
@@ -20,8 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
-TEXTS = ("tooltip", "placeholder")  # of an input
-# in reports and profiles
+TEXTS = ("tooltip", "placeholder")  # texts of an input
+# measured values in reports and profiles
 MEASURED = ("seconds", "rerun_seconds", "text", "memory", "begin", "torch", "driver", "verified", "largest")
 COMMANDS = ("", "run", "batch", "compare", "demo", "doctor", "selftest", "probe")
 COMMANDS += ("profile", "profile list", "profile show", "profile export", "profile import")
@@ -74,7 +74,7 @@ def command(*words: str, **environment: str) -> str:
 
 
 def overflowing() -> tuple[dict[str, Any], list[Any]]:
-    """The report and the profiles of a run of a small CogVideoX one of whose blocks overflows fp16."""
+    """Return the report and the profiles of a run of a small CogVideoX in which one block overflows fp16."""
     from comfyui_onediff_guard.pipelines.models.folder import family_of
     from comfyui_onediff_guard.pipelines.run.handle import load
     from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement

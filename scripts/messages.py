@@ -1,8 +1,8 @@
-"""The templates of what the program says to people, read off the source. `python scripts/messages.py` writes those that
-a language lacks into its `locales/<language>/messages.json`, to be filled in, and takes out those that are gone.
+"""The templates of the program's messages, read from the source. `python scripts/messages.py` adds templates that a
+language lacks to its `locales/<language>/messages.json`, to be translated, and removes obsolete ones.
 
-A template is what `Message` (trust/message.py), an error for people and their kin are given, with its fields numbered.
-Of several sentences it is the first.
+A template is the first argument of `Message` (trust/message.py), of an error for users, and the like, with numbered
+fields. If it has several sentences, it is the first one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from comfyui_onediff_guard.trust.message import numbered
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = ("ru", "zh")
 PACKAGES = ("nodes", "comfyui_host", "pipelines", "precision")
-TOLD_BY = ("BadInput", "Message", "Calls", "counted", "translated", "cls")  # beside errors; these take templates
+TOLD_BY = ("BadInput", "Message", "Calls", "counted", "translated", "cls")  # besides errors; these take templates
 _WORD = re.compile(r"[A-Za-z]{2}")
 
 
@@ -30,7 +30,7 @@ def _trees() -> dict[str, ast.Module]:
 
 
 def error_names(trees: dict[str, ast.Module]) -> set[str]:
-    """Names of the errors that are for people."""
+    """Return the names of the error classes for users."""
     classes = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     return {
         each.name for each in classes if any(isinstance(base, ast.Name) and base.id == "Told" for base in each.bases)
@@ -38,7 +38,7 @@ def error_names(trees: dict[str, ast.Module]) -> set[str]:
 
 
 def _said(trees: dict[str, ast.Module]) -> Iterator[ast.expr]:
-    """What those are given that say something: literals, and what is made at run time."""
+    """Yield the template arguments of these calls: literals, and texts that are built at run time."""
     names = {*TOLD_BY, *error_names(trees)}
     for call in (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Call)):
         if isinstance(call.func, ast.Name) and call.func.id in names and call.args:
@@ -61,7 +61,7 @@ def templates() -> frozenset[str]:
 
 
 def made_at_run_time() -> list[str]:
-    """F-strings and sums where a template belongs: what they are made of is lost, and they stay English."""
+    """Return f-strings and sums in place of a template: their parts are unknown, so they stay English."""
     lost = (ast.JoinedStr, ast.BinOp)
     return [f"line {node.lineno}: {ast.unparse(node)}" for node in _said(_trees()) if isinstance(node, lost)]
 

@@ -43,7 +43,7 @@ LONGEST_WORD = 12  # characters: longer texts are reasons and sources, for peopl
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
-    """What may stand in a node's place."""
+    """Yield the possible replacements of a node."""
     changed = copy.deepcopy(node)
     match changed:
         case ast.Compare():
@@ -69,7 +69,7 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 class _Put(ast.NodeTransformer):
-    """Puts the change in place of the nth node."""
+    """Replaces the nth node by the change."""
 
     def __init__(self, nth: int, change: ast.AST):
         self._left, self._change = nth, change
@@ -86,7 +86,7 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _silent(tree: ast.AST) -> set[int]:
-    """ids of the nodes that no run can notice: types and decorators of classes, and texts for people."""
+    """Return the ids of nodes that no run can notice: types, class decorators, and texts for people."""
     roots: list[ast.AST] = []
     for node in ast.walk(tree):
         roots += filter(None, [getattr(node, "annotation", None), getattr(node, "returns", None)])
@@ -104,7 +104,7 @@ def _silent(tree: ast.AST) -> set[int]:
 
 
 def mutants(source: str) -> Iterator[tuple[str, Callable[[], str]]]:
-    """(where and what, a function that returns the whole changed source) of each."""
+    """Yield each mutant: its place and change, and a function that returns the whole changed source."""
     tree = ast.parse(source)
     silent = _silent(tree)
 
@@ -119,7 +119,7 @@ def mutants(source: str) -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def survives(tests: list[str]) -> bool:
-    """Whether the tests pass, in a child of this process that has imported what they import."""
+    """Return whether the tests pass, in a forked child that inherits this process's imports."""
     child = os.fork()
     if child == 0:
         import pytest
@@ -132,10 +132,10 @@ def survives(tests: list[str]) -> bool:
 
 
 def noticed_by(tier: str, module: str) -> bool:
-    """Whether a make target's tests fail, in processes of their own. Those that name the module, if any, come first."""
+    """Return whether a make target's tests fail, in new processes. Tests that name the module, if any, run first."""
     files = Path("tests").rglob("test_*.py") if module else ()
     naming = [str(file) for file in files if module in file.read_text(encoding="utf-8")]
-    environment = {**os.environ, "PYTHONPATH": str(Path.cwd().parent)}  # before the installed package
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd().parent)}  # takes precedence over the installed package
     for files in ([naming] if naming else []) + [[]]:
         command = [sys.executable, "-m", "pytest", "-n", "2", "-x", "-q", "--tier", tier, *files]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -167,13 +167,13 @@ def main() -> int:
         shutil.copytree(ROOT, tree, ignore=LEFT_OUT)
         for environment in ROOT.glob(".venv*"):
             (tree / environment.name).symlink_to(environment)
-        sys.path.insert(0, folder)  # before the installed package, which is the tree that this file stands in
+        sys.path.insert(0, folder)  # before the installed package, which is this file's tree
         os.chdir(tree)
         import hypothesis  # noqa: F401 - once, for all children
         import torch  # noqa: F401
 
         def noticed(module: str) -> str:
-            """By what; empty where by nothing."""
+            """Return the tests that noticed it; "" if none did."""
             if options.tier:
                 return next((tier for tier in options.tier if noticed_by(tier, module)), "")
             return "" if survives(list(options.tests)) else "tests"

@@ -1,4 +1,4 @@
-"""docs/precision.md, written from the tables themselves: `make docs`."""
+"""Write docs/precision.md from the tables themselves: `make docs`."""
 
 from __future__ import annotations
 
@@ -130,10 +130,10 @@ RULES = f"""\
 
 @dataclass(frozen=True)
 class _Device:
-    """A row of the architectures, or one that stands for devices that have none."""
+    """A row of the architectures, or one for devices without a row."""
 
     kind: str  # "Ampere"
-    name: str  # "sm80"; empty where the kind says it all
+    name: str  # "sm80"; empty if the kind is enough
     architecture: Architecture
 
 
@@ -148,7 +148,7 @@ def _devices() -> list[_Device]:
 
 
 def render() -> str:
-    """The whole page. Pure: the same tables give the same text."""
+    """Return the whole page. Pure: the same tables give the same text."""
     parts = [
         CARDS,
         _cards(),
@@ -200,7 +200,7 @@ def _models() -> str:
 
 
 def _matrix() -> str:
-    """Devices with the same cells in one row, models with the same cells in one column."""
+    """Return the table in which devices with equal cells share a row, and models with equal cells share a column."""
     devices = _devices()
     columns: dict[tuple[str, ...], list[str]] = {}
     for variant in VARIANTS.values():
@@ -217,7 +217,7 @@ def _matrix() -> str:
 
 
 def _other_components() -> str:
-    """In fp16, components with the same cells in one row."""
+    """Return the fp16 table, in which components with equal cells share a row."""
     fast = next(device.architecture for device in _devices() if device.architecture.fast_fp16)
     requests = (Precision.FP16, Precision.FP16_PLAIN)
     rows: dict[tuple[str, ...], list[str]] = {}
@@ -295,7 +295,7 @@ def _switches() -> str:
 
 
 def _outcome(device: _Device, variant: Variant, component: Component, request: Precision) -> tuple[str, str]:
-    """What it runs in, and the reason, without the names of device and model."""
+    """Return the dtype and the reason, without the names of device and model."""
     try:
         plan = choose(_nameless(device.architecture), _anonymous(variant), component, request)
     except PlanImpossible as refused:
@@ -315,7 +315,7 @@ Outcome = tuple[str, ...]
 
 
 def _grouped(cases: Iterable[tuple[Variant, _Device, Outcome]]) -> list[tuple[Outcome, list[str], list[_Device]]]:
-    """Each outcome once, with its models and devices; again only where its models differ in their devices."""
+    """Return each outcome once, with its models and devices; repeated only if its models have different devices."""
     outcomes: dict[Outcome, dict[str, list[_Device]]] = {}
     for variant, device, outcome in cases:
         outcomes.setdefault(outcome, {}).setdefault(variant.name, []).append(device)
@@ -350,7 +350,7 @@ _QUANTISES: _Has = {
 
 
 def _where(devices: Iterable[_Device]) -> str:
-    """Devices by what they have in common, else by name."""
+    """Describe devices by a common property, else by name."""
     chosen, every = set(devices), _devices()
     if chosen == set(every):
         return "everywhere"
@@ -374,7 +374,7 @@ def _kinds(devices: Iterable[_Device]) -> str:
 
 
 def _which(names: Sequence[str]) -> str:
-    """Models by what they have in common, else by name."""
+    """Describe models by a common property, else by name."""
     trained_in = {VARIANTS[name].trained_in for name in names}
     if len(names) == len(VARIANTS):
         return "all"

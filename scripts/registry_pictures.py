@@ -1,8 +1,8 @@
-"""Draw docs/icon.png and docs/banner.png, by which the Comfy Registry shows the pack.
+"""Draw docs/icon.png and docs/banner.png, the pack's pictures in the Comfy Registry.
 
     python scripts/registry_pictures.py
 
-The icon is a run as its strip shows it: steps in half precision, and the one that was recomputed.
+The icon is the strip of a run: steps in half precision, and one that was recomputed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CELLS = "HHHR"
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Any]:
-    """Return a figure of so many hundred pixels, and axes over all of it in those units."""
+    """Return a figure of this size in units of 100 pixels, and axes over all of it in the same units."""
     figure = Figure(figsize=(width, height), dpi=100, facecolor=NIGHT)
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(0, height))
     axes.axis("off")

@@ -1,8 +1,8 @@
-"""How much of the package a sampling run enters: `python scripts/run_depth.py`.
+"""Measure how much of the package a sampling run enters: `python scripts/run_depth.py`.
 
-Prints the files that the first run of a small CogVideoX enters after its prompt is encoded, and a later one, with how
-often functions in them are called, and the deepest stack of the package's own frames; and how many modules NaN Guard
-(MODEL) loads.
+Prints the files that the first run of a small CogVideoX enters after its prompt is encoded, and those of a later run,
+with the number of function calls in each; the deepest stack of the package's own frames; and the number of modules that
+NaN Guard (MODEL) loads.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ print(sum(name.startswith("comfyui_onediff_guard") for name in sys.modules))"""
 
 
 def ours(frame: FrameType) -> str:
-    """Return a frame's file below the root; "" of another's."""
+    """Return a frame's file, relative to the root; "" if it is not in the package."""
     file = frame.f_code.co_filename
     return file[len(str(ROOT)) + 1 :] if file.startswith(f"{ROOT}{os.sep}") and not file.startswith(ELSEWHERE) else ""
 
 
 def entered() -> Iterator[tuple[Counter[str], list[str]]]:
-    """Yield what the first run enters, which reads the weights, and a later one: files, and the deepest stack."""
+    """Yield the entered files and the deepest stack of the first run, which reads the weights, and of a later run."""
     from comfyui_onediff_guard.pipelines.models.folder import family_of
     from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
     from comfyui_onediff_guard.pipelines.run.handle import load

@@ -1,5 +1,5 @@
-"""Draw workflows/NAME.jpg, by which ComfyUI's template browser shows a workflow: what goes in, what comes out, which
-model, and whether a guard of its own stands between.
+"""Draw workflows/NAME.jpg, a workflow's picture in ComfyUI's template browser: its input, its output, its model, and
+whether it has a guard node.
 
     python scripts/template_pictures.py
 """
@@ -38,9 +38,9 @@ COLOURS = {  # model → sky and hills of its pictures
     "Z-Image": ("#b9efb0", "#2f6d3a"),
 }
 PROMPTS = ("OneDiffGuardEncodePrompt", "CLIPTextEncode", "MiniMaxH3ImageToVideo")
-LORA = ("#f2c3d7", "#6b4a7d")  # in place of its model's
+LORA = ("#f2c3d7", "#6b4a7d")  # replaces the model's colours
 TITLE = re.compile(r"(?P<model>.+?)(?P<native> native)? (?P<starts>text|image|video) to (?P<makes>image|video)\b")
-CARD = 1.46  # side of a card; the picture has 4
+CARD = 1.46  # side of a card; the picture's side is 4
 ROUND = "round,pad=0,rounding_size=0.12"
 
 
@@ -57,7 +57,7 @@ class Workflow(NamedTuple):
 
 
 def read(path: Path) -> Workflow:
-    """Return what a shipped workflow's picture has to tell."""
+    """Return the content of a shipped workflow's picture."""
     title = TITLE.match(path.stem)
     assert title, f"{path.name} does not say what goes in and what comes out"
     nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
@@ -77,7 +77,7 @@ def read(path: Path) -> Workflow:
 
 
 def scene(axes: Any, left: float, bottom: float, workflow: Workflow, hour: float, zorder: int) -> None:
-    """A landscape in a square. hour: 0 to 1, where the sun stands."""
+    """Draw a landscape in a square. hour: position of the sun, 0 to 1."""
     box = FancyBboxPatch((left, bottom), CARD, CARD, boxstyle=ROUND, fc=workflow.sky, ec=PAPER, lw=3, zorder=zorder)
     axes.add_patch(box)
     x = np.linspace(0, 1, 60)
@@ -99,7 +99,7 @@ def scene(axes: Any, left: float, bottom: float, workflow: Workflow, hour: float
 
 
 def film(axes: Any, left: float, bottom: float, workflow: Workflow) -> None:
-    """Three pictures behind each other, and a sign to play them."""
+    """Draw three pictures behind each other, and a play sign."""
     for n in (2, 1, 0):
         scene(axes, left + 0.13 * n, bottom + 0.13 * n, workflow, 0.15 + 0.35 * n, zorder=10 - 3 * n)
     x, y = left + CARD / 2, bottom + CARD / 2

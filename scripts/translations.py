@@ -1,7 +1,7 @@
-"""Which translations are made from the English as it is now: what somebody looked at is kept in locales/sources.json.
+"""Find translations that are not of the current English text. Reviewed ones are recorded in locales/sources.json.
 
-python scripts/translations.py                            # lists those that are missing or stale
-python scripts/translations.py zh README.md 'nodes/*'     # says that these were looked at, in this language
+python scripts/translations.py                            # list missing and stale translations
+python scripts/translations.py zh README.md 'nodes/*'     # record that these were reviewed, in this language
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def recorded() -> dict[str, dict[str, str]]:
 
 
 def faults() -> list[str]:
-    """What is missing, stale or left over, a line each."""
+    """Return missing, stale and obsolete translations, one line each."""
     found = []
     for language in LANGUAGES:
         known, wanted = recorded().get(language, {}), translations(language)
@@ -61,7 +61,7 @@ def faults() -> list[str]:
 
 
 def looked_at(language: str, patterns: list[str]) -> None:
-    """Record that the translations of these names say what the English says now. Names that are gone are dropped."""
+    """Record that the translations of these names match the current English. Names that no longer exist are dropped."""
     known, wanted = recorded(), translations(language)
     before = known.get(language, {})
     known[language] = {

@@ -1,1 +1,1 @@
-"""The gates for what other people made: their JSON, their paths, their text. Every layer may import these."""
+"""Checks of untrusted input: JSON, paths and text. Every layer may import these."""

@@ -1,7 +1,7 @@
-"""Files that outlast the process: written whole or not at all, and dropped where they grow beyond a limit.
+"""Files that outlast the process: written atomically, and deleted beyond a total size.
 
-A file's bytes go to a temporary file beside it. A process that is killed leaves that file; one that writes into the
-folder a day later removes it.
+A file's bytes go to a temporary file next to it. A killed process leaves that file; a process that writes into the
+folder a day later deletes it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ _IS_TEMPORARY = re.compile(r"\.onediff-guard-[0-9a-f]{32}\.tmp")
 
 
 def write_whole(file: Path, content: bytes) -> Path:
-    """Make a file of that content, or none, in place of what it was.
+    """Write a file with that content atomically, in place of an earlier one. Returns the file.
 
-    Raises OSError; of these FileExistsError where a link, a folder, a pipe or a device is there: somebody put it there
-    for something else.
+    Raises OSError; in particular FileExistsError if a link, a folder, a pipe or a device has that name.
     """
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise FileExistsError(f"'{file}' is there, and is no file of its own. Name another, or remove it")
@@ -46,22 +45,22 @@ def write_whole(file: Path, content: bytes) -> Path:
 
 @contextmanager
 def temporary_in(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """A new file, open, that is gone at the end unless it was given another name. Raises OSError."""
+    """Yield path and stream of a new file, which is deleted at the end unless it was renamed. Raises OSError."""
     _remove_stale(folder)
     path = folder / _TEMPORARY.format(uuid.uuid4().hex)
     stream = path.open("xb")
     try:
         yield path, stream
     finally:
-        with suppress(OSError):  # what is still in its buffer, on a full disk
+        with suppress(OSError):  # flushing its buffer fails on a full disk
             stream.close()
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
 
 def locked(stream: BinaryIO) -> bool:
-    """Lock an open file, for as long as it is open: the system unlocks what the dead held, however they died. False
-    where another process has it, or another open file of this one, or where the file system has no locks."""
+    """Lock an open file for as long as it is open; the system unlocks it when the process dies. Returns False if
+    another process, or another open file of this one, has the lock, or if the file system has no locks."""
     with suppress(OSError):
         if sys.platform == "win32":
             import msvcrt
@@ -77,7 +76,7 @@ def locked(stream: BinaryIO) -> bool:
 
 @lru_cache(maxsize=256)
 def _remove_stale(folder: Path) -> None:
-    """Remove what processes left that were killed while they wrote. Once a process and folder."""
+    """Delete temporary files that killed processes left. Runs once per process and folder."""
     for path in folder.iterdir():
         with suppress(OSError):
             if _IS_TEMPORARY.fullmatch(path.name) and time.time() - path.lstat().st_mtime > STALE_SECONDS:
@@ -85,7 +84,7 @@ def _remove_stale(folder: Path) -> None:
 
 
 def limit_of(variables: Mapping[str, str]) -> float:
-    """How many GB of compiled code may be kept; 0: nothing is. Raises ValueError."""
+    """Return how many GB of compiled code may be kept; 0: none. Raises ValueError."""
     given = variables.get(LIMIT_VARIABLE, "").strip()
     limit = float(given) if given else DEFAULT_LIMIT
     if not 0 <= limit < float("inf"):
@@ -94,7 +93,7 @@ def limit_of(variables: Mapping[str, str]) -> float:
 
 
 def limit_here(tell: Callable[[str], None]) -> float:
-    """As `limit_of` the environment; the default where that says none, with a line."""
+    """Return `limit_of` the environment; the default, and call `tell` with a line, if the variable is invalid."""
     try:
         return limit_of(os.environ)
     except ValueError as error:
@@ -110,7 +109,7 @@ def last_used(path: Path) -> float:
 
 
 def drop_oldest(kept: Iterable[Path], used: Path, limit: float) -> None:
-    """Delete files or folders of `kept`, those not used longest first, until all fit `limit` GB. `used` stays."""
+    """Delete the least recently used files or folders of `kept` until the others fit `limit` GB. `used` stays."""
     left = limit * 1e9 - size_of(used)
     for path in sorted((path for path in kept if path != used), key=last_used, reverse=True):
         with suppress(OSError):
@@ -121,11 +120,11 @@ def drop_oldest(kept: Iterable[Path], used: Path, limit: float) -> None:
 
 
 def delete(path: Path) -> None:
-    """A file, or a folder with all that is in it. Raises OSError."""
+    """Delete a file, or a folder with its contents. Raises OSError."""
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def size_of(path: Path) -> int:
-    """Of a file, or of all files in a folder, in bytes."""
+    """Return the size of a file, or of all files in a folder, in bytes."""
     files = path.rglob("*") if path.is_dir() else (path,)
     return sum(file.stat().st_size for file in files if file.is_file())

@@ -1,7 +1,7 @@
-"""JSON that somebody else wrote: workflows, profiles, configs, headers, answers of a server.
+"""Untrusted JSON: workflows, profiles, configs, headers, answers of a server.
 
-Parsed by pydantic's own parser, which bounds how deep values are nested and how long numbers are, and checked against
-models, so that code behind this gate never asks what kind of value it has.
+Pydantic's own parser limits the nesting of values and the length of numbers. The values are then validated against
+models, so that later code needs no type checks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 
 class Unreadable(ValueError):
-    """What was found, and where: the end of a sentence like 'it is no workflow: …'."""
+    """Untrusted data cannot be used. The message says what was found and where, to end 'it is no workflow: …'."""
 
 
 class Foreign(pydantic.BaseModel):
-    """What a JSON object of somebody else's has to hold: finite numbers, and of the kind that is written there (a JSON
-    array fits `list`, no `tuple`). Fields that no model names are left alone."""
+    """Base of the models of untrusted JSON objects: strict types (a JSON array fits `list`, not `tuple`) and finite
+    numbers. Unknown fields are ignored."""
 
     model_config = pydantic.ConfigDict(
         strict=True, frozen=True, extra="ignore", populate_by_name=True, allow_inf_nan=False
@@ -40,12 +40,12 @@ class Foreign(pydantic.BaseModel):
 
 
 def read(file: Path, *, limit: int = MAX_BYTES, nan: bool = False) -> Any:
-    """The JSON in a file. limit: in bytes. Raises OSError, or Unreadable as `parse` does."""
+    """Return the JSON in a file. limit: in bytes. Raises OSError, or Unreadable as `read_bytes` and `parse` do."""
     return parse(read_bytes(file, limit=limit).removeprefix(BOM), nan=nan)
 
 
 def read_bytes(file: Path, *, limit: int) -> bytes:
-    """What a file holds. Raises OSError, or Unreadable where it has more bytes than the limit."""
+    """Return the bytes of a file. Raises OSError, or Unreadable if they are more than the limit."""
     with file.open("rb") as stream:
         data = stream.read(limit + 1)
     if len(data) > limit:
@@ -54,8 +54,8 @@ def read_bytes(file: Path, *, limit: int) -> bytes:
 
 
 def check_whole(file: Path) -> None:
-    """Raise Unreadable where there is no regular file, or what Git leaves in its place without Git LFS. Raises OSError,
-    also where there is nothing."""
+    """Raise Unreadable if it is no regular file, or is a Git LFS pointer in place of one. Raises OSError, also if it is
+    missing."""
     size = file.stat().st_size
     if not file.is_file():
         raise Unreadable("it is no file")
@@ -65,34 +65,34 @@ def check_whole(file: Path) -> None:
 
 
 def values_in(data: bytes) -> int:
-    """How many values JSON holds at most, counted without reading it: each takes up to 80 bytes of memory."""
+    """Return at most how many values JSON holds, without parsing it: each takes up to 80 bytes of memory."""
     return 1 + sum(map(data.count, (b",", b":", b"[", b"{")))
 
 
 def parse(data: bytes | str, *, nan: bool = False) -> Any:
-    """JSON as Python's dictionaries, lists, text and numbers.
+    """Return JSON as Python's dictionaries, lists, text and numbers.
 
-    nan: whether NaN and Infinity, which are no JSON but are written by Python, are numbers.
+    nan: whether to accept NaN and Infinity, which Python writes although they are no JSON.
 
-    A number beyond float64's range is infinity all the same: models of numbers refuse it.
+    A number beyond float64's range becomes infinity in any case: models of numbers refuse it.
 
-    Raises Unreadable: no UTF-8, no JSON, nested more than some 200 deep, half a character, a number of 4,300 digits.
+    Raises Unreadable: not UTF-8, not JSON, nested more than about 200 deep, a lone surrogate, a number of 4,300 digits.
     """
     try:
         return pydantic_core.from_json(data, allow_inf_nan=nan)
-    except (TypeError, ValueError) as error:  # TypeError: of text with half a character
+    except (TypeError, ValueError) as error:  # TypeError: text with a lone surrogate
         half = "surrogate" in str(error) or "end of hex escape" in str(error)
         why = ": half a character, as a cut-off emoji leaves it, stands in it; write that anew" if half else ""
         raise Unreadable(f"it is not JSON{why} ({error})") from None
 
 
 def parse_as(kind: type[T], data: bytes | str) -> T:
-    """JSON as `kind`, a model or a type of plain values. Raises Unreadable, as `parse` and `fitting` do."""
+    """Return JSON as `kind`, a model or a type of plain values. Raises Unreadable, as `parse` and `fitting` do."""
     return fitting(kind, parse(data))
 
 
 def fitting(kind: type[T], value: Any) -> T:
-    """A parsed value as `kind`. Raises Unreadable: the first place that does not fit, and what stands there."""
+    """Return a parsed value as `kind`. Raises Unreadable, which names the first misfit and its value."""
     try:
         return _adapter(kind).validate_python(value)
     except pydantic.ValidationError as error:
@@ -102,12 +102,12 @@ def fitting(kind: type[T], value: Any) -> T:
 
 
 def nothing_is_empty(value: Any) -> Any:
-    """For a `BeforeValidator` of an object: null, where some write that for one without fields."""
+    """Return {} for null, which some programs write for an object without fields. For a `BeforeValidator`."""
     return {} if value is None else value
 
 
 def object_in(value: Any) -> Mapping[str, Any]:
-    """A parsed value that has to be an object. Raises Unreadable."""
+    """Return a parsed value that must be an object. Raises Unreadable."""
     if not isinstance(value, dict):
         raise Unreadable(f"it holds {shown(value)} where an object belongs")
     return cast("dict[str, Any]", value)
@@ -115,12 +115,12 @@ def object_in(value: Any) -> Mapping[str, Any]:
 
 @lru_cache
 def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
-    is_model = isinstance(kind, type) and issubclass(kind, pydantic.BaseModel)  # which has its own
+    is_model = isinstance(kind, type) and issubclass(kind, pydantic.BaseModel)  # which has its own config
     return pydantic.TypeAdapter(kind, config=None if is_model else PLAIN)
 
 
 def _in_words(error: pydantic.ValidationError) -> str:
-    """'nodes[3].inputs is "x": Input should be a valid list'"""
+    """Return the first misfit, as 'nodes[3].inputs is x: input should be a valid list', and how many more."""
     first, *others = error.errors(include_url=False, include_context=False)
     place = ""
     for step in first["loc"]:

@@ -1,4 +1,4 @@
-"""Whether another user of this machine could have put code where we would run it."""
+"""A check whether another user of this machine could have put code where we would run it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _OTHERS, _OTHERS_WRITE = 0o077, 0o022
 
 
 def why_unsafe_below(folder: Path) -> str:
-    """Say who else could have written a folder, or anything that is in it; "" where only this user and the
-    administrator could, and where it is not there. What is in a folder that others cannot enter may have any mode.
-    Windows has neither owners nor modes as meant here."""
+    """Return who else could have written a folder, or anything in it; "" if only this user and the administrator could,
+    if the folder is missing, and on Windows, which has no such owners and modes. In a folder that others cannot enter,
+    files may have any mode."""
     if os.name != "posix":
         return ""
     closed = folder.is_dir() and not folder.stat().st_mode & _OTHERS

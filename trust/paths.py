@@ -1,4 +1,4 @@
-"""Paths that somebody else wrote: into a folder of ours, or nowhere."""
+"""Untrusted paths, which must stay inside a folder of ours."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _WINDOWS_OWN = re.compile(r"(con|prn|aux|nul|com[0-9¹²³]|lpt[0-9¹²³])\s*(\
 
 
 class Outside(ValueError):
-    """Why a path cannot be used, and which."""
+    """A path cannot be used. The message names the path and says why."""
 
 
 def relative(name: str) -> Path:
-    """A path that stays below whatever folder it is joined to, by its own words.
+    """Return a path that stays below any folder that it is joined to. It does not check links.
 
-    Both slashes part it, on every system. Raises Outside: absolute, a drive, `..`, a control character, too long; on
-    Windows also what names a device there, a stream, or another file.
+    Both slashes separate names, on every system. Raises Outside: absolute, a drive, `..`, a control character, too
+    long; on Windows also a name that Windows takes for a device, a stream or another file.
     """
     given = shown(name)
     posix = name.replace("\\", "/")
@@ -42,16 +42,16 @@ def relative(name: str) -> Path:
 
 
 def means_another_on_windows(part: str) -> bool:
-    """Whether Windows takes a file's name for a device (CON, NUL.txt), a stream (a:b), or a name cut short (`a.`)."""
+    """Return whether Windows takes a file's name for a device (CON, NUL.txt), a stream (a:b) or another name (`a.`)."""
     return _WINDOWS_OWN.match(part) is not None
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of `name` in a folder. Raises Outside, as `relative` does, and where a link on the way leads out."""
+    """Return the path of `name` in a folder. Raises Outside as `relative` does, and if a link on the way leads out."""
     path = folder / relative(name)
     try:
         resolved = path.resolve()
-        circular = any(map(Path.is_symlink, (resolved, *resolved.parents)))  # which Python 3.13 leaves as it is
+        circular = any(map(Path.is_symlink, (resolved, *resolved.parents)))  # which Python 3.13 leaves unresolved
         lies_inside = not circular and resolved.is_relative_to(folder.resolve())
     except (OSError, RuntimeError):  # links in a circle, before 3.13
         lies_inside = False

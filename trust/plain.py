@@ -1,4 +1,4 @@
-"""Values as JSON has them: strings, finite numbers, booleans, null, lists and objects alone."""
+"""Values in JSON's types: strings, finite numbers, booleans, null, lists and objects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def for_json(value: Any) -> Any:
-    """The same value; an enum is its value, and infinity, NaN and whatever else JSON has not are text."""
+    """Return the value in JSON's types. An enum becomes its value; infinity, NaN and other objects become text."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""A batch: jobs are read and sorted, go to free workers, and are tried again, or parked, where that fails.
+"""A batch run: jobs are read, sorted and given to free workers; failed ones are retried or parked.
 
-All that it knows beyond the jobs that wait is in the folder of outputs.
+Apart from the queue of waiting jobs, all state is in the output folder.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from .jobs import Job, Unmade
 from .outputs import Outputs
 from .worker_pool import End, JobOutcome, Ready, Worker, WorkerPool
 
-CHUNK = 1024  # jobs that are sorted together; of some 10 KB each
-LOOK_SECONDS = 1.0  # between two looks for new workers, and at what another batch computes
-WAIT_SECONDS = 30.0  # without any worker, after which that is said
-LISTED = 1000  # parked jobs that the answer names; the folder has all
-MAX_ERROR = 4000  # characters that are kept of one
+CHUNK = 1024  # jobs that are sorted together, about 10 KB each
+LOOK_SECONDS = 1.0  # between two checks for new workers, and for results of another batch
+WAIT_SECONDS = 30.0  # without any worker, before a message says so
+LISTED = 1000  # most parked jobs that the result names; the folder has all
+MAX_ERROR = 4000  # most characters of an error that are kept
 
 
 @dataclass
 class BatchStats:
-    """How far a batch is and what came of it: counts, and a line for each job's end."""
+    """Progress and results of a batch: counts, and a line at each job's end."""
 
     jobs: int
     stream: TextIO
     now: Callable[[], float] = time.monotonic
     done: int = 0
-    already_done: int = 0  # before this run, or the same as another of its jobs
+    already_done: int = 0  # done before this run, or duplicates of other jobs
     failed: int = 0  # parked in this run
-    parked_before: int = 0  # by an earlier one, and left so
-    workers_lost: int = 0  # in the middle of a job
+    parked_before: int = 0  # parked by an earlier run, and skipped
+    workers_lost: int = 0  # workers that died during a job
     faults: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class BatchStats:
         self._tell(f"FAILED {job.name} ({job.content}): {error}")
 
     def skipped(self, job: Job, error: str = "") -> None:
-        """error: for which it was parked; "": it is done."""
+        """Count a skipped job. error: the reason why it was parked; "": it is done."""
         if error:
             self.parked_before += 1
             self._note(job, error)
@@ -75,7 +75,7 @@ class BatchStats:
         self._tell(f"{worker} died in {job.name}: {reason}{' The job is tried again.' if again else ''}")
 
     def say(self, line: str) -> None:
-        print(" ".join(line.split()), file=self.stream, flush=True)  # errors have lines of their own
+        print(" ".join(line.split()), file=self.stream, flush=True)  # errors contain line breaks
 
     def facts(self) -> dict[str, Any]:
         names = ("jobs", "done", "already_done", "failed", "parked_before", "workers_lost", "seconds", "faults")
@@ -103,19 +103,19 @@ class BatchStats:
 
 
 class JobQueue:
-    """Jobs that are neither done nor parked, each content once, sorted by cache key in chunks.
+    """Jobs that are neither done nor parked, without duplicates, sorted by cache key in chunks.
 
-    retry: also those that an earlier run parked.
+    retry: include jobs that an earlier run parked.
     """
 
     def __init__(self, jobs: Iterable[Job | Unmade], outputs: Outputs, stats: BatchStats, *, retry: bool = False):
         self._outputs, self._stats, self._retry = outputs, stats, retry
         self._jobs = self._open_jobs(jobs)
         self._waiting: deque[Job] = deque()
-        self._open: set[str] = set()  # contents of jobs that wait or run
+        self._open: set[str] = set()  # content hashes of jobs that wait or run
 
     def fill(self) -> bool:
-        """Read a chunk where none waits; whether any does."""
+        """Read a chunk if no job waits. Returns whether any waits then."""
         if not self._waiting:
             self._waiting.extend(sorted(islice(self._jobs, CHUNK), key=lambda job: job.cache_key))
         return bool(self._waiting)
@@ -135,7 +135,7 @@ class JobQueue:
         self._open.discard(job.content)
 
     def skip(self, job: Job) -> bool:
-        """Count a job that is done, or parked, and say whether it is."""
+        """Count a job that is done or parked. Returns whether it is."""
         done = self._outputs.has(job.content)
         parked = "" if done or self._retry else self._outputs.parked(job.content)
         if over := done or bool(parked):
@@ -159,17 +159,17 @@ class BatchRun:
     pool: WorkerPool
     outputs: Outputs
     stats: BatchStats
-    attempts: int = 3  # that end with their worker, before a job is parked
-    _calls: dict[Future[Any], tuple[Worker, Job | None]] = field(default_factory=dict)  # None: it connects
+    attempts: int = 3  # attempts that kill their worker, before a job is parked
+    _calls: dict[Future[Any], tuple[Worker, Job | None]] = field(default_factory=dict)  # None: the worker is connecting
     _ended: SimpleQueue[Future[Any]] = field(default_factory=SimpleQueue)
     _idle: list[Worker] = field(default_factory=list)
-    _disabled: list[str] = field(default_factory=list)  # workers, and why
-    _elsewhere: list[Job] = field(default_factory=list)  # that another batch computes
+    _disabled: list[str] = field(default_factory=list)  # names of workers, with the reason
+    _elsewhere: list[Job] = field(default_factory=list)  # jobs that another batch computes
     _claims: dict[str, BinaryIO] = field(default_factory=dict)  # by content
 
     def run(self) -> None:
-        """Until no job is left. Raises OutputError where nothing can be written, HostError where no worker is left."""
-        self._heard = time.monotonic()  # when a call ended, or its silence was told
+        """Run until no job is left. Raises OutputError if nothing can be written, HostError if no worker is left."""
+        self._heard = time.monotonic()  # time of the last ended call or waiting message
         try:
             while self.queue.fill() or self._running() or self._elsewhere:
                 for worker in self.pool.new_workers():
@@ -194,7 +194,7 @@ class BatchRun:
                     break
 
     def _claimed(self, job: Job) -> bool:
-        """Claim a job for this batch, unless another has it, or has done it meanwhile."""
+        """Claim a job for this batch, unless another batch runs it or has done it meanwhile."""
         claim = self.outputs.claim(job.content)
         if claim is None:
             self._elsewhere.append(job)
@@ -214,7 +214,7 @@ class BatchRun:
         future.add_done_callback(self._ended.put)
 
     def _wait(self) -> None:
-        """For a call to end, or until it is time for another look."""
+        """Wait until a call ends, or the next check is due."""
         try:
             call = self._ended.get(timeout=LOOK_SECONDS)
         except Empty:
@@ -222,7 +222,7 @@ class BatchRun:
             return
         self._heard = time.monotonic()
         worker, job = self._calls.pop(call)
-        error = call.exception()  # of Ray's kinds: the process ended
+        error = call.exception()  # one of Ray's: the process ended
         died = " ".join(str(error).split())[:1000] or type(error).__name__ if error else ""
         if job:
             self._finished(worker, job, JobOutcome(End.DIED, died) if died else call.result())
@@ -280,13 +280,13 @@ class BatchRun:
         self._release(job.content)
 
     def _park(self, job: Job, error: str, attempts: int) -> None:
-        name, error = for_terminal(job.name), for_terminal(error)[:MAX_ERROR]  # half a character cannot be written
+        name, error = for_terminal(job.name), for_terminal(error)[:MAX_ERROR]  # a lone surrogate cannot be written
         self.outputs.park(job.content, name, error or "no reason", attempts)
         self.stats.failed_job(job, error)
         self._close(job)
 
     def _park_refused(self, workers: list[Worker]) -> bool:
-        """Park the jobs that none of these workers takes; whether there were any."""
+        """Park the jobs that none of these workers accepts. Returns whether there were any."""
         names = {worker.name for worker in workers}
         refused = self.queue.take(lambda job: bool(job.refusals) and names <= job.refusals.keys())
         for job in refused:
@@ -294,14 +294,14 @@ class BatchRun:
         return bool(refused)
 
     def _look(self) -> None:
-        """Where nothing happened for a while: see what another batch has done, and say what is waited for."""
+        """Run the regular checks: results of another batch, and a message about a long wait."""
         for job in self._elsewhere:
             self.queue.put_back(job)
         self._elsewhere.clear()
         if self._running() or time.monotonic() - self._heard < WAIT_SECONDS:
             return
         self._heard = time.monotonic()
-        if self._park_refused(self._idle):  # whoever else might take them does not come
+        if self._park_refused(self._idle):  # no other worker comes that might accept them
             return
         what = "jobs that another batch computes into this folder" if self._idle else "a worker: none is ready"
         self.stats.say(f"Waiting for {what}.")

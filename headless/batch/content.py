@@ -1,4 +1,4 @@
-"""By what a job is known, the hash of what its outputs hang on, and sorted: the key of what it loads and compiles."""
+"""A job's content hash (of all that its outputs depend on), and its cache key (what it loads and compiles)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTH = 32  # hexadecimal digits of a hash that name a folder: 128 bits
 PACKAGE = "comfyui-onediff-guard"
 
 # Names of inputs that decide which weights are read, how they compute, and for which shapes they are compiled: of this
-# pack's nodes, of ComfyUI's, and by convention of others'. Changing any other input is taken to cost nothing.
+# pack's nodes, of ComfyUI's, and by convention of others'. Changing other inputs is assumed to cost nothing.
 MODEL = frozenset({"model", "hub_id", "revision", "lora", "transformer", "ckpt", "unet", "vae", "clip"})
 MODEL_ENDINGS = ("_name", "_name1", "_name2", "_name3")  # ckpt_name, unet_name, lora_name, clip_name1
 NO_MODEL = frozenset({"sampler_name", "scheduler_name"})
@@ -27,8 +27,8 @@ SHAPE = frozenset({"width", "height", "frames", "length", "num_frames", "video_f
 
 
 class CacheKey(NamedTuple):
-    """What has to be loaded and compiled for a job. Jobs are sorted by it: what takes longest to change changes least
-    often."""
+    """The key of what a job loads and compiles. Jobs are sorted by it, so that what takes longest to change changes
+    least often."""
 
     model: str
     plan: str
@@ -53,14 +53,13 @@ def _part(name: str) -> str | None:
 
 
 def content_of(graph: Graph, schemas: Mapping[str, Schema], input_dir: Path | None) -> str:
-    """The hash of a workflow with all its settings made, of the images that it names, of this pack's version, and of
-    whether it is to be guarded.
+    """Return the hash of a workflow with its settings applied, of its images, of this pack's version, and of whether it
+    is guarded.
 
-    In it are every node's type and inputs, by id; not its title, how the page lays it out, nor a date in file names.
-    20 and 20.0 are the same number. An image counts by its bytes where it lies in `input_dir`, else by its name alone;
-    a model by its name.
+    It covers every node's id, type and inputs, but not titles, layout, or dates in file names. 20 and 20.0 are equal.
+    An image counts by its bytes if it is in `input_dir`, else by its name; a model by its name.
 
-    Raises WorkflowError where an image's name leads out of `input_dir`, or its file is no image.
+    Raises WorkflowError if an image's name leads out of `input_dir`, or its file is no image.
     """
     nodes = graph.without_dates().to_api()
     facts = {
@@ -74,7 +73,7 @@ def content_of(graph: Graph, schemas: Mapping[str, Schema], input_dir: Path | No
 
 @lru_cache
 def version_that_matters() -> str:
-    """This pack's, without the last of its three numbers: releases that differ in that alone make the same frames."""
+    """Return this pack's version without the patch number, which does not change frames."""
     try:
         return ".".join(metadata.version(PACKAGE).split(".")[:2])
     except metadata.PackageNotFoundError:  # a clone that is not installed
@@ -82,7 +81,7 @@ def version_that_matters() -> str:
 
 
 def _images(graph: Graph, schemas: Mapping[str, Schema], folder: Path) -> dict[str, str]:
-    """The SHA-256 of each image that the workflow names, by its name there."""
+    """Return the SHA-256 of each image of the workflow, by its name there."""
     found: dict[str, str] = {}
     for _, _, value, path in input_images.images_of(graph, schemas, folder):
         if path is not None:
@@ -97,7 +96,7 @@ def _digest(path: Path, _changed: int, _size: int) -> str:
 
 
 def _numbers_alike(value: Any) -> Any:
-    """The same, with whole numbers as such: pages write 1 where others write 1.0."""
+    """Return the value with whole floats as integers: pages write 1 where others write 1.0."""
     if isinstance(value, dict):
         return {name: _numbers_alike(each) for name, each in value.items()}
     if isinstance(value, list):

@@ -1,8 +1,7 @@
-"""The jobs of a file, one line after another, each made when there is room for it: a workflow with its settings, or a
-matrix of them.
+"""Jobs of a file: each line is a workflow with settings, or a matrix of them. Jobs are created lazily.
 
-The file is somebody else's: what it says is checked before the first job runs, and the workflows that it names lie in
-one folder.
+The file is untrusted: all lines are checked before the first job runs, and the workflows that it names must be in one
+folder.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from .content import CacheKey, cache_key_of, content_of
 
 MAX_LINE = 8 * 2**20  # bytes
 EXAMPLE = '{"workflow": "cogvideox.json", "set": ["4.seed=7"]}'
-REMEMBERED = 16  # workflows, read and checked; a file names few
-MAX_JOBS = 10_000_000  # of one line
+REMEMBERED = 16  # checked workflows that are cached; a file names few
+MAX_JOBS = 10_000_000  # per line
 MAX_SEED = 2**64 - 1
 PRECISION, FOLLOWS = "precision", "inherit"
-FRAMES = ("frames", "length", "num_frames", "video_frames")  # by what name nodes have them
+FRAMES = ("frames", "length", "num_frames", "video_frames")  # names of inputs for the number of frames
 
 T = TypeVar("T")
 _Some = Annotated[list[T], Field(min_length=1)]
@@ -51,19 +50,19 @@ class Seeds(Foreign):
 
 
 class Matrix(Foreign):
-    """What is varied. Every value of each is combined with every value of the others."""
+    """The varied inputs. Every value of each is combined with every value of the others."""
 
     model_config = ConfigDict(extra="forbid")
     precisions: _Some[str] = []
     sizes: _Some[_Size] = []  # "WIDTHxHEIGHT" or "WIDTHxHEIGHTxFRAMES", in pixels
-    inputs: dict[str, _Some[JsonValue]] = {}  # any other: NODE.INPUT → its values
+    inputs: dict[str, _Some[JsonValue]] = {}  # any other input: NODE.INPUT → its values
     prompts: _Some[str] = []
     seeds: _Some[_Seed] | Seeds = []
 
 
 class JobLine(Foreign):
     model_config = ConfigDict(extra="forbid")
-    workflow: Annotated[str, Field(min_length=1, max_length=1000)] | dict[str, JsonValue]  # a file's name, or itself
+    workflow: Annotated[str, Field(min_length=1, max_length=1000)] | dict[str, JsonValue]  # a file name, or itself
     changes: list[Annotated[str, Field(max_length=MAX_LINE)]] = Field(default=[], alias="set")
     matrix: Matrix = Matrix()
     name: Annotated[str, Field(max_length=200)] = ""
@@ -72,16 +71,16 @@ class JobLine(Foreign):
 @dataclass(frozen=True)
 class Job:
     name: str
-    graph: Graph = field(repr=False)  # with every setting made
-    content: str  # hash; its outputs lie under it
+    graph: Graph = field(repr=False)  # with all settings applied
+    content: str  # content hash, which names the folder of its outputs
     cache_key: CacheKey
-    attempts: int = 0  # that ended with their worker
-    refusals: Mapping[str, str] = field(default_factory=dict)  # why, by the names of workers that do not take it
+    attempts: int = 0  # attempts that killed their worker
+    refusals: Mapping[str, str] = field(default_factory=dict)  # names of workers that do not accept it → the reason
 
 
 @dataclass(frozen=True)
 class Unmade:
-    """A combination of a matrix that is no job, and why."""
+    """A combination of a matrix that cannot be a job, and the reason."""
 
     name: str
     error: str
@@ -89,12 +88,12 @@ class Unmade:
 
 
 class JobsFile:
-    """A file of jobs. It is read as often as it is asked, and held nowhere.
+    """A file of jobs. Each iteration reads it again; its jobs are not kept.
 
-    file: one JSON object a line.
+    file: one JSON object per line.
     workflows: the folder of the workflows that lines name.
-    input_dir: where the images lie that workflows name; None: nowhere here.
-    read: makes a graph of a workflow's JSON, with the schemas of the host that will run it.
+    input_dir: the folder of the workflows' images; None: not on this machine.
+    read: converts a workflow's JSON to a graph, with the schemas of the host that will run it.
     """
 
     def __init__(self, file: Path, *, workflows: Path, input_dir: Path | None, read: Read) -> None:
@@ -102,9 +101,9 @@ class JobsFile:
         self._read_file = lru_cache(REMEMBERED)(lambda path: read(read_json(path)))
 
     def count(self) -> int:
-        """How many jobs it holds. Every line is checked for it, the first job of each in full.
+        """Return the number of jobs. Checks every line, and the first job of each in full.
 
-        Raises WorkflowError where the file cannot be read, or a line is wrong: which, and why. Nothing ran.
+        Raises WorkflowError if the file cannot be read, or a line is wrong: it names the line and the reason.
         """
         total = 0
         for number, line in self._lines():
@@ -121,9 +120,9 @@ class JobsFile:
             yield from self._read_line(number, line)[1]
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Lines that are not empty, with their numbers from 1."""
+        """Yield non-empty lines with their numbers, from 1."""
         try:
-            if not self.file.is_file():  # it is read twice, which a pipe is not
+            if not self.file.is_file():  # it is read twice: no pipe
                 raise WorkflowError(
                     f"Found no file of jobs at {self.file}. Expected one JSON object a line: {EXAMPLE}."
                 )
@@ -137,7 +136,7 @@ class JobsFile:
             raise WorkflowError(f"Cannot read the jobs {self.file}: {error.strerror or error}.") from error
 
     def _read_line(self, number: int, text: bytes) -> tuple[int, Iterator[Job | Unmade]]:
-        """How many jobs a line is, and each."""
+        """Return a line's number of jobs, and its jobs."""
         where = f"{self.file.name}, line {number}"
         try:
             line = parse_as(JobLine, text.removeprefix(BOM))
@@ -176,7 +175,7 @@ class Axis:
     """Inputs that vary together."""
 
     inputs: Sequence[tuple[str, str]]  # node and name of each
-    values: Sequence[Any]  # each a tuple with a value for each input, or one value for all
+    values: Sequence[Any]  # each one value for all inputs, or a tuple with one per input
 
     def settings(self, value: Any) -> Iterator[Setting]:
         values = value if isinstance(value, tuple) else itertools.repeat(value)
@@ -185,8 +184,8 @@ class Axis:
 
 
 def combinations(axes: Sequence[Axis]) -> Iterator[tuple[Setting, ...]]:
-    """The settings of each combination, the last axis varying fastest. Its values may be millions: they are not kept,
-    as `itertools.product` would."""
+    """Yield the settings of each combination; the last axis varies fastest. There may be millions of values, which
+    `itertools.product` would keep in memory."""
     *slow, fast = axes or [Axis((), (None,))]
     for chosen in itertools.product(*(axis.values for axis in slow)):
         for value in fast.values:
@@ -195,14 +194,14 @@ def combinations(axes: Sequence[Axis]) -> Iterator[tuple[Setting, ...]]:
 
 
 def axes_of(matrix: Matrix, graph: Graph, schemas: Mapping[str, Schema]) -> list[Axis]:
-    """What a matrix varies of a workflow. What is compiled for (precision, size) comes first, to change least often.
+    """Return the axes of a matrix for a workflow. Those that need a new compilation (precision, size) come first, to
+    change least often.
 
-    Raises WorkflowError where the workflow has no input, or several, that an axis could mean, or there are too many
-    jobs.
+    Raises WorkflowError if an axis matches no input of the workflow, or several, or if there are too many jobs.
     """
 
     def having(name: str) -> list[GraphNode]:
-        """The nodes with an input of this name that holds a value, and no link."""
+        """Return the nodes with an unlinked input of this name."""
         return [
             node
             for node in graph.nodes.values()
@@ -240,7 +239,7 @@ def axes_of(matrix: Matrix, graph: Graph, schemas: Mapping[str, Schema]) -> list
 
 
 def _only(axis: str, found: Sequence[tuple[GraphNode, str]]) -> tuple[str, str]:
-    """The one input that an axis can mean."""
+    """Return the only input that matches an axis."""
     if len(found) != 1:
         raise WorkflowError(
             f'"{axis}" means the one node of the workflow that has such an input. Found: '

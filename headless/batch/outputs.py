@@ -1,8 +1,8 @@
-"""The folder of a batch's outputs, which is all the state that a batch has.
+"""The output folder of a batch, which is its only state.
 
-`OUT/<content hash>/` holds what a job made and its `job.json`; it is there whole or not at all, since it takes its name
-in one step. `OUT/parked/<content hash>.json` tells of a job that is not tried again. What was begun lies in
-`OUT/.running/`, and goes when its worker ends, or with the next job after that one was killed.
+`OUT/<content hash>/` contains a job's files and its `job.json`; it appears atomically, by a rename.
+`OUT/parked/<content hash>.json` describes a job that is not retried. Unfinished outputs are in `OUT/.running/`; they
+are removed when their worker ends, or by the next job if that one was killed.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class Parked(Foreign):
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of batches in one folder. What writes raises OutputError: disk full, no permission and the like."""
+    """The outputs of batches in one folder. Methods that write raise OutputError (disk full, no permission)."""
 
     folder: Path
 
     def ensure(self) -> None:
-        """Find out whether anything can be written there."""
+        """Check that the folder can be written to."""
         ensure_writable(self.folder / RUNNING)
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing(self.folder, "What is there is whole; the same command goes on from it.")
 
     def claim(self, content: str) -> BinaryIO | None:
-        """A locked file, for the command that computes a job; None where another one does. The system unlocks what a
-        killed command held. Where a network folder has no locks, two may compute a job, and the first result stays."""
+        """Lock a job for this command. Returns the locked file; None if another command has the job. The system unlocks
+        a killed command's file. In a network folder without locks two may compute a job; the first result stays."""
         with self._writing():
             stream = self._claim(content).open("ab")
             if locked(stream) or not self._has_locks:
@@ -56,7 +56,7 @@ class Outputs:
             return None
 
     def release(self, content: str, claim: BinaryIO) -> None:
-        with claim, suppress(OSError):  # Windows removes no open file: an empty one stays, and is free
+        with claim, suppress(OSError):  # Windows cannot remove an open file: an empty, unlocked one stays
             self._claim(content).unlink()
 
     def _claim(self, content: str) -> Path:
@@ -69,18 +69,18 @@ class Outputs:
 
     @contextmanager
     def token(self) -> Iterator[str]:
-        """The name of something new in the folder, by which another machine sees that this is the same folder."""
+        """Create a file in the folder and return its name: another machine that sees it has the same folder."""
         with self._temporary("batch") as made:
             yield made.relative_to(self.folder).as_posix()
 
     def has(self, content: str) -> bool:
-        """Whether a job's outputs are there, whole."""
+        """Return whether a job's outputs are complete."""
         return (self.folder / content / RECORD).is_file()
 
     @contextmanager
     def arriving(self, content: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """A folder for what a job makes, and its record, to be filled in. They become the job's at the end, or nothing
-        where the block raises."""
+        """Yield a folder for a job's files, and its record to fill in. At the end they become the job's outputs; if the
+        block raises, they are removed."""
         with self._temporary("job") as temporary:
             folder, record, target = temporary / "made", {"format": FORMAT}, self.folder / content
             with self._writing():
@@ -94,13 +94,13 @@ class Outputs:
                 try:
                     folder.rename(target)
                 except OSError:
-                    if not self.has(content):  # else another worker, or another batch, was there first
+                    if not self.has(content):  # else another worker or batch was faster
                         raise
 
     @contextmanager
     def _temporary(self, what: str) -> Iterator[Path]:
-        """What a killed worker left is removed on its own machine alone: others may not see on a network's file system
-        that a folder is somebody's."""
+        """Yield a temporary folder. Those of killed workers are removed only on their own machine: on a network's file
+        system, others may not see that a folder is in use."""
         prefix, running = f"{what}-{for_file_name(socket.gethostname())}~", self.folder / RUNNING
         with ExitStack() as held:
             with self._writing():
@@ -115,7 +115,7 @@ class Outputs:
             write_whole(self._parked(content), json.dumps(facts, indent=2).encode() + b"\n")
 
     def parked(self, content: str) -> str:
-        """Why a job is not tried again, or "". What cannot be read is no reason."""
+        """Return the reason why a job is parked; "" if it is not, or if its file cannot be read."""
         try:
             return fitting(Parked, read(self._parked(content), limit=2**20)).error
         except (OSError, Unreadable):

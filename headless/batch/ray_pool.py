@@ -1,8 +1,8 @@
-"""Ray's actors as workers, one a GPU: the pool, where the command runs, and the actor, which runs job after job. Ray
-starts, places and restarts their processes.
+"""Ray actors as workers, one per GPU: the pool, on the command's side, and the actor, which runs one job after another.
+Ray starts, places and restarts the processes.
 
-Ray pickles what goes between them. Both are the user's own; nothing of a file of jobs is unpickled but as plain data
-that passed the gates.
+Ray pickles the data between them. Both sides are the user's own; of a file of jobs, only validated plain data is
+pickled.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from .outputs import Outputs
 from .worker_pool import End, JobOutcome, Ready, Run, execute
 
 INSTALL = 'pip install "comfyui-onediff-guard[scale]", or in a clone: pip install ".[scale]"'
-STORE_BYTES = 80 * 2**20  # of a Ray that is started here; nothing large goes through it
+STORE_BYTES = 80 * 2**20  # object store of a Ray that is started here; no large data goes through it
 NO_TOKEN = " Does the cluster ask for no token, though there is one here? Then set RAY_AUTH_MODE=disabled."
 CONNECT_SECONDS = 10.0
-COUNT_SECONDS = 5.0  # between two looks how many GPUs there are
-LATE_SECONDS = 60.0  # beyond --timeout, after which a process is ended whose job did not stop by itself
+COUNT_SECONDS = 5.0  # between two counts of the GPUs
+LATE_SECONDS = 60.0  # after --timeout, before the process of a job that did not stop is killed
 
 # Variables that Ray reads when it is imported and when it starts
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # for one machine alone, to which Ray binds its ports then
-NO_STATISTICS = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray would send some to its makers
-FEW_TRIES = {"RAY_NUM_REDIS_GET_RETRIES": "1"}  # to reach a cluster's state, of half a minute or so each, and not 20
-NO_METRICS = {"RAY_enable_metrics_collection": "0"}  # which keep 3 KB for each name that a job has, for ever
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # Ray binds its ports to this machine only
+NO_STATISTICS = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray would send usage statistics
+FEW_TRIES = {"RAY_NUM_REDIS_GET_RETRIES": "1"}  # instead of 20 attempts to reach a cluster, of about 30 s each
+NO_METRICS = {"RAY_enable_metrics_collection": "0"}  # they keep 3 KB per job name for ever
 
 
 def require() -> None:
-    """Raises WorkflowError where Ray is not installed. It is not imported yet: that reads variables."""
+    """Raise WorkflowError if Ray is not installed, without importing it: the import reads variables."""
     if find_spec("ray") is None:
         raise WorkflowError(
             f"'batch' runs jobs with Ray, which is not installed here. Install it: {INSTALL}. "
@@ -64,11 +64,11 @@ def require() -> None:
 
 @contextmanager
 def connected(address: str | None, workers: int | None = None, *, verbose: bool = False) -> Generator[Any]:
-    """A Ray, left or ended at the end. What it prints goes to standard error, or nowhere: standard output is the
-    command's.
+    """Connect to Ray; at the end, disconnect or stop it. Its messages go to standard error or are dropped: standard
+    output belongs to the command.
 
-    address: of a cluster; None: a Ray is started here. Raises WorkflowError where it is no address, HostError where Ray
-    does not answer there, or does not start.
+    address: of a cluster; None starts a Ray here. Raises WorkflowError if it is no address, HostError if Ray does not
+    answer there, or does not start.
     """
     if address and not re.fullmatch(r"auto|[^/]+:[0-9]{1,5}", address):
         raise WorkflowError(
@@ -87,7 +87,7 @@ def connected(address: str | None, workers: int | None = None, *, verbose: bool 
     else:
         os.environ.update(LOOPBACK | NO_STATISTICS | NO_METRICS)
         os.environ.setdefault(MODE, "token")
-        os.environ[TOKEN] = secrets.token_hex(32)  # of this Ray alone: nobody else can connect
+        os.environ[TOKEN] = secrets.token_hex(32)  # only for this Ray: nobody else can connect
         cpus = max(workers or 1, os.cpu_count() or 1)
         own = {"address": "local", "num_cpus": cpus, "object_store_memory": STORE_BYTES, "include_dashboard": False}
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(sys.stderr if verbose else nowhere):
@@ -96,15 +96,15 @@ def connected(address: str | None, workers: int | None = None, *, verbose: bool 
         level = logging.INFO if verbose else logging.ERROR
         try:
             ray.init(**own, namespace="onediff-guard", log_to_driver=verbose, logging_level=level)
-        except Exception as error:  # its own kinds, and those of what it calls
+        except Exception as error:  # its own errors, and those of its dependencies
             ray.shutdown()
             raise HostError(
                 f"No Ray {f'answers at {address}' if address else 'starts here'} ({type(error).__name__}: {error}). "
                 "Check the address, and that all machines have the same Ray, Python and ~/.ray/auth_token; or leave "
                 "out --ray to have one started."
             ) from error
-        with suppress(ValueError):  # in another thread than the main one, where Ray leaves it alone
-            signal.signal(signal.SIGTERM, sigterm)  # Ray answers it in its own way
+        with suppress(ValueError):  # not the main thread: Ray leaves the signal alone there
+            signal.signal(signal.SIGTERM, sigterm)  # Ray has replaced the handler
         try:
             yield ray
         except HostError as error:
@@ -115,9 +115,9 @@ def connected(address: str | None, workers: int | None = None, *, verbose: bool 
 
 
 def _close(token: Path) -> None:
-    """Take others' rights to a cluster's token away: who reads it can run code as this user.
+    """Remove other users' access to a cluster's token: whoever reads it can run code as this user.
 
-    Raises HostError where it, or the folder that it is in, is another user's, or open and cannot be closed.
+    Raises HostError if the token or its folder belongs to another user, or is accessible and cannot be restricted.
     """
     try:
         for path, rights in ((token.parent, 0o022), (token, 0o077)):
@@ -135,7 +135,7 @@ def _close(token: Path) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raise HostError where nobody listens: Ray itself would ask for most of a minute."""
+    """Raise HostError if nothing listens: Ray itself would try for most of a minute."""
     host, _, port = address.rpartition(":")
     if not host:  # auto
         return
@@ -150,34 +150,34 @@ def _check_answers(address: str) -> None:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker is told when it begins. All paths are absolute, and the same on every machine."""
+    """A worker's configuration. All paths are absolute, and the same on every machine."""
 
     models: tuple[Path, ...]
     input_dir: Path
     output_dir: Path
-    token: str  # of the output folder, by which a worker sees that it is the command's
-    timeout: float | None  # seconds for one job
+    token: str  # of the output folder: a worker that sees it has the same folder
+    timeout: float | None  # seconds per job
     run: Run = run_local
 
 
 class RayPool:
-    """Workers of a cluster. A context manager that ends them."""
+    """The workers of a cluster. A context manager that stops them at the end."""
 
     def __init__(self, ray: Any, setup: Setup, workers: int | None) -> None:
         self._ray, self._setup, self._fixed = ray, setup, workers
         self._workers: list[RayWorker] = []
-        self._count_at = 0.0  # when the cluster's GPUs are counted next
+        self._count_at = 0.0  # time of the next count of the cluster's GPUs
 
     def __enter__(self) -> RayPool:
         return self
 
     def __exit__(self, *_error: object) -> None:
         for worker in self._workers:
-            with suppress(Exception):  # it is gone, or the cluster is
+            with suppress(Exception):  # the actor or the cluster is gone
                 self._ray.kill(worker.actor)
 
     def new_workers(self) -> list[RayWorker]:
-        """At first as many as were asked for, or one a GPU, or one; later one for each GPU that has come."""
+        """Return new workers: at first the requested number, or one per GPU, or one; later one for each new GPU."""
         if self._workers and (self._fixed or time.monotonic() < self._count_at):
             return []
         self._count_at = time.monotonic() + COUNT_SECONDS
@@ -192,26 +192,26 @@ class RayPool:
 
 @dataclass
 class RayWorker:
-    """An actor. Ray starts it anew when its process ends, wherever there is room."""
+    """An actor. If its process ends, Ray restarts it on any free machine."""
 
     actor: Any
     name: str
 
     def connect(self) -> Future[Ready]:
-        """Asked by Ray again and again: a lost machine's actors are out of reach until Ray knows that it is lost, and
-        wait then until there is room elsewhere, or it comes back."""
+        """Connect, with Ray's own retries: a lost machine's actors are unreachable until Ray notices; then they wait
+        for room elsewhere, or for the machine."""
         hello = self.actor.hello.options(name="hello", max_task_retries=-1)
         return hello.remote(version_that_matters()).future()
 
     def run(self, job: Job) -> Future[JobOutcome]:
-        """Not tried again by Ray: the job may be the reason why the process ends, and another worker may be free."""
+        """Run a job, without Ray's retries: the job may have killed the process, and another worker may be free."""
         call = self.actor.run.options(name=f"{job.name} {job.content[:8]}", max_task_retries=0)
         return call.remote(job).future()
 
 
 class RayActor:
-    """The process of one GPU, or of a CPU. It keeps the pipelines of its last job, loaded and compiled, for as long as
-    jobs have the same model and plan."""
+    """The process of one GPU, or of a CPU. It keeps the pipelines of its last job, loaded and compiled, while jobs have
+    the same model and plan."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -222,7 +222,7 @@ class RayActor:
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
     def hello(self, version: str) -> Ready:
-        """Say whether this worker can do the command's jobs. version: of this pack, where the command runs."""
+        """Return whether this worker can run the command's jobs. version: this pack's, on the command's side."""
         setup, ours, trouble = self._setup, version_that_matters(), ""
         if ours != version:
             trouble = f"it has comfyui-onediff-guard {ours or 'of no version'}, and the command {version or 'of none'}"
@@ -241,7 +241,7 @@ class RayActor:
         outcome = execute(job, self._outputs, self._run, self._name)
         faulthandler.cancel_dump_traceback_later()
         self._loaded = needed
-        if outcome.end is End.FAILED:  # and may have left anything
+        if outcome.end is End.FAILED:  # its state is unknown
             self._unload()
         return outcome
 
@@ -256,7 +256,7 @@ class RayActor:
         return result
 
     def _unload(self) -> None:
-        """Where a kernel's fault has ended CUDA in this process, it ends, and Ray starts another one."""
+        """Unload the pipelines. If a kernel's fault broke CUDA in this process, end it: Ray starts another one."""
         self._loaded, self._pipelines = None, []
         gc.collect()  # modules hold reference cycles
         torch = sys.modules.get("torch")
@@ -270,7 +270,7 @@ class RayActor:
 
 
 def _end_with(parent: int) -> None:
-    """End this process, and free its GPU, as soon as Ray's own process on this machine is gone. Ray takes a minute."""
+    """End this process, to free its GPU, as soon as Ray's own process on this machine is gone. Ray takes a minute."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

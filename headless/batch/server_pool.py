@@ -1,4 +1,4 @@
-"""Running ComfyUIs as workers, with whatever nodes they have."""
+"""Running ComfyUIs as workers, with the nodes that they have."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from .jobs import Job, Read
 from .outputs import Outputs
 from .worker_pool import End, JobOutcome, Ready, execute
 
-ASK_SECONDS = 5.0  # between two questions to a server that is away
-ANSWER_SECONDS = 5.0  # for the answer to one
-AWAY_SECONDS = 600.0  # without any job done, after which a server that is away is given up
-PATIENCE_SECONDS = 60.0  # that one may be out of reach in the middle of a job
+ASK_SECONDS = 5.0  # between two requests to an unreachable server
+ANSWER_SECONDS = 5.0  # timeout of each of them
+AWAY_SECONDS = 600.0  # without a finished job, before an unreachable server is given up
+PATIENCE_SECONDS = 60.0  # that a server may be unreachable during a job
 
 
 def reader(urls: Sequence[str], timeout: float | None = None, *, guard: bool = False) -> Read:
-    """What reads workflows for several ComfyUIs: with the schemas of the first that answers and has all of their nodes.
+    """Return a function that reads workflows for several ComfyUIs, with the schemas of the first one that answers and
+    has all node types.
 
-    It raises HostError where none answers, and UnknownNodesError where none has all node types: those of one of them.
+    It raises HostError if none answers, and the UnknownNodesError of one of them if none has all node types.
     """
     order = [*dict.fromkeys(urls)]
 
@@ -41,7 +42,7 @@ def reader(urls: Sequence[str], timeout: float | None = None, *, guard: bool = F
             except (HostError, UnknownNodesError) as fault:  # noqa: PERF203
                 faults.append(fault)
             else:
-                order.sort(key=lambda each: each != url)  # the next workflow asks it first
+                order.sort(key=lambda each: each != url)  # it is asked first for the next workflow
                 return found
         raise max(faults, key=lambda fault: isinstance(fault, UnknownNodesError))
 
@@ -49,9 +50,9 @@ def reader(urls: Sequence[str], timeout: float | None = None, *, guard: bool = F
 
 
 class ServerPool:
-    """The servers of a batch. A context manager that takes their runs from them.
+    """The servers of a batch. A context manager that removes their runs at the end.
 
-    tell: is given a line about a server that does not answer. options: of `run_on_server`.
+    tell: called with a line about a server that does not answer. options: of `run_on_server`.
     """
 
     def __init__(self, urls: Sequence[str], outputs: Outputs, tell: Callable[[str], None], **options: Any) -> None:
@@ -69,7 +70,7 @@ class ServerPool:
         self.threads.shutdown(wait=True, cancel_futures=True)
 
     def new_workers(self) -> list[ServerWorker]:
-        """All of them at first, and none later: who is away is asked again and again."""
+        """Return all servers at first, and none later: unreachable ones are asked again and again."""
         new, self._new = self._new, []
         return new
 
@@ -77,7 +78,7 @@ class ServerPool:
 class ServerWorker:
     def __init__(self, pool: ServerPool, url: str) -> None:
         self.name, self._pool, self._url = without_password(url), pool, url
-        self._pause = 0.0  # before it is asked whether it answers
+        self._pause = 0.0  # seconds before the next request
         self.busy = False
 
     def connect(self) -> Future[Ready]:
@@ -93,13 +94,13 @@ class ServerWorker:
         finally:
             self.busy = False
         if outcome.end is End.AWAY:
-            self._pause = ASK_SECONDS  # it may answer, and yet take no job
+            self._pause = ASK_SECONDS  # it may answer and still accept no job
         else:
             self._pause, pool.last_work = 0.0, time.monotonic()
         return outcome
 
     def _connect(self) -> Ready:
-        """Wait until the server answers: as long as others work, that may take any time."""
+        """Wait until the server answers, without a limit while others work."""
         pool, told = self._pool, False
         while not pool.stop.wait(self._pause):
             if not any(worker.busy for worker in pool.workers) and time.monotonic() > pool.last_work + AWAY_SECONDS:

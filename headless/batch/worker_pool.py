@@ -1,4 +1,4 @@
-"""What a batch asks of those that run its jobs, whatever they are; and one job's run, which is the same for all."""
+"""The interface of a batch's workers, and the run of one job, which is the same for all."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class End(Enum):
     UNWRITABLE = "the outputs cannot be written, of this job or of any other"
 
 
-ENDS: tuple[tuple[type[HeadlessError], End], ...] = (  # the first that an error is
+ENDS: tuple[tuple[type[HeadlessError], End], ...] = (  # the first matching class counts
     (OutputError, End.UNWRITABLE),
     (ServerLostError, End.DIED),
-    (InterruptedRunError, End.DIED),  # a node may interrupt its own run, each time
+    (InterruptedRunError, End.DIED),  # a node may interrupt its own run every time
     (HostError, End.AWAY),
     (WorkflowError, End.REFUSED),
     (HeadlessError, End.FAILED),
@@ -43,7 +43,7 @@ class JobOutcome:
 
 
 class Ready(NamedTuple):
-    """A worker can be given jobs, unless there is a trouble."""
+    """A worker is ready for jobs, unless it reports a problem."""
 
     name: str
     trouble: str = ""
@@ -54,17 +54,17 @@ class Worker(Protocol):
 
     name: str
 
-    def connect(self) -> Future[Ready]: ...  # once it can be given jobs: at first, and after it died or was away
+    def connect(self) -> Future[Ready]: ...  # done when it is ready: at first, and after it died or was unreachable
 
     def run(self, job: Job) -> Future[JobOutcome]: ...
 
 
 class WorkerPool(Protocol):
-    def new_workers(self) -> Sequence[Worker]: ...  # that have come since the last call; asked every second or so
+    def new_workers(self) -> Sequence[Worker]: ...  # since the last call; called about every second
 
 
 def execute(job: Job, outputs: Outputs, run: Run, worker: str) -> JobOutcome:
-    """Run a job, unless its outputs are there. worker: its name, for the job's record."""
+    """Run a job, unless its outputs exist. worker: its name, for the job's record."""
     if outputs.has(job.content):
         return JobOutcome(End.DONE)
     try:

@@ -1,4 +1,4 @@
-"""What a command came to, in words for people and as JSON for scripts."""
+"""The result of a command: text for people, JSON for scripts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..errors import ExitCode, HeadlessError
 
 @dataclass(frozen=True)
 class Answer:
-    """Printed as lines, or with --json as one object."""
+    """A command's result. Printed as lines, or with --json as one object."""
 
     lines: Sequence[object] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
-    error: HeadlessError | None = None  # told after the lines; its exit code is the command's
-    exit_code: ExitCode = ExitCode.DONE  # without an error
+    error: HeadlessError | None = None  # printed after the lines; its exit code is the command's
+    exit_code: ExitCode = ExitCode.DONE  # if there is no error
 
     def as_json(self) -> str:
         state: dict[str, Any] = {"status": "done"}

@@ -1,4 +1,4 @@
-"""`onediff-guard batch`: the jobs of a file, over the GPUs of a Ray cluster or over running ComfyUIs."""
+"""`onediff-guard batch`: run the jobs of a file on the GPUs of a Ray cluster, or on running ComfyUIs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .answer import Answer
 
 DEFAULT_OUTPUT = Path("output") / "batch"
 MAX_WORKERS = 10_000
-SHOWN = 20  # faults in the summary
-LOCAL = Host(read_local, run_local)  # what a worker of Ray runs jobs on
+SHOWN = 20  # most faults in the summary
+LOCAL = Host(read_local, run_local)  # the host of Ray workers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +79,7 @@ def _run(args: argparse.Namespace) -> BatchStats:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises WorkflowError: options that do not go together, or Ray is not installed."""
+    """Raise WorkflowError if options conflict, or Ray is not installed."""
     if not args.server:
         if args.guard:
             raise WorkflowError(
@@ -125,7 +125,7 @@ def _pool(args: argparse.Namespace, outputs: Outputs, stats: BatchStats) -> Gene
 
 
 def _count(most: int) -> Callable[[str], int]:
-    """A type of argument: from 1 to `most`."""
+    """Return an argument type: a number from 1 to `most`."""
 
     def count(text: str) -> int:
         if not (text.isdecimal() and 1 <= int(text[:9]) <= most):

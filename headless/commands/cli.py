@@ -24,7 +24,7 @@ from .answer import Answer
 class Subcommand:
     name: str
     help: str
-    module: Callable[[], Any]  # has add_arguments(parser) and main(args) -> Answer; imported only when it is used
+    module: Callable[[], Any]  # has add_arguments(parser) and main(args) -> Answer; imported only if it is used
 
 
 SUBCOMMANDS = tuple(
@@ -43,7 +43,7 @@ SUBCOMMANDS = tuple(
 
 
 def main(argv: Sequence[str] | None = None, subcommands: Sequence[Subcommand] = SUBCOMMANDS) -> int:
-    """The exit code; see `ExitCode`."""
+    """Run a command. Returns the exit code; see `ExitCode`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     with cleaned_output():
         args = _parser(arguments, subcommands).parse_args(arguments)
@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None, subcommands: Sequence[Subcommand] = 
             code = _printed(_answer(args), args)
             sys.stdout.flush()
             return code
-        except BrokenPipeError:  # whoever read the output has gone (`| head`)
+        except BrokenPipeError:  # the reader is gone (`| head`)
             code = ExitCode.BROKEN_PIPE
-        except OSError as error:  # such as of a full disk
+        except OSError as error:  # for instance a full disk
             code = ExitCode.OUTPUT_FAILED
             with suppress(OSError):
                 print(f"onediff-guard: Cannot print what came of it: {error}.", file=sys.stderr)
@@ -73,7 +73,7 @@ def _answer(args: argparse.Namespace) -> Answer:
 
 
 def _printed(answer: Answer, args: argparse.Namespace) -> int:
-    """Print it; the exit code."""
+    """Print an answer. Returns the exit code."""
     for line in [answer.as_json()] if getattr(args, "json", False) else answer.lines:
         print(line)
     if answer.error is None:
@@ -87,19 +87,19 @@ def _in_words(error: BaseException) -> HeadlessError:
         return error
     if isinstance(error, KeyboardInterrupt):
         return InterruptedRunError("Interrupted.")
-    if isinstance(error, Told):  # of which a ValueError is about what was asked for
+    if isinstance(error, Told):  # a ValueError among them is about the input
         return WorkflowError(str(error)) if isinstance(error, ValueError) else RunFailedError(str(error))
     return RunFailedError(f"Unexpected {type(error).__name__}: {error}. Run with --verbose to see where.")
 
 
 @contextmanager
 def _stopped_alike() -> Iterator[None]:
-    """Every polite request to end is Ctrl-C: one way to stop, with clean-up. What `nohup` has us ignore stays so, and
-    at the end all is as it was. Signals are the main thread's: in another, the caller has them."""
+    """Treat SIGTERM, SIGHUP and SIGBREAK as Ctrl-C, so that clean-up runs. Signals that `nohup` ignores stay ignored.
+    At the end all handlers are restored. In other threads than the main one, signals are left to the caller."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")  # SIGHUP: the terminal is gone. SIGBREAK: the same on Windows
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")  # SIGHUP, on Windows SIGBREAK: the terminal was closed
     before = {kind: signal.getsignal(kind) for name in names if (kind := getattr(signal, name, None))}
     for kind, handler in before.items():
         if kind is not signal.SIGINT and handler is not signal.SIG_IGN:
@@ -112,13 +112,13 @@ def _stopped_alike() -> Iterator[None]:
 
 
 def _interrupt(_number: int, _frame: object) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs with it ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.raise_signal(signal.SIGINT)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Help and usage without the colours of Python 3.14, which are escape sequences."""
+    """A parser without the colours of Python 3.14, which are escape sequences."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

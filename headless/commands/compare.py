@@ -1,4 +1,4 @@
-"""`onediff-guard compare`: a workflow in several precisions with one seed, in one picture and in numbers."""
+"""`onediff-guard compare`: a workflow in several precisions with one seed, as one picture and as numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .answer import Answer
 
 DEFAULT_PRECISIONS = (REFERENCE, "bf16", "fp16", "fp16 (plain)")
 HEADER = ("precision", "plan", "PSNR (dB)", "max error", "seconds", "reruns", "finite frames")
-FPS = 8.0  # of an animation
+FPS = 8.0  # of the animation
 SECONDS_OF = "the denoising steps alone, without loading, encoding and decoding"
 VERDICTS = {"reference": pictures.NEUTRAL, "finite": pictures.GOOD}  # all others are bad
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> Answer:
-    """Run the workflow in each precision, and write how they compare."""
+    """Run the workflow in each precision, and write the comparison."""
     outcomes, errors_from = _compare(args)
     facts = {
         "workflow": args.workflow.name,
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> Answer:
 
 
 def _compare(args: argparse.Namespace) -> tuple[list[PrecisionOutcome], str]:
-    """What each precision came to, the reference first, and what the frames were read from."""
+    """Return the outcome of each precision, the reference first, and the source of the frames."""
     workflow = read_json(args.workflow)
     changes = [Setting.parse(change) for change in args.changes]
     with printed_progress(sys.stderr) as on_progress, hosts.opened(args) as host:
@@ -84,14 +84,14 @@ def _compare(args: argparse.Namespace) -> tuple[list[PrecisionOutcome], str]:
 
 
 def _frames(result: RunResult, subject: Comparable) -> np.ndarray:
-    """float32 [frames, height, width, 3]: as the node made them where that was in this process, else from files."""
+    """Return float32 [frames, height, width, 3]: the node's output if it ran in this process, else read from files."""
     if made := result.results.get(subject.frames.node):
         return made[subject.frames.slot].float().cpu().numpy()
     return read_pngs(result.files_of(SHOWN))
 
 
 def _precisions(text: str) -> tuple[str, ...]:
-    """The reference first, each once."""
+    """Parse a list of precisions. The reference is first; duplicates are removed."""
     given = [name.strip().strip("\"'") for name in text.split(",") if name.strip()]
     precisions = tuple(dict.fromkeys((REFERENCE, *given)))
     if len(precisions) == 1:
@@ -104,16 +104,16 @@ def _precisions(text: str) -> tuple[str, ...]:
 @dataclass(frozen=True)
 class PrecisionOutcome:
     facts: dict[str, Any]  # for JSON
-    row: tuple[str, ...]  # of the table; what one that failed says is in its second cell
-    run: pictures.PicturedRun  # without frames where it failed
+    row: tuple[str, ...]  # of the table; a failed run has its error in the second cell
+    run: pictures.PicturedRun  # without frames if it failed
 
     @classmethod
     def of(cls, precision: str, result: RunResult, frames: np.ndarray, reference: np.ndarray) -> PrecisionOutcome:
-        """frames: float32 [frames, height, width, 3], as the reference's. Raises RunFailedError where they are not."""
+        """Compare a run. frames: float32 [frames, height, width, 3]. Raises RunFailedError if shapes differ."""
         like, stages, count = compare(frames, reference), result.stages(), len(frames)
         seconds = [step["seconds"] for stage in stages for step in stage["steps"] if step["stage"] == "denoiser"]
         failed = _calls(stages, "non-finite", "saturated")
-        hidden = like.black if failed and not result.results else 0  # in a file, NaN is black
+        hidden = like.black if failed and not result.results else 0  # in files, NaN is black
         facts = {
             "precision": precision,
             "plan": _plan(stages),
@@ -121,7 +121,7 @@ class PrecisionOutcome:
             "max_error": like.max_error,
             "seconds": sum(seconds),
             "median_step_seconds": float(np.median(seconds)) if seconds else None,
-            "total_seconds": result.seconds,  # with loading, and whatever else the workflow does
+            "total_seconds": result.seconds,  # including loading, and the workflow's other nodes
             "steps": len(seconds),
             "reruns": _calls(stages, "rerun"),
             "calls_not_finite": failed,
@@ -160,7 +160,7 @@ def _table(outcomes: Sequence[PrecisionOutcome]) -> list[str]:
 
 
 def _drawn(workflow: str, outcomes: Sequence[PrecisionOutcome], footnote: str) -> dict[str, bytes]:
-    """The pictures, by suffix."""
+    """Return the pictures, by suffix."""
     runs = [outcome.run for outcome in outcomes]
     frames = len(runs[0].frames)
     which = f"Frame {frames // 2 + 1} of {frames}; below it" if frames > 1 else "Below the picture"
@@ -174,7 +174,7 @@ def _drawn(workflow: str, outcomes: Sequence[PrecisionOutcome], footnote: str) -
 
 
 def _plan(stages: Sequence[dict[str, Any]]) -> str:
-    """How the denoiser ran, in a few words."""
+    """Return a short description of how the denoiser ran."""
     report = next((stage for stage in stages if stage["plan"]["component"] == "denoiser"), None)
     if report is None:
         return "not reported"
@@ -186,6 +186,6 @@ def _plan(stages: Sequence[dict[str, Any]]) -> str:
 
 
 def _calls(stages: Sequence[dict[str, Any]], *outcomes: str) -> int:
-    """How many calls of any stage ended so."""
+    """Return the number of calls, over all stages, with one of these outcomes."""
     every = [each for stage in stages for each in (*stage.get("before", ()), stage)]
     return sum(step["outcome"] in outcomes for stage in every for step in stage["steps"])

@@ -1,4 +1,4 @@
-"""`onediff-guard compiled`: code that inductor compiled and later runs use: list, export, import, clear."""
+"""`onediff-guard compiled`: list, export, import and clear code that inductor compiled for later runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _export(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
 
 
 def _import(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
-    """Check a file and keep it, without running anything of it."""
+    """Check a file and keep it, without running its code."""
     try:
         target, artifacts = cache.read(args.file)
     except OSError as error:
@@ -75,5 +75,5 @@ def _clear(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
 
 
 def _by_name(compile_cache_dir: Path) -> dict[str, Path]:
-    """Those used last first."""
+    """Return the kept folders by name, the last used first."""
     return {folder.name.removesuffix(cache.SUFFIX): folder for folder in cache.kept_folders(compile_cache_dir)}

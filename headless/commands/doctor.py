@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _size(text: str) -> Size:
-    """Return width, height and frames. Raises ArgumentTypeError where that is no size."""
+    """Return width, height and frames. Raises ArgumentTypeError if the text is not a size."""
     found = re.fullmatch(r"(\d{1,5})[x×](\d{1,5})(?:[x×](\d{1,5}))?", text)
     if not found:
         raise argparse.ArgumentTypeError(f"'{text}' is no size: write 720x480x49, or 1024x1024 for an image.")
@@ -47,7 +47,7 @@ def _size(text: str) -> Size:
 
 
 def main(args: argparse.Namespace) -> Answer:
-    """The diagnosis, wherever one can be made, with or without a GPU: on one screen, or whole with --verbose."""
+    """Return the diagnosis, with or without a GPU: a summary of one screen, or everything with --verbose."""
     diagnosis = examine(args.model, args.arch, args.precision, args.accumulation, args.vram, args.size)
     return Answer([diagnosis.text() if args.verbose else summary(diagnosis)], diagnosis.as_dict())
 
@@ -60,10 +60,10 @@ def examine(
     vram: float | None = None,
     size: Size | None = None,
 ) -> Diagnosis:
-    """Tell what would run on this machine or on another architecture, for one model or for all variants.
+    """Diagnose what would run on this machine or on another architecture, for one model or for all variants.
 
     model: its folder, Stable Video Diffusion's single file, or the hub id of a model in the cache.
-    vram: GiB of a card, for which to tell how each stage would run. size: of what is made.
+    vram: a card's memory in GiB, to estimate how each stage would run. size: width, height and frames of the output.
 
     Raises BadFolder, BadInput or BadSize.
     """
@@ -87,11 +87,11 @@ def examine(
 
 
 def on_disk(model: Path) -> Path:
-    """Return a model's own path, or the folder of a hub id in the cache. Raises BadInput where there is neither."""
+    """Return a model's own path, or the folder of a hub id in the cache. Raises BadInput if neither exists."""
     if model.exists():
         return model.resolve()
     from ...pipelines.errors import HubError
-    from ...pipelines.models.hub import fetch  # whatever has become of huggingface_hub, doctor speaks
+    from ...pipelines.models.hub import fetch  # imported late: doctor runs even if huggingface_hub fails
 
     try:
         return fetch(model.as_posix(), None, download=False)

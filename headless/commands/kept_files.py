@@ -1,4 +1,4 @@
-"""What `onediff-guard profile` and `onediff-guard compiled` share: a folder of what is kept, list, export, import."""
+"""Shared code of `onediff-guard profile` and `onediff-guard compiled`: list, export and import files of a folder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Action = Callable[[Path, argparse.Namespace], Answer]  # on the folder
 
 
 def add_arguments(parser: argparse.ArgumentParser, what: str, variable: str, folder: str, whose: str) -> Any:
-    """The arguments that both take, with the actions to add to. folder: its name in ComfyUI's user folder. whose: for
-    whom one is exported."""
+    """Add the arguments of both commands. Returns the subparsers, for further actions. folder: its name in ComfyUI's
+    user folder. whose: the receivers of an exported file."""
     parser.add_argument(
         "--dir", type=Path, metavar="DIR",
         help=f"folder of {what} (default: {variable}, or ~/.onediff-guard/{folder}; in ComfyUI it is "
@@ -42,15 +42,15 @@ def act(args: argparse.Namespace, folder: Path, actions: Mapping[str, Action]) -
 
 
 def listing(folder: Path, key: str, found: Sequence[tuple[str, str, Mapping[str, Any]]], none: str) -> Answer:
-    """found: name, words and facts of each. none: said where nothing is."""
+    """Return the answer of `list`. found: name, description and facts of each. none: the line if there are none."""
     lines = [f"{name}\n    {words}" for name, words, _ in found] or [none]
     return Answer(lines, {"folder": folder, key: [{"name": name, **facts} for name, _, facts in found]})
 
 
 def the_one(files: Mapping[str, Path], name: str, where: Path, what: str) -> Path:
-    """Find a file by its name, or the beginning of it. Raises WorkflowError where it is none or several.
+    """Find a file by its name, or the beginning of it. Raises WorkflowError if no file or several match.
 
-    files: by name. what: they are called.
+    files: by name. what: the kind of file, for messages.
     """
     found = [name] if name in files else sorted(each for each in files if each.startswith(name))
     if len(found) != 1:
@@ -62,6 +62,6 @@ def the_one(files: Mapping[str, Path], name: str, where: Path, what: str) -> Pat
 
 
 def imported(name: str, words: str) -> Answer:
-    """Its name for scripts, and what it holds for people."""
+    """Print the description for people. Returns the name, for scripts."""
     print(words, file=sys.stderr)
     return Answer([name])

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> Answer:
-    """Measure, write picture, text and profile, and recommend."""
+    """Measure a model; write picture, text and profile; recommend settings."""
     result = _run(args)
     (picture,), (_, text, profile) = result.files, result.results["probe"]
     beside = {".txt": f"{text}\n".encode()} | ({".json": profile.encode()} if profile else {})
@@ -58,7 +58,7 @@ def _run(args: argparse.Namespace) -> RunResult:
     if family.takes_image:
         if not (args.image and args.image.is_file()):
             raise WorkflowError(f"'{args.model}' starts from an image: name one with --image. Found: {args.image}.")
-        args.image = args.image.resolve()  # a link of the user's own may lead anywhere
+        args.image = args.image.resolve()  # the user's own link may lead anywhere
         images = args.image.parent
     with printed_progress(sys.stderr) as on_progress:
         return run_local(

@@ -1,4 +1,4 @@
-"""`onediff-guard profile`: what runs taught about models: list, show, export, import."""
+"""`onediff-guard profile`: list, show, export and import the precision overrides of models."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def _import(folder: Path, args: argparse.Namespace) -> Answer:
 
 
 def _the_one(folder: Path, name: str) -> Profile:
-    """The profile whose name starts so. Raises WorkflowError where it is none or several, BadProfile where it cannot
-    be used."""
+    """Return the profile whose name starts with `name`. Raises WorkflowError if none or several match, BadProfile if it
+    cannot be used."""
     return read(kept_files.the_one({file.stem: file for file in folder.glob("*.json")}, name, folder, "profile"))

@@ -1,4 +1,4 @@
-"""`onediff-guard run`: arguments in, a host chosen, files and summary out."""
+"""`onediff-guard run`: run a workflow on the chosen host, and print its files and summary."""
 
 from __future__ import annotations
 

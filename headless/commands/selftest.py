@@ -1,4 +1,4 @@
-"""`onediff-guard selftest`: whether this card computes what the pack takes for granted."""
+"""`onediff-guard selftest`: check that this card computes what the pack assumes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> Answer:
-    """Run it, and keep the result. 4 where a line is wrong."""
+    """Run the self-test and keep its result. The exit code is 4 if a check fails."""
     from ...pipelines.selftest.checks import selftest
 
     result = selftest(_device(args.device), lambda name, *_: print(f"{name} …", file=sys.stderr, flush=True))
@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> Answer:
 
 
 def _device(name: str | None) -> torch.device:
-    """Raises WorkflowError where there is no such device."""
+    """Return the device. Raises WorkflowError if it does not exist."""
     import torch
 
     here = look()

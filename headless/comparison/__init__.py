@@ -1,1 +1,1 @@
-"""Runs of one workflow in several precisions, beside each other."""
+"""Comparison of one workflow's runs in several precisions."""

@@ -1,4 +1,4 @@
-"""Runs in one picture: beside each other, or beside each other and moving."""
+"""Pictures of several runs side by side, still or animated."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ BAD: Colour = (218, 54, 51)
 GOOD: Colour = (35, 134, 54)
 NEUTRAL: Colour = (62, 71, 84)
 
-GRID_WIDTH, CELL_WIDTH, MOVING_WIDTH, SCALE_HEIGHT = 1600, 312, 300, 130  # px; widths at most, the height at least
+GRID_WIDTH, CELL_WIDTH, MOVING_WIDTH, SCALE_HEIGHT = 1600, 312, 300, 130  # px; largest widths, smallest height
 MARGIN, GAP = 28, 11  # px
 HEAD, LABEL, LINE, FOOT = 104, 44, 24, 46  # px; heading and subheading, title of a run, a line of its numbers, footnote
 SCALE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of difference maps, logarithmic; the same in every picture
-NO_FRAMES = np.zeros((0, 1, 1, 3), np.uint8)  # of a run that failed
+NO_FRAMES = np.zeros((0, 1, 1, 3), np.uint8)  # for a failed run
 
 
 @dataclass(frozen=True)
 class PicturedRun:
-    """One video and what is said about it."""
+    """One run's video and its description."""
 
     title: str
     verdict: str  # one or two words, shown on `colour`
     colour: Colour
     numbers: str
     frames: np.ndarray  # uint8 [frames, height, width, 3]
-    difference: np.ndarray | None = None  # of a frame from the reference's, [height, width], NaN where there is none
+    difference: np.ndarray | None = None  # a frame's difference from the reference, [height, width]; NaN if undefined
 
     def height(self, width: int) -> int:
-        """Of its frames, where they are that wide."""
+        """Return the height of its frames, scaled to this width; px."""
         return round(width * self.frames.shape[1] / self.frames.shape[2])
 
 
 class Page:
-    """A dark picture. Places are pixels from its upper left corner; what lies outside is cut off."""
+    """A dark picture. Positions are in pixels from its upper left corner; anything outside is cut off."""
 
     def __init__(self, width: int, height: int) -> None:
         self.image = Image.new("RGB", (width, height), PAPER)
@@ -58,11 +58,11 @@ class Page:
         self.write(MARGIN, self.image.height - 24, footnote, 14)
 
     def write(self, x: float, y: float, words: str, size: int, colour: str = QUIET, anchor: str = "lm") -> None:
-        """anchor: the point of the words that lies there, as Pillow calls it."""
+        """Write text. anchor: the point of the text at (x, y), as in Pillow."""
         self._draw.text((x, y), words, colour, _font(size), anchor, spacing=5)
 
     def label(self, x: float, y: float, run: PicturedRun) -> None:
-        """A run's title, and its verdict behind it."""
+        """Write a run's title, followed by its verdict."""
         self.write(x, y, run.title, 21, TEXT)
         x += self._draw.textlength(run.title, _font(21)) + 14
         end = x + self._draw.textlength(run.verdict, _font(14)) + 12
@@ -70,16 +70,16 @@ class Page:
         self.write(x + 6, y, run.verdict, 14, "white")
 
     def show(self, x: int, y: int, pixels: np.ndarray, width: int, height: int) -> None:
-        """pixels: uint8 [height, width, 3], of any size."""
+        """Draw an image, scaled to width and height. pixels: uint8 [height, width, 3], of any size."""
         self.image.paste(Image.fromarray(pixels).resize((width, height)), (x, y))
         self._draw.rectangle((x, y, x + width - 1, y + height - 1), outline=EDGE)
 
 
 def grid(runs: Sequence[PicturedRun], words: tuple[str, str, str], *, frame: int) -> Image.Image:
-    """One column for each run: a frame, what differs in it from the reference, and `numbers` in lines of their own.
+    """Draw one column per run: a frame, its difference from the reference, and the lines of `numbers`.
 
-    runs: the scale stands below one without a difference. One without frames failed: its `numbers` stand in place of
-        its picture.
+    runs: a run without a difference has the colour scale there. A run without frames failed: it has its `numbers` in
+        place of its picture.
     words: heading, subheading, footnote.
     """
     whole = [run for run in runs if len(run.frames)]
@@ -106,7 +106,7 @@ def grid(runs: Sequence[PicturedRun], words: tuple[str, str, str], *, frame: int
 
 
 def animation(runs: Sequence[PicturedRun], *, footnote: str) -> Iterator[Image.Image]:
-    """The runs beside each other, one picture for each frame of the videos."""
+    """Yield one picture for each frame of the videos, with the runs side by side."""
     width, height = MOVING_WIDTH, runs[0].height(MOVING_WIDTH)
     for frames in zip(*(run.frames for run in runs), strict=False):
         page = Page(_across(len(runs), width) - GAP + MARGIN, LABEL + height + FOOT)
@@ -124,7 +124,7 @@ def png(picture: Image.Image) -> bytes:
 
 
 def webp(pictures: Iterator[Image.Image], *, fps: float) -> bytes:
-    """An animated WEBP that repeats for ever and rests on its last picture for a second."""
+    """Encode an animated WEBP that loops forever and shows its last picture for a second."""
     first, *rest = pictures
     durations = [round(1000 / fps)] * len(rest) + [1000]
     data = BytesIO()
@@ -133,7 +133,7 @@ def webp(pictures: Iterator[Image.Image], *, fps: float) -> bytes:
 
 
 def _across(number: int, width: int) -> int:
-    """Where the cell of that number begins, of cells of that width."""
+    """Return the left edge of a cell, px. number: its index. width: of every cell."""
     return MARGIN + number * (width + GAP)
 
 
@@ -143,13 +143,13 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
 
 
 def _coloured(difference: np.ndarray) -> np.ndarray:
-    """uint8 [height, width, 3]; brighter is larger, NaN is grey."""
+    """Return a difference map as uint8 [height, width, 3]; brighter is larger, NaN is grey."""
     grey = mpl.colormaps["inferno"].with_extremes(bad=to_hex(np.divide(NEUTRAL, 255).tolist()))
     return ScalarMappable(LogNorm(SCALE[0], SCALE[-1], clip=True), grey).to_rgba(difference, bytes=True)[..., :3]
 
 
 def _scale(width: int, height: int) -> Image.Image:
-    """The colours of difference maps, labelled."""
+    """Draw the labelled colour scale of difference maps."""
     page, left, bar, middle = Page(width, height), round(width * 0.11), round(width * 0.78), height // 2
     page.show(left, middle - 12, _coloured(np.geomspace(SCALE[0], SCALE[-1], bar)[None]), bar, 24)
     for value, x in zip(SCALE, np.linspace(left, left + bar, len(SCALE)), strict=True):

@@ -1,4 +1,4 @@
-"""A workflow made ready to be compared: which inputs set its precision, and which frames come of it."""
+"""A workflow prepared for comparison: the inputs that set its precision, and the frames that are compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..workflow.schema import Schema
 INPUT = "precision"
 FOLLOWS = "inherit"
 REFERENCE = "fp32"
-SHOWN = "onediff-guard-compare"  # id of the node that hands out the frames
+SHOWN = "onediff-guard-compare"  # id of the node that outputs the frames
 PLAIN = "fp16 (plain)"
 GUARD, UNGUARDED = "on_failure", "off"
 NATIVE = (
@@ -25,17 +25,17 @@ NATIVE = (
 
 @dataclass(frozen=True)
 class Comparable:
-    """A workflow whose precision can be set, and which makes frames."""
+    """A workflow that makes frames, and whose precision can be set."""
 
     graph: Graph
-    nodes: tuple[str, ...]  # ids of those whose precision is set
-    guards: tuple[str, ...]  # ids of those that are switched off for plain fp16
-    frames: Link  # the IMAGE that is compared
+    nodes: tuple[str, ...]  # ids of the nodes whose precision is set
+    guards: tuple[str, ...]  # ids of the nodes that are switched off for plain fp16
+    frames: Link  # the compared IMAGE
 
     def in_precision(self, precision: str) -> Graph:
-        """The workflow in this precision; all it puts out are the frames, as 8-bit PNG files.
+        """Return the workflow in this precision; its only outputs are the frames, as 8-bit PNG files.
 
-        PreviewImage is in every ComfyUI, and what it writes there goes when ComfyUI is started again.
+        Every ComfyUI has PreviewImage, and deletes its files at the next start.
         """
         graph = self.graph.with_inputs({node_id: {INPUT: precision} for node_id in self.nodes})
         if precision == PLAIN:
@@ -49,9 +49,9 @@ class Comparable:
 def comparable(
     graph: Graph, schemas: Mapping[str, Schema], changes: Sequence[settings.Setting], precisions: Sequence[str]
 ) -> Comparable:
-    """Find what sets the workflow's precision, and what it makes. A precision that `changes` sets is held.
+    """Find the inputs that set the workflow's precision, and its frames. A precision that `changes` sets is not varied.
 
-    Raises WorkflowError where it has nothing to set a precision with, not these precisions, or makes no pictures.
+    Raises WorkflowError if the workflow has no precision to set, lacks one of these precisions, or saves no pictures.
     """
     graph = settings.apply(graph, changes, schemas)
     held = {(node.id, spec.name) for node, spec in (change.found_in(graph, schemas) for change in changes)}
@@ -79,18 +79,18 @@ def comparable(
 
 
 def _with_choice(graph: Graph, schemas: Mapping[str, Schema], name: str, option: str) -> list[GraphNode]:
-    """The nodes that have a drop-down of this name with this option in it."""
+    """Return the nodes with a drop-down of this name that has this option."""
     having = [(node, schemas[node.class_type].inputs.get(name)) for node in graph.nodes.values()]
     return [node for node, spec in having if spec and option in spec.options]
 
 
 def _frames(graph: Graph, schemas: Mapping[str, Schema], varied: set[str]) -> Link:
-    """The first IMAGE that hangs on a node whose precision varies, and that an output node takes or a VIDEO for one is
-    made of."""
+    """Return the first IMAGE that depends on a node with varied precision, and that an output node, or else a node that
+    makes a VIDEO, takes."""
     outputs = [node for node in graph.nodes.values() if schemas[node.class_type].is_output]
     hanging: set[str] = set()
     videos: list[GraphNode] = []
-    for node_id in graph.order_for(node.id for node in outputs):  # no links into nowhere or in a circle
+    for node_id in graph.order_for(node.id for node in outputs):  # raises for links to missing nodes and for cycles
         node = graph.nodes[node_id]
         if node_id in varied or any(link.node in hanging for link in node.links().values()):
             hanging.add(node_id)

@@ -1,1 +1,1 @@
-"""What runs a workflow: this process, or a checkout that is started for it."""
+"""Hosts that run a workflow: this process, or a ComfyUI checkout that is started for it."""

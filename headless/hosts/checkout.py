@@ -1,9 +1,9 @@
 """A ComfyUI checkout, started without a browser for one run and stopped after it.
 
-The checkout stays as it was: port, output, temp and user folders and the database are this run's own, and go when
-it ends. Its models, inputs and custom nodes are used as they are. Where none of its custom nodes is this pack, an
-extra-paths file adds a temporary `custom_nodes` folder with a stub in it that loads the pack from where this code
-runs; a stub rather than a copy or a link, since links need rights on Windows and copies go stale.
+The checkout is not changed: port, output, temp and user folders and the database belong to this run, and are removed
+when it ends. Its models, inputs and custom nodes are used as they are. If this pack is not among its custom nodes, an
+extra-paths file adds a temporary `custom_nodes` folder with a stub that loads the pack from its current folder. It is a
+stub because links need rights on Windows and copies go stale.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ INTERPRETERS = (
     "venv/bin/python",
     ".venv/Scripts/python.exe",
     "venv/Scripts/python.exe",
-    "../python_embeded/python.exe",  # the portable build for Windows spells it so
+    "../python_embeded/python.exe",  # the spelling of the portable Windows build
 )
 START_SECONDS = 300.0  # many custom nodes on a slow disk take minutes
 ALIVE_SECONDS = 0.25
-PATIENCE_SECONDS = 10.0  # our own ComfyUI doesn't come back once it is away
-LOG_LINES = 25  # of its end, in messages
+PATIENCE_SECONDS = 10.0  # a ComfyUI that we started does not come back once it is gone
+LOG_LINES = 25  # last lines of the log in messages
 OPTIONAL_FLAGS = (["--database-url", "sqlite:///:memory:"], ["--disable-api-nodes"], ["--disable-auto-launch"])
 ACCELERATOR_PROBE = (
     "import torch; "
@@ -71,15 +71,15 @@ NODE_DISPLAY_NAME_MAPPINGS = pack.NODE_DISPLAY_NAME_MAPPINGS
 class Running:
     url: str
     log: Path
-    input_dir: Path  # that its nodes read from
+    input_dir: Path  # the input folder of its nodes
 
     def read(self, workflow: Graph | Mapping[str, Any], **options: Any) -> tuple[Graph, dict[str, Schema]]:
-        """As `read_for_server`; errors with the end of the log."""
+        """Call `read_for_server`; errors include the end of the log."""
         with self._log_told():
             return read_for_server(workflow, url=self.url, **options)
 
     def run(self, workflow: Graph | Mapping[str, Any], **options: Any) -> RunResult:
-        """As `run_on_server`; errors with the end of the log."""
+        """Call `run_on_server`; errors include the end of the log."""
         with self._log_told():
             return run_on_server(
                 workflow, url=self.url, reads_from=self.input_dir, patience=PATIENCE_SECONDS, **options
@@ -96,13 +96,13 @@ class Running:
 
 @contextmanager
 def started(checkout: Path, *, models: Sequence[Path] = (), input_dir: Path | None = None) -> Iterator[Running]:
-    """A ComfyUI on a free port of 127.0.0.1 for as long as the context lasts.
+    """Run a ComfyUI on a free port of 127.0.0.1 while the context lasts.
 
-    `COMFYUI_PYTHON` names its interpreter, `COMFYUI_ARGS` further arguments for its main.py. `--cpu` is added where
-    torch finds no accelerator.
+    `COMFYUI_PYTHON` names its interpreter, `COMFYUI_ARGS` further arguments for its main.py. `--cpu` is added if torch
+    finds no accelerator.
 
-    models: more folders to search for models, besides the checkout's own. Raises WorkflowError where no ComfyUI is in
-    this folder, or `COMFYUI_PYTHON` names no file, HostError where it ended or did not answer in time.
+    models: further folders with models, besides the checkout's own. Raises WorkflowError if the folder contains no
+    ComfyUI, or `COMFYUI_PYTHON` names no file; HostError if ComfyUI ended or did not answer in time.
     """
     checkout = checkout.resolve()
     for needed in ("main.py", "comfy/cli_args.py"):
@@ -123,8 +123,8 @@ def started(checkout: Path, *, models: Sequence[Path] = (), input_dir: Path | No
 
 
 def find_interpreter(checkout: Path) -> str:
-    """`COMFYUI_PYTHON`, else the checkout's own virtual environment, else the Python that runs this. Raises
-    WorkflowError where `COMFYUI_PYTHON` names no file."""
+    """Return `COMFYUI_PYTHON`, else the Python of the checkout's virtual environment, else this Python. Raises
+    WorkflowError if `COMFYUI_PYTHON` names no file."""
     named = os.environ.get("COMFYUI_PYTHON")
     if named:
         if not Path(named).is_file():
@@ -135,7 +135,7 @@ def find_interpreter(checkout: Path) -> str:
 
 
 def has_pack(checkout: Path) -> bool:
-    """Whether one of the checkout's enabled custom nodes is this pack."""
+    """Return whether this pack is one of the checkout's enabled custom nodes."""
     for project in (checkout / "custom_nodes").glob("*/pyproject.toml"):
         text = project.read_text(encoding="utf-8", errors="replace")
         ours = re.search(rf'^name\s*=\s*["\']{PACK}["\']', text, re.MULTILINE | re.IGNORECASE)
@@ -178,8 +178,7 @@ def _write_stub(custom_nodes: Path) -> Path:
 
 
 def _has_accelerator(python: str) -> bool:
-    """Ask the interpreter itself: another environment may have another torch. Raises HostError where it has none that
-    can be imported."""
+    """Ask the interpreter itself: its torch may differ from ours. Raises HostError if it cannot import torch."""
     try:
         asked = subprocess.run([python, "-c", ACCELERATOR_PROBE], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -197,7 +196,7 @@ def _free_port() -> int:
 
 
 def _wait_until_up(child: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """ComfyUI listens once its custom nodes are loaded."""
+    """Wait until ComfyUI listens, which it does once its custom nodes are loaded. Raises HostError."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):

@@ -16,20 +16,20 @@ from .result import RunResult
 
 DEFAULT_INPUT = Path("input")
 DEFAULT_MODELS = Path("models")
-MOST_GPUS = 64  # of one machine
-MAX_SECONDS = 30 * 24 * 3600  # a timer of the system's takes no more than some 49 days
+MOST_GPUS = 64  # per machine
+MAX_SECONDS = 30 * 24 * 3600  # the system's timers are limited to about 49 days
 
 
 @dataclass(frozen=True)
 class Host:
     """This process, a running ComfyUI, or a checkout that was started."""
 
-    read: Callable[..., tuple[Graph, dict[str, Schema]]]  # (workflow) -> it, and what its node types take and give
+    read: Callable[..., tuple[Graph, dict[str, Schema]]]  # (workflow) -> its graph, and the schemas of its node types
     run: Callable[..., RunResult]  # as `run_local`: (workflow, output_dir=, changes=, timeout=, on_progress=)
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, output: Path, results: str = "results") -> None:
-    """What every command that runs a workflow takes. `output`: where `results` go unless --out says otherwise."""
+    """Add the arguments of every command that runs a workflow. output: the default of --out, for `results`."""
     parser.add_argument("workflow", type=Path, metavar="WORKFLOW.json", help="a workflow, in API or in UI format")
     form = "NODE.INPUT=VALUE"
     change = "set an input; NODE is an id, or a title or class id that is unique; may be repeated"
@@ -54,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, output: Path, results: str
 
 @contextmanager
 def opened(args: argparse.Namespace) -> Generator[Host]:
-    """The host that these arguments name; a checkout is stopped at the end.
+    """Open the host that these arguments name; a checkout is stopped at the end.
 
-    Raises WorkflowError where options do not go together, or no ComfyUI is in the checkout's folder, HostError where
-    the checkout does not start.
+    Raises WorkflowError if options conflict, or the checkout's folder contains no ComfyUI; HostError if the checkout
+    does not start.
     """
     if args.gpus != "1" and (args.server or args.comfyui):
         raise WorkflowError(
@@ -107,6 +107,6 @@ def seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds <= MAX_SECONDS:  # NaN is neither
+    if not 0 < seconds <= MAX_SECONDS:  # also false for NaN
         raise argparse.ArgumentTypeError(f"found {text!r}, expected seconds, above 0 and at most {MAX_SECONDS:,}")
     return seconds

@@ -1,7 +1,7 @@
-"""The core nodes that a run without ComfyUI knows: a closed list, with ComfyUI's names, inputs and file names.
+"""The core nodes of a run without ComfyUI: a closed list, with ComfyUI's names, inputs and file names.
 
-Anything beyond it is for a real ComfyUI (`--server`, `--comfyui`). Images are tensors [frames, height, width,
-channels], 0 to 1.
+All other nodes need a real ComfyUI (`--server`, `--comfyui`). Images are tensors [frames, height, width, channels], 0
+to 1.
 """
 
 # ruff: noqa: N802 - names and arguments are ComfyUI's
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
-METADATA = {"prompt": "PROMPT", "extra_pnginfo": "EXTRA_PNGINFO"}  # hidden inputs of everything that saves
-EXIF_MODEL, EXIF_MAKE = 0x0110, 0x010F  # the tags in which ComfyUI keeps prompt and workflow
+METADATA = {"prompt": "PROMPT", "extra_pnginfo": "EXTRA_PNGINFO"}  # hidden inputs of all nodes that save
+EXIF_MODEL, EXIF_MAKE = 0x0110, 0x010F  # the tags in which ComfyUI stores prompt and workflow
 
 
 @dataclass(frozen=True)
 class Video:
-    """What travels on a VIDEO wire here."""
+    """A value of type VIDEO."""
 
     images: torch.Tensor  # [frames, height, width, channels], 0 to 1
     fps: float
 
 
 def to_uint8(images: torch.Tensor) -> np.ndarray:
-    """Frames as bytes, [frames, height, width, channels]; NaN becomes black, infinity white or black by its sign."""
+    """Return frames as uint8 [frames, height, width, channels]: NaN is black, infinity white or black by its sign."""
     frames = images.detach().float().cpu().numpy()
     if broken := int((~np.isfinite(frames)).reshape(len(frames), -1).any(1).sum()):
         logger.warning("%d of %d frames hold NaN or infinity; NaN is written as black.", broken, len(frames))
@@ -71,7 +71,7 @@ class LoadImage:
 
     @classmethod
     def VALIDATE_INPUTS(cls, image: object) -> bool | str:
-        if image is None:  # linked: looked at when it is there
+        if image is None:  # linked: checked when the node runs
             return True
         if not isinstance(image, str):
             return f"found {shown(image)}, expected the name of an image"
@@ -82,7 +82,7 @@ class LoadImage:
         return True
 
     def load_image(self, image: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """IMAGE [frames, height, width, 3] and MASK [frames, height, width], 1 where transparent."""
+        """Return IMAGE [frames, height, width, 3] and MASK [frames, height, width], 1 where transparent."""
         import torch
 
         pictures: list[torch.Tensor] = []
@@ -98,7 +98,7 @@ class LoadImage:
 
 
 class _Saver:
-    """A node that writes files, with prompt and workflow in them."""
+    """A node that writes files which contain prompt and workflow."""
 
     RETURN_TYPES = ()
     FUNCTION = "save"
@@ -214,8 +214,8 @@ class CreateVideo:
                 "fps": ("FLOAT", {"default": 30.0, "min": 1.0, "max": 120.0, "step": 1.0}),
             },
             "optional": {
-                "audio": ("AUDIO",),  # no node here makes one; named so that links to it are understood
-                "bit_depth": ("INT", {"min": 8, "max": 8, "forceInput": True}),  # since 2026, no widget of its own here
+                "audio": ("AUDIO",),  # no node here outputs it; listed so that links to it are valid
+                "bit_depth": ("INT", {"min": 8, "max": 8, "forceInput": True}),  # in ComfyUI since 2026; no widget here
             },
         }
 
@@ -237,7 +237,7 @@ class SaveVideo(_Saver):
             },
             "optional": {
                 "codec": (["auto", "h264"], {"default": "auto"}),
-                "format.codec": (["auto", "h264"], {"forceInput": True}),  # so since 2026, no widget of its own here
+                "format.codec": (["auto", "h264"], {"forceInput": True}),  # in ComfyUI since 2026; no widget here
                 "format.codec.encoding": (["auto"], {"forceInput": True}),
             },
             "hidden": METADATA,
@@ -257,7 +257,7 @@ class SaveVideo(_Saver):
 
 
 def encode_mp4(frames: np.ndarray, fps: float, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Frames [frames, height, width, channels] in bytes as an H.264 MP4; an odd side grows by its last pixel."""
+    """Encode uint8 frames [frames, height, width, channels] as H.264 MP4; an odd side repeats its last pixel."""
     import av
 
     rgb = np.repeat(frames, 3, axis=3) if frames.shape[3] == 1 else frames[..., :3]
@@ -290,7 +290,7 @@ def _write(kind: str, prefix: str, images: torch.Tensor, suffix: str, data: byte
 
 
 def _metadata(prompt: Any = None, extra_pnginfo: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Prompt and workflow as JSON texts, so that the file can be dragged into ComfyUI."""
+    """Return prompt and workflow as JSON texts, so that the file can be dragged into ComfyUI."""
     texts = {} if prompt is None else {"prompt": json.dumps(prompt)}
     return texts | {key: json.dumps(value) for key, value in (extra_pnginfo or {}).items()}
 

@@ -1,6 +1,6 @@
-"""Images that a workflow names: somebody else's workflow may name any file, and other people's programs wrote it.
+"""Images that a workflow names. Workflow and images are untrusted: the name may be any path, the file any data.
 
-So a name is one of a file below the input folder, and what is read has to be an image.
+So an image must be below the input folder (or output, temp, if the name says so), and decodable.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ..errors import WorkflowError
 from ..workflow.graph import Graph, GraphNode
 from ..workflow.schema import InputSpec, Schema
 
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "JPEG2000")  # each starts with bytes of its own
-MAX_IMAGE_BYTES = 100 * 2**20  # what a ComfyUI takes by default
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "JPEG2000")  # each has its own signature
+MAX_IMAGE_BYTES = 100 * 2**20  # ComfyUI's default upload limit
 MAX_PIXELS = 2**27  # of all frames together: 2 GB as float32
 FOLDERS = ("input", "output", "temp")
 
 
 def folder_of(name: str) -> tuple[str, str]:
-    """An image's name without the folder that may stand behind it ("a.png [output]"), and that folder's kind, as
-    ComfyUI's `annotated_filepath` tells them apart."""
+    """Split an image's name ("a.png [output]") into its name and the kind of its folder (default: "input"), like
+    ComfyUI's `annotated_filepath`."""
     for kind in FOLDERS:
         if name.endswith(f"[{kind}]"):
             return name[: -len(kind) - 3], kind
@@ -41,10 +41,10 @@ def folder_of(name: str) -> tuple[str, str]:
 def images_of(
     graph: Graph, schemas: Mapping[str, Schema], folder: Path
 ) -> Iterator[tuple[GraphNode, str, str, Path | None]]:
-    """The node, input and value of each image that a workflow names, and its file, where it is in the input folder.
+    """Yield node, input and value of each image that a workflow names, and its file; None if not in the input folder.
 
-    They are those of nodes that take uploaded images. Videos and sounds are none: a server's own stay with the server.
-    Raises WorkflowError where a name leads out of the folders that images are read from.
+    Only inputs for uploaded images count, not videos or sounds: a server's own files stay on the server. Raises
+    WorkflowError if a name leads out of the image folders.
     """
     for node in graph.nodes.values():
         specs = schemas[node.class_type].inputs_with(node.inputs)
@@ -63,7 +63,7 @@ def images_of(
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """The file of an image in a folder; None where there is none. Raises trust.paths.Outside."""
+    """Return the file of an image in a folder; None if it does not exist. Raises trust.paths.Outside."""
     path = paths.inside(folder, name)
     try:
         return path.resolve() if path.is_file() else None
@@ -72,8 +72,8 @@ def find(folder: Path, name: str) -> Path | None:
 
 
 def read(path: Path) -> bytes:
-    """An image file's bytes, whose beginning a decoder has recognised. Raises WorkflowError where it is no image, too
-    large, or cannot be read."""
+    """Return an image file's bytes, once a decoder has recognised them. Raises WorkflowError if the file is no image,
+    too large, or unreadable."""
     try:
         with open(path, "rb", opener=_open) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -92,35 +92,35 @@ def read(path: Path) -> bytes:
 
 @dataclass(frozen=True)
 class Frame:
-    rgba: np.ndarray  # float32 [height, width, 4], 0 to 1, turned as its EXIF says
+    rgba: np.ndarray  # float32 [height, width, 4], 0 to 1, rotated as its EXIF says
     has_transparency: bool
 
 
 def frames(data: bytes) -> list[Frame]:
-    """All frames of an image file. Raises ValueError: damaged, or more pixels than memory should take."""
+    """Return all frames of an image file. Raises ValueError if it is damaged, or has more than MAX_PIXELS."""
     try:
         with Image.open(BytesIO(data), formats=_decoders()) as file:
             return list(_frames(file))
-    except Exception as error:  # of damaged files Pillow raises almost anything
+    except Exception as error:  # Pillow raises almost any type for damaged files
         raise ValueError(
             f"the image cannot be read ({type(error).__name__}: {shown(error, 200)}). Save it anew as PNG or JPEG."
         ) from error
 
 
 def _decoders() -> list[str]:
-    """Those of the formats that this Pillow reads. It knows more, among them some that start programs."""
+    """Return the allowed formats that this Pillow reads. It has further decoders; some start programs."""
     Image.init()
     return [kind for kind in IMAGE_FORMATS if kind in Image.OPEN]
 
 
 def _open(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))  # a pipe would wait
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))  # do not wait at a pipe
 
 
 def _is_image(data: bytes) -> bool:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of many pixels: none is decoded here
+            warnings.simplefilter("ignore")  # about many pixels: none is decoded here
             with Image.open(BytesIO(data), formats=_decoders()) as image:
                 image.verify()
     except Exception:  # noqa: BLE001 - whatever a decoder makes of a damaged file
@@ -150,9 +150,9 @@ def _frames(file: Image.Image) -> Iterator[Frame]:
 
 
 def _deep(image: Image.Image) -> np.ndarray | None:
-    """Grey of more than 8 bits as float32, 0 to 1, which Pillow would cut off at 255; None for all other pictures.
+    """Return grey of more than 8 bits as float32, 0 to 1, which Pillow would clip at 255; None for all other images.
 
-    16 bits are read as by ComfyUI 0.33. Floats up to 1 are taken as they are; ComfyUI makes black of them.
+    16 bits are scaled as in ComfyUI 0.33. Floats up to 1 stay unchanged; ComfyUI turns them black.
     """
     whole = image.mode == "I" or image.mode.startswith("I;16")
     if not whole and image.mode != "F":

@@ -1,7 +1,7 @@
-"""The host without ComfyUI: checks a workflow, then runs what its output nodes need, one node after another.
+"""The host without ComfyUI: checks a workflow, then runs the nodes that its output nodes need, one after another.
 
-No queue, no cache between runs, no lists, no lazy inputs, no node types beyond the mapping it is given: who needs
-them runs ComfyUI.
+It has no queue, no cache between runs, no lists, no lazy inputs, and no node types beyond the given mapping: they need
+ComfyUI.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Check = Callable[..., None]  # (cause=None): raises why a run is to stop, once 
 
 
 def default_classes() -> dict[str, type]:
-    """This pack's nodes and the closed list of core nodes."""
+    """Return this pack's nodes and the closed list of core nodes."""
     from ... import nodes
     from . import core_nodes
 
@@ -51,18 +51,18 @@ def run_local(
     """Run a workflow in this process.
 
     workflow: a graph, or a workflow's JSON in API or UI format.
-    models: folders that are searched for models: laid out as ComfyUI's, or simply side by side.
-    input_dir: where LoadImage looks.
-    output_dir: where results go; made if it isn't there.
+    models: folders with models, laid out as in ComfyUI, or side by side.
+    input_dir: the folder of LoadImage's images.
+    output_dir: the folder of the results; created if it is missing.
     changes: inputs to set first.
-    classes: node classes by type; default this pack's and a few core ones.
+    classes: node classes by type; default: this pack's and a few core nodes.
     timeout: seconds after which the run is stopped.
-    on_progress: told each node that starts, and a server's steps.
-    first: False in those of several processes that only help with what all compute together: that is run, and what it
-        needs.
+    on_progress: called for each node that starts.
+    first: False in other ranks than rank 0: they run only the nodes that all ranks run together, and the nodes that
+        these need.
 
-    Raises WorkflowError where the workflow can't run (nothing ran), RunFailedError where a node raised or the time was
-    up, OutputError where a result could not be written, InterruptedRunError at Ctrl-C.
+    Raises WorkflowError if the workflow cannot run (nothing ran), RunFailedError if a node raised or the time limit
+    passed, OutputError if a result could not be written, InterruptedRunError on Ctrl-C.
     """
     folders = host.plain_folders(
         models=[root.resolve() for root in models], input=input_dir.resolve(), output=output_dir.resolve()
@@ -81,19 +81,19 @@ def run_local(
 
 
 def _together(checked: WorkflowPlan, classes: Mapping[str, type]) -> Sequence[str]:
-    """The nodes that all of several processes run, and those that they need, in the order of the plan."""
+    """Return the nodes that all ranks run together, and the nodes that they need, in the order of the plan."""
     needed: set[str] = set()
     for node_id in reversed(checked.order):
         node = checked.graph.nodes[node_id]
-        together = getattr(classes[node.class_type], "TOGETHER", False)  # or the input that it hangs on
+        together = getattr(classes[node.class_type], "TOGETHER", False)  # or the name of the input that decides
         if node_id in needed or (node.inputs.get(together) if isinstance(together, str) else together):
             needed |= {node_id, *(link.node for link in node.links().values())}
     return [node_id for node_id in checked.order if node_id in needed]
 
 
 def read_local(workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
-    """A workflow, and the schemas of its node types. Raises WorkflowError where it is none, or has node types that need
-    a ComfyUI."""
+    """Return a workflow's graph and the schemas of its node types. Raises WorkflowError if it is invalid, or needs
+    nodes of a ComfyUI."""
     return _read(workflow, default_classes())
 
 
@@ -138,12 +138,12 @@ def _stoppable(interrupt: Any, timeout: float | None) -> Iterator[_Check]:
 def _run(
     plan: WorkflowPlan, order: Sequence[str], classes: Mapping[str, type], check: _Check, on_progress: ProgressCallback
 ) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[Any, ...]]]:
-    """Run nodes one after the other. Returns the `ui` dictionary and the outputs of each, by its id."""
+    """Run nodes one after another. Returns their `ui` dictionaries and their outputs, by node id."""
     import torch
 
     outputs: dict[str, dict[str, Any]] = {}
     results: dict[str, tuple[Any, ...]] = {}
-    with torch.inference_mode():  # as ComfyUI does, so that nodes behave here as there
+    with torch.inference_mode():  # as in ComfyUI, so that nodes behave the same
         for node_id in order:
             node = plan.graph.nodes[node_id]
             check()

@@ -1,10 +1,10 @@
-"""A child process with all its descendants, ended as one, on POSIX and on Windows, and with us in any case.
+"""A child process that is ended with all its descendants, on POSIX and on Windows, also if this process is killed.
 
-This file is also run as a script, the supervisor: it runs a command for an owner, and ends it with all that it
-started once the owner is gone, however that went. The owner holds the other end of standard input and never writes:
-the end of file is the owner's end, also by SIGKILL, by a crash or by the out-of-memory killer, which run no clean-up.
-PR_SET_PDEATHSIG would do less: it goes with the thread that started the child, reaches no grandchild, and is Linux's
-alone.
+This file is also run as a script, the supervisor: it runs a command for an owner, and ends it with all its descendants
+once the owner is gone, for whatever reason. The owner holds the other end of standard input and never writes:
+end-of-file means that the owner ended, also by SIGKILL, a crash or the out-of-memory killer, which run no clean-up.
+PR_SET_PDEATHSIG would do less: it depends on the thread that started the child, reaches no grandchild, and is for Linux
+only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-STOP_SECONDS = 10.0  # between the polite signal and the other one
-NOT_STARTED = 127  # as of a shell
+STOP_SECONDS = 10.0  # between SIGTERM and SIGKILL
+NOT_STARTED = 127  # a shell's code for a command that cannot be run
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK")
 
 
@@ -27,11 +27,11 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK")
 def running(
     command: Sequence[str], *, cwd: Path, log: Path, env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A command under a supervisor, which ends it with everything that it started, at the end or when this process is
-    gone. Its output goes to `log`.
+    """Run a command under a supervisor, which ends it and its descendants at the end, or when this process is gone. Its
+    output goes to `log`.
 
-    Both run in a process group of their own, so that Ctrl-C here doesn't reach them. The supervisor's exit code is the
-    command's, or 128 and the signal that ended it, or 127 where it can't be run.
+    Both run in their own process group, so that Ctrl-C here does not reach them. The supervisor's exit code is the
+    command's, or 128 plus the signal that ended it, or 127 if it cannot be run.
     """
     on_windows = sys.platform == "win32"
     with log.open("wb") as output:
@@ -49,15 +49,15 @@ def running(
         yield supervisor
     finally:
         assert supervisor.stdin
-        supervisor.stdin.close()  # as if this process had gone
+        supervisor.stdin.close()  # as if this process had ended
         with suppress(subprocess.TimeoutExpired):
             supervisor.wait(2 * STOP_SECONDS)
-        _signal_group(supervisor.pid, "SIGKILL")  # those that outlived their supervisor
+        _signal_group(supervisor.pid, "SIGKILL")  # processes that outlived the supervisor
         supervisor.wait()
 
 
 def _signal_group(leader: int, name: str) -> None:
-    """Signal all that still are in a process group; on Windows, end a process and what it started."""
+    """Signal all processes of a group; on Windows, end a process and its descendants."""
     if sys.platform == "win32":
         subprocess.run(["taskkill", "/F", "/T", "/PID", str(leader)], capture_output=True, check=False)
     else:
@@ -66,10 +66,10 @@ def _signal_group(leader: int, name: str) -> None:
 
 
 def _supervise(patience: float, command: list[str]) -> int:
-    """The command's exit code, 128 and more where a signal ended it. patience: seconds between the polite signal and
-    the other one."""
+    """Run a command. Returns its exit code, or 128 plus the signal that ended it. patience: seconds between SIGTERM and
+    SIGKILL."""
     for name in SIGNALS:
-        if hasattr(signal, name):  # caught, not ignored: the command would inherit that
+        if hasattr(signal, name):  # caught, not ignored: the command would inherit "ignored"
             signal.signal(getattr(signal, name), lambda *_: None)
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
@@ -81,7 +81,7 @@ def _supervise(patience: float, command: list[str]) -> int:
     ending.start()
     code = child.wait()
     if owner_gone.is_set():
-        ending.join()  # what the command started may still be there
+        ending.join()  # the command's descendants may still run
     return 128 - code if code < 0 else min(code, 255)
 
 
@@ -97,8 +97,8 @@ def _end_with_owner(child: subprocess.Popen[bytes], patience: float, owner_gone:
     _signal_group(group, "SIGTERM")
     with suppress(subprocess.TimeoutExpired):
         child.wait(patience)
-    _signal_group(group, "SIGKILL")  # this process with them
+    _signal_group(group, "SIGKILL")  # including this process
 
 
 if __name__ == "__main__":
-    os._exit(_supervise(float(sys.argv[1]), sys.argv[2:]))  # a thread may wait in a read, which ordinary exit waits for
+    os._exit(_supervise(float(sys.argv[1]), sys.argv[2:]))  # ordinary exit could wait for a thread in a read

@@ -1,8 +1,8 @@
-"""One run over several GPUs: a process for each, none of which is ComfyUI's, and this one that watches them.
+"""One run over several GPUs: a process for each, none of which is ComfyUI's, and this process, which watches them.
 
-The processes are called ranks. The first one writes outputs and tells progress; the others help with what all compute
-together. One that ends before its time, or is not heard of any more, ends the run, and is named: the others may wait
-for it in a call that nothing interrupts.
+The processes are called ranks. Rank 0 writes outputs and reports progress; the others take part in the shared
+computation. A rank that ends early, or sends no heartbeat, ends the run, and the error names it: the others may wait
+for it in a call that cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from ..terminal import cleaned_output
 from ..workflow.graph import Graph
 from .result import ProgressCallback, RunProgress, RunResult, no_progress
 
-TICK = 0.5  # seconds between looks at the ranks
-SETTLE = 1.0  # seconds in which others may say why they ended too, after the first one did
-GRACE = 5.0  # seconds between the polite signal and the other one
-BEAT = 1.0  # seconds between a rank's signs of life, from a thread that also runs while it computes, loads or compiles
-SILENT = 60.0  # seconds without any
+TICK = 0.5  # seconds between checks of the ranks
+SETTLE = 1.0  # seconds to collect other ranks' errors, after the first one failed
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+BEAT = 1.0  # seconds between a rank's heartbeats; their thread also runs while it computes, loads or compiles
+SILENT = 60.0  # seconds without a heartbeat before the run is ended
 _VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
 def gpus_here() -> int:
-    """How many GPUs PyTorch sees; 0 on a machine that computes on its CPU."""
+    """Return the number of GPUs that PyTorch sees; 0 on a machine that computes on its CPU."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def chosen_number(asked: str) -> int:
-    """How many processes `--gpus` asks for: a number, or 'auto' for one a GPU.
+    """Return the number of processes that `--gpus` requests: a number, or 'auto' for one per GPU.
 
-    Raises WorkflowError where there are not as many GPUs, or this system's PyTorch has no `torch.distributed`.
+    Raises WorkflowError if there are fewer GPUs, or this system's PyTorch has no `torch.distributed`.
     """
     from torch import distributed
 
@@ -70,10 +70,10 @@ def run_over_ranks(
     on_progress: ProgressCallback = no_progress,
     **options: Any,
 ) -> RunResult:
-    """Run a workflow over several GPUs; on a machine without any, in as many processes on its CPU.
+    """Run a workflow over several GPUs; on a machine without a GPU, in as many processes on its CPU.
 
-    Its results are files alone: `results` is empty, as it is of a server's run. Otherwise the arguments and errors are
-    those of `run_local`, and an error names the rank that it is of.
+    The result has files only: `results` is empty, as for a server's run. Other arguments and errors are those of
+    `run_local`; an error other than WorkflowError names its rank.
     """
     started = time.perf_counter()
     with temporary_folder("onediff-guard-ranks-") as folder:
@@ -85,9 +85,9 @@ def run_over_ranks(
 
 @dataclass(frozen=True)
 class _RankRun:
-    """A run, as every rank is given it.
+    """A run, as passed to every rank.
 
-    options: of `run_local`. gpus: that PyTorch sees; 0: it runs on the CPU. meeting: a file by which ranks find each
+    options: for `run_local`. gpus: the number that PyTorch sees; 0: CPU. meeting: a file through which ranks find each
     other.
     """
 
@@ -100,8 +100,8 @@ class _RankRun:
 
 @dataclass(frozen=True)
 class _Failed:
-    """Why a rank ends. at: when, by the clock that all processes of a machine share; the others may fail because it
-    did."""
+    """The error that ends a rank. at: its time, by the clock that all processes of a machine share; later errors of
+    other ranks may be its consequences."""
 
     kind: type[HeadlessError]
     text: str
@@ -112,7 +112,7 @@ class _Failed:
 
 
 def _run_rank(number: int, job: _RankRun, channel: Any) -> None:
-    """Run one rank, until it is done and is told to end. It ends with whoever watches it."""
+    """Run one rank, until it is done and released. It ends when the watching process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     lock = threading.Lock()
@@ -123,7 +123,7 @@ def _run_rank(number: int, job: _RankRun, channel: Any) -> None:
 
     threading.Thread(target=_beat, args=(tell,), daemon=True).start()
     with cleaned_output(), Path(os.devnull).open("w") as nowhere:
-        if number:  # the first one's lines are those of all
+        if number:  # rank 0's messages stand for all
             sys.stderr = nowhere
         try:
             _see_one_gpu(number, job)
@@ -131,7 +131,7 @@ def _run_rank(number: int, job: _RankRun, channel: Any) -> None:
         except BaseException as error:  # noqa: BLE001 - whatever it is, who watches is told
             with suppress(OSError):
                 tell(_failed(error))
-            os._exit(1)  # not by way of what may still wait for other ranks
+            os._exit(1)  # skips clean-up that could wait for other ranks
 
 
 def _compute(number: int, job: _RankRun, tell: Callable[[Any], None], channel: Any) -> None:
@@ -140,17 +140,17 @@ def _compute(number: int, job: _RankRun, tell: Callable[[Any], None], channel: A
     from ...pipelines.parallel.group import joined
     from .local import run_local
 
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which a kill would leave
+    tqdm.set_lock(threading.RLock())  # its default is a system semaphore, which a kill would leak
     with joined(number, job.size, job.meeting, cuda=bool(job.gpus)):
         on_progress = no_progress if number else tell
         result = run_local(job.workflow, **job.options, on_progress=on_progress, first=number == 0)
         tell(replace(result, results={}))
         with suppress(EOFError, OSError):
-            channel.recv()  # until all are done: the others may still need what this one has
+            channel.recv()  # until all are done: the others may still need this rank
 
 
 def _beat(tell: Callable[[Any], None]) -> None:
-    """Give signs of life, and end with whoever watches."""
+    """Send heartbeats; end when the watching process ends."""
     with suppress(OSError):
         while True:
             tell(None)
@@ -159,8 +159,8 @@ def _beat(tell: Callable[[Any], None]) -> None:
 
 
 def _see_one_gpu(number: int, job: _RankRun) -> None:
-    """Have this process see its own GPU alone, and speak to the others by way of this machine alone. PyTorch has not
-    been imported yet."""
+    """Let this process see only its own GPU, and communicate only within this machine. PyTorch must not be imported
+    yet."""
     if job.gpus:
         variable = next((name for name in _VISIBLE if os.environ.get(name)), _VISIBLE[-1])
         visible = os.environ.get(variable, "")
@@ -170,8 +170,8 @@ def _see_one_gpu(number: int, job: _RankRun) -> None:
 
 
 def _failed(error: BaseException) -> _Failed:
-    """What to tell of an error. Of ours, those that say that nothing ran, and that a file could not be written, keep
-    their kind."""
+    """Convert an error to a message. WorkflowError and OutputError keep their class; all others become
+    RunFailedError."""
     kind = next((kind for kind in (WorkflowError, OutputError) if isinstance(error, kind)), RunFailedError)
     text = str(error) if isinstance(error, HeadlessError) else f"{type(error).__name__}: {error}"
     return _Failed(kind, text, time.monotonic())
@@ -182,14 +182,14 @@ def _failed(error: BaseException) -> _Failed:
 
 @dataclass
 class _Rank:
-    """One of the processes, and what it said."""
+    """One of the processes, and its messages."""
 
     name: str  # for messages
     process: BaseProcess
     channel: Any  # a Connection
     result: RunResult | None = None
     failed: _Failed | None = None
-    silent: float = 0.0  # seconds
+    silent: float = 0.0  # seconds since its last message
 
     def read(self, on_progress: ProgressCallback) -> None:
         with suppress(EOFError, OSError):
@@ -206,7 +206,7 @@ class _Rank:
 
     @property
     def gone(self) -> bool:
-        """Whether it failed, or ended: none does before it is let go."""
+        """Whether it failed or ended: no rank ends by itself before it is released."""
         return self.failed is not None or self.process.exitcode is not None
 
     def error(self) -> HeadlessError:
@@ -230,11 +230,11 @@ class _Rank:
 
 @contextmanager
 def _started(job: _RankRun) -> Iterator[list[_Rank]]:
-    """Start the ranks. At the end none is left, however that came."""
+    """Start the ranks. At the end no rank is left, in any case."""
     context = multiprocessing.get_context("spawn")
     ranks: list[_Rank] = []
     try:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends them too: this process ends them
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the ranks: only this process ends them
         try:
             for number in range(job.size):
                 here, there = context.Pipe()
@@ -248,14 +248,14 @@ def _started(job: _RankRun) -> Iterator[list[_Rank]]:
         yield ranks
         for each in ranks:
             with suppress(OSError):
-                each.channel.send(None)  # it may go
+                each.channel.send(None)  # releases it
             each.process.join(GRACE)
     finally:
         _end([each for each in ranks if each.process.pid is not None])
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
-    """End those that are left: politely first, so that files of theirs that are half-written go."""
+    """End the remaining ranks: SIGTERM first, so that they remove half-written files."""
     for each in ranks:
         each.process.terminate()
     until = time.monotonic() + GRACE
@@ -267,9 +267,9 @@ def _end(ranks: Sequence[_Rank]) -> None:
 
 
 def _watch(ranks: Sequence[_Rank], timeout: float | None, on_progress: ProgressCallback) -> RunResult:
-    """Wait until all are done. Returns what the first one made.
+    """Wait until all ranks are done. Returns rank 0's result.
 
-    Raises HeadlessError, for the rank that is to blame.
+    Raises HeadlessError, for the rank that caused the failure.
     """
     seen = time.monotonic()
     until = seen + timeout if timeout else float("inf")
@@ -278,7 +278,7 @@ def _watch(ranks: Sequence[_Rank], timeout: float | None, on_progress: ProgressC
             wait([each.channel for each in ranks], TICK)
             before, seen = seen, time.monotonic()
             for each in ranks:
-                each.silent += min(seen - before, 2 * TICK)  # not what this process was stopped for itself
+                each.silent += min(seen - before, 2 * TICK)  # excludes time in which this process was suspended
                 each.read(on_progress)
             if any(each.gone for each in ranks):
                 time.sleep(SETTLE)
@@ -297,5 +297,5 @@ def _watch(ranks: Sequence[_Rank], timeout: float | None, on_progress: ProgressC
 
 
 def _to_blame(ranks: Sequence[_Rank]) -> _Rank:
-    """Return the rank because of which the others end too: one that was killed, else the one that failed first."""
+    """Return the rank that caused the failure: one that was killed, else the one that failed first."""
     return min((each for each in ranks if each.gone), key=lambda each: each.failed.at if each.failed else float("-inf"))

@@ -1,4 +1,4 @@
-"""What a headless run gives back, whichever host it ran on, and how it tells about its progress."""
+"""The result of a headless run, from any host, and its progress reports."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ...trust.foreign import Foreign, Unreadable, fitting
 from ..errors import RunFailedError
 from ..files import file_entries
 
-MAX_LINE = 2000  # characters of a stage's summary
+MAX_LINE = 2000  # most characters of a stage's summary
 
 
-# What a stage's report has to hold for runs to be compared: other people's servers send them too.
+# The fields of a stage's report that a comparison needs. Reports of other people's servers are untrusted.
 
 
 class StepReport(Foreign):
@@ -31,7 +31,7 @@ class PlanReport(Foreign):
 
 
 class EarlierReport(Foreign):
-    """A stage within another, the image's encoder before the sampler for instance."""
+    """A stage within another, for instance the image encoder before the sampler."""
 
     steps: list[StepReport] | tuple[StepReport, ...]
 
@@ -46,18 +46,18 @@ class StageReport(EarlierReport):
 class RunResult:
     outputs: dict[str, dict[str, Any]]  # node id -> its `ui` dictionary, as in ComfyUI's history
     results: dict[str, tuple[Any, ...]] = field(repr=False)  # node id -> its outputs; empty for a server's run
-    files: list[Path]  # what was written, in the order of the nodes
+    files: list[Path]  # written files, in the order of the nodes
     seconds: float  # from submission to the last file
-    guards: tuple[str, ...] = ()  # what guards said that `--guard` had a server put in
+    guards: tuple[str, ...] = ()  # summaries of the guards that `--guard` inserted on a server
 
     def summaries(self) -> list[str]:
-        """One line for each guarded stage, as this pack's nodes and inserted guards put them."""
+        """Return one line per guarded stage, as written by this pack's nodes and by inserted guards."""
         lines = [line for ui in self.outputs.values() if "onediff_guard" in ui for line in _listed(ui, "text")]
         return [line[:MAX_LINE] for line in (*lines, *self.guards) if isinstance(line, str)]
 
     def stages(self) -> list[dict[str, Any]]:
-        """The reports of all guarded stages, in the order of the nodes. Raises RunFailedError: a server tells of
-        stages that no node of this pack can have had."""
+        """Return the reports of all guarded stages, in the order of the nodes. Raises RunFailedError if a server's
+        reports cannot be from this pack's nodes."""
         listed = [report for ui in self.outputs.values() for report in _listed(ui, "onediff_guard")]
         reports = [report for report in listed if isinstance(report, dict) and "steps" in report]
         try:
@@ -67,7 +67,7 @@ class RunResult:
         return reports
 
     def files_of(self, node: str) -> list[Path]:
-        """What one node wrote."""
+        """Return the files that one node wrote."""
         writers = [writer for writer, ui in self.outputs.items() for entry in file_entries(ui)]
         return [file for writer, file in zip(writers, self.files, strict=True) if writer == node]
 
@@ -79,8 +79,8 @@ def _listed(ui: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 @dataclass(frozen=True)
 class RunProgress:
-    node: str  # label of the node that runs
-    value: float | None = None  # steps done, where the node counts any
+    node: str  # label of the running node
+    value: float | None = None  # steps done, if the node counts them
     maximum: float | None = None
 
 
@@ -88,12 +88,12 @@ ProgressCallback = Callable[[RunProgress], None]
 
 
 def no_progress(progress: RunProgress) -> None:
-    """Tell nobody."""
+    """Report nothing."""
 
 
 @contextmanager
 def printed_progress(stream: TextIO) -> Iterator[ProgressCallback]:
-    """Prints each node as it starts, and on a terminal its steps too."""
+    """Print each node as it starts; on a terminal also its steps."""
     node, open_line = "", False
 
     def tell(progress: RunProgress) -> None:
@@ -114,7 +114,7 @@ def printed_progress(stream: TextIO) -> Iterator[ProgressCallback]:
 
 @contextmanager
 def libraries_without_bars() -> Iterator[None]:
-    """diffusers and transformers draw none while they read or write weights: nodes tell their own progress."""
+    """Disable progress bars of diffusers and transformers for weights: nodes report their own progress."""
     from diffusers.utils import logging as of_diffusers
     from transformers.utils import logging as of_transformers
 

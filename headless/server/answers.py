@@ -1,4 +1,4 @@
-"""What a ComfyUI answers, old (0.0.1, 2024) and new, and its pip-installable fork: as far as anything here reads it."""
+"""Models of ComfyUI's answers, old (0.0.1, 2024) and new, and of its pip-installable fork: the parts that are read."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ...trust.message import listed, shown
 from ..errors import HeadlessError, InterruptedRunError, RunFailedError
 from ..workflow.graph import Graph
 
-MAX_LINES = 50  # of what was refused
+MAX_LINES = 50  # most lines of a refusal
 
 
 def _text(value: object) -> object:
-    """Node ids are text, and numbers in some nodes' errors."""
+    """Return a node id as text: some nodes' errors have numbers."""
     return str(value) if type(value) is int and abs(value) < 10**18 else value
 
 
@@ -43,14 +43,14 @@ class NodeProblems(Foreign):
 
 
 class Submitted(Foreign):
-    """Taken, where it has a prompt_id; in part or not at all, where it has node_errors or an error."""
+    """The answer to a submitted prompt: accepted if it has a prompt_id; node_errors and error name what was refused."""
 
     prompt_id: PromptId | None = None
     error: Problem | str | None = None
-    node_errors: dict[str, NodeProblems] | list[Any] | None = None  # a list where there are none
+    node_errors: dict[str, NodeProblems] | list[Any] | None = None  # an empty list if there are none
 
     def refusal(self, graph: Graph) -> str:
-        """ComfyUI's validation errors in words, one line each."""
+        """Return ComfyUI's validation errors, one line each."""
         by_node = self.node_errors if isinstance(self.node_errors, dict) else {}
         faults = [f"{label(graph, node_id)}: {each}" for node_id, found in by_node.items() for each in found.errors]
         told = listed(faults or [str(self.error or "")], MAX_LINES, between="\n  ", limit=1500)
@@ -58,7 +58,7 @@ class Submitted(Foreign):
 
 
 class Uploaded(Foreign):
-    """An image that the server has now, and the name that LoadImage takes for it."""
+    """An uploaded image, with its name for LoadImage."""
 
     name: Annotated[str, Field(min_length=1)]
     subfolder: str | None = None
@@ -97,11 +97,11 @@ class Queue(Foreign):
         return any(entry.prompt_id == prompt_id for entry in self.queue_running)
 
     def has(self, prompt_id: str) -> bool:
-        """Whether it runs or waits."""
+        """Return whether a prompt runs or waits."""
         return self.runs(prompt_id) or any(entry.prompt_id == prompt_id for entry in self.queue_pending)
 
     def prompt_of(self, client_id: str) -> str | None:
-        """The id of a client's prompt, which the client may not know."""
+        """Return the id of a client's prompt; the client may have missed the answer."""
         entries = (*self.queue_running, *self.queue_pending)
         return next((entry.prompt_id for entry in entries if entry.client_id == client_id), None)
 
@@ -110,7 +110,7 @@ class Queue(Foreign):
 
 
 class Fault(Foreign):
-    """What an execution_error or an execution_interrupted says."""
+    """The data of an execution_error or execution_interrupted message."""
 
     node_id: NodeId | None = None
     exception_type: str = "error"
@@ -125,16 +125,16 @@ class Status(Foreign):
 class HistoryEntry(Foreign):
     outputs: Annotated[dict[str, OneOutput], BeforeValidator(nothing_is_empty)] = {}
     status: Status | None = None
-    prompt: Any = None  # as it was queued, where it can be used
+    prompt: Any = None  # as it was queued, if it is readable
 
     def guards(self) -> tuple[str, ...]:
-        """What the guards said that the server put in, which the history holds in the prompt's extra data."""
+        """Return the summaries of the server's inserted guards, from the prompt's extra data."""
         extra = self.prompt[3] if isinstance(self.prompt, list) and len(self.prompt) > 3 else None
         lines = extra.get(SUMMARIES) if isinstance(extra, dict) else None
         return tuple(line for line in lines if isinstance(line, str)) if isinstance(lines, list) else ()
 
     def failure(self, graph: Graph, server: str) -> HeadlessError | None:
-        """Why the run failed, where it did. Raises Unreadable."""
+        """Return the error of a failed run; None if it succeeded. Raises Unreadable."""
         status = self.status or Status()
         texts: list[str] = []
         for message in status.messages or ():
@@ -165,14 +165,14 @@ class EventData(Foreign):
 
 
 class Event(Foreign):
-    """A node that begins, or its steps."""
+    """A websocket event: a node starts, or its progress."""
 
     type: Literal["executing", "progress"]
     data: EventData
 
 
 def event(text: str) -> Event | None:
-    """None for other events, and for what is no event."""
+    """Parse an event; None for other events and invalid ones."""
     try:
         return foreign.fitting(Event, foreign.parse(text, nan=True))
     except foreign.Unreadable:
@@ -180,6 +180,6 @@ def event(text: str) -> Event | None:
 
 
 def label(graph: Graph, node_id: str | None) -> str:
-    """How messages name a node that a server names."""
+    """Return the name of a server's node for messages."""
     node = graph.nodes.get(node_id or "")
     return node.label if node else f"node {shown(node_id or 'unknown')}"

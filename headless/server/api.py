@@ -1,7 +1,7 @@
 """A running ComfyUI's HTTP API, old (0.0.1, 2024) and new: submit, ask, cancel, upload and download.
 
-Requests are never redirected, and bounded in time and in size, whatever the server does. An answer is taken as it is,
-never unpacked: a few compressed kilobytes may hold gigabytes.
+Requests follow no redirects, and are limited in time and size, whatever the server does. Compressed answers are
+refused: a few kilobytes may unpack to gigabytes.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from ..workflow.schema import Schema, from_object_info
 from .answers import HistoryEntry, Queue, Submitted, Uploaded
 
 CONNECT_SECONDS = 10.0
-STALL_SECONDS = 120.0  # without a byte; a ComfyUI that compiles a model answers nothing for a while
-REQUEST_SECONDS = 300.0  # for a request and the whole of its answer
+STALL_SECONDS = 120.0  # without a byte; a ComfyUI that compiles a model is silent for a while
+REQUEST_SECONDS = 300.0  # for a request and its whole answer
 UPLOAD_SECONDS = 900.0
-DOWNLOAD_SECONDS = 6 * 3600.0  # for a file
-SLOWEST = 1000  # bytes a second of a file, after STALL_SECONDS
+DOWNLOAD_SECONDS = 6 * 3600.0  # per file
+SLOWEST = 1000  # lowest speed of a download after STALL_SECONDS, in bytes per second
 CLOSE_SECONDS = 1.0
-ANSWER_BYTES = 20 * 2**20  # of JSON: an entry of the history has its workflow twice
-ANSWER_VALUES = 800_000  # in it
+ANSWER_BYTES = 20 * 2**20  # most bytes of JSON: a history entry contains its workflow twice
+ANSWER_VALUES = 800_000  # most values in it
 EVENT_BYTES = 8 * 2**20  # previews are events too
 CHUNK_BYTES = 2**18
 MAX_FILE_BYTES = 16 * 2**30  # of one result
-FREE_BYTES = 2**28  # of the disk's, that results leave
-DOWNLOADS = 3  # tries for a file whose download breaks off
-PAUSE_SECONDS = 1.0  # before each of them but the first
+FREE_BYTES = 2**28  # disk space that results leave free
+DOWNLOADS = 3  # attempts for a file whose download breaks off
+PAUSE_SECONDS = 1.0  # before each further attempt
 T = TypeVar("T")
 
 
@@ -59,14 +59,14 @@ class HttpResponse:
     data: bytes = field(repr=False)
 
     def fitting(self, kind: type[T]) -> T:
-        """The answer as `kind`, a model. Raises HostError: it is no JSON, or none of ComfyUI's; TooLongError."""
+        """Parse the answer as `kind`, a model. Raises HostError if it is not ComfyUI's JSON, and TooLongError."""
         check_size(self.place, values=foreign.values_in(self.data))
         with self.of_comfyui():
             return foreign.fitting(kind, foreign.parse(self.data, nan=True))
 
     @contextmanager
     def of_comfyui(self) -> Iterator[None]:
-        """Raises HostError where the block finds that it is none of ComfyUI's."""
+        """Turn a parsing error of the block into HostError."""
         try:
             yield
         except (foreign.Unreadable, paths.Outside) as error:
@@ -74,8 +74,8 @@ class HttpResponse:
 
 
 class Server:
-    """One ComfyUI, for the length of an `async with`. Every request may raise HostError, as NoAnswerError where none
-    answers, or the connection breaks."""
+    """A connection to one ComfyUI, inside an `async with`. Every request may raise HostError, and its NoAnswerError if
+    nothing answers or the connection breaks."""
 
     def __init__(self, url: str) -> None:
         self.url = _address(url if "://" in url else f"http://{url}")
@@ -88,13 +88,13 @@ class Server:
 
     async def __aexit__(self, *_error: object) -> None:
         closing = asyncio.ensure_future(self._session.close())
-        await asyncio.wait({closing}, timeout=CLOSE_SECONDS)  # it waits for what was not sent, of whoever takes nothing
+        await asyncio.wait({closing}, timeout=CLOSE_SECONDS)  # else it waits for unsent data
 
     async def schemas(self, types: Iterable[str], also: Iterable[str] = ()) -> dict[str, Schema]:
-        """The schemas of these node types; those of `also` where the server has them. Raises UnknownNodesError where it
-        lacks some of `types`."""
+        """Return the schemas of these node types, and those of `also` that the server has. Raises UnknownNodesError if
+        it lacks some of `types`."""
         needed, found, values, together = sorted(set(types)), dict[str, Schema](), 0, list[bytearray]()
-        asked = [name for name in sorted({*needed, *also}) if name.strip(".")]  # dots are no part of an address
+        asked = [name for name in sorted({*needed, *also}) if name.strip(".")]  # a URL path cannot consist of dots
         answers = await asyncio.gather(*(self._get("object_info", name, together=together) for name in asked))
         for name, answer in zip(asked, answers, strict=True):
             values += foreign.values_in(answer.data)
@@ -112,8 +112,8 @@ class Server:
         return found
 
     async def submit(self, graph: Graph) -> Submitted:
-        """Queue a workflow. What comes back has a prompt_id; where it has node_errors too, some outputs are left out.
-        Raises WorkflowError where the server found faults in all of it."""
+        """Queue a workflow. The answer has a prompt_id; if it has node_errors too, some outputs are left out. Raises
+        WorkflowError if the server refuses all outputs."""
         extra: dict[str, Any] = {"onediff_guard": True} if graph.guarded else {}
         if graph.workflow is not None:
             extra["extra_pnginfo"] = {"workflow": graph.workflow}
@@ -133,37 +133,37 @@ class Server:
         return submitted
 
     async def result(self, prompt_id: str) -> HistoryEntry | None:
-        """What came of a prompt; None while it is not done, and where the server does not know it."""
+        """Return a prompt's history entry; None while it is not done, or if the server does not know it."""
         answer = await self._get("history", prompt_id)
         found = answer.fitting(dict[str, Any]).get(prompt_id)
         with answer.of_comfyui():
             return None if found is None else foreign.fitting(HistoryEntry, found)
 
     async def has(self, prompt_id: str) -> bool:
-        """Whether a prompt runs or waits. A shared server's queue may hold hundreds of large workflows, each in full:
-        one that is too long to be read is taken to hold it."""
+        """Return whether a prompt runs or waits. A shared server's queue may contain hundreds of whole workflows: if it
+        is too long to read, assume so."""
         try:
             return (await self._queue()).has(prompt_id)
         except TooLongError:
             return True
 
     async def cancel(self, prompt_id: str | None) -> None:
-        """Take a prompt out of the queue, or interrupt it if it runs; other people's prompts stay.
+        """Remove a prompt from the queue, or interrupt it if it runs; other clients' prompts stay.
 
-        prompt_id: None where the server took it, and its answer was lost.
+        prompt_id: None if the server's answer to its submission was lost.
         """
         found = prompt_id or (await self._queue()).prompt_of(self.client_id)
         if not found:
             return
-        asked = await self._ask("POST", "api", "jobs", found, "cancel")  # since 0.26: whichever it is, in one
+        asked = await self._ask("POST", "api", "jobs", found, "cancel")  # since 0.26: does both
         if asked.status != 200:
-            await self._ask("POST", "queue", json={"delete": [found]})  # which leaves one that runs
+            await self._ask("POST", "queue", json={"delete": [found]})  # does not stop a running prompt
             if (await self._queue()).runs(found):
                 await self._ask("POST", "interrupt", json={"prompt_id": found})
 
     async def upload(self, name: str, image: bytes) -> str:
-        """Put an image into the server's input folder; the name that it has there. Raises WorkflowError where the
-        server does not take it."""
+        """Upload an image to the server's input folder. Returns its name there. Raises WorkflowError if the server
+        refuses it."""
         form = aiohttp.FormData(quote_fields=False)  # names in UTF-8, as the page sends them
         form.add_field("image", image, filename=for_terminal(name))
         answer = await self._ask("POST", "upload", "image", seconds=UPLOAD_SECONDS, data=form)
@@ -189,7 +189,7 @@ class Server:
         return None
 
     async def alive(self, seconds: float) -> bool:
-        """Whether the server answers in time."""
+        """Return whether the server answers in time."""
         try:
             return (await self._ask("GET", "queue", seconds=seconds)).status == 200
         except HostError:
@@ -197,8 +197,8 @@ class Server:
 
     @asynccontextmanager
     async def events(self) -> AsyncGenerator[aiohttp.ClientWebSocketResponse[bool]]:
-        """The websocket, with aiohttp's own errors. Left without a goodbye, for which all that the server has sent by
-        then would be read: closed with its session."""
+        """Yield the websocket, with aiohttp's own errors. It is closed with its session, without a closing handshake,
+        which would read all that the server has sent by then."""
         async with self._new_session() as session:
             yield await session.ws_connect(
                 self.url.joinpath("ws").with_query(clientId=self.client_id), max_msg_size=EVENT_BYTES
@@ -255,7 +255,8 @@ class Server:
         together: list[bytearray] | None = None,
         **body: Any,
     ) -> HttpResponse:
-        """together: answers that may be as long as one. body: `json=` or `data=`, as aiohttp takes them."""
+        """Request and read an answer. together: answers that share one size limit. body: aiohttp's `json=` or
+        `data=`."""
         data = bytearray()
         together = [] if together is None else together
         together.append(data)
@@ -269,7 +270,7 @@ class Server:
     async def _request(
         self, method: str, *parts: str, seconds: float, **options: Any
     ) -> AsyncGenerator[tuple[str, aiohttp.ClientResponse]]:
-        """Whose answer it is, for messages, and the answer. It is cut off where the block raises."""
+        """Yield the address for messages, and the response. The connection is closed if the block raises."""
         address = self.url.joinpath(*(part.replace("/", "%2F") for part in parts))
         place = "/".join((self.name.rstrip("/"), *map(shown, parts)))
         try:
@@ -298,7 +299,7 @@ class Server:
         )
 
     async def _on_redirect(self, _session: object, _context: object, told: aiohttp.TraceRequestRedirectParams) -> None:
-        """A redirect would take workflow, images and password to another address than the one that was given."""
+        """Refuse a redirect: it would send workflow, images and password to another address."""
         location = told.response.headers.get("Location", "nowhere")
         told.response.close()
         raise HostError(
@@ -308,7 +309,7 @@ class Server:
 
 
 def check_size(place: str, size: int = 0, values: int = 0) -> None:
-    """Raise TooLongError where an answer has too many bytes or JSON values."""
+    """Raise TooLongError if an answer has too many bytes or JSON values."""
     for number, most, what in ((size, ANSWER_BYTES, "bytes"), (values, ANSWER_VALUES, "values")):
         if number > most:
             raise TooLongError(f"{place} answers with more than {most:,} {what}: is this a ComfyUI?")
@@ -317,7 +318,7 @@ def check_size(place: str, size: int = 0, values: int = 0) -> None:
 def _reason(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         return shown(error.os_error.strerror or error.os_error, 200)
-    if isinstance(error, aiohttp.ClientResponseError):  # its own text has the address in it, and the password
+    if isinstance(error, aiohttp.ClientResponseError):  # its own text contains the address with the password
         return shown(f"{error.status} {error.message}", 200)
     return shown(str(error), 200) or type(error).__name__
 

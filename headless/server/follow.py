@@ -1,7 +1,7 @@
 """A run on a running ComfyUI, from submission to the last downloaded file.
 
-The history says when and how a run is over, alike in all versions. The websocket tells about progress alone: one that
-breaks costs nothing.
+The history shows when and how a run ended, in the same way in all versions. The websocket is used for progress only, so
+a broken one does no harm.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from .api import Server
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.5  # between two looks into the history
-QUEUE_LOOKS = 6  # after so many of them the queue is asked too, which holds all prompts in full
+POLL_SECONDS = 0.5  # between two requests of the history
+QUEUE_LOOKS = 6  # requests of the history for each one of the queue, which contains all prompts in full
 CONNECT_SECONDS = 5.0  # for the websocket, before the run starts without it
 RECONNECT_SECONDS = 1.0
-EVENT_CHARACTERS = 2**20  # of one that is read; longer ones tell of results, which the history has too
-PROGRESS_A_SECOND = 200  # at most
-PATIENCE_SECONDS = 60.0  # how long a server may be out of reach in the middle of a run
+EVENT_CHARACTERS = 2**20  # longest event that is read; longer ones are results, which the history has too
+PROGRESS_A_SECOND = 200  # most progress events per second
+PATIENCE_SECONDS = 60.0  # that a server may be unreachable during a run
 CANCEL_SECONDS = 3.0
-TOLD_SECONDS = 1.0  # for the last progress of a run that is over
-LAST_SECONDS = 5.0  # for what is to be put in order when the time is up
-STOP_LOOK_SECONDS = 0.2  # between two looks whether it is to stop
-MAX_FILES = 20_000  # that a run leaves
+TOLD_SECONDS = 1.0  # to wait for the last progress event after the end
+LAST_SECONDS = 5.0  # for cleaning up after the time limit
+STOP_LOOK_SECONDS = 0.2  # between two checks of `stop`
+MAX_FILES = 20_000  # of one run
 GUARD = "OneDiffGuardNaNGuardNative"  # that a server needs to guard a workflow
 T = TypeVar("T")
 
@@ -71,18 +71,18 @@ def run_on_server(
 ) -> RunResult:
     """Run a workflow on a running ComfyUI and download what it saved.
 
-    workflow, output_dir, changes, on_progress: as of `run_local`.
-    url: the server's address; no other is followed.
-    input_dir: images that the workflow names and that are in here are uploaded first.
-    reads_from: the input folder of a server on this machine: a workflow that names images outside is refused.
-    timeout: seconds for all of it, the download too. A run that is not done by then is interrupted.
-    guard: the server guards the MODELs and VAEs of the workflow.
-    patience: seconds that the server may be out of reach.
+    workflow, output_dir, changes, on_progress: as in `run_local`.
+    url: the server's address; redirects are refused.
+    input_dir: folder of images to upload if the workflow names them.
+    reads_from: the input folder of a server on this machine; a workflow that names images outside is refused.
+    timeout: seconds for everything, downloads included. A longer run is interrupted.
+    guard: whether the server guards the MODELs and VAEs of the workflow.
+    patience: seconds that the server may be unreachable.
     stop: interrupts the run once it is set, from any thread.
 
-    Raises HostError where no ComfyUI answers there, WorkflowError where the server refuses the workflow, or it names
-    images that may not be read (nothing ran), RunFailedError where a node raised, the time was up, or the server was
-    lost, InterruptedRunError where somebody interrupted the run there, OutputError where a result could not be written.
+    Raises HostError if no ComfyUI answers, WorkflowError if the server refuses the workflow or it names forbidden
+    images (nothing ran), RunFailedError if a node raised, the time limit passed or the server was lost,
+    InterruptedRunError if somebody interrupted the run there, OutputError if a result could not be written.
     Ctrl-C here interrupts the run and is raised as KeyboardInterrupt.
     """
     job = _ServerRun(Server(url), guard, patience, on_progress)
@@ -119,8 +119,8 @@ def read_for_server(
 def _through(
     job: _ServerRun, timeout: float | None, work: Coroutine[Any, Any, T], stop: threading.Event | None = None
 ) -> T:
-    """What came of the work. Whether it fails, its time is up, or Ctrl-C or `stop` ends it, it is over when this
-    returns."""
+    """Run the work to its end and return its result. When this returns or raises, the work has stopped: also after
+    an error, the time limit, Ctrl-C or `stop`."""
     until = time.monotonic() + timeout if timeout else float("inf")
 
     async def within_time() -> T:
@@ -142,14 +142,14 @@ def _through(
 
 
 async def _end(task: asyncio.Task[Any], seconds: float) -> None:
-    """Cancel a task that is not done, again where it did not end within `seconds`."""
+    """Cancel a task until it is done, every `seconds`."""
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=seconds)
 
 
 class _ServerRun:
-    """One workflow on its way through a server."""
+    """The run of one workflow on a server."""
 
     def __init__(
         self, server: Server, guard: bool, patience: float = 0.0, on_progress: ProgressCallback = no_progress
@@ -167,7 +167,7 @@ class _ServerRun:
         return replace(graph, guarded=True) if self.guard else graph, schemas
 
     async def upload(self, graph: Graph, schemas: Mapping[str, Schema], folder: Path) -> Graph:
-        """The graph with the names that its images have on the server; those that are not in the folder stay."""
+        """Upload images. Returns the graph with their names on the server; images outside of the folder stay."""
         self.out_of_time = f"{self.server.name} did not take the images in time; nothing ran"
         there: dict[Path, str] = {}
         values: dict[str, dict[str, str]] = {}
@@ -184,8 +184,8 @@ class _ServerRun:
         return graph.with_inputs(values)
 
     async def until_done(self, graph: Graph) -> HistoryEntry:
-        """The run's history entry. Whatever goes wrong before it is there (an error, the time, Ctrl-C), the run is
-        taken from the server."""
+        """Run the graph and return its history entry. After an error, the time limit or Ctrl-C, the run is removed
+        from the server."""
         self.out_of_time = f"{self.server.name} did not take the workflow in time"
         connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._told: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # that no node runs any more
@@ -198,7 +198,7 @@ class _ServerRun:
                 raise WorkflowError(submitted.refusal(graph))
             self.out_of_time = "The run was not done in time and was interrupted"
             entry = await self._follow(str(self.prompt_id), listening)
-            if connected.done():  # a short run is over before its progress was read
+            if connected.done():  # a short run may end before its progress is read
                 await asyncio.wait({listening, self._told}, timeout=TOLD_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
             await self._cancel(listening)
@@ -215,8 +215,8 @@ class _ServerRun:
         return entry
 
     async def _follow(self, prompt_id: str, listening: asyncio.Task[None]) -> HistoryEntry:
-        """Look into the history until the run is in it. A server that is merely busy may take any time, one that is
-        away may not. Raises what the one raised who is told the progress."""
+        """Poll the history until it contains the run. A busy server may take any time, an unreachable one only
+        `patience`. Raises errors of on_progress."""
         known, looks, lost_since = True, 0, None
         while True:
             looks += 1
@@ -228,7 +228,7 @@ class _ServerRun:
                         f"{self.server.name} no longer knows the run {prompt_id}: it was taken out of the queue, or "
                         "ComfyUI was restarted. Run it again."
                     )
-                if lost_since or looks % QUEUE_LOOKS == 0:  # one that ends meanwhile is in the history next time
+                if lost_since or looks % QUEUE_LOOKS == 0:  # a run that ends meanwhile is in the history next time
                     known = await self.server.has(prompt_id)
                 lost_since = None
             except HostError as error:
@@ -244,8 +244,8 @@ class _ServerRun:
                 listening.result()
 
     async def _listen(self, graph: Graph, connected: asyncio.Future[None]) -> None:
-        """Tell of progress, connecting again for as long as it takes. Others' events are dropped, once the run's id is
-        known, and what comes too fast."""
+        """Report progress, reconnecting as needed. Drops events of other runs, once the run's id is known, and those
+        that come too fast."""
         node, second, told = "", 0, 0
         while True:
             with suppress(aiohttp.ClientError, asyncio.TimeoutError, HeadlessError):
@@ -269,7 +269,7 @@ class _ServerRun:
             await asyncio.sleep(RECONNECT_SECONDS)
 
     async def _cancel(self, listening: asyncio.Task[None]) -> None:
-        """Take the run from the server, within CANCEL_SECONDS; whoever stops this meanwhile waits for it."""
+        """Remove the run from the server, within CANCEL_SECONDS, even if this task is cancelled meanwhile."""
         taking = asyncio.ensure_future(self._take_back(listening))
         while not taking.done():
             with suppress(asyncio.CancelledError):

@@ -1,1 +1,1 @@
-"""A workflow as data: read, checked, and what is set in it."""
+"""Workflows as data: reading, checking and changing them."""

@@ -1,4 +1,4 @@
-"""A workflow as data: nodes, values and links, read from API-format JSON and written back to it."""
+"""A workflow as a graph of nodes, values and links, read from API-format JSON and written back to it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DATE = "%date:"
 
 @dataclass(frozen=True)
 class Link:
-    """Where a linked input gets its value from."""
+    """The source of a linked input."""
 
-    node: str  # id of the node that makes the value
-    slot: int  # which of its outputs, from 0
+    node: str  # id of the source node
+    slot: int  # number of its output, from 0
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class GraphNode:
     class_type: str
     inputs: Mapping[str, Any]  # name -> Link or plain value
     title: str | None = None
-    subgraph: str | None = None  # title of the one that it is in, where it is in one
+    subgraph: str | None = None  # title of the subgraph that contains it, if any
 
     @property
     def label(self) -> str:
-        """How messages name this node: id and title."""
+        """The node's name in messages: id and title."""
         named = f"node {shown(self.id)} ({shown(self.title or self.class_type)})"
         return f"{named} in '{shown(self.subgraph)}'" if self.subgraph else named
 
@@ -47,22 +47,22 @@ class GraphNode:
 @dataclass(frozen=True)
 class Graph:
     nodes: Mapping[str, GraphNode]
-    workflow: Mapping[str, Any] | None = field(default=None, repr=False)  # the UI-format JSON it came from, if it did
+    workflow: Mapping[str, Any] | None = field(default=None, repr=False)  # the UI-format JSON it came from
     # by node and input, as the UI-format JSON has them: texts with choices, and file names with patterns
     prompts: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
     patterned: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
-    guarded: bool = False  # a server is asked to guard it, as with its setting 'Guard every workflow'
+    guarded: bool = False  # ask the server to guard it, as its setting 'Guard every workflow' does
 
     def class_types(self) -> set[str]:
         return {node.class_type for node in self.nodes.values()}
 
     def to_api(self) -> dict[str, dict[str, Any]]:
-        """The `prompt` object that ComfyUI's `POST /prompt` takes."""
+        """Return the `prompt` object of ComfyUI's `POST /prompt`."""
         return {node.id: _node_to_api(node) for node in self.nodes.values()}
 
     def find(self, name: str) -> GraphNode:
-        """The node that `name` means: an id, or a title or class id that only one node has. Raises NodeNotFoundError
-        where no node goes by that name, WorkflowError where more than one does."""
+        """Return the node of an id, or of a unique title or class id. Raises NodeNotFoundError if there is none,
+        WorkflowError if there are several."""
         if name in self.nodes:
             return self.nodes[name]
         for key in (lambda n: n.title, lambda n: n.class_type):
@@ -81,20 +81,20 @@ class Graph:
         raise NodeNotFoundError(f"The workflow has no node '{shown(name)}'. Its nodes: {known}.")
 
     def without_dates(self) -> Graph:
-        """A copy whose file names are the same on every day."""
+        """Return a copy whose file names do not depend on the date."""
         dated = {place: text for place, text in self.patterned.items() if DATE in text}
         return self.with_inputs({node: {name: text} for (node, name), text in dated.items()})
 
     def with_inputs(self, values: Mapping[str, Mapping[str, Any]]) -> Graph:
-        """A copy in which some nodes' inputs have other values: id -> name -> value."""
+        """Return a copy with other input values: id → name → value."""
         nodes = dict(self.nodes)
         for node_id, changed in values.items():
             nodes[node_id] = replace(nodes[node_id], inputs={**nodes[node_id].inputs, **changed})
         return replace(self, nodes=nodes)
 
     def order_for(self, targets: Iterable[str]) -> list[str]:
-        """Ids of `targets` and all that they hang on, each after what it takes its inputs from. Raises WorkflowError
-        where a link goes to a node that doesn't exist, or links run in a circle."""
+        """Return the ids of `targets` and all their sources, each after its own sources. Raises WorkflowError if a link
+        goes to a missing node, or links form a cycle."""
         wanted: dict[str, set[str]] = {}
         queue = list(targets)
         while queue:
@@ -123,8 +123,8 @@ class ApiNode(Foreign):
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a workflow file. NaN and Infinity, which ComfyUI writes into pictures, are read: where they
-    stand decides whether they matter. Raises WorkflowError: no such file, not JSON, or not an object."""
+    """Read the JSON object of a workflow file. NaN and Infinity, which ComfyUI writes into pictures, are accepted here.
+    Raises WorkflowError if there is no such file, or it is not a JSON object."""
     try:
         return object_in(read(path, nan=True))
     except OSError as error:
@@ -134,13 +134,13 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
 
 def is_ui_format(data: Mapping[str, Any]) -> bool:
-    """Whether this is what ComfyUI's Save writes (and not Export (API))."""
+    """Return whether this is the format of ComfyUI's Save, and not of Export (API)."""
     return isinstance(data.get("nodes"), list)
 
 
 def from_api(data: Mapping[str, Any]) -> Graph:
-    """A graph from API-format JSON, or from a whole body for `POST /prompt` that has it under `prompt`. Raises
-    WorkflowError where this isn't API format."""
+    """Read a graph from API-format JSON, or from a whole body of `POST /prompt`. Raises WorkflowError if it is not in
+    API format."""
     prompt = data.get("prompt")
     if isinstance(prompt, dict) and "class_type" not in prompt:
         data = prompt
@@ -160,7 +160,7 @@ def from_api(data: Mapping[str, Any]) -> Graph:
 
 
 def from_json(value: JsonValue) -> Any:
-    """An input's value as a workflow has it: a link, or plain; what could be taken for a link is wrapped."""
+    """Convert an input's JSON value: a link, or a plain value. ComfyUI wraps values that look like links."""
     if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and type(value[1]) is int:
         return Link(value[0], value[1])
     if isinstance(value, dict) and set(value) == {"__value__"}:
@@ -169,7 +169,7 @@ def from_json(value: JsonValue) -> Any:
 
 
 def whole(node: GraphNode) -> GraphNode:
-    """The node, all of whose texts can be sent and encoded. Raises WorkflowError where one holds half a character."""
+    """Return the node. Raises WorkflowError if one of its texts has a lone surrogate, which cannot be encoded."""
     for name, value in node.inputs.items():
         text = json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
         if isinstance(text, str) and not is_whole(text):

@@ -1,7 +1,7 @@
-"""What a node type takes and gives, read from a node class in this process or from a server's `/object_info`.
+"""The inputs and outputs of a node type, read from a node class in this process or from a server's `/object_info`.
 
-An input may bring others along: those of a drop-down's option (`COMFY_DYNAMICCOMBO_V3`) as `format.codec`, those of a
-list that grows (`COMFY_AUTOGROW_V3`) as `images.image0`.
+An input may add further inputs: a drop-down's option (`COMFY_DYNAMICCOMBO_V3`) adds `format.codec`, a growing list
+(`COMFY_AUTOGROW_V3`) adds `images.image0`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ...trust.foreign import Foreign, Unreadable, fitting, nothing_is_empty
 
 DYNAMIC_COMBO = "COMFY_DYNAMICCOMBO_V3"
 AUTOGROW = "COMFY_AUTOGROW_V3"
-MAX_GROWN = 100  # inputs of one list, as in ComfyUI
-MAX_INPUTS = 10_000  # of a node type, all options together
-MAX_NAME = 1_000  # letters
-NOTHING: Any = object()  # where even null is a value
-WIDGETS: Mapping[str, Any] = {  # what the page shows a widget for -> what that holds at first
+MAX_GROWN = 100  # most inputs of one growing list, as in ComfyUI
+MAX_INPUTS = 10_000  # most inputs of a node type, over all options
+MAX_NAME = 1_000  # characters
+NOTHING: Any = object()  # no value; None (JSON null) is a value
+WIDGETS: Mapping[str, Any] = {  # widget type of ComfyUI's page -> value of a new widget
     "INT": 0,
     "FLOAT": 0,
     "STRING": "",
@@ -39,38 +39,38 @@ WIDGETS: Mapping[str, Any] = {  # what the page shows a widget for -> what that 
     "VIDEO_EDIT": {},
     "IMAGECOMPARE": ["", ""],
 }
-SEED_NAMES = frozenset({"seed", "noise_seed"})  # get a control widget without asking, in every frontend
+SEED_NAMES = frozenset({"seed", "noise_seed"})  # always have a control widget, in every frontend
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    name: str  # in full: "format.codec"
-    type: str  # "COMBO" for drop-downs, whichever way they were declared
+    name: str  # the full name: "format.codec"
+    type: str  # "COMBO" for drop-downs, however they are declared
     required: bool
-    options: tuple[Any, ...] = ()  # of a drop-down
+    options: tuple[Any, ...] = ()  # a drop-down's values
     config: Mapping[str, Any] = field(default_factory=dict)  # default, min, max, forceInput ...
-    brings: Mapping[str, tuple[InputSpec, ...]] = field(default_factory=dict)  # by option, the inputs that come with it
-    grows: tuple[InputSpec, ...] = ()  # all that the list can have, in their order
+    brings: Mapping[str, tuple[InputSpec, ...]] = field(default_factory=dict)  # option -> inputs that it adds
+    grows: tuple[InputSpec, ...] = ()  # all inputs that a growing list can have, in order
 
     @property
     def forced(self) -> bool:
-        """Whether it is a socket alone, whatever its type."""
+        """Whether it is only a socket, whatever its type."""
         return bool(self.config.get("forceInput") or (not self.required and self.config.get("defaultInput")))
 
     @property
     def kind(self) -> str:
-        """What a value of it is: its type, and of one that takes several ("FLOAT,INT") its widget's."""
+        """Its type; for an input of several types ("FLOAT,INT"), its widget's type."""
         named = self.config.get("widgetType")
         return named if isinstance(named, str) else self.type
 
     @property
     def widget(self) -> str | None:
-        """The kind of widget that the browser shows for it; it stores that one's value in `widgets_values`."""
+        """The type of its widget on the page, which saves the value in `widgets_values`; None if it has no widget."""
         return self.kind if self.kind in WIDGETS and not self.forced else None
 
     @property
     def default(self) -> Any:
-        """What its widget holds in a new node; NOTHING where that is not known, or there is no widget."""
+        """The value of its widget in a new node; NOTHING if it is unknown, or if it has no widget."""
         if self.widget is None:
             return NOTHING
         if self.options:
@@ -86,23 +86,23 @@ class InputSpec:
 @dataclass(frozen=True)
 class Schema:
     class_type: str
-    inputs: Mapping[str, InputSpec]  # those that it always has
+    inputs: Mapping[str, InputSpec]  # the inputs that it always has
     hidden: Mapping[str, str]  # name -> UNIQUE_ID, PROMPT, EXTRA_PNGINFO ...
     outputs: tuple[str, ...]  # types
-    is_output: bool  # whether ComfyUI runs it without being asked by another node
-    title: str = ""  # that a new node has, where that is not its type
+    is_output: bool  # whether it is an output node, which ComfyUI runs in any case
+    title: str = ""  # a new node's title, if it differs from the type
 
     @property
     def widgets(self) -> list[InputSpec]:
         return [spec for spec in self.inputs.values() if spec.widget]
 
     def inputs_with(self, values: Mapping[str, Any]) -> dict[str, InputSpec]:
-        """All inputs that a node with these values has; a list's are named in full in its stead."""
+        """Return all inputs of a node with these values, by full name. A growing list is replaced by its inputs."""
         return {spec.name: spec for spec in walk(self.inputs.values(), lambda spec: values.get(spec.name))}
 
 
 def walk(specs: Iterable[InputSpec], value: Callable[[InputSpec], Any]) -> Iterator[InputSpec]:
-    """These inputs, each followed by those that its value brings along; `value` is asked once for each, in order."""
+    """Yield these inputs, each followed by the inputs that its value adds. Calls `value` in the same order."""
     for spec in specs:
         if spec.grows:
             yield from spec.grows
@@ -122,7 +122,7 @@ def from_class(class_type: str, node_class: type) -> Schema:
     )
 
 
-_Declaration = str | Annotated[list[Any], Field(min_length=1)]  # a type, or that and its options
+_Declaration = str | Annotated[list[Any], Field(min_length=1)]  # a type, or a list of a type and its options
 _Declarations = Annotated[dict[str, _Declaration], BeforeValidator(nothing_is_empty)]
 
 
@@ -164,7 +164,7 @@ class _NodeInfo(Foreign):
 
 
 def from_object_info(class_type: str, info: object) -> Schema:
-    """The schema of a node type of a running ComfyUI, from its entry in `/object_info`. Raises Unreadable."""
+    """Return the schema of a running ComfyUI's node type from its entry in `/object_info`. Raises Unreadable."""
     node = fitting(_NodeInfo, info)
     return _schema(class_type, vars(node.input), node.output or (), bool(node.output_node), node.display_name or "")
 
@@ -181,9 +181,9 @@ def _type(declaration: Any) -> str:
 
 
 def _inputs(declared: Mapping[str, Any], room: Iterator[int], prefix: str = "") -> list[InputSpec]:
-    """The inputs of a node type, or those that an option brings along.
+    """Return the inputs of a node type, or the inputs that an option adds. Raises Unreadable.
 
-    room: for as many. prefix: of their names.
+    room: one item for each input that is still allowed. prefix: of their names.
     """
     return [
         _input(f"{prefix}{name}", declaration, group == "required", room)

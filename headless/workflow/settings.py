@@ -1,4 +1,4 @@
-"""`--set NODE.INPUT=VALUE`: one input of a workflow given another value from the command line."""
+"""`--set NODE.INPUT=VALUE`: changes one input of a workflow from the command line."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .ui_texts import chosen
 
 JSON: Any = JsonValue
 BOOLEAN = TypeAdapter(bool)
-MAX_PARTS = 10  # of an input's name
+MAX_PARTS = 10  # most dotted parts of an input's name
 
 
 @dataclass(frozen=True)
 class Setting:
-    node: str  # id, or a title or class id that is unique
-    input: str  # or the end of its name, if that has dots; the rest is with the node's
-    text: str  # the value as it was typed
+    node: str  # id, or a unique title or class id
+    input: str  # its name, or the end of a name with dots; the rest is in `node`
+    text: str  # the value as typed
 
     @classmethod
     def parse(cls, argument: str) -> Setting:
-        """Read `NODE.INPUT=VALUE`, as UTF-8 in every locale. Both names may hold dots. Raises WorkflowError where it
-        has another form, or bytes that are no text."""
+        """Parse `NODE.INPUT=VALUE`, as UTF-8 in every locale. Both names may contain dots. Raises WorkflowError if it
+        has another form, or is not UTF-8."""
         try:
-            if not is_whole(argument):  # in an ASCII locale, Python keeps all other bytes for later
+            if not is_whole(argument):  # in an ASCII locale, Python escapes all other bytes
                 argument = os.fsencode(argument).decode()
         except UnicodeError:
             raise WorkflowError(f"--set {shown(argument)}: expected UTF-8, found bytes that are none.") from None
@@ -46,8 +46,7 @@ class Setting:
         return cls(node.strip(), name.strip(), text)
 
     def found_in(self, graph: Graph, schemas: Mapping[str, Schema]) -> tuple[GraphNode, InputSpec]:
-        """The node and the input that are meant. Raises WorkflowError where there is no such node, or it has no such
-        input."""
+        """Return the node and the input. Raises WorkflowError if there is no such node, or it has no such input."""
         parts = f"{self.node}.{self.input}".split(".")
         missing: list[NodeNotFoundError] = []
         for end in range(len(parts) - 1, max(len(parts) - 1 - MAX_PARTS, 0), -1):
@@ -66,7 +65,7 @@ class Setting:
         raise missing[0]
 
     def depth_in(self, graph: Graph, schemas: Mapping[str, Schema]) -> float:
-        """How many inputs bring this one along; infinite, where another setting has to do so first."""
+        """Return how many inputs enable this one; infinite if another setting has to come first."""
         try:
             return self.found_in(graph, schemas)[1].name.count(".")
         except WorkflowError:
@@ -76,12 +75,12 @@ class Setting:
 def apply(
     graph: Graph, settings: Iterable[Setting], schemas: Mapping[str, Schema], before: Iterable[Setting] = ()
 ) -> Graph:
-    """The graph with these inputs changed, and its prompts' choices made by the seeds that it has then. Later settings
-    win, but what brings an input along comes before that.
+    """Return the graph with these inputs changed, and its prompts' choices made by the resulting seeds. Later settings
+    win, but a setting that enables an input is applied before that input's.
 
-    before: settings that are all made before.
+    before: settings that are all applied first.
 
-    Raises WorkflowError where there is no such node, it has no such input, or the value holds half a character.
+    Raises WorkflowError if there is no such node or input, or a value cannot be encoded.
     """
     prompts, patterned = dict(graph.prompts), dict(graph.patterned)
     changed_inputs: dict[tuple[str, str], None] = {}  # in order
@@ -103,7 +102,7 @@ def apply(
 
 
 def _brought(values: Mapping[str, Any], spec: InputSpec, schema: Schema) -> dict[str, Any]:
-    """As on the page: what comes with another option begins with its defaults; links stay where they fit."""
+    """Return the inputs that an option enables, as on the page: with their defaults; links stay if they fit."""
     prefix = f"{spec.name}."
     left = {name: value for name, value in values.items() if not name.startswith(prefix)}
     for each in walk(schema.inputs.values(), lambda each: left.get(each.name)):
@@ -114,12 +113,12 @@ def _brought(values: Mapping[str, Any], spec: InputSpec, schema: Schema) -> dict
 
 
 def _value(text: str, spec: InputSpec) -> object:
-    """The text read as JSON where it is JSON, else itself. A prompt of `1e3` or `[1, 2]` stays text."""
+    """Return the text parsed as JSON if it is JSON, else itself. A prompt of `1e3` or `[1, 2]` stays text."""
     try:
         value = fitting(JSON, parse(text))
     except Unreadable:
         value = text
-    if spec.type == "BOOLEAN" and isinstance(value, str):  # ComfyUI takes any text for true
+    if spec.type == "BOOLEAN" and isinstance(value, str):  # ComfyUI treats any text as true
         try:
             return BOOLEAN.validate_python(value)
         except ValidationError:

@@ -1,8 +1,8 @@
-"""What is read of a UI-format file, and its subgraphs unfolded: each subgraph node becomes the nodes in it, as ids
-"1:2:3". The rest of a file is the page's own: places, colours, what is folded.
+"""The parts of a UI-format file that matter, with subgraphs unfolded: each subgraph node becomes its inner nodes, with
+ids like "1:2:3". All other parts concern the page only: positions, colours, collapsed nodes.
 
-A level is what one canvas shows: the workflow itself, or what is in one subgraph node. Where a file has an id twice,
-the page gives the second node another one as it opens it; so does this.
+A level is one canvas: the workflow itself, or the inside of one subgraph node. If a file has an id twice, the page
+gives the second node a new id when it opens the file; so does this module.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from ...trust.message import shown
 from ..errors import WorkflowError
 
 MUTED, BYPASSED = 2, 4  # LiteGraph's node modes
-INPUTS = "-10"  # what links within a subgraph have for an origin where they come from outside
-SETTER = "SetNode"  # of KJNodes
-MAX_NODES = 100_000  # of a workflow that is unfolded
-MAX_PATH = 500  # letters of the ids of the subgraph nodes around a node
+INPUTS = "-10"  # origin id of links, within a subgraph, that come from outside
+SETTER = "SetNode"  # the Set node of KJNodes
+MAX_NODES = 100_000  # most nodes of an unfolded workflow
+MAX_PATH = 500  # most characters of the ids of the subgraph nodes around a node
 
 
 def _whole(value: Any) -> Any:
-    """To the page all numbers are of one kind, and tools that write its files make floats of them: 1.0 is 1."""
+    """Convert a whole float to int: the page has one kind of number, and tools that write its files use 1.0 for 1."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _as_text(value: Any) -> Any:
-    """An id as text: the page takes 5 and "5" for the same."""
+    """Return an id as text: for the page, 5 and "5" are the same."""
     value = _whole(value)
     return str(value) if type(value) is int else value
 
 
 def _if_it_fits(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
-    """What packs and tools keep in a file beside the workflow, where that is laid out as the page does it."""
+    """Read a field that packs and tools add to a file; None if it is not in the page's format."""
     try:
         return read(value)
     except ValidationError:
@@ -56,7 +56,7 @@ def _if_it_fits(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
 
 
 def _within(*path: str) -> Any:
-    """A field that lies deeper in the file."""
+    """Return a field at a nested path of the file."""
     return Field(default=None, validation_alias=AliasPath(*path))
 
 
@@ -86,11 +86,11 @@ class UiNode(Foreign):
     title: str | None = None
     inputs: list[UiInput] | None = None
     outputs: list[UiOutput] | None = None
-    # of a subgraph node: [id of an inner node, its widget, ...] for each widget that is shown on it; up to early 2026
+    # subgraph node: [inner node's id, widget name, ...] for each inner widget that it shows; until early 2026
     promoted: Annotated[list[_Promotion] | None, WhereItFits] = _within("properties", "proxyWidgets")
-    # of a primitive, in its value
+    # primitive node: whether %patterns% in its value are filled in
     fills_in: Annotated[JsonValue, WhereItFits] = _within("properties", "Run widget replace on values")
-    # by which patterns in file names mean it
+    # the node's name in patterns of file names
     name: Annotated[JsonValue, WhereItFits] = Field(
         default="", validation_alias=AliasPath("properties", "Node name for S&R")
     )
@@ -98,17 +98,17 @@ class UiNode(Foreign):
 
     @property
     def stored(self) -> list[Any]:
-        """What its widgets hold, in their order."""
+        """Its widgets' values, in order; [] if they are stored by name."""
         return self.widgets_values if isinstance(self.widgets_values, list) else []
 
     @property
     def first_value(self) -> JsonValue:
-        """What its first widget holds, in a node that the page itself makes."""
+        """The value of its first widget, for nodes that the page itself makes; None if it has no value."""
         return next(iter(self.stored), None)
 
     @cached_property
     def first_of_type(self) -> dict[str, UiInput]:
-        """By type, its first input of exactly that."""
+        """Type -> its first input of exactly that type."""
         return {slot.type: slot for slot in reversed(self.inputs or ())}
 
 
@@ -120,7 +120,7 @@ class UiLink(Foreign):
     @model_validator(mode="before")
     @classmethod
     def _from_list(cls, value: Any) -> Any:
-        """Of [id, origin, slot, target, slot, type], as links were written at first."""
+        """Convert [id, origin, slot, target, slot, type], the old format of links."""
         names = ("id", "origin_id", "origin_slot")
         return dict(zip(names, value, strict=False)) if isinstance(value, list) else value
 
@@ -129,7 +129,7 @@ class UiPort(Foreign):
     """An input or an output of a subgraph."""
 
     name: str
-    links: list[Id] | None = Field(default=None, alias="linkIds")  # within it
+    links: list[Id] | None = Field(default=None, alias="linkIds")  # inside the subgraph
 
 
 class UiSubgraph(Foreign):
@@ -157,18 +157,18 @@ class UiFile(Foreign):
 
 @dataclass(frozen=True, eq=False)
 class Canvas:
-    """Nodes and links, with ids that no other canvas of the file has."""
+    """The nodes and links of one canvas. No other canvas of the file has the same node ids."""
 
     nodes: Mapping[str, UiNode]
     links: Mapping[str, UiLink]
     name: str = ""
     inputs: tuple[UiPort, ...] = ()
     outputs: tuple[UiPort, ...] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)  # ids that the file has, of nodes that have others here
+    renamed: Mapping[str, str] = field(default_factory=dict)  # id in the file -> new id, for nodes whose id changed
 
     @cached_property
     def targets(self) -> dict[str, tuple[UiNode, UiInput]]:
-        """By link, what it leads to; those to the subgraph's outputs are not among them."""
+        """Link id -> the node and input that it leads to. Links to the subgraph's outputs are not included."""
         return {slot.link: (node, slot) for node in self.nodes.values() for slot in node.inputs or () if slot.link}
 
     @cached_property
@@ -182,15 +182,15 @@ class Canvas:
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """A canvas where it stands in the workflow."""
+    """A canvas at its place in the workflow."""
 
     canvas: Canvas
-    path: str = ""  # what stands before its nodes' ids: "1:2:"
-    title: str | None = None  # of the subgraph node
-    host: tuple[Level, UiNode] | None = None  # the subgraph node, and where that stands
+    path: str = ""  # prefix of its nodes' ids: "1:2:"
+    title: str | None = None  # the subgraph node's title
+    host: tuple[Level, UiNode] | None = None  # the subgraph node and its level
 
     def around(self) -> Iterator[Level]:
-        """This one, and those that it stands in, from the inside out."""
+        """Yield this level and the levels around it, from the inside out."""
         level = self
         yield level
         while level.host:
@@ -205,7 +205,7 @@ class Unfolded:
     groups: frozenset[str]  # node types that are group nodes
 
     def nodes(self) -> Iterator[tuple[Level, UiNode]]:
-        """All but the subgraph nodes themselves."""
+        """Yield all nodes except the subgraph nodes themselves."""
         for level in self.levels.values():
             for node in level.canvas.nodes.values():
                 if node.type not in self.subgraphs:
@@ -213,10 +213,10 @@ class Unfolded:
 
 
 def unfold(file: UiFile) -> Unfolded:
-    """Every canvas of the workflow, as often as it stands there; a subgraph node of the workflow itself that is muted
-    or bypassed stays folded.
+    """Return every canvas of the workflow, once per use. A muted or bypassed subgraph node of the top level stays
+    folded.
 
-    Raises WorkflowError where two nodes of a canvas have one id, a subgraph holds itself, or it is too much.
+    Raises WorkflowError if two nodes of a canvas have one id, a subgraph contains itself, or there are too many nodes.
     """
     workflow, subgraphs = _canvases(file)
     levels = {"": Level(workflow)}
@@ -248,7 +248,7 @@ def _below(level: Level, node: UiNode, inside: Canvas) -> Level:
 
 
 def _canvases(file: UiFile) -> tuple[Canvas, dict[str, Canvas]]:
-    """What the workflow itself shows, and by node type what each subgraph does."""
+    """Return the workflow's own canvas, and the subgraphs' canvases by node type."""
     workflow = Canvas(_by_id(file.nodes, "the workflow"), _links(file.links))
     definitions = {each.id: each for each in (file.definitions and file.definitions.subgraphs) or ()}
     last = file.last_node_id if type(file.last_node_id) is int else 0

@@ -1,7 +1,7 @@
-"""A workflow of any format as a graph: one in UI format (what ComfyUI's Save writes) as the browser would send it.
+"""Convert a workflow of any format to a graph; a workflow in UI format (ComfyUI's Save) as the browser would send it.
 
-The browser's own nodes vanish on the way: notes, reroutes, primitives, subgraphs, and nodes that are muted or bypassed.
-Widget values are stored by position, so the schemas of the nodes are needed to name them.
+The browser's own nodes are resolved: notes, reroutes, primitives, subgraphs, and muted or bypassed nodes. Widget values
+are stored by position, so the schemas of the nodes are needed to name them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .ui_texts import PREFIX, SAVERS, chosen, filling_in, types_named
 from .ui_values import HANDS_ON, OF_THE_PAGE, Sources, with_widgets
 
 FRONTEND_ONLY = HANDS_ON | OF_THE_PAGE.keys()
-# nodes that are no more than the page draws or does: their packs bring no such type to a server
+# nodes that only the page uses: their packs register no such type on a server
 OF_THE_PAGE_ALONE = frozenset(
     f"{name} (rgthree)"
     for name in (
@@ -31,10 +31,10 @@ OF_THE_PAGE_ALONE = frozenset(
         *("Node Collector", "Node Combiner"),
     )
 )
-# nodes, and types of inputs, whose pictures and sounds the page makes as it sends the workflow
+# node types, and input types, whose pictures and sounds the page makes while it sends the workflow
 RECORDERS = frozenset({"Load3D", "Load3DAnimation", "Load3DAdvanced", "WebcamCapture", "RecordAudio"})
 RECORDED = frozenset({"LOAD_3D", "LOAD_3D_ANIMATION", "WEBCAM", "AUDIO_RECORD"})
-A_SUBGRAPH = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # as a node's type
+A_SUBGRAPH = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a node type that is a subgraph's id
 GROUP = (
     "a group node, which only the browser can unfold. Open the workflow in a current ComfyUI and save it again: that "
     "makes a subgraph of it"
@@ -87,8 +87,8 @@ def convert(
             continue
         node_id, schema = f"{level.path}{node.id}", schemas[node.type]
         inputs = dict(sources.widgets.of(node))
-        in_widgets = set(inputs)  # those that the page sends as their widgets make them
-        patterns = [PREFIX] if node.type in SAVERS else []  # inputs, as often as the page fills in theirs
+        in_widgets = set(inputs)  # inputs that the page sends as their widgets format them
+        patterns = [PREFIX] if node.type in SAVERS else []  # inputs, once per pass of filling in their patterns
         for slot in node.inputs or ():
             found = sources.of(level, node, slot)
             if found is None:
@@ -110,16 +110,16 @@ def convert(
             if name in specs and specs[name].config.get("dynamicPrompts") is True:
                 prompts[node_id, name] = inputs[name]
         converted[node_id] = whole(GraphNode(node_id, node.type, inputs, node.title or None, level.title))
-    as_saved = json.loads(json.dumps(data), parse_constant=lambda _: None)  # null for NaN, which JSON has not
+    as_saved = json.loads(json.dumps(data), parse_constant=lambda _: None)  # null for NaN, which JSON does not have
     return chosen(Graph(converted, as_saved, prompts, patterned))
 
 
 def with_changes(graph: Graph, changed: Iterable[tuple[str, str]], schemas: Mapping[str, Schema]) -> Graph:
-    """The graph with the workflow that it came from changed as some of its inputs were, for whoever opens that from a
-    result, and with file names of what is there now. Where the page could not hold that, or a value is shown by another
-    node, the workflow is left out: the page then opens the nodes as they ran.
+    """Return the graph with the workflow that it came from changed like some of its inputs, for users who open that
+    workflow from a result, and with file names for the current values. If the page cannot represent this, or another
+    node shows a value, the workflow is left out: the page then opens the nodes as they ran.
 
-    changed: nodes and inputs. schemas: as `convert` has them.
+    changed: (node, input) pairs. schemas: as for `convert`.
     """
     if graph.workflow is None:
         return graph

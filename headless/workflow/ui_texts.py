@@ -1,4 +1,4 @@
-"""What the page makes of texts as it sends them: choices and comments in prompts, patterns in file names."""
+"""The page's changes to texts when it sends them: choices and comments in prompts, patterns in file names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .ui_file import INPUTS, Canvas, UiNode, Unfolded
 from .ui_values import OF_THE_PAGE, PRIMITIVE, Widgets
 
 PREFIX = "filename_prefix"
-# the nodes whose file names the page fills in; of the last, its pack does
+# nodes whose file names the page fills in; for the last one, its pack does
 SAVERS = frozenset(
     {
         *("SaveImage", "SaveImageAdvanced", "SaveSVGNode", "SaveVideo", "SaveAnimatedWEBP", "SaveWEBM", "SaveAudio"),
@@ -27,11 +27,11 @@ SAVERS = frozenset(
         "VHS_VideoCombine",
     }
 )
-MAX_NESTED = 100  # choices in choices
-MAX_REPLACED = 100_000  # letters of a text with its patterns filled in
+MAX_NESTED = 100  # most levels of nested choices
+MAX_REPLACED = 100_000  # most characters that one text's patterns fill in
 _TOKEN = re.compile(r"\\.|[^\\{|}]+|.", re.DOTALL)
 _LINE_COMMENT = re.compile(r"//[^\n\r\u2028\u2029]*")
-_COMMENT = re.compile(rf"{_LINE_COMMENT.pattern}|/\*")  # the whole of it, or where it begins
+_COMMENT = re.compile(rf"{_LINE_COMMENT.pattern}|/\*")  # a whole line comment, or the beginning of a block comment
 _ESCAPED = re.compile(r"\\([{|}])")
 _PATTERN = re.compile(r"%([^%]+)%")
 _DATE_PART = re.compile(r"dd?|MM?|hh?|mm?|ss?|yyy?y?")
@@ -39,8 +39,8 @@ _NO_FILE_NAME = re.compile(r'[/?<>\\:*|"\x00-\x1f\x7f]')
 
 
 def chosen(graph: Graph) -> Graph:
-    """A copy in which the choices of its prompts are made anew: the same seeds make the same choices. Raises
-    WorkflowError where choices are nested too deep."""
+    """Return a copy with the choices of its prompts made again: the same seeds make the same choices. Raises
+    WorkflowError if choices are nested too deep."""
     values = [node.inputs.get(name) for node in graph.nodes.values() for name in SEED_NAMES]
     seeds = sorted(number for value in values for number in _numbers(graph, value))
     made: dict[str, dict[str, str]] = {}
@@ -50,16 +50,16 @@ def chosen(graph: Graph) -> Graph:
 
 
 def _numbers(graph: Graph, value: Any) -> list[int]:
-    """What is in an input, or in the node that it is linked to."""
+    """Return an input's integer, or the integers in the node that it is linked to."""
     source = graph.nodes.get(value.node) if isinstance(value, Link) else None
     return [number for number in (source.inputs.values() if source else [value]) if type(number) is int]
 
 
 def choose(text: str, random: Callable[[], float]) -> str:
-    """A prompt without its comments, of each `{a|b}` one option, and `\\{` as `{`: `processDynamicPrompt` of the page.
-    An option loses one backslash before a brace for each choice that it stands in.
+    """Return a prompt without comments, with one option of each `{a|b}` and `\\{` as `{`: `processDynamicPrompt` of the
+    page. An option loses one backslash before a brace for each choice around it.
 
-    random: asked for a number from 0 to below 1 at each choice. Raises WorkflowError where choices are nested too deep.
+    random: returns a number in [0, 1), once per choice. Raises WorkflowError if choices are nested too deep.
     """
     opened: list[list[list[str]]] = [[[]]]  # the text, then each open choice: its options so far, in parts
 
@@ -77,8 +77,8 @@ def choose(text: str, random: Callable[[], float]) -> str:
         elif token == "}" and len(opened) > 1:
             close()
         else:
-            opened[-1][-1].append(token if token != "\\" else r"\undefined")  # which the page reads after the end
-    while len(opened) > 1:  # to the end of the text
+            opened[-1][-1].append(token if token != "\\" else r"\undefined")  # the page reads past the end
+    while len(opened) > 1:  # an unclosed choice ends with the text
         close()
     return _unescaped(opened[0][0])
 
@@ -88,7 +88,7 @@ def _unescaped(parts: Iterable[str]) -> str:
 
 
 def _without_comments(text: str) -> str:
-    """Without `/* ... */`, over lines, and `// ...` to the end of the line, wherever they stand: in addresses too."""
+    """Remove `/* ... */`, over several lines, and `// ...` to the end of the line, wherever they occur: in URLs too."""
     kept: list[str] = []
     at = 0
     while comment := _COMMENT.search(text, at):
@@ -96,18 +96,18 @@ def _without_comments(text: str) -> str:
         at = comment.end()
         if comment[0] == "/*":
             closed = text.find("*/", at)
-            if closed < 0:  # nor is any that follows
+            if closed < 0:  # no later one is closed either
                 return "".join([*kept, "/*", _LINE_COMMENT.sub("", text[at:])])
             at = closed + 2
     return "".join([*kept, text[at:]])
 
 
 def fill_in(text: str, value: Callable[[str, str], Any], now: datetime) -> str:
-    """A file name with `%Node.widget%` and `%date:yyyy-MM-dd%` filled in: `applyTextReplacements` of the page. What it
-    does not know stays.
+    """Fill in `%Node.widget%` and `%date:yyyy-MM-dd%` in a file name: `applyTextReplacements` of the page. Unknown
+    patterns stay.
 
-    value: of a node's widget, by their names; raises KeyError where there is none. Raises WorkflowError where the name
-    gets too long.
+    value: returns a widget's value by the names of node and widget; raises KeyError if there is none. Raises
+    WorkflowError if the patterns fill in too much.
     """
     room = MAX_REPLACED
 
@@ -139,7 +139,7 @@ def _date_part(part: str, now: datetime) -> str:
 
 
 def as_page_text(value: Any) -> str:
-    """A widget's value as JavaScript writes it."""
+    """Return a widget's value as JavaScript converts it to text."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -171,7 +171,7 @@ def filling_in(
 
     @cache
     def value(name: str, widget: str) -> Any:
-        """What a widget holds, muted or not; raises KeyError."""
+        """Return a widget's value, also of a muted node. Raises KeyError."""
         canvas, node = nodes[name]
         if (id(node), widget) in was_set:
             return was_set[id(node), widget]
@@ -185,7 +185,7 @@ def filling_in(
 
 
 def _as_set(unfolded: Unfolded, changed: Mapping[tuple[str, str], Any]) -> dict[tuple[int, str], Any]:
-    """The values of widgets that were set, by node: those that are alike in all places where a subgraph is used."""
+    """Return changed widget values by node and widget. Values that differ between uses of a subgraph are left out."""
     uses = Counter(id(node) for level in unfolded.levels.values() for node in level.canvas.nodes.values())
     found: dict[tuple[int, str], dict[str, Any]] = {}
     for (node_id, name), value in changed.items():
@@ -200,7 +200,7 @@ def _as_set(unfolded: Unfolded, changed: Mapping[tuple[str, str], Any]) -> dict[
 
 
 def _showing(unfolded: Unfolded, node_id: str, name: str) -> Iterator[tuple[str, UiNode, str]]:
-    """A node, where it stands, and its widget; and the subgraph nodes around it that show that as one of theirs."""
+    """Yield (path, node, widget) of a node's widget, then of each subgraph node around it that shows this widget."""
     path, _, own = node_id.rpartition(":")
     level = unfolded.levels.get(f"{path}:" if path else "")
     node = level.canvas.nodes.get(own) if level else None
@@ -215,7 +215,7 @@ def _showing(unfolded: Unfolded, node_id: str, name: str) -> Iterator[tuple[str,
 
 
 def types_named(unfolded: Unfolded) -> set[str]:
-    """The types of all nodes, where file names may mean any of them."""
+    """Return the types of all nodes if a file name may refer to one, else an empty set."""
     nodes = [node for _, node in _in_order(unfolded)]
     stored = [node.widgets_values for node in nodes if node.type in SAVERS | {PRIMITIVE}]
     texts = [text for each in stored for text in (each.values() if isinstance(each, dict) else each or ())]
@@ -224,7 +224,7 @@ def types_named(unfolded: Unfolded) -> set[str]:
 
 
 def _by_name(unfolded: Unfolded, schemas: Mapping[str, Schema]) -> dict[str, tuple[Canvas, UiNode]]:
-    """The first node of each name, else of each title."""
+    """Return nodes by name, else by title; the first node of each."""
     names: dict[str, tuple[Canvas, UiNode]] = {}
     titles: dict[str, tuple[Canvas, UiNode]] = {}
     for canvas, node in _in_order(unfolded):
@@ -239,7 +239,7 @@ def _by_name(unfolded: Unfolded, schemas: Mapping[str, Schema]) -> dict[str, tup
 
 
 def _in_order(unfolded: Unfolded) -> Iterator[tuple[Canvas, UiNode]]:
-    """Every node in the page's order: what is in a subgraph before its node, and only once where that is used twice."""
+    """Yield every node in the page's order: a subgraph's inner nodes before its node, and only at its first use."""
     canvas, entered = unfolded.levels[""].canvas, set[Canvas]()
     waiting = [(canvas, node) for node in canvas.nodes.values()][::-1]
     while waiting:

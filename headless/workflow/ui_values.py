@@ -1,9 +1,9 @@
-"""What each input of a node in a UI-format workflow gets: from its widget, or through what the page itself resolves.
+"""The value of each input of a node in a UI-format workflow: from its widget, or from links that the page resolves.
 
-A file has widgets' values by position, in the order of the node's inputs. A subgraph node shows widgets of nodes in it
-as its own. What it holds for them stands in the place of those nodes' own values.
+A file stores widget values by position, in the order of the node's inputs. A subgraph node shows widgets of its inner
+nodes as its own. Its values for these widgets replace the inner nodes' own values.
 
-Reroutes, primitives and bypassed nodes hand on what they get, subgraph nodes what is in them or outside of them.
+Reroutes, primitives and bypassed nodes pass on their inputs. Subgraph nodes pass values in and out.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .schema import NOTHING, InputSpec, Schema, walk
 from .ui_file import BYPASSED, INPUTS, MUTED, SETTER, Canvas, Level, UiInput, UiNode, Unfolded
 
 CONTROL_VALUES = ("fixed", "increment", "decrement", "randomize", "increment-wrap")
-CUSTOM_COMBO = "CustomCombo"  # whose widgets the page makes: the choice, its place, and each option
+CUSTOM_COMBO = "CustomCombo"  # the page makes its widgets: the choice, its index, and each option
 NOT_STORED = "IMAGECOMPARE"
-PAGE_ONLY = frozenset({"videopreview"})  # in nodes that store their widgets by name: no input of the node
-ALONG: Mapping[str, int] = {"BOUNDING_BOX": 4}  # numbers that the page stores after such a value: its sides once more
+PAGE_ONLY = frozenset({"videopreview"})  # widgets of nodes that store values by name; they are not inputs of the node
+ALONG: Mapping[str, int] = {"BOUNDING_BOX": 4}  # extra numbers that the page stores after such a value: its sides again
 PRIMITIVE, GETTER = "PrimitiveNode", "GetNode"
-OF_THE_PAGE = {  # node types that no server knows -> the name of their first widget
+OF_THE_PAGE = {  # node types of the page only -> the name of their first widget
     PRIMITIVE: "value",
     "Note": "text",
     "MarkdownNote": "text",
@@ -33,14 +33,14 @@ OF_THE_PAGE = {  # node types that no server knows -> the name of their first wi
     GETTER: "Constant",
 }
 REROUTES = frozenset({"Reroute", "Reroute (rgthree)"})
-HANDS_ON = REROUTES | {SETTER}  # what their first input gets
-MAX_COMPARED = 100  # inputs of a bypassed node, where none is of the very type that is asked for
+HANDS_ON = REROUTES | {SETTER}  # nodes that pass on their first input
+MAX_COMPARED = 100  # most inputs of a bypassed node that are compared, if none has exactly the wanted type
 ANY = frozenset({"*", "", "0"})
 
 
 def widget_values(node: UiNode, schema: Schema) -> dict[str, Any]:
-    """By input. Those that the file has no value for have their defaults, as on the page. Of a file that has them by
-    name also those that the node type does not list: some packs make widgets as the choice in another asks for."""
+    """Return a node's widget values by input; missing ones are the defaults, as on the page. If the file stores values
+    by name, values of unknown inputs are included: some packs create widgets depending on another widget's choice."""
     stored = node.widgets_values
     if node.type == CUSTOM_COMBO and isinstance(stored, list):
         names = ["choice", "index", *(f"option{number}" for number in range(1, len(stored)))]
@@ -62,8 +62,8 @@ def widget_values(node: UiNode, schema: Schema) -> dict[str, Any]:
 def with_widgets(
     data: Mapping[str, Any], values: Mapping[tuple[str, str], Any], schemas: Mapping[str, Schema]
 ) -> tuple[dict[str, Any], bool]:
-    """A copy of a UI-format workflow with other values in widgets of nodes that are in no subgraph, and whether all
-    have a place in it. values: by node and input. What does not change is the workflow's own."""
+    """Return a copy of a UI-format workflow with other widget values, for nodes outside of subgraphs, and whether all
+    values have a place in it. values: by node and input. Unchanged parts are shared with the original."""
     nodes = {str(node.get("id")): at for at, node in reversed([*enumerate(data["nodes"])])}
     made, has_all = [*data["nodes"]], True
     for (node_id, name), value in values.items():
@@ -78,11 +78,11 @@ def with_widgets(
 
 
 def _with_widget(node: Mapping[str, Any], schema: Schema, name: str, value: Any) -> list[Any] | dict[str, Any] | None:
-    """What a node stores with another value in one widget, wherever that stands; None where it stands nowhere."""
+    """Return a node's stored values with one widget changed, at any position; None if it is not stored."""
     stored: Any = node.get("widgets_values")
     try:
         json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):  # a link, or what JSON has not
+    except (TypeError, ValueError):  # a link, or a value that JSON does not have
         return None
 
     def read(these: Any) -> dict[str, Any]:
@@ -101,8 +101,8 @@ def _is_page_only(name: str) -> bool:
 
 
 def _without_forced(stored: list[Any], schema: Schema) -> list[Any]:
-    """Without what files from before 2025 hold for inputs that are sockets alone: `migrateWidgetsValues` of the page,
-    which knows such a file by how many values it has."""
+    """Drop values that files from before 2025 store for inputs that are only sockets: `migrateWidgetsValues` of the
+    page, which recognises such a file by its number of values."""
     forced: list[bool] = []
     for spec in schema.inputs.values():
         if spec.widget or spec.forced:
@@ -131,22 +131,22 @@ def _by_position(stored: list[Any], schema: Schema) -> Callable[[InputSpec], Any
 
 
 class Widgets:
-    """The widgets of all nodes of a file. schemas: by node type; of nodes without one no widget is known."""
+    """The widgets of all nodes of a file. schemas: by node type; a node without a schema has no known widgets."""
 
     def __init__(self, subgraphs: Mapping[str, Canvas], schemas: Mapping[str, Schema]) -> None:
         self.subgraphs, self.schemas = subgraphs, schemas
-        self._values: dict[int, dict[str, Any]] = {}  # by node
-        self._shown: dict[int, dict[tuple[str, str], Any]] = {}  # by subgraph node
+        self._values: dict[int, dict[str, Any]] = {}  # by id(node)
+        self._shown: dict[int, dict[tuple[str, str], Any]] = {}  # by id(subgraph node)
 
     def of(self, node: UiNode) -> Mapping[str, Any]:
-        """What they hold, by name."""
+        """Return a node's widget values, by name."""
         if id(node) not in self._values:
-            self._values[id(node)] = {}  # for a subgraph that holds itself
+            self._values[id(node)] = {}  # ends the recursion of a subgraph that contains itself
             self._values[id(node)] = self._read(node)
         return self._values[id(node)]
 
     def shown_on(self, host: UiNode) -> Mapping[tuple[str, str], Any]:
-        """What a subgraph node holds for widgets of nodes in it that are none of its inputs: by id and name."""
+        """Return a subgraph node's values for inner widgets that are none of its inputs, by node id and name."""
         self.of(host)
         return self._shown[id(host)]
 
@@ -160,7 +160,7 @@ class Widgets:
 
     def _of_subgraph(self, node: UiNode, canvas: Canvas) -> tuple[dict[str, Any], dict[tuple[str, str], Any]]:
         values: dict[str, Any] = {}
-        inputs: dict[tuple[str, str], str] = {}  # by the widget that each stands for
+        inputs: dict[tuple[str, str], str] = {}  # inner widget -> the subgraph's input for it
         for port in canvas.inputs:
             for inner, slot in (canvas.targets[link] for link in port.links or () if link in canvas.targets):
                 value = self.of(inner).get(slot.name, NOTHING)
@@ -183,21 +183,21 @@ class Widgets:
 
 @dataclass(frozen=True)
 class InputValue:
-    """What an input gets: a link to a node's output, or a plain value."""
+    """The value of an input: a link to a node's output, or a plain value."""
 
     value: Any
-    in_widget: bool = False  # whether the page puts it into the input's own widget, and sends what that makes of it
-    has_patterns: bool = False  # whether it fills in the value's %patterns% first
+    in_widget: bool = False  # whether the page puts it into the input's widget, and sends the widget's text
+    has_patterns: bool = False  # whether the page fills in the value's %patterns% first
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A link on the way to what an input gets."""
+    """A link on the way to an input's value."""
 
     level: Level
     link: str
-    target: UiNode | None  # that it leads to; None for an output of a subgraph
-    wanted: str  # the type that is asked for
+    target: UiNode | None  # the node that it leads to; None for an output of a subgraph
+    wanted: str  # the requested type
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -208,16 +208,16 @@ _Next = _Step | InputValue | None
 
 
 class Sources:
-    """Follows links against their direction, each once for each type that is asked for behind it."""
+    """Follows links upstream, each once per requested type."""
 
     def __init__(self, unfolded: Unfolded, schemas: Mapping[str, Schema]) -> None:
         self.unfolded = unfolded
         self.widgets = Widgets(unfolded.subgraphs, schemas)
-        self.found: dict[tuple[str, str, str], InputValue | None] = {}  # by the steps that led there
+        self.found: dict[tuple[str, str, str], InputValue | None] = {}  # results by `_Step.key`
 
     def of(self, level: Level, node: UiNode, slot: UiInput) -> InputValue | None:
-        """What the input of a node gets, or None where nothing feeds it. Raises WorkflowError where it leads nowhere,
-        or in a circle."""
+        """Return the value of a node's input; None if nothing feeds it. Raises WorkflowError if the links lead nowhere,
+        or form a cycle."""
         at = self._into(level, node, slot)
         way: set[tuple[str, str, str]] = set()
         while isinstance(at, _Step):
@@ -232,8 +232,8 @@ class Sources:
         return at
 
     def _into(self, level: Level, node: UiNode, slot: UiInput | None, wanted: str | None = None) -> _Next:
-        """What stands at an input: a value that the subgraph node around it shows, or a link. wanted: where that is
-        not the input's own type."""
+        """Return what feeds an input: a value that the subgraph node around it shows, or a link. wanted: the requested
+        type, if it is not the input's own type."""
         if slot is None:
             return None
         if level.host:
@@ -248,7 +248,7 @@ class Sources:
         return self._into(level, node, node.inputs[0] if node.inputs else None, wanted)
 
     def _upstream(self, step: _Step) -> _Next:
-        """Where the page goes on."""
+        """Return the next link, as the page follows links, or the value."""
         level, canvas = step.level, step.level.canvas
         link = canvas.links.get(step.link)
         if link is not None and link.origin_id == INPUTS and level.host:
@@ -276,7 +276,7 @@ class Sources:
         return InputValue(Link(f"{level.path}{node.id}", link.origin_slot))
 
     def _outside(self, level: Level, node: UiNode, step: _Step, place: int) -> _Next:
-        """What comes into a subgraph: from outside, else what its node shows."""
+        """Return what enters a subgraph: the link or value from outside, else its node's widget value."""
         canvas = step.level.canvas
         if not 0 <= place < len(canvas.inputs):
             raise WorkflowError(
@@ -289,7 +289,7 @@ class Sources:
         return InputValue(value) if at is None and value is not NOTHING else at
 
     def _got(self, step: _Step, node: UiNode) -> _Next:
-        """What a Get node gets: what the Set node of its name does, on its canvas, else on one around that."""
+        """Return the input of the Set node with the same name, on the Get node's canvas, else on a canvas around it."""
         name, found = node.first_value, list[tuple[Level, UiNode]]()
         if not isinstance(name, str):
             return None
@@ -310,7 +310,7 @@ class Sources:
         return None if link and link.origin_id == INPUTS else into  # as KJNodes has it
 
     def _primitive(self, step: _Step, node: UiNode) -> InputValue | None:
-        """The value of a primitive, which the page hands to the node beside it, and to none further on."""
+        """Return the value of a primitive. The page gives it only to a directly linked node."""
         target = step.target
         if target is None or target.mode == BYPASSED or target.type in HANDS_ON | self.unfolded.subgraphs.keys():
             return None
@@ -320,7 +320,7 @@ class Sources:
 
 
 def _stand_in(node: UiNode, output: int, wanted: str, where: str) -> UiInput | None:
-    """The input that stands in for an output of a bypassed node: that of the same place, else of the type."""
+    """Return the input that replaces a bypassed node's output: at the same position, else of the same type."""
     inputs, outputs = node.inputs or [], node.outputs or []
     if not 0 <= output < len(outputs):
         raise WorkflowError(f"A link takes output {shown(output)} of node {where}, which has {len(outputs)}.")

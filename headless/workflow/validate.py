@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a workflow in this process, found before the first node runs."""
+"""Validation of a workflow for this process, before the first node runs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from . import schema as schemas_of
 from .graph import Graph, GraphNode, Link
 from .schema import InputSpec, Schema
 
-FRONTEND_LEFTOVERS = frozenset({"upload", "speak_and_recognation"})  # exported by the browser, read by no node
+FRONTEND_LEFTOVERS = frozenset({"upload", "speak_and_recognation"})  # the browser exports them, but no node reads them
 MAX_FAULTS_SHOWN = 20
-TYPES: Mapping[str, tuple[TypeAdapter[Any], str]] = {  # what reads their values, and what is expected
+TYPES: Mapping[str, tuple[TypeAdapter[Any], str]] = {  # type → (parser, description of the expected value)
     "INT": (TypeAdapter(int), "a whole number"),
     "FLOAT": (TypeAdapter(Annotated[float, Field(allow_inf_nan=False)]), "a number"),
     "BOOLEAN": (TypeAdapter(bool), "true or false"),
@@ -27,15 +27,15 @@ TYPES: Mapping[str, tuple[TypeAdapter[Any], str]] = {  # what reads their values
 
 @dataclass(frozen=True)
 class WorkflowPlan:
-    """A workflow that is fit to run."""
+    """A validated workflow."""
 
     graph: Graph  # with every value converted to its input's type
-    order: tuple[str, ...]  # ids of the nodes that outputs need, each after its sources
+    order: tuple[str, ...]  # ids of the nodes to run, each after its sources
     schemas: Mapping[str, Schema]  # by node type
 
 
 def known_schemas(types: set[str], classes: Mapping[str, type]) -> dict[str, Schema]:
-    """The schemas of those types that have a class. Raises UnknownNodesError with the others, by name."""
+    """Return the schemas of node types. Raises UnknownNodesError naming those without a class."""
     unknown = sorted(types - set(classes))
     if unknown:
         raise UnknownNodesError(
@@ -47,7 +47,7 @@ def known_schemas(types: set[str], classes: Mapping[str, type]) -> dict[str, Sch
 
 
 def plan(graph: Graph, classes: Mapping[str, type]) -> WorkflowPlan:
-    """Check the whole workflow and decide what runs in which order. Raises WorkflowError, a line for each fault."""
+    """Check the whole workflow and order its nodes. Raises WorkflowError with a line for each fault."""
     schemas = known_schemas(graph.class_types(), classes)
     outputs = [node.id for node in graph.nodes.values() if schemas[node.class_type].is_output]
     if not outputs:
@@ -72,7 +72,7 @@ def plan(graph: Graph, classes: Mapping[str, type]) -> WorkflowPlan:
 def _checked(
     node: GraphNode, graph: Graph, schemas: Mapping[str, Schema], own_check: Callable[..., Any] | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """A node's inputs, converted, and what is wrong with them by its schema and its own VALIDATE_INPUTS."""
+    """Return a node's converted inputs, and their faults by its schema and its own VALIDATE_INPUTS."""
     known = schemas[node.class_type].inputs_with(node.inputs)
     own = inspect.signature(own_check).parameters if own_check else {}
     faults: list[str] = []
@@ -86,7 +86,7 @@ def _checked(
                 checked[name] = _link(spec, value, graph, schemas)
             elif name in node.inputs:
                 checked[name] = _converted(spec, value)
-                if name not in own:  # as in ComfyUI: else range and options are the node's
+                if name not in own:  # as in ComfyUI: a node that validates an input itself checks its range and options
                     _check_range(spec, checked[name])
             elif spec.required:
                 raise ValueError(f"({spec.type}) is missing")
@@ -116,7 +116,7 @@ def _link(spec: InputSpec, link: Link, graph: Graph, schemas: Mapping[str, Schem
 
 
 def _converted(spec: InputSpec, value: Any) -> Any:
-    """The value as its input's type; text is read, nothing is rounded. Raises ValueError."""
+    """Convert a value to its input's type: text is parsed, nothing is rounded. Raises ValueError."""
     if spec.kind not in schemas_of.WIDGETS:
         raise ValueError(f"takes a link to a node that gives {spec.type}, found the value {_told(value)}")
     if spec.kind == "STRING":
@@ -145,5 +145,5 @@ def _check_range(spec: InputSpec, value: Any) -> None:
 
 
 def _told(value: Any) -> str:
-    """A value for a message; text has quotes."""
+    """Format a value for a message; text gets quotes."""
     return f"'{shown(value)}'" if isinstance(value, str) else shown(value)

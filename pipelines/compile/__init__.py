@@ -1,1 +1,1 @@
-"""Compilation through OneDiff: its backends, a block of a model, and compiled code that is kept."""
+"""Compilation through OneDiff: backends, compiled blocks, the rule of 'auto', and the compile cache."""

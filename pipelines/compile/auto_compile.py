@@ -1,8 +1,8 @@
-"""When backend 'auto' compiles, and which calls of a VAE's decoder are compiled.
+"""Decides when backend 'auto' compiles, and which calls of a VAE's decoder are compiled.
 
 Ski-rental rule (Karlin et al. 1988): runs are eager until eager calls have taken as long as a compile is assumed to
-take. What is compiled already is used at once. Seconds are counted in this process: for a denoiser by what it would be
-compiled for, for a decoder also by the signature of the calls that would be compiled.
+take. Code that is compiled already is used at once. Eager seconds are counted in this process: a denoiser's per compile
+target, a decoder's per compile target and call signature.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .backends import EAGER, BackendChoice, CompileOptions, came_to, choose_back
 if TYPE_CHECKING:
     from ..run.handle import PipelineHandle
 
-COMPILE_SECONDS = 60.0  # that a compile is assumed to take
-CallSignature = tuple[torch.Size, Hashable]  # shape of the latents; what tells all arguments of the call apart
-_eager_seconds: dict[Hashable, float] = {}  # by what would be compiled; infinite once it is
+COMPILE_SECONDS = 60.0  # assumed duration of a compile
+CallSignature = tuple[torch.Size, Hashable]  # shape of the latents; shapes and values of all arguments
+_eager_seconds: dict[Hashable, float] = {}  # by compile target; infinite once it is compiled
 
 
 def decide(choice: BackendChoice, key: Hashable, *, kept: bool = False) -> BackendChoice:
-    """Return the backend of a run: 'eager' where the rule says to wait. kept: it is compiled already, on disk."""
+    """Return the backend of a run; 'eager' if the rule says to wait. kept: compiled code is on disk."""
     spent = math.inf if kept else _eager_seconds.get(key, 0.0)
     said = f"eager calls took {spent:.3g} s, and compiling is taken for {COMPILE_SECONDS:.3g} s"
     if spent < COMPILE_SECONDS:
@@ -40,7 +40,7 @@ def decide(choice: BackendChoice, key: Hashable, *, kept: bool = False) -> Backe
 
 
 def record(key: Hashable, report: RunReport, steps: Iterable[StepRecord]) -> None:
-    """Count the seconds of a run's calls, without their reruns, or note that they are compiled now."""
+    """Add the seconds of a run's eager calls, without their reruns, or note that the calls are compiled now."""
     if report.backend != EAGER:
         _eager_seconds[key] = math.inf if report.graphs else _eager_seconds.get(key, 0.0)
         return
@@ -49,9 +49,9 @@ def record(key: Hashable, report: RunReport, steps: Iterable[StepRecord]) -> Non
 
 
 def with_backend_of_run(handle: PipelineHandle, request: Precision | None) -> tuple[PipelineHandle, str]:
-    """Return a pipeline, for which 'auto' chose a compiler, with the backend of a sampling run, and what its eager
-    seconds are counted by; "": they are not. Quantised layers are compiled at once: eager, they take longer than in
-    half precision."""
+    """Return the pipeline with the backend of a sampling run, and the key of its eager seconds; "" if these are not
+    counted. handle: 'auto' has chosen a compiler for it. Quantised layers are compiled at once: eager, they are slower
+    than half precision."""
     plan = handle.plan(Component.DENOISER, request)
     if plan.quantised:
         return handle, ""
@@ -70,19 +70,19 @@ def decide_denoiser(handle: PipelineHandle, key: str) -> BackendChoice:
 
 
 def signature_of(latents: torch.Tensor, *args: Any, **kwargs: Any) -> CallSignature:
-    """Return what tells calls of a decoder apart that would each be compiled: shapes, and values that are no tensors.
-    Dtypes are one decode's own: where calls are foreseen, some arguments have another than in the decode."""
+    """Return a decoder call's signature, by which it would be compiled: the tensors' shapes and the other values.
+    Dtypes are left out: the calls of a dry run have others than those of the decode."""
     leaves, structure = pytree.tree_flatten((latents, args, kwargs))
     shapes = tuple(leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
     return latents.shape, (str(structure), shapes)
 
 
 class DecoderCompiler:
-    """Compiles a decoder for the calls of a decode that do most of its work, which share one graph: tiles of one size,
-    chunks of as many frames. The others, at edges, run eagerly: each would compile as long.
+    """Compiles a decoder for the call signature that does most work in a decode: tiles or chunks of one size, which
+    share one graph. Other calls, at edges, run eagerly: a compile for each would take as long.
 
-    asked: "auto", or a backend's name. 'auto' takes the pipeline's own backend by the rule above.
-    Raises BackendUnavailable where one was asked for that does not work here.
+    asked: "auto", or a backend's name. 'auto' takes the pipeline's own backend by the ski-rental rule.
+    Raises BackendUnavailable if a backend that was asked for by name does not work here.
     """
 
     def __init__(self, handle: PipelineHandle, plan: Plan, report: RunReport, asked: str = "auto"):
@@ -91,13 +91,14 @@ class DecoderCompiler:
         self.backend = for_dtype(choice, handle.architecture, plan.dtype)
         self._how = replace(how, attention="", dynamic=how.dynamic or False)
         self._handle, self._plan, self._report = handle, plan, report
-        self._dominant: CallSignature | None = None  # whose calls are compiled
+        self._dominant: CallSignature | None = None  # signature of the compiled calls
         self._say(self.backend)
 
     def begin(self, calls: Sequence[CallSignature]) -> tuple[PipelineHandle, Hashable]:
-        """Decide for one decode. calls: all that it makes of the decoder; none where that is unknown.
+        """Decide for one decode. calls: the signatures of all its calls of the decoder; empty if unknown.
 
-        Returns the pipeline as it is compiled, and what its seconds are to be recorded by; None where they are not.
+        Returns the pipeline with the backend of the decode, and the key to record its seconds by; None if they are
+        not recorded.
         """
         backend, key, self._dominant = self.backend, None, None
         if not calls and backend.name != EAGER:
@@ -120,8 +121,8 @@ class DecoderCompiler:
         otherwise: Callable[..., Any] | None = None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> torch.nn.Module:
-        """Return a shell of the decoder that runs what is compiled of it, and `otherwise` (by default the network) for
-        other calls. around: what compiled calls run inside of."""
+        """Return a shallow copy of the decoder that runs compiled code for the dominant signature, and `otherwise`
+        (default: the network) for other calls. around: makes a context for compiled calls."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._dominant is None or signature_of(*args, **kwargs) != self._dominant:
@@ -141,7 +142,7 @@ class DecoderCompiler:
         return with_forward(network, forward)
 
     def leave(self, why: str) -> None:
-        """Compile nothing from now on."""
+        """Compile nothing from now on, for the reason `why`."""
         self.backend, self._dominant = BackendChoice(EAGER, why), None
         self._say(self.backend)
 
@@ -150,7 +151,7 @@ class DecoderCompiler:
 
 
 def _target(handle: PipelineHandle, plan: Plan, options: CompileOptions) -> str:
-    """Return what a component is compiled for, as the name of its file in the compile cache."""
+    """Return the name of a component's compile target, which is also its folder in the compile cache."""
     from .cache import target_of
 
     return target_of(handle.store.model, plan, options, handle.store.placement.device, handle.architecture).name

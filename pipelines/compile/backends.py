@@ -1,7 +1,7 @@
-"""Compiling a denoiser through OneDiff, block by block. The one file that imports onediff.
+"""Compiles a denoiser through OneDiff, block by block. Only this file imports onediff.
 
-The blocks are compiled in a shell of the denoiser: the original stays as it was, so that an fp32 rerun calls it
-without compiling anything. Block by block, because identical blocks share one compiled graph.
+The blocks are compiled in a shallow copy of the denoiser. The original stays unchanged, so an fp32 rerun compiles
+nothing. Block by block, because identical blocks share one compiled graph.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ NEXFORT_NEEDS = "it needs Python 3.11 or older and PyTorch 2.3 to 2.5.1"
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend that compiles, and why this one."""
+    """The backend that compiles, and the reason for it."""
 
     name: str  # "oneflow", "nexfort", "inductor" or "eager"
     reason: str
-    automatic: bool = False  # chosen by 'auto': where it fails, the next one is tried
+    automatic: bool = False  # chosen by 'auto': if it fails, the next one is tried
 
     @property
     def asked_for(self) -> tuple[str, bool]:
-        """What tells apart what is compiled: what 'auto' came to, such as that it gave this backend up, is no answer to
-        who asks for it by name."""
+        """The backend's key for compiled modules. It contains `automatic`: if 'auto' gave this backend up, a request
+        by name must not reuse the module."""
         return self.name, self.automatic
 
 
-MODES = ("default", "max-autotune-no-cudagraphs")  # inductor's. CUDA graphs would reuse what a block put out
+MODES = ("default", "max-autotune-no-cudagraphs")  # inductor's. CUDA graphs overwrite a block's output
 
 
 def uses_torch_kernels(backend: str) -> bool:
@@ -71,10 +71,10 @@ class CompileOptions:
     channels_last: bool = False  # whether 2D convolutions lie in memory so; for inductor and 'eager'
 
     def given_to(self, backend: str) -> Any:
-        """As OneDiff's backend takes them.
+        """Return the options in the form of OneDiff's backend.
 
-        OneDiff writes a variable of OneFlow's for each option that is given, so none is given for accumulation: what
-        stands while a stage runs is the user's, or the plan's. nexfort is told what stands.
+        OneDiff sets a variable of OneFlow's for each option, so accumulation is not among them: the switches are set
+        already while a stage runs. nexfort gets their current value.
         """
         if backend == "inductor":
             return {"dynamic": self.dynamic, "mode": self.mode}
@@ -86,7 +86,7 @@ class CompileOptions:
         return OneflowCompileOptions(**dynamic)
 
     def in_words(self, backend: str) -> str:
-        """What differs from the default, and what the backend does not take; "" where neither does."""
+        """Return the options that are not the defaults, and those that the backend ignores; "" if there are none."""
         attention = f"attention: {self.attention}" if self.attention else ""
         if attention and not uses_torch_kernels(backend):
             attention = f"{attention}: not used, {backend} has its own"
@@ -120,13 +120,13 @@ def choose_backend(request: str, device: torch.device) -> BackendChoice:
 
 
 def check_attention(kernel: str, device: torch.device) -> None:
-    """Raise BackendUnavailable where a kernel of attention was asked for by name that is not to be had here."""
+    """Raise BackendUnavailable if an attention kernel, given by name, is not available here."""
     if kernel and (lacks := missing(kernel, device)):
         raise BackendUnavailable("Attention '{}' does not work here: {}. Choose 'auto'.", kernel, lacks)
 
 
 def backend_states(device: torch.device) -> dict[str, str | None]:
-    """{backend: what it lacks here, None where it lacks nothing}, in the order in which 'auto' tries them."""
+    """Return {backend: what it lacks here, None if nothing}, in the order in which 'auto' tries them."""
     return {name: probe(device) for name, probe in _PROBES.items()}
 
 
@@ -167,7 +167,7 @@ def compiled(
 
 
 def came_to(shell: torch.nn.Module, choice: BackendChoice) -> BackendChoice:
-    """The backend that runs the blocks by now: another than the choice where that has failed."""
+    """Return the backend that runs the blocks now; it differs from the choice if that one has failed."""
     shared = shell.__dict__.get(_COMPILING)
     if shared is None or not shared.given_up:
         return choice
@@ -175,7 +175,7 @@ def came_to(shell: torch.nn.Module, choice: BackendChoice) -> BackendChoice:
 
 
 def _compilers(choice: BackendChoice, how: CompileOptions, device: torch.device) -> Iterator[Compiler]:
-    """The choice, and where 'auto' made it, all that follow. What works with an offload, those after it do too."""
+    """Yield the choice; if 'auto' made it, also its fallbacks. They work with every offload that it works with."""
 
     def of(name: str) -> Compiler:
         kernel = how.attention if uses_torch_kernels(name) else ""
@@ -207,15 +207,14 @@ def _compile(block: torch.nn.Module, backend: str, how: CompileOptions) -> Run:
 
 
 def _each(make: Make) -> Make:
-    """For each block of a list, or for a part that is none."""
+    """Return a function that applies `make` to each block of a list, or to a single part."""
     return lambda part: torch.nn.ModuleList(map(make, part)) if isinstance(part, torch.nn.ModuleList) else make(part)
 
 
 def _register_inductor() -> None:
-    """Make `onediff.infer_compiler.compile(backend="inductor")` work. Looked up first: the pack can be imported twice.
+    """Register inductor as a backend of `onediff.infer_compiler.compile`, once: the pack can be imported twice.
 
-    The compiled module is returned as torch.compile makes it, without OneDiff's own wrapper. How many sizes it compiles
-    for is limited in block.py.
+    The compiled module is torch.compile's, without OneDiff's wrapper. block.py limits the number of compiled sizes.
     """
     from onediff.infer_compiler.backends import registry
 
@@ -229,14 +228,15 @@ def _register_inductor() -> None:
 
 
 def _missing_package(package: str, load: Callable[[], object], why: str, device: torch.device) -> str | None:
-    """What a backend lacks that is a package of its own. load: imports it. why: it is seldom there."""
+    """Return what a backend that needs a package lacks; None if nothing. load: imports it. why: what the
+    package itself requires."""
     if device.type != "cuda":
         return f"{package} runs on CUDA devices, not on {device.type}"
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed ({why})"
     try:
         load()
-    except Exception as error:  # noqa: BLE001 - PyPI's placeholder raises RuntimeError, an extension is for one torch
+    except Exception as error:  # noqa: BLE001 - e.g. PyPI's placeholder, or an extension for another torch
         return f"this {package} cannot be used ({first_line(error)}; {why})"
     return None
 
@@ -260,7 +260,7 @@ def _inductor_missing(device: torch.device) -> str | None:
 
 
 def find_c_compiler() -> str | None:
-    """Path of the C++ compiler that inductor would use, or None."""
+    """Return the path of the C++ compiler that inductor would use; None if there is none."""
     names = os.environ.get("CXX", ""), *(["cl"] if os.name == "nt" else ["g++", "clang++", "c++"])
     return next((path for name in names if name and (path := shutil.which(name))), None)
 

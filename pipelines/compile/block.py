@@ -1,7 +1,7 @@
-"""What stands in a denoiser in place of a block that is compiled, and what a run hears of it.
+"""The modules that replace a denoiser's blocks and run their compiled code, and the progress messages for the run.
 
-Every backend compiles when a block first meets a size. So it is here that progress is told, that sizes are limited,
-and that 'auto' goes on to the next compiler where one does not work.
+Every backend compiles when a block first meets a size. So this module reports progress, limits the number of sizes,
+and has 'auto' fall back to the next compiler if one fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Run = Callable[..., Any]
 Args = tuple[Any, ...]
 KwArgs = dict[str, Any]
 EAGER = "eager"
-COMPILED_SIZES = 8  # as many as dynamo allows one piece of code
+COMPILED_SIZES = 8  # limit of sizes, as dynamo's for one code object
 _LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
@@ -41,8 +41,8 @@ def _oldest_first() -> Callable[[], None]:
     return lambda: set_lru(True)
 
 
-# Where several graphs fit a call, since one is for its size and another for all, dynamo takes the one that ran latest:
-# the run that compiles would compute by one graph, and later ones by another. The oldest that fits is always the same.
+# If several graphs fit a call (one for its size, one for all sizes), dynamo takes the one that ran last: the run that
+# compiles would use one graph, and later runs the other. The oldest fitting graph is always the same.
 OLDEST_GRAPH = SharedSetting(_oldest_first)
 
 
@@ -57,8 +57,8 @@ _listener: ContextVar[_Listener | None] = ContextVar("onediff_guard_compiling", 
 
 @contextmanager
 def listening(progress: Tell, note: Tell) -> Generator[None]:
-    """progress: told which block is being compiled; may raise, to interrupt. note: told what the report should say, as
-    often as it happens."""
+    """Have blocks call `progress` and `note` inside. progress: gets a line before each block is compiled; may raise,
+    to interrupt. note: gets lines for the report, one per event."""
     token = _listener.set(_Listener(progress, note))
     try:
         yield
@@ -67,13 +67,13 @@ def listening(progress: Tell, note: Tell) -> Generator[None]:
 
 
 def graphs_compiled() -> int:
-    """Return how many graphs dynamo compiled in this process so far. OneFlow compiles without it."""
+    """Return the number of graphs that dynamo compiled in this process so far. OneFlow's are not counted."""
     counters = _counters()
     return counters["stats"]["unique_graphs"] if counters else 0
 
 
 def graphs_from_cache() -> int:
-    """Return those whose code inductor found instead of compiling it, in this process so far."""
+    """Return the number of graphs in this process so far whose code inductor found in its cache."""
     counters = _counters()
     if not counters:
         return 0
@@ -108,16 +108,16 @@ class Compiling:
     """
 
     def __init__(self, compilers: Iterator[Compiler], inside: Callable[[Any], Any] | None = None):
-        self.given_up: list[str] = []  # why there is another compiler than the first
-        self.sizes = 0  # that had something compiled for them
+        self.given_up: list[str] = []  # why earlier compilers were replaced
+        self.sizes = 0  # number of sizes with new graphs
         self._compilers = compilers  # the one to begin with, then those to go on with, looked for when they are needed
         self._inside = inside  # makes of a block what is compiled
         self._originals: list[torch.nn.Module] = []
-        self._in_use: Compiler  # from `compile` on
+        self._in_use: Compiler  # set by `compile`
         self._swapping = threading.Lock()
         self._pace = Pace()
         self._at = -1  # index of the block that was called last
-        self._anew = False  # the present call of the denoiser compiled something
+        self._anew = False  # the current call of the denoiser compiled something
         self._logged: set[str] = set()
 
     @property
@@ -125,7 +125,7 @@ class Compiling:
         return self._in_use.name
 
     def in_place_of(self, block: torch.nn.Module) -> torch.nn.Module:
-        """A shell of `block` that runs what is compiled of it."""
+        """Return a shallow copy of `block` that runs its compiled code."""
         index = len(self._originals)
         original = self._inside(block) if self._inside else block
         self._originals.append(original)
@@ -134,7 +134,7 @@ class Compiling:
             compiler = self._in_use
             if compiler.name == EAGER:
                 return compiler.blocks[index](*args, **kwargs)
-            if index == 0:  # it is given slices of one tensor, whose strides would make a graph of its own for it
+            if index == 0:  # its inputs are slices of one tensor, whose strides would need a separate graph
                 args, kwargs = pytree.tree_map_only(torch.Tensor, _dense, (args, kwargs))
             self._count_sizes(index)
             size = tuple(tensor.shape for tensor in _tensors(args, kwargs))
@@ -149,7 +149,7 @@ class Compiling:
         return with_forward(block, forward)
 
     def compile(self) -> None:
-        """Compile all blocks, by the first compiler that does. Raises BackendUnavailable where none is left."""
+        """Compile all blocks with the first compiler that works. Raises BackendUnavailable if a named one fails."""
         for compiler in self._compilers:
             try:
                 compiler.blocks = [compiler.compile_block(block) for block in self._originals]
@@ -164,7 +164,7 @@ class Compiling:
             return
 
     def _count_sizes(self, index: int) -> None:
-        if index <= self._at:  # a call of the denoiser begins
+        if index <= self._at:  # a new call of the denoiser
             self.sizes += self._anew
             self._anew = False
         self._at = index
@@ -184,7 +184,7 @@ class Compiling:
             said = Message("{}: compiling block {} of {}", compiler.name, index + 1, len(self._originals))
             listener.progress(joined(" · ", filter(None, (said, left))))
         graphs = graphs_compiled()
-        # a compiler that fails may have written into what it was given; what is expanded is not written to
+        # a compiler that fails may have written to its inputs; expanded tensors (stride 0) cannot be written to
         written = [each for each in _tensors(args, kwargs) if compiler.replaceable and 0 not in each.stride()]
         with torch.no_grad():
             before = [each.clone() for each in written]
@@ -204,9 +204,9 @@ class Compiling:
         with torch.no_grad():
             for tensor, copy in zip(written, before, strict=True):
                 tensor.copy_(copy)
-        made = self._originals[index](*args, **kwargs)  # raises what is not the compiler's
+        made = self._originals[index](*args, **kwargs)  # raises if the error is not the compiler's
         with self._swapping:
-            if compiler is self._in_use:  # and no other thread was here
+            if compiler is self._in_use:  # unless another thread has replaced it
                 self._give_up(compiler, failed)
                 self.compile()
         return made
@@ -231,12 +231,12 @@ class Compiling:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return it as it is where it is contiguous in some memory format, as with channels last; else a copy that is."""
+    """Return the tensor if it is contiguous in some memory format (such as channels last), else a contiguous copy."""
     return tensor if any(tensor.is_contiguous(memory_format=layout) for layout in _LAYOUTS) else tensor.contiguous()
 
 
 def _tensors(args: Args, kwargs: KwArgs) -> list[torch.Tensor]:
-    """Of a call's arguments. Most are tensors or nothing, and need no walk through a nest, which takes its time."""
+    """Return the tensors in a call's arguments. Only tuples, lists and dicts need pytree, which is slow."""
     found: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
@@ -247,12 +247,12 @@ def _tensors(args: Args, kwargs: KwArgs) -> list[torch.Tensor]:
 
 
 def _in_words(error: Exception) -> str:
-    """On one line: its first, and the second where the first only leads up to it, as dynamo's does."""
+    """Return an error on one line: its first line, and the second if the first ends with a colon, as dynamo's does."""
     lines = str(error).strip().split("\n")
     said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def _is_the_runs(error: Exception) -> bool:
-    """What no other compiler would change: there is no memory, or somebody has interrupted."""
+    """Return whether another compiler would not help: memory ran out, or the user interrupted."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or is_interrupt(error)

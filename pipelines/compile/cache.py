@@ -1,8 +1,8 @@
-"""Where inductor keeps what it compiles: a folder for each target, so that later processes compile nothing anew.
+"""The compile cache: a folder of inductor's code for each target, so that later processes do not compile it again.
 
-Each folder is a `TORCHINDUCTOR_CACHE_DIR`. Beside inductor's files it holds what `torch.compiler.save_cache_artifacts`
-returned after the last run that compiled, for `onediff-guard compiled export`: behind one line of JSON, which says what
-it is for. Nothing here fails a run: what goes wrong is a line in the report and the log.
+Each folder is a `TORCHINDUCTOR_CACHE_DIR`. Besides inductor's files it holds the result of
+`torch.compiler.save_cache_artifacts` after the last run that compiled, for `onediff-guard compiled export`: one line of
+JSON with its target, then the artifacts. Nothing here fails a run: errors are lines in the report and the log.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".compiled"  # of a target's folder
-_MAX_HEADER = 2**16  # bytes
+SUFFIX = ".compiled"  # suffix of a target's folder
+_MAX_HEADER = 2**16  # bytes of the JSON line
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
-SAVED, IMPORTED = "artifacts", "imported"  # files in a target's folder; the next run loads what was imported
-_ASKED_AGAIN = 0.5  # seconds after which a run that waits may be interrupted
-_TURN = threading.RLock()  # a run that warms up may be inside of another
+SAVED, IMPORTED = "artifacts", "imported"  # files in a target's folder; the next run loads the imported one
+_ASKED_AGAIN = 0.5  # seconds between two chances to interrupt a run that waits
+_TURN = threading.RLock()  # reentrant: a warm-up runs inside another run
 _Text = Annotated[str, Field(max_length=1000)]
 
 
 @dataclass(frozen=True)
 class Target:
-    """What code was compiled for."""
+    """The model, plan and machine that code was compiled for."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=False)  # from an object, not an instance alone
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=False)  # accepts a JSON object, not only an instance
 
     model: _Text  # the variant's name
-    config: _Text  # hash of the denoiser's config
+    config: _Text  # hash of the denoiser's or the VAE's config
     dtype: _Text
-    plan: _Text  # what else of the plan and the compile options the code hangs on
+    plan: _Text  # the rest of the plan and the compile options that the code depends on
     machine: Platform
 
     @property
     def name(self) -> str:
-        """Of its folder, without the suffix."""
+        """The name of its folder, without the suffix."""
         facts = json.dumps(asdict(self), sort_keys=True)
         words = (for_file_name(text, limit=60) for text in (self.model, self.machine.architecture, self.dtype))
         return f"{'-'.join(words)}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
@@ -78,8 +78,8 @@ class Target:
 def target_of(
     model: StoredModel, plan: Plan, options: CompileOptions, device: torch.device, architecture: Architecture
 ) -> Target:
-    """What a model's denoiser, or the decoder of its VAE, is compiled for, as the plan says. Sizes and
-    LoRAs are told apart by inductor itself."""
+    """Return the target of a model's denoiser, or of its VAE's decoder if the plan is for decoding. Inductor itself
+    distinguishes sizes and LoRAs."""
     of_vae = plan.component.value == "vae_decode"
     read = model.vae_config if of_vae else model.denoiser_config
     config = {name: value for name, value in read.items() if not name.startswith("_")}
@@ -99,18 +99,18 @@ class _ArchiveHeader(Foreign):
     kind: Literal["onediff-guard compiled code"]
     format: Literal[2]
     target: Target = Field(alias="for")
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # of the artifacts
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # hash of the artifacts
 
 
 def read(file: Path) -> tuple[Target, bytes]:
-    """What it is for, and the artifacts; nothing of them is run. Raises BadCompiled, OSError."""
-    if file.exists() and not file.is_file():  # opening a pipe waits for whoever writes into it
+    """Read a file's target and its artifacts, without running them. Raises BadCompiled, OSError."""
+    if file.exists() and not file.is_file():  # opening a pipe would wait for a writer
         raise BadCompiled("'{}' is no compiled code that can be used: {}.", shown(file.name, 100), "it is no file")
     return parse(file.read_bytes(), file.name)
 
 
 def parse(data: bytes, name: str) -> tuple[Target, bytes]:
-    """The same of the bytes of a file called `name`. Raises BadCompiled."""
+    """Return the target and the artifacts in a file's bytes. name: for messages. Raises BadCompiled."""
     line, _, artifacts = data.partition(b"\n")
     try:
         if len(line) > _MAX_HEADER:
@@ -124,7 +124,7 @@ def parse(data: bytes, name: str) -> tuple[Target, bytes]:
 
 
 def write(file: Path, target: Target, artifacts: bytes) -> None:
-    """Whole or not at all. Raises OSError."""
+    """Write the file, whole or not at all. Raises OSError."""
     digest = hashlib.sha256(artifacts).hexdigest()
     header = {"kind": "onediff-guard compiled code", "format": 2, "for": asdict(target), "sha256": digest}
     atomic_files.write_whole(file, json.dumps(header).encode() + b"\n" + artifacts)
@@ -134,12 +134,11 @@ def write(file: Path, target: Target, artifacts: bytes) -> None:
 def compile_cache(
     compile_cache_dir: Path | None, target: Target, report: RunReport, tell: Tell = lambda _: None
 ) -> Generator[None]:
-    """Have inductor use a target's folder while a pipeline samples; the user's `TORCHINDUCTOR_CACHE_DIR` where one is
-    exported.
+    """Have inductor use a target's folder inside; the user's `TORCHINDUCTOR_CACHE_DIR` if it is exported.
 
-    These variables are the process's, so another thread's run that compiles by inductor waits meanwhile.
-    compile_cache_dir: the folder of all targets; None: inductor's default is used.
-    tell: is given a line where this one waits; may raise, to interrupt.
+    The variables are the process's, so runs of other threads that compile with inductor wait.
+    compile_cache_dir: the folder of all targets; None: inductor's default.
+    tell: gets a line if this run has to wait; may raise, to interrupt.
     """
     with _own_turn(tell), ExitStack() as held:
         limit = atomic_files.limit_here(partial(_say, report))
@@ -167,31 +166,31 @@ def compile_cache(
 
 
 def kept_folders(compile_cache_dir: Path) -> list[Path]:
-    """Those used last first."""
+    """Return the targets' folders, the last used first."""
     return sorted(compile_cache_dir.glob(f"*{SUFFIX}"), key=atomic_files.last_used, reverse=True)
 
 
 def exportable(folder: Path) -> tuple[Target, bytes]:
-    """What a target's folder is for, and the artifacts in it. Raises BadCompiled, OSError."""
+    """Return the target of a folder and the artifacts in it. Raises BadCompiled, OSError."""
     return read(folder / IMPORTED if (folder / IMPORTED).exists() else folder / SAVED)
 
 
 def keep_imported(compile_cache_dir: Path, target: Target, artifacts: bytes) -> None:
-    """Keep what was exported elsewhere, for the next run to load. Raises OSError."""
+    """Keep artifacts from another machine, for the next run to load. Raises OSError."""
     folder = compile_cache_dir / f"{target.name}{SUFFIX}"
     folder.mkdir(0o700, parents=True, exist_ok=True)
     write(folder / IMPORTED, target, artifacts)
 
 
 def exported(variable: str = INDUCTOR) -> str:
-    """A folder of inductor's as the user exported it, "" where it is inductor's own choice, which it exports too."""
+    """Return the cache folder that the user exported; "" if the variable is unset or was set by inductor itself."""
     value, temporary = os.environ.get(variable, ""), Path(tempfile.gettempdir()).absolute()
     own = temporary in Path(value).parents and Path(value).relative_to(temporary).parts[0].startswith("torchinductor_")
     return "" if own else value
 
 
 def room_in_words(compile_cache_dir: Path) -> str:
-    """Where compiled code is kept, and how much of how much is used."""
+    """Return in words where compiled code is kept, and how many GB of the limit it takes."""
     if own := exported():
         return f"inductor's own, {INDUCTOR}={own}, as it was exported"
     try:
@@ -206,7 +205,7 @@ def room_in_words(compile_cache_dir: Path) -> str:
 
 
 def _ready(compile_cache_dir: Path, target: Target, report: RunReport) -> Path | None:
-    """A target's folder, which can be written to; None where there can be none."""
+    """Return a target's folder, made if missing; None if the user exported another, or it cannot be made."""
     if own := exported():
         report.note(f"compiled code is kept in {INDUCTOR}={own}, as it was exported")
         return None
@@ -221,8 +220,8 @@ def _ready(compile_cache_dir: Path, target: Target, report: RunReport) -> Path |
 
 
 def _why_unsafe(folder: Path | None) -> str:
-    """Who else could have written where code would be loaded from. Inductor's default is in the system's temporary
-    folder, where others can make it beforehand."""
+    """Return who else can write to the folders that code is loaded from; "" if nobody. Inductor's default is in the
+    system's temporary folder, where other users can create it beforehand."""
     from torch._inductor.runtime.runtime_utils import default_cache_dir
 
     used = [str(folder or os.environ.get(INDUCTOR) or default_cache_dir()), exported(TRITON)]
@@ -242,14 +241,14 @@ def _load_imported(folder: Path, target: Target, report: RunReport) -> None:
         file.replace(folder / SAVED)
     except FileNotFoundError:  # another process has loaded it into this folder
         return
-    except Exception as error:  # noqa: BLE001 - whatever PyTorch raises at what it cannot read: a run compiles then
+    except Exception as error:  # noqa: BLE001 - whatever PyTorch raises: the run compiles then
         _say(report, f"imported compiled code is thrown away: {first_line(error)}")
         with suppress(OSError):
             atomic_files.delete(file)
 
 
 def _save(folder: Path, target: Target, limit: float, report: RunReport) -> None:
-    """All that this process has compiled or found so far, and not more than the limit of other targets' code."""
+    """Save all code that this process compiled or found so far, and delete the oldest folders beyond `limit` GB."""
     import torch
 
     save = getattr(torch.compiler, "save_cache_artifacts", None)  # since PyTorch 2.7
@@ -274,7 +273,7 @@ def _own_turn(tell: Tell) -> Generator[None]:
 
 @contextmanager
 def _exported(variables: Mapping[str, str]) -> Generator[None]:
-    """Inductor and Triton read these whenever they compile."""
+    """Set variables inside. Inductor and Triton read them each time that they compile."""
     before = {variable: os.environ.get(variable) for variable in variables}
     with PROCESS_GATE.exclusive():
         os.environ.update(variables)

@@ -1,4 +1,4 @@
-"""A run's compiled blocks and its attention kernel."""
+"""The run features for compiled blocks and for the attention kernel."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ class CompiledRun(Feature):
 
 
 class _CompiledBlocks(CallFeature):
-    """Blocks as a backend compiles them. Its report says which one runs, and why: 'auto' may go on to another while it
-    compiles."""
+    """A denoiser's compiled blocks. After each call it updates the report's backend: 'auto' may fall back to another
+    while it compiles."""
 
     def __init__(self, setup: DenoiserSetup):
         self._stage = stage = setup.stage
         handle, dtype = stage.handle, stage.plan.dtype
         self._backend = for_dtype(handle.backend, handle.architecture, dtype)
         self._options = handle.compile_options
-        self._compiled: torch.nn.Module | None = None  # a shell of the latest attempt's
-        self._scaled = False  # the latest attempt is, in every layer
+        self._compiled: torch.nn.Module | None = None  # of the latest attempt
+        self._scaled = False  # the latest attempt has overflow protection
         self._tell()
 
     def build_options(self) -> dict[str, Any]:
         if self._backend.name == EAGER:
             return {}
-        stage, self._compiled = self._stage, None  # of an earlier attempt
-        kept = stage.handle.store.scales if stage.handle.ranks.alone else {}  # of ranks, all begin alike
+        stage, self._compiled = self._stage, None  # drops an earlier attempt's
+        kept = stage.handle.store.scales if stage.handle.ranks.alone else {}  # so that all ranks begin alike
         known = kept.setdefault((stage.name, keys(stage.loras)), KnownScales())
         return {"compiled": self._in_blocks, "blocks": stage.blocks, "known": known}
 
@@ -65,7 +65,7 @@ class _CompiledBlocks(CallFeature):
         return made
 
     def wrap_guarded(self, call: Callable[..., Any], *, rerun: bool) -> Callable[..., Any]:
-        if rerun or self._backend.name != EAGER or not self._options.attention:  # what is compiled has it inside
+        if rerun or self._backend.name != EAGER or not self._options.attention:  # compiled blocks contain it
             return call
         return Attended(call, self._options.attention)
 
@@ -81,7 +81,7 @@ class _CompiledBlocks(CallFeature):
         known = handle.store.compiled
         how = (self._backend.asked_for, self._options, plan.numerics, plan.accumulation, "planned" if inside else what)
         key = (stage.name, keys(stage.loras), *how)
-        alone = stage.shared_by == 1  # else it would share calls as an earlier run did
+        alone = stage.shared_by == 1  # else a kept copy splits tokens as an earlier run did
         kept = known.get(key) if alone else None
         if kept is None or kept.__dict__["made_of"] != what or (inside and not handle.ranks.alone):
             device = handle.store.placement.device
@@ -105,8 +105,8 @@ class _CompiledBlocks(CallFeature):
 
 @contextmanager
 def while_compiling(handle: PipelineHandle, report: RunReport, tell: Tell) -> Generator[None]:
-    """Hold what compiling takes while a network runs, and count in its report the graphs that it compiled, and those
-    that an earlier process had. An eager one takes nothing."""
+    """Provide the compile cache and the progress messages while a network runs, and count in its report the graphs that
+    were compiled or found in the cache. Does nothing for 'eager'."""
     if handle.backend.name == EAGER:
         yield
         return

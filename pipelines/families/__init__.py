@@ -1,1 +1,1 @@
-"""What a family of models is: its parts, variants, latents and layers."""
+"""The model families: their components, variants, latents and layers."""

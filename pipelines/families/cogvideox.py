@@ -37,7 +37,7 @@ def _variant(config: Config) -> str:
 
 
 def _usual_size(config: Config, pixels: int) -> tuple[int, int, int]:
-    """Return what the config says; for 1.5, whose config says how much it can make, what the authors advise."""
+    """Return the config's size; for 1.5, whose config has the largest size, the size that the authors advise."""
     wide, high, long = _sample_size(config, pixels)
     if config.get("patch_size_t") and wide >= _ADVISED[0] and high >= _ADVISED[1]:
         wide, high = _ADVISED
@@ -53,7 +53,8 @@ def _sample_size(config: Config, pixels: int) -> tuple[int, int, int]:
 
 
 def _bound(config: Config, pixels: int, width: int, height: int, frames: int) -> str:
-    """Say what a checkpoint makes instead. Some have positions for one size only (5B-I2V), or up to a size (1.5)."""
+    """Return which sizes a checkpoint makes; "" if it makes this one. Some have positions for one size (5B-I2V), or up
+    to a size (1.5)."""
     wide, high, long = _sample_size(config, pixels)
     if config.get("use_learned_positional_embeddings"):
         if (width, height, frames) != (wide, high, long):
@@ -68,25 +69,24 @@ def _temporal(config: Config) -> int:
 
 
 def _surplus(latents: int, config: Config) -> int:
-    """Return how many frames too many the VAE makes of so many latent frames. It decodes two at a time, and the first
-    one of an odd number is one frame; of an even number it is as many as each other, which repeat it
+    """Return the number of surplus frames that the VAE makes of `latents` latent frames. Of an odd number, the first
+    latent frame becomes one frame; of an even number, it becomes as many as each other one, which repeat the first
     (https://github.com/zai-org/CogVideo/issues/786)."""
     return _temporal(config) - 1 if latents % 2 == 0 else 0
 
 
 def _before_video(frames: int, config: Config, temporal: int) -> int:
-    """diffusers pads noise for 1.5's temporal patches, but refuses a video. 1.5 was trained with its first latent
-    repeated."""
+    """Return how often to repeat a video's first frame in front, so that its latents fill 1.5's temporal patches, as in
+    1.5's training. diffusers pads noise itself, but refuses such a video."""
     latents = (frames - 1) // temporal + 1
     return temporal * (-latents % (config.get("patch_size_t") or 1))
 
 
 def _unscaled(latents: torch.Tensor, frames: int, config: Config) -> torch.Tensor:
     """Undo the VAE's scaling: [batch, frames, channels, height, width] → [batch, channels, frames, height, width].
+    Drops the latent frames that 1.5 pads in front, to a multiple of its temporal patch.
 
-    The 1.5 layout pads in front to a multiple of its temporal patch; the padding is dropped.
-
-    frames: those of the video, not of the latents.
+    frames: frames of the video, not of the latents.
     """
     wanted = (frames - 1) // _temporal(config) + 1
     latents = latents[:, latents.shape[1] - wanted :].permute(0, 2, 1, 3, 4)

@@ -10,7 +10,7 @@ from ...precision.policy import Variant
 from . import spec
 from .spec import Config, FamilySpec
 
-_TOKENS, _MOST_TOKENS = 224, 1024  # of a prompt: CogView3-Plus pads to them, CogView4 does not
+_TOKENS, _MOST_TOKENS = 224, 1024  # a prompt's tokens: CogView3-Plus pads to 224; CogView4 takes at most 1024
 
 
 def _published(name: str, layers: int, heads: int) -> Variant:
@@ -29,7 +29,7 @@ _GLM_FIELDS = (
 
 def _context(**every: int) -> spec.ContextPlan:
     """Return how several GPUs share a call. every: arguments of each block that have a row for each token of the
-    picture, and the dimension of those."""
+    picture → the dimension of the rows."""
     return spec.ContextPlan(
         tokens=lambda config, shape: (shape[2] // config["patch_size"]) * (shape[3] // config["patch_size"]),
         first={"hidden_states": 1, "encoder_hidden_states": 1},
@@ -46,7 +46,7 @@ def _usual_size(config: Config, pixels: int) -> tuple[int, int, int]:
 def _step_inputs(
     config: Config, latents: tuple[int, ...], _options: Config, *, batch: int, tokens: int
 ) -> dict[str, Any]:
-    """Return the arguments of a call with a batch of prompts that have so many tokens."""
+    """Return the arguments of a call, without values. batch: number of prompts. tokens: tokens of each."""
     sizes = dict.fromkeys(("original_size", "target_size", "crop_coords"), (batch, 2))
     return spec.without_values(
         hidden_states=(batch, config["in_channels"], *latents[2:]),
@@ -74,13 +74,13 @@ COGVIEW3PLUS = FamilySpec(
     variant=lambda _config: "CogView3-Plus-3B",
     layout=spec.IMAGES,
     step_inputs=partial(_step_inputs, batch=2, tokens=_TOKENS),
-    sizes=spec.SizeRule(pixel_multiple=32, pixels=(64, 2048)),  # their authors: multiples of 32, best from 512 on
+    sizes=spec.SizeRule(pixel_multiple=32, pixels=(64, 2048)),  # by the authors: multiples of 32, best from 512 on
     usual_size=_usual_size,
     schedulers={"DDIM": "CogVideoXDDIMScheduler", "DPM": "CogVideoXDPMScheduler"},
     prompt=spec.PromptRule(
         tokens=lambda _config: _TOKENS,
         channels=_channels,
-        no_negative_is_zero=True,  # as in its authors' sat/sample_dit.py, and in diffusers where none is given
+        no_negative_is_zero=True,  # as in the authors' sat/sample_dit.py, and in diffusers by default
     ),
     cached_blocks="transformer_blocks",
     context=_context(),

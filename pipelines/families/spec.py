@@ -1,5 +1,5 @@
-"""The spec of a family of models, which holds all that is particular to it. Each family has a module of its own, and
-`table` finds its `FAMILIES`: a new family is a new module."""
+"""The spec of a model family: everything that differs between families. Each family has its own module, and `table`
+finds its `FAMILIES`: a new family is a new module."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ComponentSpec:
 
     library: str  # "diffusers" or "transformers"
     classes: tuple[str, ...]  # accepted in model_index.json; the first is the usual one
-    fields: tuple[str, ...] = ()  # of its config, those that are used; none named: all that its classes take
-    needs: tuple[tuple[str, ...], ...] = ()  # where it has no weights: of each group of files, one or more
-    reads: tuple[str, ...] = ()  # files that may be beside them. No others are read
+    fields: tuple[str, ...] = ()  # the fields of its config that are used; (): all that its classes take
+    needs: tuple[tuple[str, ...], ...] = ()  # only without weights: groups of files, one or more needed of each
+    reads: tuple[str, ...] = ()  # optional files. No others are read
 
     @property
     def weights(self) -> bool:
@@ -33,7 +33,7 @@ class ComponentSpec:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files that are read of a component without weights."""
+        """The files of a component without weights."""
         return (*(name for group in self.needs for name in group), *self.reads)
 
     def class_named(self, name: str = "") -> Any:
@@ -53,7 +53,7 @@ class ComponentSpec:
             ) from error
 
     def defaults(self, name: str = "") -> dict[str, Any]:
-        """Return {field of a config that counts: its default}, None where it has none. Raises LibraryFailed."""
+        """Return {used field of its config: the class's default, None if there is none}. Raises LibraryFailed."""
         if self.fields and not self.weights:
             return dict.fromkeys(self.fields)
         found: dict[str, Any] = {}
@@ -64,9 +64,9 @@ class ComponentSpec:
         return {field: found.get(field) for field in self.fields} if self.fields else found
 
     def on_meta(self, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> torch.nn.Module:
-        """Build what a config describes on the meta device, where it takes no memory.
+        """Build the module of a config on the meta device, where it takes no memory.
 
-        dtype: what its weights are in, as if they had been loaded in that; None leaves them as the class makes them.
+        dtype: the dtype of its weights, as if loaded in it; None leaves them as the class makes them.
         """
         import torch
 
@@ -78,7 +78,7 @@ class ComponentSpec:
                 module = cls(cls.config_class.from_dict(dict(config)))
             else:
                 module = cls.from_config(dict(config))
-        torch.nn.Module.to(module, "meta")  # what asked for another device
+        torch.nn.Module.to(module, "meta")  # tensors that the class made on another device
         return as_loaded(module, dtype) if dtype else module
 
 
@@ -100,17 +100,17 @@ T5_TOKENIZER = ComponentSpec(
 
 
 def t5_encoder(name: str) -> ComponentSpec:
-    """Make the spec of a text encoder of T5's kind. name: its class in transformers."""
+    """Return the spec of a text encoder of T5's kind. name: its class in transformers."""
     return ComponentSpec("transformers", (name,), _T5_FIELDS)
 
 
 def diffusers_model(name: str) -> ComponentSpec:
-    """Make the spec of a denoiser or a VAE. name: its class in diffusers."""
+    """Return the spec of a denoiser or a VAE. name: its class in diffusers."""
     return ComponentSpec("diffusers", (name,))
 
 
 def scheduler(*classes: str) -> ComponentSpec:
-    """Make the spec of a scheduler. classes: names of those in diffusers that it may be, the usual one first."""
+    """Return the spec of a scheduler. classes: its accepted classes in diffusers, the usual one first."""
     return ComponentSpec("diffusers", classes, needs=(("scheduler_config.json",),))
 
 
@@ -118,8 +118,8 @@ IMAGE = (Component.TEXT_ENCODER, Component.DENOISER, Component.VAE_DECODE)
 VIDEO = (Component.TEXT_ENCODER, Component.VAE_ENCODE, Component.DENOISER, Component.VAE_DECODE)
 FROM_IMAGE = (Component.IMAGE_ENCODER, Component.VAE_ENCODE, Component.DENOISER, Component.VAE_DECODE)
 PROMPT = "encoder_hidden_states"  # a denoiser's argument, which diffusers' loops pass unchanged at every step
-ROTARY = "image_rotary_emb"  # another: tables with a row for each token, whatever the batch
-ENCODERS = ("image_encoder", "vae")  # components that make what the denoiser starts from
+ROTARY = "image_rotary_emb"  # another argument: tables with a row for each token, without a batch dimension
+ENCODERS = ("image_encoder", "vae")  # components that encode the start image or video
 
 
 Config = Mapping[str, Any]
@@ -127,28 +127,27 @@ Decode = Callable[..., "torch.Tensor"]  # the guarded VAE: latents, options → 
 
 
 def spatial_factor(config: Config) -> int:
-    """Return how many pixels a latent's side has, for a VAE of AutoencoderKL's kind."""
+    """Return the pixels along a latent's side, for a VAE of AutoencoderKL's kind."""
     return 2 ** (len(config.get("block_out_channels", (1, 1, 1, 1))) - 1)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a family lays out its latents. They travel unscaled, as a VAE takes them and as ComfyUI's own nodes have
-    them."""
+    """A family's layout of latents. On wires they are unscaled, as a VAE takes them and as in ComfyUI's own nodes."""
 
-    dimensions: int  # of the latents' shape
-    shape: str  # in words, for error messages
-    counts_frames: bool  # a video, not images
+    dimensions: int  # number of the latents' dimensions
+    shape: str  # the latents' shape in words, for error messages
+    counts_frames: bool  # whether they are a video's, not images'
     channels: Callable[[Config], int]  # VAE config → latent channels
     unscaled: Callable[[torch.Tensor, int, Config], torch.Tensor]  # (sampler's latents, frames, VAE config) → latents
     decoded: Callable[[Decode, torch.Tensor, int], Iterator[torch.Tensor]]  # (VAE, latents, chunk) → [n, 3, h, w] each
-    spatial: Callable[[Config], int] = spatial_factor  # VAE config → pixels of a latent's side
-    temporal: Callable[[Config], int] = lambda _config: 1  # VAE config → frames of a latent
-    surplus: Callable[[int, Config], int] = lambda _latents, _config: 0  # (latent frames, VAE config) → frames that the
-    # VAE makes too many of them, in front
-    takes_chunks: bool = False  # `decoded` decodes as many at once as it is told to
-    cache: str = ""  # argument of the VAE's networks by which a video's chunks hand on what the next one needs
-    cache_is_written: bool = False  # that argument is a list which they write to; else they return a new cache
+    spatial: Callable[[Config], int] = spatial_factor  # VAE config → pixels along a latent's side
+    temporal: Callable[[Config], int] = lambda _config: 1  # VAE config → frames per latent frame
+    surplus: Callable[[int, Config], int] = lambda _latents, _config: 0  # (latent frames, VAE config) → surplus
+    # frames that the VAE makes of them, in front
+    takes_chunks: bool = False  # `decoded` can decode in chunks of frames or images
+    cache: str = ""  # argument of the VAE's networks that carries a cache from one chunk of a video to the next
+    cache_is_written: bool = False  # the networks write to that argument, a list; else they return a new cache
 
     def latents_shape(self, vae_config: Config, width: int, height: int, frames: int = 1) -> tuple[int, ...]:
         """Return the shape of the latents of one video or image of that size, as the VAE decodes them."""
@@ -190,15 +189,15 @@ class SizeRule:
 
     pixel_multiple: int  # of width and height
     frame_multiple: int = 1  # frames = frame_multiple · k + 1
-    pixels: tuple[int, int] = (16, 4096)  # least and most of width and height
+    pixels: tuple[int, int] = (16, 4096)  # least and most width and height
     frames: tuple[int, int] = (1, 1025)
 
     def most_frames(self, frames: int) -> int:
-        """Return the largest number of frames that can be made and is not above this one."""
+        """Return the largest possible number of frames up to `frames`."""
         return max(1, frames - (frames - 1) % self.frame_multiple)
 
     def check(self, **sizes: int) -> None:
-        """Raise BadSize with the nearest good value for the first size that does not fit."""
+        """Raise BadSize, with the nearest valid value, for the first size that is invalid."""
         for name, value in sizes.items():
             step, offset, (least, most) = (
                 (self.frame_multiple, 1, self.frames) if name == "frames" else (self.pixel_multiple, 0, self.pixels)
@@ -214,20 +213,20 @@ class SizeRule:
 class PromptRule:
     """How a family's prompts are encoded."""
 
-    tokens: Callable[[Config], int]  # denoiser config → the most it takes
-    channels: Callable[[Config], int]  # denoiser config → of an embedding
-    fixed: bool = True  # padded to that number; else as long as the prompt is
-    masked: bool = False  # whether the text encoder is told which tokens are padding
-    no_negative_is_zero: bool = False  # whether an empty negative prompt is zeros, and not what the text encoder makes
+    tokens: Callable[[Config], int]  # denoiser config → most tokens of a prompt
+    channels: Callable[[Config], int]  # denoiser config → channels of an embedding
+    fixed: bool = True  # padded to that number of tokens; else as long as the prompt
+    masked: bool = False  # whether the text encoder gets a mask of the padding
+    no_negative_is_zero: bool = False  # whether an empty negative prompt's embedding is zeros, not the text encoder's
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance, where its scale is above 1."""
+    """Classifier-free guidance, which applies if its scale is above 1."""
 
-    calls: int = 1  # of the denoiser in a step: one with both halves, or one each
-    argument: str = "guidance_scale"  # the pipeline's, of the scale
-    first: str = ""  # its argument of the first frame's scale, where that grows to the last one's
+    calls: int = 1  # calls of the denoiser in a step: 1 with both halves as a batch, or 2
+    argument: str = "guidance_scale"  # the pipeline's argument for the scale
+    first: str = ""  # its argument for the first frame's scale, if the scale grows from frame to frame
 
 
 @dataclass(frozen=True)
@@ -250,51 +249,50 @@ class ContextPlan:
 
 @dataclass(frozen=True)
 class FamilySpec:
-    """A family of models that share a diffusers pipeline: all that is particular to it."""
+    """A family of models that share a diffusers pipeline."""
 
     name: str
     pipeline: str  # diffusers class
     components: Mapping[str, ComponentSpec]
-    variants: tuple[Variant, ...]  # of this family, and of those in the same module
+    variants: tuple[Variant, ...]  # of this family, and of related ones in the same module
     variant: Callable[[Config], str]  # denoiser config → name of a variant
     layout: Layout
     # (denoiser config with its class's defaults, shape of the latents to be decoded, options of model_index.json) →
     # keyword arguments of the denoiser's first call in a step with guidance, as tensors in float32 on "meta"
     step_inputs: Callable[[Config, tuple[int, ...], Config], dict[str, Any]]
     sizes: SizeRule
-    # (denoiser config, pixels of a latent's side) → width, height and frames that it was made for; 0: it does not say
+    # (denoiser config, pixels along a latent's side) → the model's usual width, height and frames; 0: unknown
     usual_size: Callable[[Config, int], tuple[int, int, int]]
-    # (denoiser config, pixels of a latent's side, width, height, frames) → what a checkpoint makes instead; "": that
+    # (denoiser config, pixels along a latent's side, width, height, frames) → which sizes a model makes; "": this one
     bound: Callable[[Config, int, int, int, int], str] = lambda *_: ""
     denoiser: str = "transformer"  # name of the component that denoises
-    blocks: tuple[str, ...] = ("transformer_blocks",)  # its parts that are compiled, a list of blocks block by block
+    blocks: tuple[str, ...] = ("transformer_blocks",)  # its compiled parts, a list of blocks block by block
     denoiser_inputs: tuple[str, ...] = ("hidden_states", PROMPT)  # keyword arguments that carry activations
-    also_denoise: tuple[str, ...] = ()  # components that the pipeline calls for later timesteps
+    also_denoise: tuple[str, ...] = ()  # further denoisers, which the pipeline calls for later timesteps
     extended: Mapping[str, FamilySpec] = field(default_factory=dict)  # further component → family of folders with it
     options: type[Foreign] = Foreign  # fields of model_index.json that the pipeline takes
-    cached_blocks: str = ""  # ModuleList of which the step cache skips all but the first block; "": no step cache
-    schedulers: Mapping[str, str] = field(default_factory=dict)  # what users choose → diffusers class; none: its own
+    cached_blocks: str = ""  # ModuleList; the step cache skips all its blocks but the first; "": no step cache
+    schedulers: Mapping[str, str] = field(default_factory=dict)  # user's choice → diffusers class; {}: the folder's own
     prompt: PromptRule | None = None  # None: no text encoder
-    latent_format: Callable[[Config], str] = lambda _config: ""  # VAE config → ComfyUI's name of such latents, if any
+    latent_format: Callable[[Config], str] = lambda _config: ""  # VAE config → ComfyUI's name of the latents; "": none
     takes_image: bool = False
-    from_video: str = ""  # diffusers class that starts from a video instead of noise
+    from_video: str = ""  # diffusers class that starts from a video; "": none
     # (frames, denoiser config, frames of a latent) → how often a video's first frame has to be repeated in front, which
     # the layout drops again
     before_video: Callable[[int, Config, int], int] = lambda *_: 0
     guidance: Guidance = Guidance()
-    authors_names: tuple[tuple[str, str], ...] = ()  # (pattern in diffusers' name of a layer, what stands there in its
-    # authors' name), one after the other
-    image_layers: str = ""  # pattern of layers, under either name, that only denoisers which take an image have
+    authors_names: tuple[tuple[str, str], ...] = ()  # (pattern in diffusers' name of a layer, its replacement in the
+    # authors' name), applied in order
+    image_layers: str = ""  # pattern of layers, under either name, that only image-to-video denoisers have
     context: ContextPlan | None = None  # how several GPUs share a call of the denoiser; None: they cannot
 
     @property
     def denoisers(self) -> tuple[str, ...]:
-        """Names of the components that denoise, in the order in which they are called."""
+        """Names of the denoisers, in the order in which they are called."""
         return (self.denoiser, *self.also_denoise)
 
     def of(self, index: Mapping[str, object]) -> FamilySpec:
-        """Return the family of a folder, which may hold more components than this one's. index: its
-        model_index.json."""
+        """Return the family of a folder: one of `extended` if it has the component. index: its model_index.json."""
         return next(
             (family for name, family in self.extended.items() if index.get(name) not in (None, [None, None])), self
         )
@@ -304,7 +302,7 @@ class FamilySpec:
         return tuple(name for name, component in self.components.items() if component.weights)
 
     def folder(self, component: Component) -> str:
-        """Return the name that a component has among the pipeline's."""
+        """Return a component's folder, which is also its name in the diffusers pipeline."""
         if component in (Component.VAE_ENCODE, Component.VAE_DECODE):
             return "vae"
         return self.denoiser if component is Component.DENOISER else component.value

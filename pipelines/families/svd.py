@@ -43,18 +43,18 @@ _PIXELS_FIELDS = (
 
 def _usual_size(config: Config, pixels: int) -> tuple[int, int, int]:
     side = config.get("sample_size", 0) * pixels
-    wide, high = (1024, 576) if side == 768 else (side, side)  # as many pixels, which the authors advise
+    wide, high = (1024, 576) if side == 768 else (side, side)  # the authors' size, with as many pixels
     return wide, high, config.get("num_frames", 0)
 
 
 def _unscaled(latents: torch.Tensor, _frames: int, config: Config) -> torch.Tensor:
-    """Undo the VAE's scaling: [1, frames, channels, height, width] → [frames, channels, height, width], the layout that
-    ComfyUI's own SVD has."""
+    """Undo the VAE's scaling: [1, frames, channels, height, width] → [frames, channels, height, width], the layout of
+    ComfyUI's own SVD."""
     return 1 / config["scaling_factor"] * latents.flatten(0, 1)
 
 
 def _decoded(vae: spec.Decode, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
-    """Decode in chunks of frames. The decoder looks at neighbours in a chunk, and needs to know how many there are."""
+    """Decode in chunks of frames. The decoder mixes the frames of a chunk, and needs their number."""
     for part in latents.split(chunk or len(latents)):
         yield vae(part, num_frames=len(part))
 

@@ -1,5 +1,5 @@
-"""Stable Video Diffusion's single file (svd.safetensors, svd_xt.safetensors): what parameters of diffusers' and of
-transformers' are called in it, what its shapes say of the model, and what the file doesn't hold.
+"""Stable Video Diffusion's single file (svd.safetensors, svd_xt.safetensors): its keys for the parameters of diffusers
+and transformers, the configs that follow from its shapes, and the configs that it lacks.
 
 The layout is that of Stability's generative-models (sgm), which wrote the file. Nothing here imports torch.
 """
@@ -14,30 +14,30 @@ from typing import Any
 Shapes = Mapping[str, tuple[int, ...]]
 Config = Mapping[str, Any]
 
-PREFIXES = {  # component → where the file keeps it
+PREFIXES = {  # component → prefix of its keys in the file
     "unet": "model.diffusion_model.",
     "vae": "first_stage_model.",
     "image_encoder": "conditioner.embedders.0.open_clip.model.visual.",
 }
-UNUSED = (  # what else is in the published files
+UNUSED = (  # prefixes of unused keys in the published files
     "conditioner.embedders.0.open_clip.model.",  # the text half of OpenCLIP
-    # sgm encodes the conditioning image with this whole autoencoder of Stable Diffusion 2. ComfyUI does with
-    # first_stage_model, and so do we: its encoder has no quant_conv behind it, and gives latents without.
+    # sgm encodes the conditioning image with this autoencoder of Stable Diffusion 2. ComfyUI and this pack use
+    # first_stage_model, whose encoder has no quant_conv.
     "conditioner.embedders.3.encoder.",
 )
-SIGNATURE = "model.diffusion_model.input_blocks.1.0.time_stack."  # no image model has it
+SIGNATURE = "model.diffusion_model.input_blocks.1.0.time_stack."  # no image model has this key
 TEMPORAL_DECODER = "first_stage_model.decoder.mid.block_1.mix_factor"  # ComfyUI recognises the VAE by it, too
-SV3D = "conditioner.embedders.1.encoder."  # SVD has it not
+SV3D = "conditioner.embedders.1.encoder."  # SVD lacks this key
 
-HEAD_DIM = 64  # num_head_channels in svd.yaml; a file's shapes don't tell
+HEAD_DIM = 64  # num_head_channels in svd.yaml; the shapes do not show it
 CLIP_HEAD_DIM = 80  # head_width of ViT-H-14 in OpenCLIP's model_configs/ViT-H-14.json
-# eps of the norms in the UNet's residual blocks: GroupNorm's default, which sgm's and ComfyUI's GroupNorm32 leave as it
-# is. diffusers has 1e-6 in its down blocks with attention and in all its up blocks.
+# eps of the norms in the UNet's residual blocks: GroupNorm's default, as in sgm's and ComfyUI's GroupNorm32. diffusers
+# has 1e-6 in its down blocks with attention and in all its up blocks.
 UNET_RESNET_EPS = 1e-5
-_MOST = 64  # blocks or layers one behind the other: twice the 32 layers of the image encoder
-_TIME_IDS = 3  # frames per second, motion bucket, noise augmentation; embedded side by side
+_MOST = 64  # limit of blocks or layers in sequence: twice the 32 layers of the image encoder
+_TIME_IDS = 3  # frames per second, motion bucket, noise augmentation; their embeddings are concatenated
 
-# (pattern in a parameter's name, what stands there in the file), one after the other.
+# (pattern in a parameter's name, its replacement in the file's key), applied in order.
 _RESNET = (
     (r"res_block\.norm1", "res_block.in_layers.0"),
     (r"res_block\.conv1", "res_block.in_layers.2"),
@@ -90,7 +90,7 @@ _CLIP = (
     (r"^vision_model\.encoder\.layers", "transformer.resblocks"),
     (r"\.layer_norm([12])", r".ln_\1"),
     (r"\.self_attn\.out_proj", ".attn.out_proj"),
-    (r"\.self_attn\.[qkv]_proj\.", ".attn.in_proj_"),  # one over the other
+    (r"\.self_attn\.[qkv]_proj\.", ".attn.in_proj_"),  # concatenated
     (r"\.mlp\.fc1", ".mlp.c_fc"),
     (r"\.mlp\.fc2", ".mlp.c_proj"),
     (r"^visual_projection\.weight", "proj"),
@@ -98,7 +98,7 @@ _CLIP = (
 
 
 def why_not_svd(keys: Collection[str]) -> str:
-    """Return why the tensors of a file are no Stable Video Diffusion, the end of a sentence; "" where they are."""
+    """Return why a file's tensors are no Stable Video Diffusion, as the end of a sentence; "" if they are."""
     for part in (SIGNATURE, *PREFIXES.values(), TEMPORAL_DECODER):
         if not any(key.startswith(part) for key in keys):
             return f"none of its {len(keys)} tensors is '{part}*'"
@@ -106,19 +106,19 @@ def why_not_svd(keys: Collection[str]) -> str:
 
 
 def key_of(component: str, parameter: str, config: Config) -> str:
-    """Return what a parameter of diffusers' or transformers' is called in the file, behind the component's prefix."""
+    """Return a diffusers or transformers parameter's key in the file, without the component's prefix."""
     table = {"unet": _UNET, "vae": _VAE, "image_encoder": _CLIP}[component]
     for pattern, there in table:
         parameter = re.sub(pattern, there, parameter)
     if component == "unet":
         block = r"^(down|up)_blocks\.(\d+)\.(\w+)\.(\d+)"
         return re.sub(block, lambda found: _unet_block(found, config), parameter)
-    last = len(config.get("block_out_channels", ())) - 1  # the file numbers the decoder's levels from the picture on
+    last = len(config.get("block_out_channels", ())) - 1  # the file numbers the decoder's levels from the output on
     return re.sub(r"^decoder\.up\.(\d+)", lambda found: f"decoder.up.{last - int(found[1])}", parameter)
 
 
 def _unet_block(found: re.Match[str], config: Config) -> str:
-    """The file numbers the blocks of all levels through. A level ends with the block that changes the size."""
+    """Return a UNet block's key. The file numbers the blocks across levels; a level's last block changes the size."""
     level, within = int(found[2]), int(found[4])
     a_level = config["layers_per_block"] + 1
     if found[3] == "downsamplers":
@@ -130,8 +130,8 @@ def _unet_block(found: re.Match[str], config: Config) -> str:
     return f"output_blocks.{level * a_level + within}.{int(found[3] == 'attentions')}"
 
 
-# What a component's config.json would say, told by its shapes, which have the names behind the prefix. Each raises
-# LookupError, ValueError or ArithmeticError where a tensor that it needs is missing or odd.
+# Each function returns a component's config from its tensors' shapes, by key without the prefix. Raises LookupError,
+# ValueError or ArithmeticError if a tensor that it needs is missing or has an odd shape.
 
 
 def unet_config(shapes: Shapes) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def unet_config(shapes: Shapes) -> dict[str, Any]:
         "cross_attention_dim": shapes["middle_block.1.transformer_blocks.0.attn2.to_k.weight"][1],
         "transformer_layers_per_block": 1,
         "num_attention_heads": [max(width // HEAD_DIM, 1) for width in channels],
-        "num_frames": 25,  # that SVD-XT makes; a file of SVD, which makes 14, has the same keys and shapes
+        "num_frames": 25,  # SVD-XT's; SVD's file, for 14 frames, has the same keys and shapes
     }
 
 
@@ -175,7 +175,7 @@ def vae_config(shapes: Shapes) -> dict[str, Any]:
 
 def image_encoder_config(shapes: Shapes) -> dict[str, Any]:
 
-    def shape(parameter: str) -> tuple[int, ...]:  # in the file's name, or as ComfyUI saves it
+    def shape(parameter: str) -> tuple[int, ...]:  # by the file's key, or by transformers' name, as ComfyUI saves
         return shapes.get(key_of("image_encoder", parameter, {})) or shapes[parameter]
 
     width, _, patch, _ = shape("vision_model.embeddings.patch_embedding.weight")
@@ -202,8 +202,8 @@ CONFIGS: Mapping[str, Callable[[Shapes], dict[str, Any]]] = {
     "image_encoder": image_encoder_config,
 }
 
-# scheduler/scheduler_config.json of https://huggingface.co/stabilityai/stable-video-diffusion-img2vid-xt, without what
-# EulerDiscreteScheduler doesn't take. sigma_max, and the v prediction, are in generative-models' svd_xt.yaml, too.
+# scheduler/scheduler_config.json of https://huggingface.co/stabilityai/stable-video-diffusion-img2vid-xt, without the
+# fields that EulerDiscreteScheduler ignores. generative-models' svd_xt.yaml also has sigma_max and the v prediction.
 SCHEDULER = {
     "beta_start": 0.00085,
     "beta_end": 0.012,
@@ -218,8 +218,8 @@ SCHEDULER = {
     "timestep_type": "continuous",
     "use_karras_sigmas": True,
 }
-# What the pipeline uses of feature_extractor/preprocessor_config.json there: FrozenOpenCLIPImageEmbedder's mean and
-# deviation, in generative-models' sgm/modules/encoders/modules.py.
+# The fields of feature_extractor/preprocessor_config.json there that the pipeline uses: mean and deviation of
+# FrozenOpenCLIPImageEmbedder, in generative-models' sgm/modules/encoders/modules.py.
 FEATURE_EXTRACTOR = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],

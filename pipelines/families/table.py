@@ -1,4 +1,4 @@
-"""Every family, found by its module: a new family is a new module of this folder."""
+"""The table of all families, found by their modules: a new family is a new module of this folder."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from .spec import Config, FamilySpec
 if TYPE_CHECKING:
     import torch
 
-_TOKENS = 512  # of a prompt
-_LATENT_FRAMES = 4  # frames of a latent, in every published VAE
+_TOKENS = 512  # tokens of a prompt
+_LATENT_FRAMES = 4  # frames per latent frame, in every published VAE
 
 
 def _published(name: str, layers: int, heads: int) -> Variant:
@@ -47,7 +47,7 @@ def _variant(config: Config) -> str:
 
 
 def _usual_size(config: Config, _pixels: int) -> tuple[int, int, int]:
-    """Return the size that the authors advise, which the config does not say."""
+    """Return the size that the authors advise, which is not in the config."""
     return (1280, 704, 121) if _variant(config) == "Wan2.2-TI2V-5B" else (832, 480, 81)
 
 
@@ -59,11 +59,11 @@ def _bound(config: Config, pixels: int, width: int, height: int, _frames: int) -
 
 
 def _unscaled(latents: torch.Tensor, _frames: int, config: Config) -> torch.Tensor:
-    """Undo the scaling of latents [batch, channels, frames, height, width], by each channel's mean and deviation."""
+    """Undo the VAE's scaling of [batch, channels, frames, height, width], with each channel's mean and deviation."""
     mean, deviation = (
         latents.new_tensor(config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std")
     )
-    return latents / (1 / deviation) + mean  # in diffusers' order, to the last bit
+    return latents / (1 / deviation) + mean  # diffusers' order of operations, for equal bits
 
 
 def _step_inputs(config: Config, latents: tuple[int, ...], options: Config) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What would run on a machine, and why; what a model reaches."""
+"""Diagnosis: the plans for a machine, the estimates of VRAM, and the probe of a model's largest values."""

@@ -1,5 +1,5 @@
-"""What would run here and why, without running it: machine, backends, switches, plans. For `doctor` and the node:
-all of it, or on one screen whether it runs, in which precision, and what to do where something is wrong."""
+"""Diagnosis of what would run here and why, without running it: machine, backends, switches, plans. For `doctor` and
+the node: in full, or as a summary on one screen (whether it runs, in which precision, what to fix)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ NOT_RUN = (
     "Published weights of any model: all models here are small ones with their classes and random or computed weights.",
     "Windows and macOS: nothing assumes Linux, but nobody has run it there.",
 )
-WIDTH = 96  # of a line of text
-NARROW, INDENT = 79, 14  # of a terminal that nobody has widened; of what stands behind the labels of a summary
+WIDTH = 96  # characters of a line of text
+NARROW, INDENT = 79, 14  # characters of a line of the summary, as in an 80-column terminal, and of its labels
 _SETTERS = {"user": "set by you", "others": "set by ComfyUI or another pack", "default": "not set by anyone"}
 _REASONS = [each.name for each in fields(Plan) if each.name.endswith(("reason", "source"))]
 
@@ -40,7 +40,7 @@ _REASONS = [each.name for each in fields(Plan) if each.name.endswith(("reason", 
 @dataclass(frozen=True)
 class BackendState:
     name: str
-    found: bool  # what it needs is here; whether it compiles a model shows when it does
+    found: bool  # its requirements are met here; compiling a model may still fail
     reason: str
 
 
@@ -57,32 +57,32 @@ class ModelPlans:
 
     variant: str
     plans: tuple[Plan, ...]
-    refused: Mapping[str, str] = field(default_factory=dict)  # component → why it cannot run like that
-    folder: str = ""  # its name; empty where it stands for all models of the variant
+    refused: Mapping[str, str] = field(default_factory=dict)  # component → why it cannot run in the precision
+    folder: str = ""  # the model's name; "": the plans are for all models of the variant
 
 
 @dataclass(frozen=True)
 class Flag:
-    """What ComfyUI was started with."""
+    """A command-line option that ComfyUI was started with."""
 
     given: str  # "--reserve-vram 2"
     effect: str  # on pipelines: "honoured", "mapped" or "no effect"
-    here: str  # what that comes to, or what to choose instead
-    native: str  # for ComfyUI's own models under the NaN Guard; "" where nothing is to be added
+    here: str  # the effect in words, or what to choose instead
+    native: str  # a remark for ComfyUI's own models under the NaN Guard; "": none
 
 
 @dataclass(frozen=True)
 class ComfyUI:
-    version: str  # of the one that this runs in, "" where it runs in none
-    tested: tuple[str, ...]  # versions that this release was tested in
+    version: str  # of the ComfyUI that this runs in; "": none
+    tested: tuple[str, ...]  # ComfyUI versions that this release was tested in
     flags: tuple[Flag, ...] = ()  # about memory and precision
-    plans_memory: bool = False  # of its own models, by Comfy Compiler
+    plans_memory: bool = False  # Comfy Compiler is on, and plans the memory of ComfyUI's own models
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    architecture: Architecture  # that the plans are for
-    here: bool  # it is the one that pipelines run on here, and not one that was asked for
+    architecture: Architecture  # the plans' target
+    here: bool  # whether that is this machine's, and not one that the user named
     machine: Machine
     precision: Precision
     accumulation: Accumulation
@@ -92,17 +92,17 @@ class Diagnosis:
     switches: tuple[Switch, ...] = ()
     models: tuple[ModelPlans, ...] = ()
     notes: tuple[str, ...] = ()
-    missing: str = ""  # what the precision needs and is not installed here, and what to do; also one of the notes
-    compile_cache: str = ""  # where it is and how full; empty where nobody said
-    comfyui: ComfyUI | None = None  # None where nobody looked
-    runs: tuple[RunEstimate, ...] = ()  # on a card of so much memory, where one was asked for
+    missing: str = ""  # the package that the precision lacks here, and what to do; also one of the notes
+    compile_cache: str = ""  # its folder and how full it is; "": not checked
+    comfyui: ComfyUI | None = None  # None: not checked
+    runs: tuple[RunEstimate, ...] = ()  # estimates for a card's memory, if the user asked for them
     not_run: tuple[str, ...] = NOT_RUN
 
     def as_dict(self) -> dict[str, Any]:
         return for_json(asdict(self))
 
     def text(self) -> str:
-        """For people: what will run and why, then what is to be noted, where it runs, and last the switches."""
+        """Return the diagnosis in words: plans and reasons, estimates, notes, machine, backends, switches."""
         sections = [
             *([_model_text(self, model) for model in self.models if model.folder] or [_variants_text(self)]),
             estimates_text(self.runs),
@@ -146,7 +146,7 @@ def diagnose(
 
 
 def diagnose_pipeline(handle: PipelineHandle) -> Diagnosis:
-    """The same for a pipeline on a wire, with its own precision, accumulation, backend and guard policy."""
+    """Return the diagnosis for a loaded pipeline, with its own precision, accumulation, backend and guard policy."""
     model, machine = handle.store.model, look(handle.store.placement.device)
     found = Diagnosis(
         handle.architecture,
@@ -169,7 +169,7 @@ def _planned(
     beside: Collection[Architecture],
     notes: Iterable[str] = (),
 ) -> Diagnosis:
-    """The same with plans, switches and notes. beside: the architectures of the process's devices."""
+    """Return the diagnosis with plans, switches and notes added. beside: architectures of all GPUs of the process."""
     switches = tried(lambda: preview(found.architecture, found.accumulation, beside if found.here else ()), ())
     models = tuple(_plans(found, variant, folder) for variant in variants)
     found = replace(found, models=models, switches=switches, missing=tried(lambda: _missing(found.precision), ""))
@@ -188,7 +188,7 @@ def _planned(
 
 
 def _plans(found: Diagnosis, variant: Variant, folder: str) -> ModelPlans:
-    """What can be planned, and why the rest cannot."""
+    """Return the plans of a variant's components, and for each component without one the reason."""
     plans: list[Plan] = []
     refused: dict[str, str] = {}
     for component in variant.components:
@@ -208,7 +208,7 @@ def _tested(device: str, selftests: Path | None) -> Architecture:
 
 
 def _backends(machine: Machine, chosen: BackendChoice | None = None) -> Backends:
-    """chosen: by a pipeline; None for what 'auto' would take."""
+    """Return the states of all backends. chosen: the pipeline's backend; None: the one that 'auto' would choose."""
 
     def states() -> Iterator[BackendState]:
         import torch
@@ -243,7 +243,7 @@ def _missing(precision: Precision) -> str:
 
 
 def _model_text(found: Diagnosis, model: ModelPlans) -> list[str]:
-    """One model: a row for each component, then the reasons."""
+    """Return one model's plan: a table with a row for each component, then the reasons."""
     title = f"Plan for {model.folder}: {model.variant} on {found.architecture}, precision {found.precision.value}"
     guard = "watch" if found.on_failure == "off" else found.on_failure
     table = [("", "dtype", "guard", "overflow protection", "half accumulation")]
@@ -265,7 +265,7 @@ def _model_text(found: Diagnosis, model: ModelPlans) -> list[str]:
 
 
 def _variants_text(found: Diagnosis) -> list[str]:
-    """All variants: dtypes in a table, then each reason once."""
+    """Return the plans of all variants: a table of dtypes, then each reason once."""
     table, told = [("", *(component.words for component in Component))], list[str]()
     for model in found.models:
         cells = {
@@ -370,7 +370,7 @@ def _listed(title: str, texts: Iterable[str]) -> list[str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their longest cell."""
+    """Return the lines of a table, with columns as wide as their longest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [f"  {'  '.join(map(str.ljust, row, widths))}".rstrip() for row in rows]
 
@@ -381,7 +381,7 @@ def wrapped(text: str, first: str = "", following: str = "", width: int = WIDTH)
 
 
 def summary(found: Diagnosis) -> str:
-    """All that is wrong, and of the rest the answers alone. `found.text()` has the rest."""
+    """Return all problems, and short answers for the rest. `found.text()` has everything."""
     lines = [line for label, text in _rows(found) for line in wrapped(text, label.ljust(INDENT), " " * INDENT, NARROW)]
     return "\n".join([*lines, *(["", *estimates] if (estimates := estimates_text(found.runs)) else [])])
 
@@ -403,7 +403,7 @@ def _rows(found: Diagnosis) -> Iterator[tuple[str, str]]:
 
 
 def _under(label: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The label once, before the first."""
+    """Yield the texts with the label before the first one only."""
     yield from zip([label, *[""] * len(texts)], texts, strict=False)
 
 
@@ -424,7 +424,7 @@ def _verdict(found: Diagnosis, refused: Sequence[str]) -> str:
 
 
 def _no_room(runs: Sequence[RunEstimate]) -> str:
-    """Say what has no room on the card of so much memory that was asked for."""
+    """Return which models or stages do not fit the card that the user named; "" if all fit."""
     lacking = [run for run in runs if not all(stage.fits for stage in run.stages)]
     if not lacking:
         return ""
@@ -435,7 +435,7 @@ def _no_room(runs: Sequence[RunEstimate]) -> str:
 
 
 def _precisions(found: Diagnosis) -> list[str]:
-    """Each precision once, before the parts of the model that run in it; without a model, before the variants whose
+    """Return a line for each precision with the components that run in it; without a model, with the variants whose
     denoiser does."""
     alike: dict[str, list[str]] = {}
     for model in found.models:
@@ -455,7 +455,7 @@ def _runs_in(plan: Plan) -> str:
 def _backend(found: Diagnosis) -> str:
     if not found.machine.torch_works:
         return "none: nothing runs without PyTorch"
-    if len(found.backends.states) == 1:  # eager, which needs nothing
+    if len(found.backends.states) == 1:  # eager alone
         return "unknown: no compile backend could be asked what it needs"
     lacks = [state.reason for state in found.backends.states if not state.found]
     if found.backends.chosen == "eager":

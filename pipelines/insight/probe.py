@@ -1,4 +1,4 @@
-"""The numerics probe: a few sampling steps in fp32, what every layer reaches in them, and the plan that follows."""
+"""The numerics probe: runs a few sampling steps in fp32, measures every layer's max |x|, and recommends a plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def probe(
     step_done: StepDone | None = None,
     tell: Tell | None = None,
 ) -> ProbeResult:
-    """Sample with a schedule of a few steps, all of them in fp32, and measure. Arguments and errors as `sample`'s."""
+    """Sample in fp32 and measure every layer. Arguments and errors as in `sample`. Also raises BadInput without a
+    prompt, for models with two denoisers, and in parallel runs."""
     family, model, card = handle.family, handle.store.model, handle.architecture
     if family.prompt and (positive is None or negative is None):
         raise BadInput("{} needs a prompt: wire positive and negative from Encode Prompt.", model.variant.name)
@@ -60,7 +61,7 @@ def probe(
     probed, plan = watches[0].probed, report.plan
     chosen = recommend(probed, plan.dtype, native_bf16=card.native_bf16)
     steps = [f"set precision to '{chosen.dtype}'"] * (chosen.dtype != plan.dtype or (plan.half and not plan.guarded))
-    from_the_start = chosen.dtype == "fp16" and model.variant.protected  # what fp16 needs there is in the plan
+    from_the_start = chosen.dtype == "fp16" and model.variant.protected  # the plan has overflow protection then
     learned = NOTHING if from_the_start else chosen.learned.to_share
     if learned.in_words():
         steps.append("wire `profile` into the NaN Guard's `profile`, and set its scope to 'learned'")
@@ -71,7 +72,7 @@ def probe(
 
 
 def keep_profile(handle: PipelineHandle, found: ProbeResult) -> str:
-    """Keep the recommendation for later runs with scope 'learned', in this process and others; what to say of it."""
+    """Keep the recommendation for later runs with scope 'learned', in this process and others. Returns a message."""
     if found.profile is None or found.profile.learned == NOTHING:
         return "nothing to keep: the recommended precision needs no profile"
     own = replace(handle, profile=None)

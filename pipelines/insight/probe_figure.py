@@ -1,6 +1,6 @@
 """Draws a probe: layers × steps and layers × blocks as heat maps, with the ends of fp16 and bf16 in the colour bar.
 
-matplotlib is imported when something is drawn. No pyplot: it would hold figures and choose a window system.
+matplotlib is imported only to draw, and without pyplot, which would keep figures and choose a window system.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 BLOCK, MOST_ROWS = "block output", 36
 _LOWEST, _FP16, _BF16 = -2.0, math.log10(RANGE["fp16"]), math.log10(RANGE["bf16"])  # exponents of ten
-_BELOW = 0.62  # of the colour bar: from its lower end to fp16's
-_LONGEST = 56  # letters of a name
+_BELOW = 0.62  # share of the colour bar below fp16's end
+_LONGEST = 56  # most characters of a name
 
 
-Row = dict[int | str, float]  # max |x| of one layer: of all blocks in each step, and of all steps in each block
+Row = dict[int | str, float]  # max |x| of one layer: by step (over all blocks), and by block (over all steps)
 
 
 def rows_of(probed: Probed, most: int = MOST_ROWS) -> tuple[dict[str, Row], dict[str, Row]]:
-    """Return rows by label, in the order in which they ran, of a block's its output first: the `most` that reach most,
-    and the others. The same layer of all blocks is one row; one outside of them has no block."""
+    """Return the `most` rows with the largest values, and the other rows; each by label, in the layers' order, with a
+    block's output before its layers. The same layer of all blocks is one row."""
     found: dict[str, Row] = {}
     for index, step in enumerate(probed.steps):
         for name, values in step.items():
@@ -52,8 +52,8 @@ def _reach(row: Row) -> float:
 
 
 def places(values: object, highest: float) -> np.ndarray:
-    """max |x| → 0..1 of the colours; NaN for None. Logarithmic up to where fp16 ends and from there to the largest
-    value; what is left up to where bf16 ends is squeezed into the last part."""
+    """Return positions 0..1 in the colour bar for values of max |x|; NaN for None. The scale is logarithmic, in three
+    parts: up to fp16's end, from there to the largest value, and a short one up to bf16's end."""
     top = max(math.ceil(math.log10(max(highest, 1.0)) * 2) / 2, 6.0)
     with np.errstate(divide="ignore"):
         exponents = np.log10(np.array(values, dtype=float))
@@ -61,7 +61,7 @@ def places(values: object, highest: float) -> np.ndarray:
 
 
 def draw(result: ProbeResult) -> np.ndarray:
-    """uint8 [height, width, 3]."""
+    """Return the picture, uint8 [height, width, 3]."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure_of(result))
@@ -106,7 +106,7 @@ def figure_of(result: ProbeResult) -> Figure:
 
 
 def _heat(axes: Axes, title: str, rows: Mapping[str, Row], highest: float, columns: Mapping[Any, str]) -> QuadMesh:
-    """Blue up to where fp16 ends, and a jump to red there: told apart in grey and by the colour-blind too."""
+    """Draw a heat map: blue below fp16's end and red above, distinct also in grey and to colour-blind users."""
     from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 
     below, names = round(_BELOW * 1000), [*columns.values()]
@@ -114,7 +114,7 @@ def _heat(axes: Axes, title: str, rows: Mapping[str, Row], highest: float, colum
     red = LinearSegmentedColormap.from_list("beyond", ["#ff9a3c", "#e0301e", "#5c0011"])
     colours = ListedColormap([*blue(np.linspace(0, 1, below)), *red(np.linspace(0, 1, 1000 - below))])
     cells = places([[row.get(column) for column in columns] for row in rows.values()], highest)
-    every, upright = max(-(-len(names) // 8), 1), max(map(len, names), default=0) > 3  # 8 names at most
+    every, upright = max(-(-len(names) // 8), 1), max(map(len, names), default=0) > 3  # at most 8 names
     axes.set_xticks(np.arange(len(names), step=every) + 0.5, names[::every], fontsize=9, rotation=90 * upright)
     axes.set_title(title, fontsize=10, loc="left")
     axes.invert_yaxis()
@@ -124,7 +124,7 @@ def _heat(axes: Axes, title: str, rows: Mapping[str, Row], highest: float, colum
 
 
 def _words(result: ProbeResult) -> str:
-    """The largest values, and what each precision needs."""
+    """Return the text beside the maps: the largest values, and what each precision needs."""
     lines = ["Largest values", ""]
     for entry in result.probed.worst():
         beyond = f", {entry.reach / RANGE['fp16']:.3g} × where fp16 ends" if entry.reach > RANGE["fp16"] else ""
@@ -136,5 +136,5 @@ def _words(result: ProbeResult) -> str:
 
 
 def _fit(name: str) -> str:
-    """The middle left out where it is too long: beginning and end tell most."""
+    """Return a name; if it is too long, without its middle."""
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 3]}…{name[_LONGEST // 3 + 1 - _LONGEST :]}"

@@ -1,5 +1,5 @@
-"""Estimates how each stage would run on a card of so many bytes: the choice that offload 'auto' makes, counted on
-modules without values. Nothing is loaded. What the folders of published variants say stands here too."""
+"""Estimates how each stage would run on a card with a given VRAM under offload 'auto', on "meta". Nothing is loaded.
+The configs of the published variants are here too."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ from ..weights.offload import Offload
 from ..weights.placement import ExecutionOption, PlainPlacement, first_that_fits
 from .probe import usual_size
 
-RESERVED = 800_000_000  # bytes of a card that its driver, a desktop and CUDA's context take
+RESERVED = 800_000_000  # bytes of a card for its driver, a desktop and CUDA's context
 
 Size = tuple[int, int, int]  # width, height, frames
 
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """One stage, as it would run. Sizes are in bytes."""
+    """The estimate of one stage, in bytes."""
 
     stage: str
     dtype: str
     way: str  # "none", "group", "tiling", ...
     weights: int  # on the card at once
-    beside: int
+    beside: int  # activation memory
     fits: bool
 
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """One model's run on a card of `memory` bytes, of which `has` are for it."""
+    """The estimate of one model's run on a card of `memory` bytes, of which the model can use `has`."""
 
     variant: str
     size: Size
@@ -72,10 +72,10 @@ def estimate_runs(
     precision: Precision = Precision.AUTO,
     accumulation: Accumulation = Accumulation.AUTO,
 ) -> Iterator[RunEstimate]:
-    """Yield an estimate for each card. model: None for all published variants that can make that size.
+    """Yield an estimate for each model and card. Models whose plan the architecture cannot run are left out.
 
-    memories: of cards, in bytes. size: None for each model's own. A model of which the architecture cannot
-    compute the precision is left out. Raises BadSize where the model, or each of them, cannot make that size.
+    model: None: all published variants that can make the size. memories: of the cards, in bytes. size: None: each
+    model's own. Raises BadSize if no model can make the size.
     """
     left_out = list[BadSize]()
     for each in (models := [model] if model else [*map(_PublishedModel.of, PUBLISHED)]):
@@ -98,7 +98,7 @@ def estimate_runs(
             continue
         try:
             stages = [(name, dtype, tee(ways, len(memories))) for name, dtype, ways in _stages(handle, made)]
-        except PlanImpossible:  # which its plan says
+        except PlanImpossible:  # its plan has the reason
             continue
         for number, memory in enumerate(memories):
             has = max(memory - RESERVED, 0)
@@ -129,7 +129,7 @@ def _stages(handle: PipelineHandle, size: Size) -> Iterator[tuple[str, str, Iter
 
 @dataclass(frozen=True)
 class _PublishedModel(StoredModel):
-    """A published model, of which no file is here."""
+    """A published model, without its files."""
 
     @classmethod
     def of(cls, variant: str) -> _PublishedModel:
@@ -145,7 +145,7 @@ class _PublishedModel(StoredModel):
 
 
 class _MetaPlacement(PlainPlacement):
-    """A card to which nothing is moved."""
+    """A card that nothing is moved to."""
 
     def to_device(self, name: str, module: torch.nn.Module, beside: int = 0) -> None: ...
 
@@ -153,7 +153,7 @@ class _MetaPlacement(PlainPlacement):
 
 
 class _MetaStore(ComponentStore):
-    """Components without values."""
+    """A store of components on "meta"."""
 
     def _load(self, name: str, dtype: str) -> torch.nn.Module:
         return self.model.bare(name, DTYPES[dtype]).eval().requires_grad_(False)
@@ -163,19 +163,19 @@ class _MetaStore(ComponentStore):
 
 
 class Published(NamedTuple):
-    """What the files of a published folder say."""
+    """The configs of a published folder."""
 
     family: FamilySpec
-    configs: Mapping[str, Config]  # component with weights → of its config.json, what is not its class's default
-    options: Mapping[str, Any]  # of model_index.json, what the pipeline takes
+    configs: Mapping[str, Config]  # component with weights → fields of its config.json that are not the defaults
+    options: Mapping[str, Any]  # fields of model_index.json that the pipeline takes
 
 
-# What several variants share. Sources: the folders themselves, diffusers' scripts/convert_*_to_diffusers.py, and of the
+# Fields that several variants share. Sources: the folders, diffusers' scripts/convert_*_to_diffusers.py, and for the
 # encoders ComfyUI's comfy/text_encoders/*_config_xxl.json and comfy/clip_vision_config_h.json.
 _XXL = {"d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
 _T5_XXL = _XXL | {"vocab_size": 32128, "tie_word_embeddings": False}
 _UMT5_XXL = _XXL | {"vocab_size": 256384, "tie_word_embeddings": False}
-_GLM_4_9B = {"max_position_embeddings": 8192}  # else the class's defaults
+_GLM_4_9B = {"max_position_embeddings": 8192}  # the rest are defaults
 _CLIP_VIT = {"hidden_size": 1280, "intermediate_size": 5120, "projection_dim": 1024, "hidden_act": "gelu"}
 _CLIP_VIT_H = _CLIP_VIT | {"num_hidden_layers": 32, "num_attention_heads": 16, "patch_size": 14}
 _COGVIDEOX_5B_VAE = {"scaling_factor": 0.7}
@@ -201,7 +201,7 @@ def _published(
     vae: Config | None = None,
     **options: Any,
 ) -> tuple[str, Published]:
-    """encoder: of the prompt or of the image. denoiser: what differs beside the sizes that its variant has."""
+    """Return a variant's entry. encoder: config of its encoder. denoiser: fields beyond `Variant.sizes`."""
     sizes = {**VARIANTS[name].sizes, **(denoiser or {})}
     configs = {"text_encoder" if family.prompt else "image_encoder": encoder, "vae": vae or {}}
     return name, Published(family, configs | dict.fromkeys(family.denoisers, sizes), options)

@@ -1,1 +1,1 @@
-"""A model on disk, or on its way there: folders, single files, LoRAs, and whether they are whole."""
+"""Models on disk and on the hub: folders, single files, LoRAs, downloads, and the checks of their files."""

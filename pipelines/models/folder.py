@@ -1,5 +1,5 @@
-"""Models on disk: of which family one is, and a folder in diffusers' format, which is checked as a whole before a
-weight is read. `single_file.py` has the other way in which one is stored."""
+"""Models on disk: finds a model's family, and checks a folder in diffusers' format as a whole before weights are read.
+`single_file.py` reads the other format."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ModelFolder(StoredModel):
     def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
         options: dict[str, Any] = {"torch_dtype": dtype}
         loader = reader = self.family.components[name].class_named(self.classes[name])
-        if self.family.components[name].library == "transformers":  # which would take any field of config.json
+        if self.family.components[name].library == "transformers":  # which takes any field of config.json
             options = {"dtype": dtype, "config": loader.config_class.from_dict(dict(self.configs[name]))}
         else:
             reader = _with_config(loader, {"_class_name": self.classes[name], **self.configs[name]})
@@ -71,7 +71,7 @@ class ModelFolder(StoredModel):
                     return tensors.get_tensor(known.pop())
         import torch
 
-        whole = self.component(name, torch.float32)  # stored by another name, which its class knows
+        whole = self.component(name, torch.float32)  # stored under an older name, which its class knows
         return whole.get_parameter(parameter[0]).detach()
 
     def unweighted(self, name: str) -> Any:
@@ -79,13 +79,13 @@ class ModelFolder(StoredModel):
 
 
 def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
-    """Check a folder against a family, and return what it holds.
+    """Check a folder against a family, and return the model.
 
-    Only JSON and safetensors headers are read, no weights. Each component is built without memory, to compare it with
-    the headers.
-    Raises BadFolder where it is no diffusers folder or one of another pipeline, where a component is missing, pickled
-    or truncated, where a config makes no sense or reaches for more than the folder, and where tensors are missing, left
-    over or of other shapes.
+    Reads small files and safetensors headers, no weights. Each component is built on "meta" and compared with the
+    headers.
+    Raises BadFolder if it is no diffusers folder or another pipeline's, if a component is missing, pickled or
+    truncated, if a config is invalid or would load other files, and if tensors are missing, surplus or have wrong
+    shapes.
     """
     index = read_json(path, INDEX)
     found = shown(index.get("_class_name") or "pipeline without a name")
@@ -116,7 +116,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
     with reading_file(f"{name_of(path)}/{expected.denoiser}/config.json"):
         try:
             known = VARIANTS[expected.variant(denoiser_config)]
-        except TypeError as error:  # of fields that nobody checked, since no module can be built
+        except TypeError as error:  # the fields are unchecked if no module can be built
             raise Unreadable(f"its fields are of other kinds ({error})") from None
         variant = as_stored(known, weights[expected.denoiser].stored_dtype)
     return ModelFolder(
@@ -139,7 +139,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
 
 
 def is_single_file(path: Path) -> bool:
-    """Return whether a path means a file, there or not, rather than a diffusers-format folder."""
+    """Return whether a path is a single file's, existing or not, and not a folder's."""
     return path.is_file() or (path.suffix.lower() == ".safetensors" and not path.is_dir())
 
 
@@ -170,9 +170,8 @@ def family_of(path: Path) -> FamilySpec:
 
 
 def is_known(path: Path) -> bool:
-    """Return whether a folder or a single file looks like one of a known family, for a loader's list.
-
-    One that cannot be read does not. Loading checks all of it, and says what is wrong.
+    """Return whether a folder or a single file looks like a model of a known family, for a loader's list; False if it
+    cannot be read. Loading checks everything, and reports what is wrong.
     """
     with suppress(OSError):
         stat = (path if path.is_file() else path / INDEX).stat()
@@ -182,20 +181,20 @@ def is_known(path: Path) -> bool:
 
 @lru_cache(maxsize=2**14)
 def _pipeline(path: Path, _size: int, _modified: int) -> str:
-    """Return the diffusers pipeline that a model_index.json names, or a checkpoint holds; "" where it is none.
+    """Return the diffusers pipeline of a model_index.json or a checkpoint; "" if it is unknown or unreadable.
 
-    It is remembered until the file changes, also of a file that cannot be read.
+    The answer is cached until the file's size or time changes.
     """
     with suppress(OSError, ValueError):  # Unreadable and BadFolder among them
         if not is_single_file(path):
             return str(read_json(path, INDEX).get("_class_name", ""))
-        texts = header_text(path).decode().split('"')  # names among them. Parsing a hundred headers would take seconds
+        texts = header_text(path).decode().split('"')  # among them the keys. Parsing a hundred headers takes seconds
         return "" if svd_keys.why_not_svd(texts) else SVD.pipeline
     return ""
 
 
 def component_class(path: Path, index: Mapping[str, Any], name: str, component: ComponentSpec) -> str:
-    """Return the class that model_index.json names for a component. Raises BadFolder where it is not one of its own."""
+    """Return a component's class in model_index.json. Raises BadFolder if the component does not accept it."""
     entry = index.get(name)
     found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
     if found not in component.classes:
@@ -211,8 +210,8 @@ def list_folders(roots: Iterable[Path], depth: int = 3) -> dict[str, Path]:
     """Find the diffusers-format folders under the roots, at most `depth` levels below. Returns {name relative to its
     root, with forward slashes: path}.
 
-    The first root wins where two hold the same name. A folder that cannot be read is passed over, and so is a link to
-    one that was looked through already.
+    If two roots hold the same name, the first one wins. Unreadable folders are skipped, and links to folders that were
+    searched already.
     """
     found: dict[str, Path] = {}
     for root in roots:
@@ -222,9 +221,9 @@ def list_folders(roots: Iterable[Path], depth: int = 3) -> dict[str, Path]:
 
 
 def files_below(folder: Path, suffix: str = "") -> Iterator[Path]:
-    """The files in a folder and below whose names end in the suffix, in any case, in a fixed order. Links to folders
-    are followed, but for those that lead back to a folder above them."""
-    above: dict[str, frozenset[str]] = {str(folder): frozenset()}  # by place, the real paths from the folder to it
+    """Yield the files in a folder and below whose lower-case name ends with the suffix, in a fixed order. Links to
+    folders are followed, except to a folder above them."""
+    above: dict[str, frozenset[str]] = {str(folder): frozenset()}  # folder → real paths of the folders above it
     for place, folders, names in os.walk(folder, followlinks=True):
         real, parents = os.path.realpath(place), above.pop(str(Path(place)))
         if real in parents:
@@ -237,9 +236,9 @@ def files_below(folder: Path, suffix: str = "") -> Iterator[Path]:
 
 
 def fingerprint(path: Path) -> str:
-    """Return a hash that changes when a file of the folder is added, removed or rewritten, or when the single file is.
-    It is made of the real path, and of names, sizes in bytes and times: also of when the system noted the file, since a
-    copy may keep the time of its original."""
+    """Return a hash that changes when a file of the folder, or the single file, is added, removed or rewritten. It
+    covers the real path, names, sizes in bytes and times; also the change time, since a copy may keep the modification
+    time of its original."""
     digest = hashlib.sha256(os.fsencode(os.path.realpath(path)))
     for file in [path] if path.is_file() else files_below(path):
         stat = file.stat()
@@ -249,8 +248,8 @@ def fingerprint(path: Path) -> str:
 
 
 def _why_not_built() -> str:
-    """Return why no module can be built, "" where it can. `doctor` looks at folders where PyTorch or diffusers are
-    broken; nothing is loaded there."""
+    """Return why no module can be built; "" if they can. `doctor` also checks folders when PyTorch or diffusers is
+    broken, and loads nothing."""
     try:
         import diffusers  # noqa: F401
         import torch  # noqa: F401
@@ -266,11 +265,11 @@ def _on_meta(where: str, component: ComponentSpec, fields: Mapping[str, Any]) ->
         return _built(component, json.dumps(fields, sort_keys=True))
     except (LibraryFailed, MemoryError):
         raise
-    except Exception as error:  # whatever a class makes of sizes
+    except Exception as error:  # a class can raise anything for odd sizes
         what = component.classes[0], type(error).__name__, shown(str(error), 200)
         try:
             component.on_meta({})
-        except Exception:  # noqa: BLE001, which the first one explains: no file is to blame
+        except Exception:  # noqa: BLE001, not the file's fault; `error` has the cause
             raise LibraryFailed(
                 "No {} can be built here, whatever its config.json says ({}: {}). Install requirements.txt of this "
                 "pack again.",
@@ -281,14 +280,14 @@ def _on_meta(where: str, component: ComponentSpec, fields: Mapping[str, Any]) ->
         ) from error
 
 
-@lru_cache(maxsize=16)  # a folder is checked when it is fetched, opened and diagnosed: SVD's UNet takes 0.4 s each time
+@lru_cache(maxsize=16)  # a folder is checked repeatedly, and SVD's UNet takes 0.4 s
 def _built(component: ComponentSpec, fields: str) -> torch.nn.Module:
     return component.on_meta(json.loads(fields))
 
 
 def _with_config(loader: Any, config: Mapping[str, Any]) -> Any:
-    """Return a class of diffusers that takes this for what its config.json holds: diffusers would read the file again,
-    and no byte order mark."""
+    """Return a subclass of a diffusers class that uses `config` as its config.json: diffusers would read the file
+    again, and fails at a byte order mark."""
     reads = classmethod(lambda *_, **__: deepcopy(dict(config)))
     return type(loader.__name__, (loader,), {"_dict_from_json_file": reads, "__module__": loader.__module__})
 
@@ -312,7 +311,8 @@ def _mixed(weights: Mapping[str, Weights]) -> Iterator[str]:
 
 
 def _walk(folder: Path, depth: int, seen: dict[Path, int]) -> Iterator[Path]:
-    """seen: to what depth each real folder was looked through, also where a thousand links lead to it."""
+    """Yield the diffusers-format folders. seen: depth to which each real folder was searched, so that a thousand links
+    to it cost nothing."""
     with suppress(OSError):
         if (folder / INDEX).is_file():
             yield folder
@@ -326,7 +326,7 @@ def _walk(folder: Path, depth: int, seen: dict[Path, int]) -> Iterator[Path]:
 def _ignored(
     family: FamilySpec, configs: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[str]:
-    """Say which fields of configs no class of diffusers takes. Classes of transformers take any."""
+    """Yield a note for each config with fields that its diffusers class ignores. transformers takes any field."""
     for name, config in configs.items():
         unknown = sorted(key for key in config.keys() - fields.get(name, config).keys() if not key.startswith("_"))
         if unknown and family.components[name].library == "diffusers":

@@ -1,4 +1,4 @@
-"""Download a model from the Hugging Face Hub into huggingface_hub's cache, and check it there.
+"""Downloads a model from the Hugging Face Hub into huggingface_hub's cache, and checks it there.
 
 huggingface_hub resolves, authenticates, retries and lays out the cache. Code in a repository is never downloaded.
 """
@@ -30,7 +30,7 @@ from .weight_files import STEMS
 logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*", re.ASCII)
-_ADDRESS = re.compile(  # of a model's page, or of a revision's
+_ADDRESS = re.compile(  # of a model's page, or of a revision's page
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)([^/?#]+/[^/?#]+)(?:/(?:tree|blob)/([^/?#]+))?.*"
 )
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
@@ -75,7 +75,7 @@ def fetch(
 
 
 def _from_cache(hub_id: str, revision: str) -> Path:
-    """Return the commit's folder in the cache. Raises HubError where there is none, BadFolder where it is damaged."""
+    """Return the commit's folder in the cache. Raises HubError if there is none, BadFolder if it is damaged."""
     off = "Downloads are turned off: turn them on (`download`; HF_HUB_OFFLINE unset), or choose a model folder."
     try:
         folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=[], local_files_only=True))
@@ -88,7 +88,7 @@ def _from_cache(hub_id: str, revision: str) -> Path:
 
 
 def _checked(folder: Path) -> Path:
-    """Check all that `inspect` does, and that no link leads nowhere. Raises BadFolder."""
+    """Check a folder by `inspect`, and that no link is broken. Raises BadFolder."""
     if lost := sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.exists()):
         raise BadFolder("'{}' lost {}.", name_of(folder), ", ".join(lost))
     return inspect(folder, family_of(folder)).path
@@ -103,7 +103,7 @@ def _needed(paths: Collection[str], family: FamilySpec, hub_id: str) -> list[str
             needed += [f"{name}/{file}" for file in spec.files if f"{name}/{file}" in paths]
             continue
         configs = re.compile(rf"{name}/[\w-]+\.json", re.ASCII)
-        single = f"{name}/{STEMS[spec.library]}.safetensors"  # with it alone, no library looks for an index
+        single = f"{name}/{STEMS[spec.library]}.safetensors"  # without an index, both libraries read this file
         shards = re.compile(rf"{name}/{STEMS[spec.library]}(-\d+-of-\d+\.safetensors|\.safetensors\.index\.json)")
         weights = [single] if single in paths else [*filter(shards.fullmatch, paths)]
         if not weights:
@@ -118,7 +118,7 @@ def _needed(paths: Collection[str], family: FamilySpec, hub_id: str) -> list[str
 
 
 class _Download:
-    """huggingface_hub works on another thread. `progress` is called meanwhile, and can cancel it."""
+    """One download. huggingface_hub runs in another thread; meanwhile `progress` is called, and can cancel."""
 
     def __init__(self, hub_id: str, revision: str, progress: ProgressCallback):
         self._hub_id = hub_id
@@ -126,12 +126,12 @@ class _Download:
         self._progress = progress
         self._text = Message("looking for {}", hub_id)
         self._sizes: dict[Path, int] = {}  # bytes of each file of the snapshot
-        self._cached = 0  # bytes that were there before
+        self._cached = 0  # bytes of files that were in the cache before
         self._byte_bars: list[Any] = []
         self._cancelled = threading.Event()
 
     def run(self, cached: Path | None) -> Path:
-        """Return the commit's folder, checked. cached: the one that was the revision's before. Raises as `fetch`."""
+        """Download, check and return the commit's folder. cached: the revision's cached folder. Raises as `fetch`."""
         timeout = float(constants.HF_HUB_ETAG_TIMEOUT)
         info = self._call(HfApi().model_info, revision=self._revision, files_metadata=True, timeout=timeout)
         if cached and cached.name == info.sha:
@@ -154,7 +154,7 @@ class _Download:
         return folder
 
     def _snapshot(self, commit: str, sizes: dict[str, int]) -> Path:
-        """Download these files, also those that are there with another size. Raises as `_call`."""
+        """Download these files, again those of another size. sizes: in bytes, by path. Raises as `_call`."""
         for path, size in sizes.items():
             file = try_to_load_from_cache(self._hub_id, path, revision=commit)
             if isinstance(file, str) and Path(file).stat().st_size != size:
@@ -163,7 +163,7 @@ class _Download:
         return Path(self._call(snapshot_download, revision=commit, **options))
 
     def _compare(self, file: Path, checksum: str) -> None:
-        """Raise HubError, and delete the file, where its SHA-256 is another: huggingface_hub compares sizes alone."""
+        """Delete a file and raise HubError if its SHA-256 differs: huggingface_hub compares only sizes."""
         found = hashlib.sha256()
         with file.open("rb") as content:
             while block := content.read(1 << 24):
@@ -180,7 +180,7 @@ class _Download:
             )
 
     def _expect(self, sizes: dict[Path, int]) -> None:
-        """Count what is there of the files. Raises HubError where the disk has no space for the rest."""
+        """Count the bytes of files that are in the cache. Raises HubError if the disk has no space for the rest."""
         self._sizes, self._text = sizes, Message("downloading {}", self._hub_id)
         self._cached, cache = self._complete(), next(iter(sizes)).parents[3]
         missing, free = sum(sizes.values()) - self._cached, shutil.disk_usage(cache).free
@@ -195,11 +195,11 @@ class _Download:
         return sum(size for file, size in self._sizes.items() if file.exists())
 
     def _tell(self) -> None:
-        received = max((bar.n for bar in self._byte_bars), default=0)  # none with huggingface_hub < 1.1
+        received = max((bar.n for bar in self._byte_bars), default=0)  # no bars with huggingface_hub < 1.1
         self._progress(max(self._cached + received, self._complete()), sum(self._sizes.values()), self._text)
 
     def _call(self, function: Callable[..., Any], **options: Any) -> Any:
-        """Call a function of huggingface_hub. Raises HubError, and at once what `progress` raises."""
+        """Call a function of huggingface_hub. Raises HubError, and `progress`'s exceptions at once."""
         pool = ThreadPoolExecutor(1)
         future = pool.submit(self._without_xet, function, options)
         pool.shutdown(wait=False)
@@ -216,7 +216,7 @@ class _Download:
             raise _explained(error, self._hub_id, self._revision) from None  # its text may have a token in an address
 
     def _without_xet(self, function: Callable[..., Any], options: dict[str, Any]) -> Any:
-        """hf_xet's downloads cannot be cancelled: it only prints what a progress bar raises."""
+        """Call a function without hf_xet, whose downloads cannot be cancelled: it only prints a bar's exceptions."""
         with _xet_is_off:
             before, constants.HF_HUB_DISABLE_XET = constants.HF_HUB_DISABLE_XET, True
             try:
@@ -225,13 +225,13 @@ class _Download:
                 constants.HF_HUB_DISABLE_XET = before
 
     def _bar_class(self) -> type:
-        """Return a tqdm class that shows nothing, counts, and raises in the library's threads once cancelled."""
+        """Return a tqdm class that shows nothing, counts, and raises CancelledError once the download is cancelled."""
         download = self
 
         class Bar(tqdm):
             def __init__(self, *args: Any, **options: Any):
                 super().__init__(*args, **{**options, "disable": True})
-                self.counts_bytes = options.get("unit") == "B"  # another one counts files
+                self.counts_bytes = options.get("unit") == "B"  # another bar counts files
                 if self.counts_bytes:
                     download._byte_bars.append(self)
 
@@ -244,7 +244,7 @@ class _Download:
 
 
 def _explained(error: Exception, hub_id: str, revision: str) -> HubError:
-    """Return what huggingface_hub, its HTTP library or the disk raised, in words."""
+    """Return the HubError for an error of huggingface_hub, its HTTP library or the disk."""
     if isinstance(error, (errors.LocalEntryNotFoundError, ValueError)) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     status = getattr(getattr(error, "response", None), "status_code", 0)
@@ -263,5 +263,5 @@ def _explained(error: Exception, hub_id: str, revision: str) -> HubError:
     explained = HubError(
         "'{}' cannot be downloaded now ({}). Check the network, a proxy, and HF_ENDPOINT. {}", hub_id, cause, again
     )
-    explained.unreachable = type(error) is not OSError  # which is huggingface_hub's own, for a file of another length
+    explained.unreachable = type(error) is not OSError  # a bare OSError is huggingface_hub's, for a wrong file size
     return explained

@@ -1,7 +1,7 @@
-"""LoRA: what a file adds to a denoiser's layers, in a shell of it. Its own weights are shared and stay as they are.
+"""Adds LoRAs to a shallow copy of a denoiser. The denoiser's own weights are shared and stay unchanged.
 
-peft computes the low-rank additions, so that a result is diffusers' own to the bit. Differences of whole weights, and
-of norms' biases, are added up in copies of the few layers that have them.
+peft computes the low-rank additions, so results equal diffusers' bit by bit. Differences of whole weights, and of
+norms' biases, are summed up in copies of the few layers that have them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA file and how strongly it acts: 1 as it was trained, 0 not at all, negative away from it."""
+    """A LoRA file and its scale: 1 as trained, 0 off, negative in the opposite direction."""
 
     path: Path
     scale: float = 1.0
-    denoiser: str = ""  # the component that it is added to; "": all that denoise
-    notes: tuple[str, ...] = ()  # lines for the report: what `check_lora` found
+    denoiser: str = ""  # the component that it is added to; "": all denoisers
+    notes: tuple[str, ...] = ()  # lines for the report, from `check_lora`
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale):
@@ -60,7 +60,7 @@ class Lora:
 
     @property
     def beside(self) -> Mapping[str, Any] | None:
-        """The settings that peft saved beside it; None where there are none. Raises BadLora."""
+        """The settings that peft saved next to the file; None if there are none. Raises BadLora."""
         with reading_file(self.path.name, BadLora):
             return beside(self.path)
 
@@ -71,23 +71,23 @@ class Lora:
 
 @dataclass(frozen=True)
 class LoraWeights:
-    """A LoRA file that passed every check, in the denoiser's names."""
+    """The tensors of a checked LoRA file, by the denoiser's names."""
 
     tensors: Mapping[str, torch.Tensor]  # <layer>.lora_A.weight [rank, in], .lora_B.weight [out, rank], .lora_B.bias
-    config: Mapping[str, Any]  # of peft's LoraConfig
-    differences: Mapping[str, torch.Tensor]  # parameter → what is added to it, in its shape
+    config: Mapping[str, Any]  # fields of peft's LoraConfig
+    differences: Mapping[str, torch.Tensor]  # parameter → the difference to add, in its shape
 
 
 def keys(loras: Sequence[Lora]) -> tuple[LoraKey, ...]:
-    """Return the keys of the LoRAs that act: a scale of 0 adds nothing."""
+    """Return the keys of the LoRAs whose scale is not 0."""
     return tuple(lora.key for lora in loras if lora.scale)
 
 
 def check_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> tuple[str, ...]:
-    """Check a file by its header: names, shapes, settings. Reads no weights, and `denoiser` may be a `skeleton`.
+    """Check a file by its header: names, shapes, settings. Reads no weights; `denoiser` may be a `skeleton`.
 
-    Returns lines for the report: what of the file is left out, and what had to be assumed.
-    Raises BadLora: no safetensors file, a truncated one, of another model, of a kind that is not supported.
+    Returns lines for the report: the ignored parts of the file, and assumptions.
+    Raises BadLora if it is no whole safetensors file, another model's, or of an unsupported kind.
     """
     _check_family(family)
     with reading_file(path.name, BadLora):
@@ -107,7 +107,7 @@ def _notes(name: str, placed: Placed, settings: LoraSettings) -> Iterator[str]:
 
 
 def read_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> LoraWeights:
-    """Check a file and read it. Raises BadLora as check_lora does, and where a weight is not finite."""
+    """Check a file and read it. Raises BadLora as `check_lora` does, and if a weight is not finite."""
     names = LayerNames(family, denoiser)
     with reading_file(path.name, BadLora):
         _, settings = header(path)
@@ -121,11 +121,11 @@ def read_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> Lora
     added: dict[str, torch.Tensor] = {}
     for layer, parts in placed.layers.items():
         rank = placed.ranks[layer]
-        unscaled = math.sqrt(rank) if is_rs else rank  # the alpha by which peft changes nothing
+        unscaled = math.sqrt(rank) if is_rs else rank  # with this alpha, peft scales by 1
         outputs, *inputs = names.parameters[f"{layer}.weight"].shape
         down = fitted[parts["A"]] if "A" in parts else torch.zeros(rank, *inputs)
         up = fitted[parts["B"]] if "B" in parts else torch.zeros(outputs, rank, *[1] * (len(inputs) - 1))
-        if "bias difference" in parts:  # which no alpha scales
+        if "bias difference" in parts:  # alpha does not scale a bias difference
             up, alphas[layer] = up.float() * (alphas[layer] / unscaled), unscaled
         (down, of_down), (up, of_up) = _held_by_fp16(down), _held_by_fp16(up)
         alphas[layer] /= of_down * of_up
@@ -138,20 +138,19 @@ def read_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> Lora
 
 
 def _held_by_fp16(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return a matrix of which fp16 would hold few digits, or none, times a power of two, and that."""
+    """Return a matrix and the factor that it was multiplied by: 1, or a power of two if fp16 would underflow."""
     peak = matrix.float().abs().max().item() if matrix.numel() else 0.0
     if not 0 < peak < LEAST_NORMAL:
         return matrix, 1.0
-    louder = 2.0 ** min(-math.floor(math.log2(peak * 2**6)), 100)  # of what float32 holds
+    louder = 2.0 ** min(-math.floor(math.log2(peak * 2**6)), 100)  # within float32's range
     return matrix.float() * louder, louder
 
 
 def with_loras(denoiser: torch.nn.Module, loras: Sequence[Lora], family: FamilySpec) -> torch.nn.Module:
-    """A shell of `denoiser`, for inference, whose layers have the LoRAs added, each by its own scale.
+    """Return a shallow copy of `denoiser`, for inference, with the LoRAs added, each at its scale.
 
-    The denoiser shares its weights with the shell and is not touched: to unload a LoRA is to use the denoiser. Where
-    no LoRA acts (none, or all at scale 0), it is the denoiser itself that is returned. Added weights are in the dtype
-    and on the device of the layer that they are added to.
+    The denoiser is not changed and shares its weights with the copy: to unload a LoRA, use the denoiser. Without LoRAs,
+    or if all scales are 0, the denoiser itself is returned. Added weights have the dtype and device of their layer.
     Raises BadLora.
     """
     for lora in loras:
@@ -172,9 +171,9 @@ def with_loras(denoiser: torch.nn.Module, loras: Sequence[Lora], family: FamilyS
             logger.info("adding %s to %s at %g", lora.path.name, type(denoiser).__name__, lora.scale)
             if not tensors:
                 continue
-            adapter = f"lora_{index}"  # not the file's: compiled code is kept by name
+            adapter = f"lora_{index}"  # not the file's name: compiled code depends on it
             scales[adapter] = lora.scale
-            with warnings.catch_warnings():  # peft's, that it is not the first adapter, and cannot be merged: as meant
+            with warnings.catch_warnings():  # peft's, for a second adapter and for biases: both intended
                 warnings.filterwarnings("ignore", "Already found a `peft_config`|`lora_bias=True` was passed")
                 shell.load_lora_adapter(
                     tensors, prefix=None, adapter_name=adapter, metadata=dict(weights.config), low_cpu_mem_usage=True
@@ -186,8 +185,8 @@ def with_loras(denoiser: torch.nn.Module, loras: Sequence[Lora], family: FamilyS
 
 
 def _add_differences(shell: torch.nn.Module, loras: Sequence[Lora], read: Sequence[LoraWeights]) -> None:
-    """Give the layers whose weights change parameters of their own, those in half precision in float32, in which they
-    then compute: rounded to bf16, a norm's weight near 1 would lose a difference of 1e-3."""
+    """Give layers with differences their own parameters. Layers without children keep the sums in float32 and compute
+    in it: in bf16, a norm's weight near 1 would lose a difference of 1e-3."""
     sums: dict[str, dict[str, torch.Tensor]] = {}
     for lora, weights in zip(loras, read, strict=True):
         for path, difference in weights.differences.items():
@@ -200,7 +199,7 @@ def _add_differences(shell: torch.nn.Module, loras: Sequence[Lora], read: Sequen
         part = shell.get_submodule(owner)
         dtype = part.get_parameter(next(iter(changed))).dtype
         own = dict(part._parameters)
-        if alone := not part._modules:  # else other layers would compute in float32 as well
+        if alone := not part._modules:  # else its children would compute in float32 too
             own = {name: each if each is None else _parameter(each.clone()) for name, each in own.items()}
         own |= {name: _parameter(weight if alone else weight.to(dtype)) for name, weight in changed.items()}
         part.__dict__["_parameters"] = own
@@ -213,19 +212,19 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 def _scales_as_tensors(shell: torch.nn.Module) -> None:
-    """peft's scales as scalar tensors: a number would be a constant of what is compiled, and each scale a new graph."""
+    """Make peft's scales scalar tensors: a number would be a graph's constant, and each scale a new graph."""
     for layer in shell.modules():
         if isinstance(scaling := getattr(layer, "scaling", None), dict):
             scaling |= {name: torch.tensor(scale, dtype=torch.float32) for name, scale in scaling.items()}
 
 
 def skeleton(model: StoredModel) -> torch.nn.Module:
-    """The model's denoiser without weights (on the meta device): enough to check a LoRA before anything is loaded."""
+    """Return the model's denoiser without weights, on the meta device: enough to check a LoRA before loading."""
     return model.family.components[model.family.denoiser].on_meta(model.denoiser_config)
 
 
 def _check_family(family: FamilySpec) -> None:
-    """Raise BadLora where diffusers has no LoRAs for a family, or peft is missing."""
+    """Raise BadLora if diffusers has no LoRAs for the family, or peft is missing."""
     import diffusers
     from diffusers.utils import USE_PEFT_BACKEND
 
@@ -252,14 +251,14 @@ def _alphas(
     patterns = {pattern.removeprefix("^"): alpha for pattern, alpha in (settings.alpha_pattern or {}).items()}
     if unknown := patterns.keys() - {end for layer in names.layers if layer for end in names.ends(layer)}:
         raise Unreadable(f"its header has an alpha for '{shown(min(unknown))}', which is no layer of this model")
-    alphas, order = {}, [*patterns]  # of two names that fit a layer, the first counts, as in peft
+    alphas, order = {}, [*patterns]  # if two names fit a layer, the first counts, as in peft
     for layer in placed.ranks:
         fits = sorted((end for end in names.ends(layer) if end in patterns), key=order.index)
         alphas[layer] = patterns[fits[0]] if fits else settings.lora_alpha
     return alphas, bool(settings.use_rslora)
 
 
-def _config(placed: Placed, alphas: Mapping[str, float], is_rs: bool) -> dict[str, Any]:  # of peft's LoraConfig
+def _config(placed: Placed, alphas: Mapping[str, float], is_rs: bool) -> dict[str, Any]:  # peft's LoraConfig
     rank = Counter(placed.ranks.values()).most_common(1)[0][0] if placed.ranks else 1
     return {
         "r": rank,
@@ -273,7 +272,7 @@ def _config(placed: Placed, alphas: Mapping[str, float], is_rs: bool) -> dict[st
 
 
 def _anchored(by_layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Make patterns for peft that match one layer each, and none whose name ends alike."""
+    """Return the values by patterns for peft that match only that layer, and no layer whose name ends with its name."""
     return {f"^{layer}": value for layer, value in by_layer.items()}
 
 

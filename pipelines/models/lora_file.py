@@ -1,9 +1,9 @@
-"""What a LoRA file holds: where each of its tensors belongs in a denoiser, by its key and shape, and how its additions
-are scaled, by its alphas and settings. No weight is read.
+"""Maps a LoRA file's tensors to a denoiser's layers, by key and shape, and reads how they are scaled, from its alphas
+and settings. No weight is read.
 
-Settings stand in the file's header, where diffusers ≥ 0.34 writes those of its training, or in the adapter_config.json
-beside peft's adapter_model.safetensors. Only those are used that scale what the file adds. Others are for training, and
-an initialisation such as PiSSA's would have peft change the shared weights. peft takes names of layers for regular
+Settings are in the file's header, where diffusers ≥ 0.34 writes them, or in the adapter_config.json next to peft's
+adapter_model.safetensors. Only settings that scale the additions are used. The others are for training, and an
+initialisation such as PiSSA's would have peft change the shared weights. peft reads names of layers as regular
 expressions; here they are plain names.
 """
 
@@ -32,10 +32,10 @@ Shape = tuple[int, ...]
 MOST_ALPHA = 1e6  # published: at most a few times the rank
 _MOST_RANK = 2**14  # no layer of these models is wider
 _METADATA = "lora_adapter_metadata"
-_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # starts that leave the base weights alone
-_PEFT = ("adapter_model.safetensors", "adapter_config.json")  # the files of a folder as peft saves it
-_PARTS = {  # how a key ends → what it holds; differences of a weight and a bias are LyCORIS' and the distilled LoRAs'
-    r"\.lora_A((\.[^.]+)?\.weight)?": "A",  # with the adapter's name in it, or without
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # initialisations that keep the base weights
+_PEFT = ("adapter_model.safetensors", "adapter_config.json")  # the files that peft saves
+_PARTS = {  # end of a key → part; LyCORIS' and distilled LoRAs hold differences of weights and biases
+    r"\.lora_A((\.[^.]+)?\.weight)?": "A",  # with or without the adapter's name
     r"\.lora_B((\.[^.]+)?\.weight)?": "B",
     r"\.lora_B(\.[^.]+)?\.bias": "bias",
     r"[._]lora(_linear_layer)?[._]down\.weight": "A",
@@ -45,7 +45,7 @@ _PARTS = {  # how a key ends → what it holds; differences of a weight and a bi
     r"\.(diff|w_norm)": "weight difference",
     r"\.(diff_b|b_norm)": "bias difference",
 }
-_START = re.compile(  # one of the words before a layer's name; several may follow each other
+_START = re.compile(  # a prefix of a layer's name; a name may have several
     r"(base_model|model|module|pipe|dit|transformer|diffusion_model)\.|(lora_unet|lora_transformer|lycoris)_+"
 )
 _Alpha = Annotated[float, Field(ge=-MOST_ALPHA, le=MOST_ALPHA)]
@@ -53,35 +53,35 @@ _Alpha = Annotated[float, Field(ge=-MOST_ALPHA, le=MOST_ALPHA)]
 
 @dataclass
 class Placed:
-    """A file's keys, by where they belong."""
+    """A file's keys, by the layers and parameters that they belong to."""
 
-    layers: dict[str, dict[str, str]] = field(default_factory=dict)  # with a LoRA → part ("A", "B", …) → key
-    ranks: dict[str, int] = field(default_factory=dict)  # layer → rank; 1 where only its bias changes
+    layers: dict[str, dict[str, str]] = field(default_factory=dict)  # layer with a LoRA → part ("A", "B", …) → key
+    ranks: dict[str, int] = field(default_factory=dict)  # layer → rank; 1 if only its bias changes
     differences: dict[str, str] = field(default_factory=dict)  # parameter → key
-    shapes: dict[str, Shape] = field(default_factory=dict)  # key → as its layer or parameter takes it
-    image_only: list[str] = field(default_factory=list)  # keys of what only a model that takes an image has
-    by_peft: bool = False  # which writes alphas into a file of its own
+    shapes: dict[str, Shape] = field(default_factory=dict)  # key → shape for its layer or parameter
+    image_only: list[str] = field(default_factory=list)  # keys of layers that only image-to-video models have
+    by_peft: bool = False  # peft's file, whose alphas are in a separate file
 
     @property
     def alphas(self) -> dict[str, str]:
-        """{layer: key}"""
+        """{layer: key of its alpha}"""
         return {layer: found["alpha"] for layer, found in self.layers.items() if "alpha" in found}
 
     @property
     def biased(self) -> bool:
-        """Whether a layer's bias changes beside its weight: peft then takes one for each layer."""
+        """Whether a layer with a LoRA also changes its bias: peft then needs a bias for each layer."""
         return any({"bias", "bias difference"} & found.keys() for found in self.layers.values())
 
     @property
     def left_out(self) -> str:
-        """What was left out, with * for the numbers of blocks; "" where nothing was."""
+        """The ignored tensors, with * for the numbers of blocks; "" if there are none."""
         named = dict.fromkeys(re.sub(r"(?<=blocks[._])\d+", "*", _parted(key)[0]) for key in self.image_only)
         return f"{len(self.image_only)} tensors: {shown(', '.join(named), 1000)}" if named else ""
 
 
 class LayerNames:
-    """The names under which files know the layers and parameters of a denoiser: diffusers' and its authors', with dots
-    or with underscores."""
+    """The names of a denoiser's layers and parameters in LoRA files: diffusers' and its authors', with dots or with
+    underscores."""
 
     def __init__(self, family: FamilySpec, denoiser: torch.nn.Module):
         self.layers = dict(denoiser.named_modules())
@@ -92,14 +92,14 @@ class LayerNames:
         self._known |= {name.replace(".", "_"): name for name in own}
 
     def authors(self, name: str) -> str:
-        """Return what the model's authors call a layer or a parameter."""
+        """Return the authors' name of a layer or a parameter."""
         for pattern, there in self._table:
             name = re.sub(pattern, there, name)
         return name
 
     def find(self, stem: str) -> str:
-        """Return the layer or parameter that a key without its ending names, "" where there is none."""
-        while start := _START.match(stem):  # first: Wan's transformer.blocks are no transformer_blocks of CogVideoX
+        """Return the layer or parameter that a key, without its ending, names; "" if there is none."""
+        while start := _START.match(stem):  # before "." → "_": Wan's transformer.blocks are not transformer_blocks
             stem = stem[start.end() :]
         return self._known.get(stem.replace(".", "_"), "")
 
@@ -139,8 +139,8 @@ def place(shapes: Mapping[str, Shape], family: FamilySpec, denoiser: torch.nn.Mo
 
 
 def _parted(key: str) -> tuple[str, str]:
-    """Return a key without its ending, and what that says it holds: "" where it is not known."""
-    key = re.sub(r"\.diff_m$", ".modulation.diff", key)  # LightX2V's, of Wan's tables of modulation
+    """Return a key without its ending, and the part that the ending names; "" if it is unknown."""
+    key = re.sub(r"\.diff_m$", ".modulation.diff", key)  # LightX2V's name for Wan's modulation tables
     for pattern, part in _PARTS.items():
         if ending := re.search(rf"({pattern})$", key):
             return key[: ending.start()], part
@@ -148,7 +148,7 @@ def _parted(key: str) -> tuple[str, str]:
 
 
 def _takes(name: str, part: str, names: LayerNames) -> bool:
-    """Return whether a layer, or a parameter that is in none, can have such a part."""
+    """Return whether a layer, or a parameter outside of layers, can have such a part."""
     layer = names.layers.get(name)
     if part == "bias difference":
         return isinstance(layer, LAYERS) or f"{name}.bias" in names.parameters
@@ -156,12 +156,11 @@ def _takes(name: str, part: str, names: LayerNames) -> bool:
 
 
 def _fit(placed: Placed, layer: str, found: dict[str, str], shapes: Mapping[str, Shape], names: LayerNames) -> None:
-    """Put the parts of a layer, or of a parameter that is in none, where they belong. Raises Unreadable where they do
-    not fit."""
+    """Add the parts of a layer, or of a parameter outside of layers, to `placed`. Raises Unreadable for misfits."""
     weight = layer if layer in names.parameters else f"{layer}.weight"
     outputs, *inputs = shape = tuple(names.parameters[weight].shape)
     changes = shapes[found.get("A") or found.get("weight difference") or found[next(iter(found))]]
-    if len(shape) > 2 and changes[2:] == shape[2:] and changes[1:2] > shape[1:2]:  # the image is in further channels
+    if len(shape) > 2 and changes[2:] == shape[2:] and changes[1:2] > shape[1:2]:  # the image's channels
         placed.image_only += found.values()
         return
     if found.keys() == {"alpha"} or ("A" in found) != ("B" in found):
@@ -189,7 +188,7 @@ def _fit(placed: Placed, layer: str, found: dict[str, str], shapes: Mapping[str,
 
 
 def _alike(shape: Shape, wanted: Shape) -> bool:
-    """Return whether a tensor is of the wanted shape, but that a kernel is written flat, or ones behind it."""
+    """Return whether a tensor has the wanted shape, possibly with a flattened kernel or with trailing ones."""
     same = shape[:1] == wanted[:1] and math.prod(shape) == math.prod(wanted)
     return shape == wanted or (same and (len(shape) == 2 or shape[: len(wanted)] == wanted))
 
@@ -206,19 +205,19 @@ def header(path: Path) -> tuple[dict[str, Shape], LoraSettings]:
 
 
 def files_of(path: Path) -> tuple[Path, ...]:
-    """Return the file, and the settings beside it where it is of a folder as peft saves it."""
+    """Return the file, and the settings next to it if peft saved both."""
     config = path.with_name(_PEFT[1])
     return (path, config) if path.name == _PEFT[0] and config.is_file() else (path,)
 
 
 def _some(keys: Collection[str]) -> str:
-    """'3 tensors, such as …'"""
+    """Return '3 tensors, such as …'."""
     return f"{len(keys)} tensor{'s' * (len(keys) != 1)}, such as '{shown(min(keys), 100)}'"
 
 
 class LoraSettings(Foreign):
-    """The fields of peft's LoraConfig that are used: what scales the additions, and what rules the file out. Ranks are
-    in the tensors' shapes."""
+    """The used fields of peft's LoraConfig: they scale the additions, or show that the file is not supported. The ranks
+    follow from the tensors' shapes."""
 
     peft_type: str | None = None
     init_lora_weights: bool | str | None = None
@@ -229,10 +228,10 @@ class LoraSettings(Foreign):
 
 
 def settings_of(path: Path, metadata: Mapping[str, str]) -> LoraSettings:
-    """Return how a LoRA file says that its additions are scaled, in its header or in the settings beside it.
+    """Return a LoRA file's settings, from its header or from the file next to it.
 
-    metadata: what its safetensors header holds beside the tensors.
-    Raises OSError, or Unreadable where they are no settings or cannot be honoured.
+    metadata: the metadata of its safetensors header.
+    Raises OSError, or Unreadable if the settings are invalid or not supported.
     """
     known = object_in(parse(metadata[_METADATA])) if _METADATA in metadata else beside(path) or {}
     settings = fitting(LoraSettings, {key.removeprefix("transformer."): value for key, value in known.items()})
@@ -249,8 +248,7 @@ def settings_of(path: Path, metadata: Mapping[str, str]) -> LoraSettings:
 
 
 def beside(path: Path) -> Mapping[str, Any] | None:
-    """Return the settings beside the file of a folder as peft saves it; None where there are none. Raises OSError, or
-    Unreadable."""
+    """Return the settings that peft saved next to the file; None if there are none. Raises OSError, or Unreadable."""
     *_, config = files_of(path)
     return object_in(read(config)) if config != path else None
 

@@ -1,5 +1,5 @@
-"""A model on disk that passed every check: what it is, what its safetensors files hold by their headers, and how its
-components are read, one at a time."""
+"""A checked model on disk: its family and configs, the headers of its safetensors files, and the loading of its
+components, one at a time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ..families.spec import FamilySpec
 if TYPE_CHECKING:
     import torch
 
-_MOST_BYTES = 32 * 2**20  # of a header; the largest published one, of a checkpoint with its trainer's notes, has 2 MB
-FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}  # by safetensors' names
+_MOST_BYTES = 32 * 2**20  # limit of a header; the largest published one, with its trainer's notes, has 2 MB
+FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}  # safetensors' names of dtypes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Tensor:
 
     @property
     def n_bytes(self) -> int:
-        bits = re.match(r"[A-Z]+(\d+)", self.dtype)  # none in BOOL
+        bits = re.match(r"[A-Z]+(\d+)", self.dtype)  # BOOL has no number
         return prod(self.shape) * int(bits[1] if bits else 8) // 8
 
 
@@ -51,7 +51,7 @@ def bytes_by_dtype(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def read_header(file: Path) -> Header:
-    """Return what a file holds. Raises OSError, or Unreadable where it is not whole: the end of a sentence."""
+    """Read a safetensors header. Raises OSError, or Unreadable if the file is not whole."""
     from safetensors import SafetensorError, safe_open
 
     _length(file)
@@ -65,7 +65,7 @@ def read_header(file: Path) -> Header:
 
 
 def header_text(file: Path) -> bytes:
-    """Return the JSON of a header, not parsed. Raises OSError, or Unreadable where the file is shorter than that."""
+    """Return a header's JSON, not parsed. Raises OSError, or Unreadable if the header is cut off."""
     length, size = _length(file), file.stat().st_size
     if length > size - 8:
         raise Unreadable(f"its header is cut off, after {size:,} bytes")
@@ -75,8 +75,8 @@ def header_text(file: Path) -> bytes:
 
 
 def _length(file: Path) -> int:
-    """Return how many bytes a header is to have, by the file's first 8. Raises OSError, or Unreadable where there is no
-    file, and where its header is larger than any model's."""
+    """Return the bytes of a header, from the file's first 8 bytes. Raises OSError, or Unreadable if it is no
+    file, or if its header is larger than any model's."""
     check_whole(file)
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -91,7 +91,7 @@ class Weights:
 
     files: tuple[Path, ...]
     n_bytes: int
-    dtypes: Mapping[str, int]  # safetensors' name of a dtype ("F16", "BF16", "F32") → bytes in it
+    dtypes: Mapping[str, int]  # safetensors' dtype ("F16", "BF16", "F32") → bytes
 
     @property
     def sharded(self) -> bool:
@@ -99,13 +99,13 @@ class Weights:
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype that most bytes are in."""
+        """The dtype of most bytes."""
         return max(self.dtypes, key=lambda name: self.dtypes[name])
 
 
 def name_of(path: Path) -> str:
-    """Return what people call a model: its folder's or file's name. In the hub's cache, where folders are named after
-    commits, it is the hub id."""
+    """Return a model's name for users: its folder's or file's name; in the hub's cache, where folders are named after
+    commits, the hub id."""
     repository, snapshots = ("", "", *path.parts)[-3:-1]
     if snapshots == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--").replace("--", "/")
@@ -118,13 +118,13 @@ class StoredModel(ABC):
 
     path: Path
     family: FamilySpec
-    variant: Variant  # as its config and its stored weights show it
+    variant: Variant  # from its config and the dtype of its weights
     weights: Mapping[str, Weights]
-    configs: Mapping[str, Mapping[str, Any]]  # component with weights → what its class takes of its config
+    configs: Mapping[str, Mapping[str, Any]]  # component with weights → the fields of its config that its class takes
     denoiser_config: Mapping[str, Any]
     vae_config: Mapping[str, Any]
-    options: Mapping[str, Any]  # of the diffusers pipeline
-    notes: tuple[str, ...]  # what is unusual about it, in words
+    options: Mapping[str, Any]  # arguments of the diffusers pipeline
+    notes: tuple[str, ...]  # unusual facts, for the report
 
     @property
     def name(self) -> str:
@@ -132,27 +132,28 @@ class StoredModel(ABC):
 
     @abstractmethod
     def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
-        """Load a component in `dtype`, on the CPU. Raises BadFolder where its files cannot be read."""
+        """Load a component in `dtype`, on the CPU. Raises BadFolder if its files cannot be read."""
 
     def bare(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
-        """Build a component without values, on "meta", as it would be loaded in `dtype`."""
+        """Build a component on "meta", as if loaded in `dtype`."""
         return self.family.components[name].on_meta(self.configs[name], dtype)
 
     @abstractmethod
     def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
-        """Read the stored values of one parameter of a component. Raises BadFolder where they cannot be read.
+        """Read the stored values of one parameter of a component. Raises BadFolder if they cannot be read.
 
-        parameter: the names of the parameter, several where it is tied.
+        parameter: the names of the parameter, several if it is tied.
         """
 
     @abstractmethod
     def unweighted(self, name: str) -> Any:
-        """Load the tokenizer, the image processor or the scheduler. Raises BadFolder where it cannot be read."""
+        """Load the tokenizer, the image processor or the scheduler. Raises BadFolder if it cannot be read."""
 
 
 def hooked(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module with the hooks by which transformers 5 records layers' outputs. It puts them on layers when it
-    first is asked for them, once for each model object: a shell is another one, and its layers would record twice."""
+    """Install the hooks by which transformers 5 records layers' outputs, and return the module. transformers installs
+    them at the first request, once per model object; a shallow copy is another object, whose layers would record
+    twice."""
     try:
         from transformers.utils.output_capturing import maybe_install_capturing_hooks as install
     except ImportError:  # transformers 4
@@ -168,7 +169,7 @@ _listener: ContextVar[Callable[[str], None] | None] = ContextVar("who is told wh
 
 @contextmanager
 def listening(tell: Callable[[str], None]) -> Generator[None]:
-    """Have `tell` given a line before anything is read; it may raise, to interrupt."""
+    """Have `tell` called with a line before weights are read; it may raise, to interrupt."""
     token = _listener.set(tell)
     try:
         yield
@@ -177,7 +178,7 @@ def listening(tell: Callable[[str], None]) -> Generator[None]:
 
 
 def tell_reading(name: str, n_bytes: int) -> None:
-    """Say that a component is read now, to whoever listens."""
+    """Call the listener, if any, with the component that is about to be read and its bytes."""
     from ...precision.memory import size
 
     if tell := _listener.get():

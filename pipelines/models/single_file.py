@@ -1,7 +1,7 @@
 """Stable Video Diffusion from ComfyUI's single file (models/checkpoints/svd_xt.safetensors), one component at a time.
 
-The file is checked as a whole, by its header, before a weight is read. Loading a component reads its own tensors alone,
-one after the other, each straight into the dtype that is wanted; the rest of the file is never in memory.
+The file is checked as a whole, by its header, before weights are read. Loading a component reads only its own tensors,
+one after the other, each straight into the wanted dtype; the rest of the file is never in memory.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _GET = "Get svd_xt.safetensors from https://huggingface.co/stabilityai/stable-vi
 class SvdFile(StoredModel):
     """A single file that passed every check."""
 
-    keys: Mapping[str, Mapping[str, str]]  # component → parameter → tensor; "": in no file, since it changes nothing
+    keys: Mapping[str, Mapping[str, str]]  # component → parameter → key; "": a no-op, not in the file
 
     def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
-        """Load a component in `dtype`, on the CPU, ready to infer. Its weights are copies: the file may be replaced."""
+        """Load a component in `dtype`, on the CPU, for inference. Weights are copies, so the file may be replaced."""
         with torch.inference_mode(False), torch.no_grad():
             module = SVD.components[name].on_meta(self.configs[name])
             shapes = {key: tensor.shape for key, tensor in module.state_dict().items()}
@@ -53,14 +53,14 @@ class SvdFile(StoredModel):
         return self._read({parameter[0]: key}, {parameter[0]: shape}, torch.float32)[parameter[0]]
 
     def unweighted(self, name: str) -> Any:
-        """Make the "scheduler" or the "feature_extractor", which no single file holds, as they are published."""
+        """Return the "scheduler" or the "feature_extractor", with the published settings; single files lack them."""
         made = svd_keys.SCHEDULER if name == "scheduler" else svd_keys.FEATURE_EXTRACTOR
         return SVD.components[name].class_named()(**made)
 
     def _read(
         self, keys: Mapping[str, str], shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """Return {parameter: its values}. keys: {parameter: tensor}. shapes: of parameters that the file has not."""
+        """Return {parameter: values}. keys: {parameter: key, or ""}. shapes: of parameters that the file lacks."""
         state: dict[str, torch.Tensor] = {}
         with reading_file(self.name), safe_open(self.path, framework="pt") as file:  # a tensor is read when it is cast
             for name, key in keys.items():
@@ -134,8 +134,8 @@ def fit(where: str, name: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str,
 
 
 def _converted(tensor: torch.Tensor, key: str, parameter: str) -> torch.Tensor:
-    """Return a tensor of the file as a parameter of diffusers' or transformers'."""
-    if ".in_proj_" in key:  # query, key and value lie one over the other
+    """Return a tensor of the file in the layout of diffusers' or transformers' parameter."""
+    if ".in_proj_" in key:  # query, key and value are concatenated
         return tensor.chunk(3)["qkv".index(parameter.rpartition("_proj.")[0][-1])]
     if key.endswith(".visual.proj"):
         return tensor.t()
@@ -145,7 +145,7 @@ def _converted(tensor: torch.Tensor, key: str, parameter: str) -> torch.Tensor:
 
 
 def _as_converted(tensor: Tensor, key: str, parameter: str) -> Tensor:
-    """Return what a header says of a tensor, as of the parameter; as of itself where it cannot become one."""
+    """Return a header's tensor with the parameter's shape; unchanged if it cannot be converted."""
     try:
         shape = _converted(torch.empty(tensor.shape, device="meta"), key, parameter).shape
     except (RuntimeError, IndexError):
@@ -154,7 +154,7 @@ def _as_converted(tensor: Tensor, key: str, parameter: str) -> Tensor:
 
 
 def _neutral(shape: Sequence[int]) -> torch.Tensor:
-    """Return the weight of a 1×1 convolution that changes nothing, or its bias."""
+    """Return the weight or the bias of a 1×1 convolution that changes nothing."""
     return torch.eye(shape[0]).reshape(*shape) if len(shape) > 1 else torch.zeros(*shape)
 
 

@@ -1,7 +1,7 @@
-"""Which files a library reads a component's weights from, and whether they hold what the component is made of.
+"""Finds the files that a library reads a component's weights from, and checks that they fit the component.
 
-Headers tell: no weight is read. diffusers takes an index of shards before a single file, transformers the other way
-round; both are given `use_safetensors=True`, and so read nothing but what is found here.
+Only headers are read. diffusers prefers an index of shards to a single file, transformers the single file; both get
+`use_safetensors=True`, and so read only the files that are found here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 _SHARD = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
-_INSTEAD = re.compile(  # what transformers takes before all others
+_INSTEAD = re.compile(  # files that transformers prefers to all others
     r"adapter_config\.json|shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
 )
 _MOST_BUFFERS = 2**32  # bytes; CogView3-Plus' positions have 168 MB
@@ -59,7 +59,7 @@ def weights_of(path: Path, name: str, library: str) -> tuple[Weights, dict[str, 
             "such as fp16 works under that name. Rename that, or get the model in safetensors format.",
             *(where, single, listed(there) or "nothing"),
         )
-    held: dict[str, dict[str, Tensor]] = {}  # file → what it holds
+    held: dict[str, dict[str, Tensor]] = {}  # file → its tensors by key
     shards = _shards(folder / index, f"{where}/{index}") if first == index else {}
     for file in sorted(set(shards.values())) or [single]:
         with reading_file(f"{where}/{file}"):
@@ -87,11 +87,11 @@ def check_fit(where: str, module: torch.nn.Module, tensors: Mapping[str, Tensor]
     if not sharded and hasattr(module, "_fix_state_dict_keys_on_load"):  # diffusers': 'query' is 'to_q'
         module._fix_state_dict_keys_on_load(found)  # pyright: ignore[reportCallIssue]
     wanted = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
-    names: dict[int, set[str]] = {}  # of one parameter: T5's `shared` and `encoder.embed_tokens`
+    names: dict[int, set[str]] = {}  # names of each parameter: T5's `shared` and `encoder.embed_tokens`
     for key, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(key)
     tied = {key: group for group in names.values() for key in group}
-    computed = {key: buffer for key, buffer in module.named_buffers() if key not in wanted}  # in older files of CLIP
+    computed = {key: buffer for key, buffer in module.named_buffers() if key not in wanted}  # in older CLIP files
     ignored = re.compile("|".join(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ["$^"]))
     missing = sorted(key for key in wanted if not tied.get(key, {key}) & found.keys())
     extra = sorted(key for key in found.keys() - wanted.keys() - computed.keys() if not ignored.search(key))
@@ -125,7 +125,7 @@ def check_fit(where: str, module: torch.nn.Module, tensors: Mapping[str, Tensor]
 
 
 def _shards(index: Path, where: str) -> dict[str, str]:
-    """Return {tensor: file}, as an index of shards has it. Raises BadFolder where one of the files is not there."""
+    """Return {key: file} of an index of shards. Raises BadFolder if the index is invalid, or a file is missing."""
     with reading_file(where):
         check_whole(index)
         shards = fitting(_ShardIndex, parse(read_bytes(index, limit=MOST_VOCABULARY_BYTES))).weight_map

@@ -1,1 +1,1 @@
-"""One run computed by several processes together, one a GPU."""
+"""Parallel runs: several processes, one per GPU, compute one run together."""

@@ -1,7 +1,7 @@
-"""What ranks send each other: tokens for heads and back (Ulysses attention, arXiv 2309.14509), and whole results.
+"""The exchanges between ranks: tokens for heads and back (Ulysses attention, arXiv 2309.14509), and whole results.
 
-Every rank knows from the whole length alone how much each has, so that no length is sent, and none has to divide. On
-"meta", where memory is counted, nothing is sent: the shapes alone are right.
+Every rank computes all ranks' shares from the whole length, so lengths are not sent, and need not be divisible. On
+"meta", where memory is estimated, nothing is sent, and only the shapes are right.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from .group import ProcessGroup
 
 
 def shares(length: int, size: int) -> list[int]:
-    """Return how much of a length each rank has: as even as can be, the first ones one more. 5 by 3: 2, 2, 1."""
+    """Return each rank's share of a length: as even as possible, the first ranks get one more. 5 by 3: 2, 2, 1."""
     least, more = divmod(length, size)
     return [least + (rank < more) for rank in range(size)]
 
 
 def share_of(tensor: torch.Tensor, dim: int, ranks: ProcessGroup) -> torch.Tensor:
-    """Return this rank's part of a tensor that all ranks have; a view."""
+    """Return this rank's share of a tensor that all ranks have; a view."""
     parts = shares(tensor.shape[dim], ranks.size)
     return tensor.narrow(dim, sum(parts[: ranks.rank]), parts[ranks.rank])
 
 
 def gathered(part: torch.Tensor, dim: int, length: int, ranks: ProcessGroup) -> torch.Tensor:
-    """Return the whole of which every rank has its share. length: of the whole in `dim`."""
+    """Return the whole tensor, from every rank's share. length: of the whole in `dim`."""
     parts = shares(length, ranks.size)
     whole = torch.Size((*part.shape[:dim], length, *part.shape[dim + 1 :]))
     if part.is_meta:
         return part.new_empty(whole)
-    even = part.movedim(dim, 0).contiguous()  # gloo gathers parts of one length only
+    even = part.movedim(dim, 0).contiguous()  # gloo gathers only parts of equal length
     if len(even) < parts[0]:
         even = torch.cat([even, even.new_zeros(1, *even.shape[1:])])
     kept = [piece[:part_length] for piece, part_length in zip(ranks.all_gather(even), parts, strict=True)]
@@ -40,10 +40,10 @@ def gathered(part: torch.Tensor, dim: int, length: int, ranks: ProcessGroup) -> 
 
 
 def heads_of_all_tokens(qkv: torch.Tensor, tokens: Sequence[int], ranks: ProcessGroup) -> torch.Tensor:
-    """Give each rank its share of the heads, with all tokens.
+    """Exchange tokens for heads: return this rank's share of the heads, with all tokens.
 
-    qkv: [3, batch, heads, this rank's tokens, channels]. tokens: how many each rank has.
-    Returns [3, batch, this rank's heads, all tokens, channels], the ranks' tokens one after the other.
+    qkv: [3, batch, heads, this rank's tokens, channels]. tokens: number of tokens of each rank.
+    Returns [3, batch, this rank's heads, all tokens, channels], with the tokens in the order of the ranks.
     """
     three, batch, all_heads, _, channels = qkv.shape
     heads = shares(all_heads, ranks.size)
@@ -55,9 +55,9 @@ def heads_of_all_tokens(qkv: torch.Tensor, tokens: Sequence[int], ranks: Process
 
 
 def tokens_of_all_heads(made: torch.Tensor, tokens: Sequence[int], heads: int, ranks: ProcessGroup) -> torch.Tensor:
-    """Give each rank its tokens back, with all heads.
+    """Exchange heads for tokens: return this rank's tokens, with all heads.
 
-    made: [batch, this rank's heads, all tokens, channels]. heads: of all ranks.
+    made: [batch, this rank's heads, all tokens, channels]. tokens: of each rank. heads: of all ranks together.
     Returns [batch, heads, this rank's tokens, channels].
     """
     batch, _, _, channels = made.shape
@@ -70,10 +70,10 @@ def tokens_of_all_heads(made: torch.Tensor, tokens: Sequence[int], heads: int, r
 
 
 def dealt(whole: torch.Tensor, chunk: int, ranks: ProcessGroup) -> torch.Tensor:
-    """Return this rank's chunks of a tensor that all ranks have: they are dealt out one after the other. A rank for
-    which none is left in the last round gets the last one, so that all have as many.
+    """Return this rank's chunks of a tensor that all ranks have, dealt out in turn. If the last round has too few
+    chunks, the remaining ranks get the last chunk, so that all have equally many.
 
-    chunk: how much of the first dimension.
+    chunk: length of a chunk in the first dimension.
     """
     chunks = whole.split(chunk)
     rounds = -(-len(chunks) // ranks.size)
@@ -81,7 +81,7 @@ def dealt(whole: torch.Tensor, chunk: int, ranks: ProcessGroup) -> torch.Tensor:
 
 
 def collected(mine: torch.Tensor, chunk: int, length: int, ranks: ProcessGroup) -> torch.Tensor:
-    """Return the whole that was dealt out, of what each rank has made of its chunks. length: of its first dimension."""
+    """Return the whole result, from each rank's results for its `dealt` chunks. length: of the first dimension."""
     rounds = -(-length // (chunk * ranks.size))
     even = mine.new_zeros(rounds * chunk, *mine.shape[1:])
     even[: len(mine)] = mine
@@ -90,7 +90,7 @@ def collected(mine: torch.Tensor, chunk: int, length: int, ranks: ProcessGroup) 
 
 
 def _swapped(sent: Sequence[torch.Tensor], sizes: Sequence[int], ranks: ProcessGroup) -> Sequence[torch.Tensor]:
-    """Send one flat tensor to each rank. Returns what came from each. sizes: of that."""
+    """Send one flat tensor to each rank, and return one from each. sizes: numbers of elements to receive."""
     flat = torch.cat(list(sent))
     came = flat.new_empty(sum(sizes))
     if not flat.is_meta:

@@ -1,8 +1,8 @@
-"""A run that several processes compute together: tokens of a call, or both halves of guidance at the same time.
+"""The feature of parallel runs: ranks share the tokens of a call, or compute both CFG halves at the same time.
 
-A family's pipeline calls its denoiser once with both halves of guidance as a batch, or once for each. Here every rank
-makes one call a step either way, with its own half, and gets what the other part made of the other. This stands outside
-of the guard: all ranks judge their calls together, so both halves are recomputed, or none.
+A family's pipeline calls its denoiser once with both CFG halves as a batch, or once for each. Here every rank makes one
+call per step, with its own half, and receives the other half's output. This is outside the guard: all ranks check their
+calls together, so both halves are recomputed, or none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..run.stage import ComponentStage
 
 
-_ATTENTION = "DIFFUSERS_ATTN_BACKEND"  # diffusers' choice of a kernel
+_ATTENTION = "DIFFUSERS_ATTN_BACKEND"  # diffusers' variable for its attention kernel
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class ParallelLayout:
     context: int  # ranks that share the tokens of a call, of neighbouring numbers
 
     def half(self, rank: int) -> int:
-        """Return which half of guidance a rank computes, 0 or 1."""
+        """Return the CFG half that a rank computes, 0 or 1."""
         return rank // self.context % 2
 
     @property
     def first_of_halves(self) -> tuple[int, int]:
-        """The rank of the lowest number in each half."""
+        """The lowest rank of each half."""
         return (0, self.context)
 
     def __str__(self) -> str:
@@ -58,10 +58,10 @@ class ParallelLayout:
 
 
 def parallel_layout(size: int, *, guided: bool, splits: bool) -> ParallelLayout:
-    """Return how ranks share the steps of a run. Halves of guidance come first: they see nothing of each other until
-    both are done, while ranks that share tokens send each other most of what attention takes, in every block.
+    """Return how ranks share the steps of a run. CFG halves come first: they exchange only outputs, while ranks that
+    share tokens exchange most inputs of attention, in every block.
 
-    size: ranks in all. guided: a step has two halves. splits: the denoiser's tokens can be shared.
+    size: number of ranks. guided: a step has two halves. splits: the denoiser's tokens can be shared.
     """
     halves = guided and (size % 2 == 0 or not splits)
     context = (size // 2 if halves else size) if splits else 1
@@ -69,7 +69,7 @@ def parallel_layout(size: int, *, guided: bool, splits: bool) -> ParallelLayout:
 
 
 class ParallelRun(Feature):
-    """Ranks share the halves of guidance, the tokens of a call, or both."""
+    """Ranks share the CFG halves, the tokens of a call, or both."""
 
     def __init__(self, run: RunContext):
         family, self._ranks = run.handle.family, run.handle.ranks
@@ -86,7 +86,7 @@ class ParallelRun(Feature):
         if plan is None or self._context.alone:
             return stage
         kernel = os.environ.get(_ATTENTION, "native")
-        if "native" not in kernel:  # it would attend to a rank's own tokens alone
+        if "native" not in kernel:  # it would attend only to a rank's own tokens
             raise PlanImpossible(
                 "Several GPUs share a call by PyTorch's attention alone, and {} is {}. Leave it unset.",
                 _ATTENTION,
@@ -101,12 +101,12 @@ class ParallelRun(Feature):
         return OverHalves(call, inspect.signature(stage.module.forward), self._layout, self._ranks, self._prompts)
 
     def own_share(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the share of a first block's input that this rank computes with."""
+        """Return this rank's share of the first block's input."""
         plan = self._family.context
         return share_of(hidden, plan.first[PICTURE], self._context) if plan and not self._context.alone else hidden
 
     def of_both_halves(self, made: torch.Tensor) -> torch.Tensor:
-        """Return a call's whole output, of the half that is made of it here."""
+        """Return both CFG halves of a call's output. made: this rank's half."""
         if not self._layout.halves:
             return made
         every = self._ranks.all_gather(made)
@@ -114,23 +114,23 @@ class ParallelRun(Feature):
 
 
 class HalvesDiffer(Told, RuntimeError):
-    """A pipeline calls its denoiser otherwise than its family says. The message has what was found."""
+    """A pipeline calls its denoiser differently from its family's spec. The message says how."""
 
 
 @dataclass(eq=False)
 class OverHalves:
-    """A denoiser's calls, of which this rank computes its half."""
+    """Calls of a denoiser, of which this rank computes its CFG half."""
 
-    call: Callable[..., Any]  # takes a call's arguments by name
+    call: Callable[..., Any]  # takes keyword arguments
     signature: inspect.Signature  # of the denoiser
     sharing: ParallelLayout
     ranks: ProcessGroup
-    prompts: Sequence[torch.Tensor]  # of both calls of a step, in their order; none where both halves are one batch
+    prompts: Sequence[torch.Tensor]  # of both calls of a step, in order; (): both halves are one batch
 
     def __post_init__(self) -> None:
         self._half = self.sharing.half(self.ranks.rank)
         self._own_prompt = IdentityMemo(1)
-        self._second: tuple[Mapping[str, Any], Any] | None = None  # call of this step, and what it gives
+        self._second: tuple[Mapping[str, Any], Any] | None = None  # arguments and output of this step's second call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.signature.bind(*args, **kwargs).arguments
@@ -138,7 +138,7 @@ class OverHalves:
             (expected, made), self._second = self._second, None
             _check(inputs, expected)
             return made
-        if self.prompts:  # the first call of a step is made for both, which differ in their prompts alone
+        if self.prompts:  # a step's first call computes both, which differ only in their prompts
             calls = [{**inputs, PROMPT: prompt} for prompt in self.prompts]
             _check(inputs, calls[0])
             first, second = self._both(calls[self._half])
@@ -148,12 +148,12 @@ class OverHalves:
         if len(halves) != 2:
             raise HalvesDiffer("found a batch that guidance does not split in two: run this on one GPU")
         own = halves[self._half]
-        if isinstance(inputs.get(PROMPT), torch.Tensor):  # the same object in each step, as the whole one is
+        if isinstance(inputs.get(PROMPT), torch.Tensor):  # the same object in each step, as the whole prompt
             own[PROMPT] = self._own_prompt.of(inputs[PROMPT], lambda _: own[PROMPT])
         return joined(self._both(own))
 
     def _both(self, own: Mapping[str, Any]) -> list[Any]:
-        """Return what the call gives for each half."""
+        """Call the denoiser with this rank's half, and return the outputs of both halves."""
         leaves, tree = pytree.tree_flatten(self.call(**own))
         every = [
             self.ranks.all_gather(leaf) if isinstance(leaf, torch.Tensor) else [leaf] * self.ranks.size
@@ -163,7 +163,7 @@ class OverHalves:
 
 
 def _check(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise HalvesDiffer where a call has other arguments than it should: tensors are to be the same objects."""
+    """Raise HalvesDiffer if a call's arguments are not the expected ones. Tensors have to be the same objects."""
     for name in {**expected, **inputs}:
         found, wanted = inputs.get(name), expected.get(name)
         if found is not wanted and (isinstance(found, torch.Tensor) or found != wanted):

@@ -1,7 +1,7 @@
-"""The processes that compute one run together, called ranks, and this one's place among them.
+"""The process group: the processes ("ranks") that compute one run together, and this process's rank.
 
-A process is alone unless it was started as a rank (`headless/hosts/ranks.py`), which no process of ComfyUI's ever is.
-What all ranks have to do alike, they decide on what they agreed on here.
+A process is alone unless it was started as a rank (`headless/hosts/ranks.py`); ComfyUI's processes never are. Ranks
+that have to decide alike decide by values that are gathered, reduced or broadcast here.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import distributed
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(minutes=20)  # for a late rank: the first one may read an encoder's weights from a slow disk
+PATIENCE = timedelta(minutes=20)  # timeout for a late rank: rank 0 may read weights from a slow disk
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """rank: this process's number, from 0. size: how many there are. group: theirs, of torch.distributed; None: all."""
+    """This process's group. rank: its number, from 0. size: number of ranks. group: torch.distributed's; None: all."""
 
     rank: int = 0
     size: int = 1
@@ -31,33 +31,32 @@ class ProcessGroup:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other one."""
+        """Whether this is the only process."""
         return self.size == 1
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that writes outputs and profiles."""
+        """Whether this is rank 0, which writes outputs and profiles."""
         return self.rank == 0
 
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Return each rank's tensor, of one shape and dtype on all: the same bits on every rank."""
+        """Return all ranks' tensors, in order of rank. mine: of the same shape and dtype on all ranks."""
         mine = mine.contiguous()
         every = [torch.empty_like(mine) for _ in range(self.size)]
         distributed.all_gather(every, mine, self.group)
         return every
 
     def all_reduce_absmax(self, values: torch.Tensor) -> torch.Tensor:
-        """Return max |x| over all ranks of each value, NaN where any is NaN: the same on every rank. Without one that
-        is not alone, the values as they are.
+        """Return max |x| of each value over all ranks, NaN if any is NaN; the values unchanged if the process is alone.
 
-        values: float32 [n], with the same n on every rank, on the device that its run computes on.
+        values: float32 [n], with the same n on every rank, on the run's device.
         """
         if self.alone:
             return values
         return torch.stack(self.all_gather(values)).abs().amax(0)
 
     def all_reduce_max(self, number: int) -> int:
-        """Return the largest of what the ranks give: the same on every rank."""
+        """Return the largest of the ranks' numbers, on every rank."""
         if self.alone:
             return number
         found = torch.tensor([number])
@@ -65,8 +64,8 @@ class ProcessGroup:
         return int(found)
 
     def part(self, size: int) -> ProcessGroup:
-        """Return the ranks of the part that this one is in, where all are parted into groups of `size`, those of
-        neighbouring numbers together. All ranks ask for the same, one as often as the other."""
+        """Return this rank's subgroup, with all ranks split into groups of `size` neighbours. All ranks have to make
+        the same calls."""
         if size in (1, self.size):
             return ALONE if size == 1 else self
         if size not in _parts:
@@ -74,8 +73,7 @@ class ProcessGroup:
         return ProcessGroup(self.rank % size, size, _parts[size])
 
     def broadcast_from_rank0(self, make: Callable[[], T]) -> T:
-        """Return what the first rank makes; the others make nothing, and wait. An error ends the first rank, and with
-        it the job."""
+        """Return rank 0's result of `make` on all ranks; the others wait. An error ends rank 0, and with it the job."""
         if self.alone:
             return make()
         handed = [make() if self.first else None]
@@ -85,24 +83,23 @@ class ProcessGroup:
 
 ALONE = ProcessGroup()
 _of_this_process = ALONE
-_parts: dict[int, Any] = {}  # ranks in a part → this one's part, as long as it is joined
+_parts: dict[int, Any] = {}  # size of a subgroup → this process's subgroup, while it is joined
 
 
 def process_group() -> ProcessGroup:
-    """Return the ranks that this process is one of; `ALONE` where it is none."""
+    """Return this process's group; `ALONE` if it is no rank."""
     return _of_this_process
 
 
 @contextmanager
 def joined(rank: int, size: int, meeting: Path, *, cuda: bool) -> Generator[ProcessGroup]:
-    """Make this process a rank, inside. It waits for the others.
+    """Make this process a rank inside. It waits for the others.
 
-    After an error the group stays, and goes with the process: to leave it ends what the others still compute together,
-    so that they might be heard of before this one.
+    After an error the group is not destroyed: that would fail the other ranks, whose errors might be reported before
+    this one's.
 
-    meeting: a file by which they find each other: not there before, on a disk of this machine, in a folder that is
-        this user's alone.
-    cuda: they compute on CUDA (or ROCm), each on the one GPU that it sees; else on the CPU.
+    meeting: a new file by which the ranks find each other, on a local disk, in a folder that only this user can use.
+    cuda: ranks compute on CUDA (or ROCm), each on the one GPU that it sees; else on the CPU.
     """
     global _of_this_process
     distributed.init_process_group(

@@ -1,9 +1,8 @@
-"""A shell of a denoiser that computes with its share of the tokens, and attends with its share of the heads.
+"""A shallow copy of a denoiser that computes with its share of the tokens, and attends with its share of the heads.
 
-diffusers and cache-dit split by replacing `forward` on the module: a shell of such a module would go on calling the
-original's, without the scaled layers or the compiled blocks that it is made for. So what splits here are PyTorch's
-hooks, around whatever computes. Every shell of this shell has them, and so do the guard's attempt, what is compiled of
-it, and the rerun in fp32.
+diffusers and cache-dit split by replacing `forward` on the module: a shallow copy of such a module would still call the
+original's `forward`, without the scaled layers or the compiled blocks of the copy. So PyTorch's hooks split here. Every
+shallow copy of this one has them too: the guard's attempt, its compiled blocks, and the rerun in fp32.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ _ATTENTION, _OUTPUT = "attn1", "proj_out"  # of a block, where tokens see each o
 
 
 class TokensDiffer(Told, RuntimeError):
-    """A denoiser has another number of tokens than its family says. The message has both."""
+    """A denoiser's number of tokens differs from its family's plan. The message has both."""
 
 
 class Split:
-    """How much of a call's tokens each rank has. One for each shell; set anew by each call, in one thread."""
+    """The ranks' shares of a call's tokens. One for each shallow copy; each call sets it, in one thread."""
 
     def __init__(self, ranks: ProcessGroup):
         self.ranks = ranks
@@ -40,22 +39,22 @@ class Split:
 
     @property
     def tokens(self) -> list[int]:
-        """How many tokens each rank has in attention."""
+        """Each rank's number of tokens in attention."""
         size = self.ranks.size
         return [sum(pair) for pair in zip(shares(self.picture, size), shares(self.text, size), strict=True)]
 
 
 def over_ranks(module: torch.nn.Module, blocks: str, plan: ContextPlan, ranks: ProcessGroup) -> torch.nn.Module:
-    """Return a shell of a denoiser that computes its calls together with the other ranks'. All of them make the same
-    calls, and each gets the whole output. Weights are shared, and `module` is not touched.
+    """Return a shallow copy of a denoiser that computes its calls together with the other ranks. All ranks make the
+    same calls, and each gets the whole output. Weights are shared, and `module` is not changed.
 
-    blocks: the name of its list of blocks.
+    blocks: name of its list of blocks.
     """
     shell, split = structural_copy(module), Split(ranks)
     config: Any = module.config
 
     def count_tokens(given: dict[str, Any]) -> dict[str, Any]:
-        """Note how many tokens the call has, and split what has one value for each."""
+        """Store the call's number of tokens, and split arguments with one value per token."""
         split.picture = plan.tokens(config, tuple(given[PICTURE].shape))
         split.text = given[plan.text].shape[1] if plan.text else 0
         own = {name: share_of(given[name], dim, ranks) for name, dim in plan.given.items() if given[name].ndim > dim}
@@ -74,14 +73,14 @@ def over_ranks(module: torch.nn.Module, blocks: str, plan: ContextPlan, ranks: P
 
 
 def _share_of_each(value: Any, dim: int, ranks: ProcessGroup) -> Any:
-    """Return this rank's part of a tensor, or of each of a tuple of them; None stays."""
+    """Return this rank's share of a tensor, or of each tensor of a tuple; None for None."""
     if isinstance(value, (tuple, list)):
         return type(value)(share_of(part, dim, ranks) for part in value)
     return value if value is None else share_of(value, dim, ranks)
 
 
 def _attending(processor: Any, split: Split) -> Any:
-    """Return a copy of diffusers' processor of an attention layer whose attention is over the tokens of all ranks."""
+    """Return a copy of a diffusers attention processor that attends to the tokens of all ranks."""
     made = copy.copy(processor)
     made.__class__ = _attending_class(type(processor))
     made.split = split
@@ -99,8 +98,8 @@ def _attending_class(kind: type[Any]) -> type[Any]:
 
 
 class _Exchanging(TraceableMode):
-    """A function mode in which attention is over the tokens of all ranks, by a share of the heads each. Whatever a
-    processor does before and behind it, it does with its own tokens."""
+    """A function mode in which attention is over the tokens of all ranks, with each rank's share of the heads. The rest
+    of a processor computes with this rank's tokens."""
 
     def __init__(self, split: Split):
         super().__init__()
@@ -118,7 +117,7 @@ class _Exchanging(TraceableMode):
         *args: Any,
         **more: Any,
     ) -> torch.Tensor:
-        """[batch, heads, this rank's tokens, channels] each → the same."""
+        """Attend: [batch, heads, this rank's tokens, channels] each → the same shape."""
         split = self._split
         if attn_mask is not None:
             raise NotImplementedError("attention over several GPUs takes no mask: run this model on one GPU")

@@ -1,1 +1,1 @@
-"""A run: its stages, each of which is guarded, and what it taught."""
+"""Runs: their guarded stages, their features, and the profiles that they learn."""

@@ -39,7 +39,7 @@ class Portions(NamedTuple):
         return ", ".join(said) or "whole"
 
     def that_work(self, stage: ComponentStage) -> Portions:
-        """Return those that a VAE can do something with. What else was asked for is told in the report."""
+        """Return the portions that the VAE supports. Each option that it lacks is a warning in the report."""
         can = {
             "chunk": stage.handle.family.layout.takes_chunks,
             "tiling": hasattr(stage.module, "tiled_decode"),
@@ -58,7 +58,7 @@ class Portions(NamedTuple):
         return self._replace(**dict.fromkeys(idle, 0))
 
     def smaller(self, stage: ComponentStage, latents: torch.Tensor) -> Iterator[Portions]:
-        """Yield those that take less memory, the largest first."""
+        """Yield portions that take less memory, the largest first."""
         portions, layout = self, stage.handle.family.layout
         while layout.takes_chunks and (portions.chunk or len(latents)) > 1:
             portions = portions._replace(chunk=(portions.chunk or len(latents)) // 2)
@@ -67,7 +67,7 @@ class Portions(NamedTuple):
             yield portions._replace(tiling=True)
 
     def decode(self, stage: ComponentStage, vae: Any, latents: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield what a VAE makes of the latents, [n, 3, height, width] each."""
+        """Yield the decoded frames or images, float32 [n, 3, height, width] each."""
         vae.use_tiling, vae.use_slicing = self.tiling, self.slicing
         surplus = surplus_of(stage.handle, latents)
 
@@ -78,10 +78,10 @@ class Portions(NamedTuple):
         return stage.handle.family.layout.decoded(decoded, latents, self.chunk)
 
     def foreseen(self, stage: ComponentStage, latents: torch.Tensor) -> tuple[int, list[CallSignature]]:
-        """Return the bytes that decoding takes beside the weights, and the signature of each call of the decoder."""
+        """Return the activation memory of decoding, in bytes, and the signature of each call of the decoder."""
 
         def run(vae: Any, given: torch.Tensor) -> None:
-            for _ in self.decode(stage, vae, given):  # and keep nothing
+            for _ in self.decode(stage, vae, given):  # keeps nothing
                 pass
 
         return dry_run(stage, "decoder", latents, run, self)
@@ -93,7 +93,8 @@ def ways_to_decode(
     portions: Portions,
     take: Callable[[Portions], object] = lambda _: None,
 ) -> Iterator[ExecutionOption]:
-    """Yield the ways to decode latents: the one that was asked for, and those that take less memory."""
+    """Yield the options to decode latents: the requested portions, then those that take less memory. take: is called
+    with an option's portions to use it."""
     for each in (portions, *portions.smaller(stage, latents)):
         yield ExecutionOption(str(each), stage.weights_at_once(), each.foreseen(stage, latents)[0], partial(take, each))
 
@@ -121,7 +122,7 @@ def decode(
     stage = handle.stage(Component.VAE_DECODE, request)
     _check(handle, latents, made_by, policy=stage.policy)
     together = handle.family.layout.takes_chunks and 0 < chunk < len(latents)
-    ranks = handle.ranks if together else ALONE  # `TOGETHER` of the console command hangs on that a chunk is set
+    ranks = handle.ranks if together else ALONE  # the decode node's `TOGETHER` depends on `chunk` too
     if not ranks.alone:
         stage.report.note(f"chunks are decoded by {ranks.size} GPUs at the same time")
         stage = replace(stage, agree=ranks.all_reduce_absmax)
@@ -161,7 +162,7 @@ def decode(
 
 
 def surplus_of(handle: PipelineHandle, latents: torch.Tensor) -> int:
-    """Return how many frames too many the VAE makes of latents, in front of each video."""
+    """Return the number of surplus frames that the VAE makes in front of each video."""
     layout = handle.family.layout
     return layout.surplus(latents.shape[2], handle.store.model.vae_config) if layout.dimensions == 5 else 0
 

@@ -1,5 +1,5 @@
-"""The denoiser that a diffusers pipeline is given: its calls under the guard, with the features of the run, in the
-fastest way for which there is room."""
+"""The denoiser for a diffusers pipeline: guarded calls with the run's features, in the fastest execution option that
+fits the device."""
 
 from __future__ import annotations
 
@@ -44,10 +44,7 @@ PROFILE_UNUSED = Message(
 
 
 def features_of(run: RunContext) -> list[Feature]:
-    """Return the features of a run, the innermost first: what it does beside calling its denoiser under the guard.
-
-    Those that stand elsewhere are imported where they are used.
-    """
+    """Return the features of a run, the innermost first. Features of other modules are imported only when needed."""
     handle, family, plan = run.handle, run.handle.family, run.plan
     found: list[Feature] = []
     if plan.quantised:
@@ -82,10 +79,10 @@ def features_of(run: RunContext) -> list[Feature]:
 
 
 def guarded_denoiser(stage: ComponentStage, features: Sequence[Feature] | None = None) -> torch.nn.Module:
-    """A shell of the denoiser that runs as the stage's plan says. The original, which it shares weights with, is
-    loaded for it and not touched.
+    """Return a shallow copy of the denoiser that runs by the stage's plan. Loads the original, which is not changed and
+    shares its weights with the copy.
 
-    features: of the run; None: those of single calls.
+    features: of the run; None: the features of single calls.
     """
     if features is None:
         features = features_of(RunContext(stage.handle, stage.plan, stage.report))
@@ -125,18 +122,18 @@ def ways_to_run(
 
 
 class GuardedCalls:
-    """Calls of a denoiser or a text encoder in one run: under the guard, with features, placed before they are made."""
+    """Guarded calls of a denoiser or a text encoder in one run, with features, which also place the component."""
 
     def __init__(self, stage: ComponentStage, features: Sequence[Feature], ranks: ProcessGroup = ALONE):
         self._stage = stage
         self._features = features
         self._ranks = ranks  # that make them together
         self._signature = inspect.signature(stage.module.forward)
-        self._known = NOTHING  # learned in earlier runs
+        self._known = NOTHING  # overrides of earlier runs
         self._guard: StageGuard | None = None
-        self._standing = (0, False)  # of the guard before
+        self._standing = (0, False)  # number of failures and whether all is in fp32, from the guard before
         self._of_calls: list[CallFeature] = []
-        self._savings: tuple[str, ...] = ()  # what features do to take less memory
+        self._savings: tuple[str, ...] = ()  # memory savings of features
         self._placed = False
         self._oom_fallback = OomFallback(stage, ranks)
 
@@ -162,7 +159,7 @@ class GuardedCalls:
                 for feature in self._of_calls:
                     feature.end_call(self._stage.report.steps[-1])
         except BaseException:
-            self._placed = False  # where memory ran out, it may have to leave for a while
+            self._placed = False  # after an out-of-memory error, it may have to be moved out
             raise
         return self._returned(output)
 
@@ -175,7 +172,7 @@ class GuardedCalls:
         self._placed = True
 
     def _go_on(self, stage: ComponentStage, savings: tuple[str, ...]) -> None:
-        """Have the next call place and set up the stage, with what this run learned so far."""
+        """Switch to a stage and savings: the next call places and sets it up, with the overrides learned so far."""
         for feature in self._features:
             feature.reset(stage.name)
         if self._guard:
@@ -210,13 +207,13 @@ class GuardedCalls:
 
 
 class GuardedDenoiser(GuardedCalls):
-    """Calls of the denoiser in one run. It returns float32, so that guidance and scheduler compute in that."""
+    """Guarded calls of the denoiser in one run. Returns float32, so that guidance and scheduler compute in float32."""
 
     def __init__(self, stage: ComponentStage, features: Sequence[Feature]):
         super().__init__(stage, features, stage.handle.ranks)
         self._known, notes = _known(stage)
         stage.report.notes += notes
-        self._earlier: PrecisionOverrides | None = None  # what another denoiser learned in this run
+        self._earlier: PrecisionOverrides | None = None  # overrides that another denoiser learned in this run
 
     def _returned(self, output: Any) -> Any:
         stage, learned = self._stage, self._guard and self._guard.learned
@@ -228,7 +225,7 @@ class GuardedDenoiser(GuardedCalls):
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.float, output)
 
     def _place(self, inputs: Mapping[str, Any]) -> None:
-        """What came before may make room for it."""
+        """Place the denoiser, after the components before it may leave the device."""
         handle = self._stage.handle
         handle.finish(*ENCODERS, *(name for name in handle.family.denoisers if name != self._stage.name))
         super()._place(inputs)
@@ -239,7 +236,7 @@ class GuardedDenoiser(GuardedCalls):
 def build_attempt(
     stage: ComponentStage, features: Sequence[CallFeature], overrides: PrecisionOverrides
 ) -> HalfPrecisionForward:
-    """Build what is called in half precision, as the plan, earlier failures and the features ask for."""
+    """Build the attempt in half precision, by the plan, the overrides and the features."""
     options: dict[str, Any] = {"onloaded": stage.weights.shell, "device": stage.handle.store.placement.device}
     options |= options_of(features) | stage.numerics
     made = build_half_precision_forward(stage.module, overrides, stage.plan.dtype, **options)
@@ -251,7 +248,7 @@ def build_attempt(
 
 
 def _known(stage: ComponentStage) -> tuple[PrecisionOverrides, tuple[str, ...]]:
-    """What earlier runs taught, where this one learns, and what to say about it."""
+    """Return the overrides of earlier runs, if this run learns, and lines for the report."""
     if not stage.learns:
         return NOTHING, (PROFILE_UNUSED,) * bool(stage.handle.profile)
     load = partial(load_profile, stage.handle, stage.memory_key)

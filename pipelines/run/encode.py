@@ -20,7 +20,7 @@ from .stage import Calls, CallTold, ComponentStage
 
 logger = logging.getLogger(__name__)
 
-_REMEMBERED = 32  # prompts; at 226 × 4096 float32 each 3.5 MiB
+_REMEMBERED = 32  # prompts, of 3.5 MiB each at 226 × 4096 float32
 
 
 @in_turn
@@ -64,7 +64,7 @@ def encode_prompts(
                     lambda: _encode_all(stage, [prompt for prompt, *_ in new], calls)
                 )
                 found |= {key: made for key, (made, _) in zip(new, encoded, strict=True)}
-                # a broken one is not worth keeping, and its next report has to say so again
+                # failed embeddings are not kept, so that the next run's report has the failure too
                 kept = {key: made for key, (made, is_right) in zip(new, encoded, strict=True) if is_right}
         finally:
             handle.store.offload_or_unload("text_encoder")
@@ -77,7 +77,7 @@ def encode_prompts(
 
 @torch.no_grad()
 def _encode_all(stage: ComponentStage, prompts: list[str], calls: Calls) -> list[tuple[torch.Tensor, bool]]:
-    """Return the embeddings of each prompt, and whether they are right: finite, and nothing in them was clipped."""
+    """Return each prompt's embeddings, and whether they are right: finite, and without a failed call."""
     import diffusers
 
     handle, device = stage.handle, stage.handle.store.placement.device
@@ -100,7 +100,7 @@ def _encode_all(stage: ComponentStage, prompts: list[str], calls: Calls) -> list
 
 
 def _zeros(handle: PipelineHandle, prompts: list[str]) -> Iterator[tuple[int, torch.Tensor]]:
-    """The places of empty negative prompts, and their embeddings, where these are zeros."""
+    """Yield the index and the embeddings of each empty negative prompt, if the family's are zeros."""
     rule, config = handle.family.prompt, handle.store.model.denoiser_config
     for place, prompt in enumerate(prompts):
         if rule and rule.no_negative_is_zero and place > 0 and not prompt.strip():
@@ -115,12 +115,12 @@ def _limit(handle: PipelineHandle) -> int:
 
 
 def _notes(handle: PipelineHandle, prompts: list[str]) -> Iterator[str]:
-    """A line for each prompt that is too long, with what the model does not see of it, and for each with words that the
-    tokenizer has no tokens for: all such words look alike to the model."""
+    """Yield a note for each prompt that is too long, with the part that is cut off, and for each prompt with words that
+    the tokenizer has no tokens for: all such words look alike to the model."""
     tokenizer, limit = handle.store.unweighted("tokenizer"), _limit(handle)
     for prompt in prompts:
         tokens = tokenizer(prompt).input_ids
-        last = int(tokens[-1:] == [tokenizer.eos_token_id])  # T5 keeps room for it, GLM has none
+        last = int(tokens[-1:] == [tokenizer.eos_token_id])  # T5 needs a token for the end, GLM has none
         if len(tokens) > limit:
             cut = tokenizer.decode(tokens[limit - last : len(tokens) - last])
             yield Message("the prompt is longer than {} tokens; this was cut off: {}", limit, cut)
@@ -131,13 +131,12 @@ def _notes(handle: PipelineHandle, prompts: list[str]) -> Iterator[str]:
 
 
 class _Tokenizer:
-    """A tokenizer as diffusers is given it. After the tokens that fit, diffusers asks for all of them, to log what it
-    cut off, which the report says: for a long prompt that takes longer than the rest together. It gets the first answer
-    once more."""
+    """The tokenizer for diffusers. After the truncated tokens, diffusers asks for all of them, to log what it cut off.
+    The report has that already, and for long prompts it is slow: the second request gets the first answer."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._fitting: tuple[Any, Any] | None = None  # of a text
+        self._fitting: tuple[Any, Any] | None = None  # text, and its truncated tokens
 
     def __call__(self, text: Any, **how: Any) -> Any:
         if not how.get("truncation") and self._fitting and self._fitting[0] == text:

@@ -1,4 +1,4 @@
-"""What a feature of a run may do, and the small ones. `features_of` in `denoiser.py` puts a run's features together."""
+"""The interface of a run's features, and the small features. `features_of` in `denoiser.py` chooses the features."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .stage import ComponentStage
 
 Tell = Callable[[str], None]
-APART = "CFG halves in turn"  # how `SplitBatch` takes less memory
+APART = "CFG halves in turn"  # `SplitBatch`'s name for its saving
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,19 @@ class CallFeature:
     """A feature of one denoiser's calls, inside the guard. Methods change nothing unless a feature says otherwise."""
 
     def build_options(self) -> dict[str, Any]:
-        """Return arguments of `build_half_precision_forward`."""
+        """Return options of `build_half_precision_forward`."""
         return {}
 
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
-        """Wrap each call in half precision."""
+        """Wrap the attempt: each call in half precision."""
         return made
 
     def wrap_rerun(self, rerun: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap each call in fp32."""
+        """Wrap the rerun: each call in fp32."""
         return rerun
 
     def wrap_guarded(self, call: Callable[..., Any], *, rerun: bool) -> Callable[..., Any]:
-        """Wrap the calls that the guard makes at once: one, or one for each half of a batch."""
+        """Wrap all calls of one attempt or rerun: one, or one for each half of a batch."""
         del rerun
         return call
 
@@ -84,7 +84,7 @@ class CallFeature:
     def end_call(self, record: StepRecord) -> None: ...
 
     def peak_inside(self) -> torch.Tensor | None:
-        """Return max |x| that the latest attempt reached inside, where a clipped value would be finite."""
+        """Return the largest |x| inside the latest attempt, for stages that clip; None if nothing is watched."""
 
 
 class Feature:
@@ -93,15 +93,15 @@ class Feature:
     pending: Pending | None = None  # numbers that the guard reads with each call's own
 
     def prepare(self, stage: ComponentStage) -> ComponentStage:
-        """Return a denoiser's stage as it is to run."""
+        """Return a denoiser's stage with changes of this feature."""
         return stage
 
     def around_run(self) -> AbstractContextManager[object]:
-        """Return what the run is inside of, from before diffusers' pipeline is made."""
+        """Return a context for the run, entered before diffusers' pipeline is made."""
         return nullcontext()
 
     def wrap_pipeline(self, pipe: Any) -> None:
-        """Change diffusers' pipeline, which is this run's own."""
+        """Change diffusers' pipeline, which only this run uses."""
 
     def wrap_denoiser(self, stage: ComponentStage, call: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the guarded calls of a denoiser."""
@@ -114,33 +114,34 @@ class Feature:
         return ""
 
     def reset(self, denoiser: str) -> None:
-        """Free what is kept of a denoiser's calls: it is about to be placed and set up anew. denoiser: its name."""
+        """Drop the state of a denoiser's calls, before it is placed and set up again. denoiser: its name."""
 
     def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
-        """Return what the feature does inside the guard; None: nothing."""
+        """Return the feature's part inside the guard; None: nothing."""
 
     def on_meta(self, setup: DenoiserSetup) -> CallFeature | None:
-        """Return what takes as much memory on "meta" as the feature does inside the guard; None: next to nothing."""
+        """Return a stand-in for `of_calls` that takes as much memory on "meta"; None: next to nothing."""
 
     def on_step_end(self, latents: torch.Tensor) -> None: ...
 
 
 def options_of(features: Iterable[CallFeature]) -> dict[str, Any]:
-    """Return options of `build_half_precision_forward`, as the features ask for."""
+    """Return the features' options of `build_half_precision_forward`."""
     return {name: value for feature in features for name, value in feature.build_options().items()}
 
 
 def wrapped(made: HalfPrecisionForward, features: Iterable[CallFeature]) -> HalfPrecisionForward:
-    """Return what is called in half precision, as the features wrap it."""
+    """Return the attempt, wrapped by all features."""
     for feature in features:
         made = feature.wrap_attempt(made)
     return made
 
 
 def split_cfg_batch(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return both halves of a call's arguments; where the batch is odd, the whole.
+    """Return both halves of a call's arguments; if the batch is odd, one item with all of them.
 
-    inputs: tensors of the batch's length have it first, but for rotary tables. The batch is that of the first tensor.
+    inputs: the first tensor with two or more dimensions has the batch first. Tensors whose first dimension is as long
+    are split too, except rotary tables.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(dict(inputs)) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1]
     batch = len(leaves[0]) if leaves else 1
@@ -160,7 +161,7 @@ def split_cfg_batch(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def joined(made: Sequence[Any]) -> Any:
-    """Return what a call gives for its whole batch, of what it gives for parts of it."""
+    """Return a call's output for the whole batch, from its outputs for parts of the batch."""
 
     def cat(*parts: Any) -> Any:
         return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else parts[0]
@@ -169,7 +170,7 @@ def joined(made: Sequence[Any]) -> Any:
 
 
 class Fp16Accumulation(Feature):
-    """Products that accumulate in fp16, where a step has shown that this is right, by a backend that can."""
+    """Has products accumulate in fp16, after a step has shown that the error is small, if the backend supports it."""
 
     def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
         stage, handle = setup.stage, setup.stage.handle
@@ -198,15 +199,15 @@ class _Fp16Accumulation(CallFeature):
 
 
 class ClippedValues(Feature):
-    """Looks at what a network clips in fp16: it comes out finite, and wrong. T5 clamps at ±64504, CogView3-Plus its
-    stream at ±65504."""
+    """Watches values that a network clips in fp16: they are finite, but wrong. T5 clamps at ±64504, CogView3-Plus its
+    residual stream at ±65504."""
 
     def of_calls(self, setup: DenoiserSetup) -> CallFeature:
         return _ClippedValues(setup.stage.plan.dtype, together=not setup.stage.handle.ranks.alone)
 
 
 class _ClippedValues(CallFeature):
-    """together: several processes compute the network, and each has to say something."""
+    """together: several processes compute the network, and each has to return a number."""
 
     def __init__(self, dtype: str, *, together: bool = False):
         self._clips, self._together, self._watches = Clips(dtype), together, True
@@ -216,14 +217,14 @@ class _ClippedValues(CallFeature):
         return replace(made, run=self._clips.watched(made.run)) if self._watches else made
 
     def peak_inside(self) -> torch.Tensor | None:
-        if not self._watches:  # the latest attempt, while all processes agree on that
+        if not self._watches:  # not in the latest attempt; all processes agree
             return None
         return self._clips.peak if self._together else self._clips.take()
 
 
 class SplitBatch(Feature):
-    """Computes both halves of a batch one after the other, where memory is short. Ranks make the same calls, whatever
-    room each has."""
+    """Computes the CFG halves sequentially if memory is short. Not in parallel runs, whose ranks have to make the same
+    calls."""
 
     def saving(self, stage: ComponentStage, inputs: Mapping[str, Any]) -> str:
         return APART if stage.handle.ranks.alone and len(split_cfg_batch(inputs)) > 1 else ""

@@ -1,8 +1,8 @@
-"""What travels on an ONEDIFF_PIPELINE wire: an immutable handle to loaded components and how to run them.
+"""The value on an ONEDIFF_PIPELINE wire: an immutable handle to a model's components and the settings to run them.
 
-What earlier runs learned of a pipeline is in its store for this process, and in a profile (`precision/overrides.py`)
-for later ones. A profile belongs to a model by its denoiser's config, safetensors headers, sizes and a sample of the
-weights: not by a hash of 11 GB, and headers alone would not tell a fine-tune from its base.
+The overrides that earlier runs learned are in the pipeline's store for this process, and in a profile
+(`precision/overrides.py`) for later ones. A profile identifies a model by its denoiser's config, safetensors headers,
+sizes and a sample of the weights: hashing 11 GB is slow, and headers alone are equal for a fine-tune and its base.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class PipelineHandle:
-    """Nodes never change a handle: they return another (`dataclasses.replace`) that shares its store."""
+    """A pipeline's store and settings. Nodes never change a handle: they return a copy (`dataclasses.replace`) that
+    shares its store."""
 
     store: ComponentStore
     architecture: Architecture
@@ -59,21 +60,21 @@ class PipelineHandle:
     backend: BackendChoice
     offload: Offload
     policy: GuardPolicy
-    guard_node: bool = False  # a NaN Guard set the policy
+    guard_node: bool = False  # a NaN Guard node set the policy
     accumulation: Accumulation = Accumulation.AUTO
-    beside: tuple[Architecture, ...] = ()  # of the GPUs in this process: the accumulation switches are shared
-    loras: tuple[Lora, ...] = ()  # added to the denoiser
+    beside: tuple[Architecture, ...] = ()  # the process's GPUs, which share the accumulation switches
+    loras: tuple[Lora, ...] = ()  # for the denoisers
     compile_options: CompileOptions = field(default_factory=CompileOptions)
     full_report: bool = True  # with a line for every step
     step_cache: CachePolicy | None = None  # None: every step is computed
-    profiles: Path | None = None  # folder of what runs taught; None: nothing is kept
-    profile: Profile | None = None  # from elsewhere, used in place of what is kept
-    compiled: Path | None = None  # folder of compiled code for later processes; None: none is kept
+    profiles: Path | None = None  # folder of profiles; None: none are kept
+    profile: Profile | None = None  # a profile from the user, used instead of the kept one
+    compiled: Path | None = None  # folder of the compile cache; None: compiled code is not kept
     ranks: ProcessGroup = ALONE  # the processes that compute each run together
 
     def __post_init__(self) -> None:
         backend = backend_with(self.backend, self.offload, self.store.placement.device)
-        object.__setattr__(self, "backend", backend)  # a node may have put another one here
+        object.__setattr__(self, "backend", backend)  # a node may have set one that does not fit the offload
         self.store.handles.add(self)
 
     @property
@@ -81,17 +82,17 @@ class PipelineHandle:
         return self.store.model.family
 
     def loras_of(self, denoiser: str) -> tuple[Lora, ...]:
-        """Those that are added to a component."""
+        """Return the LoRAs for a denoiser, given by its component's name."""
         return tuple(lora for lora in self.loras if lora.denoiser in ("", denoiser))
 
     def memory_key(self, denoiser: str, dtype: str) -> MemoryKey:
-        """The key under which the store remembers what runs taught about a denoiser in `dtype`."""
+        """Return the store's key of the overrides of a denoiser in `dtype`."""
         loras = self.loras_of(denoiser)
         given = self.profile.text() if self.profile else ""
         return denoiser, dtype, keys(loras) if loras else (), self.architecture.name, given
 
     def plan(self, component: Component, request: Precision | None = None) -> Plan:
-        """The plan of one component; `request` overrides the loader's precision, None inherits it. Raises
+        """Return a component's plan. request: overrides the loader's precision; None inherits it. Raises
         PlanImpossible."""
         variant = self.store.model.variant
         precision = request or self.precision
@@ -103,10 +104,10 @@ class PipelineHandle:
         return plan
 
     def stage(self, component: Component, request: Precision | None = None) -> ComponentStage:
-        """A component, set up to compute as its plan says; nothing is loaded yet. Raises PlanImpossible."""
+        """Return a component's stage, set up by its plan; nothing is loaded yet. Raises PlanImpossible."""
         plan, layout, name = self.plan(component, request), self.family.layout, self.family.folder(component)
         inputs = {self.family.denoiser: self.family.denoiser_inputs, "vae": (layout.cache,) if layout.cache else ()}
-        as_the_decoder = component is Component.VAE_ENCODE  # whose weights it has, which are there once
+        as_the_decoder = component is Component.VAE_ENCODE  # they share the VAE's weights, which are loaded once
         return ComponentStage(
             plan=plan,
             report=self.report(plan),
@@ -120,12 +121,12 @@ class PipelineHandle:
         )
 
     def denoising(self, request: Precision | None = None) -> tuple[ComponentStage, ...]:
-        """A stage for each component that denoises, in the order in which they are called, with one report."""
+        """Return a stage for each denoiser, in the order of their calls, with one shared report."""
         first = self.stage(Component.DENOISER, request)
         return tuple(replace(first, name=name) for name in self.family.denoisers)
 
     def idle_guard(self, plan: Plan) -> tuple[str, ...]:
-        """A line where a NaN Guard was set to act, and does not in this plan."""
+        """Return a warning if a NaN Guard node has no effect in this plan."""
         if plan.guarded or not plan.half or not self.guard_node or self.policy.on_failure is OnFailure.OFF:
             return ()
         return (
@@ -139,8 +140,8 @@ class PipelineHandle:
 
     @contextmanager
     def switched(self, report: RunReport) -> Generator[None]:
-        """Hold the accumulation switches while a stage runs, measure its memory, and note both in its report. It
-        computes inside, beside other threads' stages."""
+        """Hold the accumulation switches while a stage runs inside, measure its peak memory, and write both to its
+        report. Other threads' stages may compute at the same time."""
         device = self.store.placement.device
         held = accumulation(self.architecture, self.accumulation, self.beside)
         with peak_memory(device) as peak, held as switches, PROCESS_GATE.shared():
@@ -168,7 +169,7 @@ class PipelineHandle:
         )
 
     def finish(self, *components: str) -> None:
-        """A stage is done with components, of which some may not have been loaded."""
+        """Offload a stage's components after use, if the offload asks for it. They need not be loaded."""
         if not self.offload.stays:
             for component in components:
                 self.store.offload_to_cpu(component)
@@ -177,17 +178,17 @@ class PipelineHandle:
 def in_turn(
     stage: Callable[Concatenate[PipelineHandle, Args], tuple[Result, RunReport]],
 ) -> Callable[Concatenate[PipelineHandle, Args], tuple[Result, RunReport]]:
-    """A stage that waits for those of other threads that run on the same store. Where memory runs out in it, and not in
-    a model's call, which has a fallback of its own, it begins once more with nothing on the device."""
+    """Decorate a stage: it waits for stages of other threads on the same store. If memory runs out outside a model's
+    call (which has its own fallback), it restarts once, with all components off the device."""
 
     @wraps(stage)
     def waiting(handle: PipelineHandle, *args: Args.args, **kwargs: Args.kwargs) -> tuple[Result, RunReport]:
         placement = handle.store.placement
-        with handle.store.turn(), tf32_off(handle.policy.exact_fp32):  # also what diffusers computes around the models
+        with handle.store.turn(), tf32_off(handle.policy.exact_fp32):  # also for diffusers' own computations
             try:
                 return stage(handle, *args, **kwargs)
             except RuntimeError as error:
-                if not ran_out(error) or not handle.ranks.alone:  # others would go on
+                if not ran_out(error) or not handle.ranks.alone:  # the other ranks do not restart
                     raise
                 traceback.clear_frames(error.__traceback__)
             handle.store.leave_device()
@@ -242,18 +243,18 @@ def load(
         beside=present(),
         profiles=profiles,
         compile_options=CompileOptions(channels_last=placement.channels_last),
-        compiled=compiled if ranks.alone else None,  # of ranks, each compiles another part of the work
+        compiled=compiled if ranks.alone else None,  # ranks compile different parts of the work
         ranks=ranks,
     )
     family = model.family
     wanted = {family.folder(component): handle.plan(component).dtype for component in model.variant.components}
     wanted |= dict.fromkeys(family.denoisers, wanted[family.denoiser])
-    handle.store.drop_unless(wanted, handle)  # before anything is read beside it
+    handle.store.drop_unless(wanted, handle)  # before further weights are read
     return handle
 
 
 def add_lora(handle: PipelineHandle, lora: Lora) -> PipelineHandle:
-    """The pipeline with one more LoRA, checked by its header. Raises BadLora."""
+    """Return the pipeline with one more LoRA, checked by its header. Raises BadLora."""
     if lora.denoiser not in ("", *handle.family.denoisers):
         raise BadLora(
             "{} has no second transformer to add '{}' to. Choose 'both' as the LoRA's transformer.",
@@ -264,11 +265,11 @@ def add_lora(handle: PipelineHandle, lora: Lora) -> PipelineHandle:
     return replace(handle, loras=(*handle.loras, replace(lora, notes=notes)))
 
 
-_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file's weights
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # number of samples of a file's weights, and bytes of each
 
 
 def load_profile(handle: PipelineHandle, key: MemoryKey) -> tuple[PrecisionOverrides, tuple[str, ...]]:
-    """What is known of a denoiser, and lines for the report."""
+    """Return a denoiser's overrides, from the store or from its profile, and lines for the report."""
     if key in handle.store.learned:
         return handle.store.learned[key], ()
     learned, notes = _profile_file(handle, key).load()
@@ -279,13 +280,13 @@ def load_profile(handle: PipelineHandle, key: MemoryKey) -> tuple[PrecisionOverr
 
 
 def update_cache(handle: PipelineHandle, key: MemoryKey, learned: PrecisionOverrides) -> None:
-    """What is known from now on, for as long as the store lives. That a run went on in fp32 is of that run alone."""
+    """Keep a denoiser's overrides while the store lives, except `whole_run_fp32`, which is for one run alone."""
     handle.store.learned[key] = replace(learned, whole_run_fp32=False)
 
 
 def save_profile(handle: PipelineHandle, key: MemoryKey) -> None:
-    """Write what is known to a profile. Nothing is written too, where runs forgot what the kept profile says. Of ranks,
-    the first one writes it for all."""
+    """Write a denoiser's overrides to its profile; also if there are none, but the run began with a kept profile. In a
+    parallel run, only rank 0 writes."""
     if not handle.ranks.first:
         return
     learned = handle.store.learned.get(key, NOTHING)
@@ -298,12 +299,12 @@ def _profile_file(handle: PipelineHandle, key: MemoryKey) -> ProfileFile:
 
 
 def profile_of(handle: PipelineHandle, denoiser: str, dtype: str) -> Profile:
-    """The profile of a denoiser of which nothing is known yet."""
+    """Return a denoiser's profile without overrides."""
     return _identity(handle, handle.memory_key(denoiser, dtype))
 
 
 def _identity(handle: PipelineHandle, key: MemoryKey) -> Profile:
-    """Read files when it is first asked for, as a run begins: at its end they may be gone, or others."""
+    """Return a profile without overrides. Reads files at the first call, when a run begins: later they may change."""
     profiles, (denoiser, dtype, _, architecture, _) = handle.store.profiles, key
     if (whose := key[:4]) not in profiles:
         profiles[whose] = identify(handle.store.model, denoiser, handle.loras_of(denoiser), architecture, dtype)
@@ -311,7 +312,7 @@ def _identity(handle: PipelineHandle, key: MemoryKey) -> Profile:
 
 
 def identify(model: StoredModel, denoiser: str, loras: Sequence[Lora], architecture: str, dtype: str) -> Profile:
-    """The profile of a run of which nothing is known yet. denoiser: the component, which the LoRAs are added to."""
+    """Return the profile, without overrides, of a denoiser (a component's name) with LoRAs."""
     import diffusers
     import torch
 
@@ -327,7 +328,7 @@ def identify(model: StoredModel, denoiser: str, loras: Sequence[Lora], architect
 
 
 def fingerprint(files: Iterable[Path], config: Mapping[str, Any] | None = None) -> str:
-    """Return 32 hexadecimal digits that tell safetensors files, and a config, from others."""
+    """Return 32 hexadecimal digits that identify safetensors files and a config."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for file in files:
         size = file.stat().st_size

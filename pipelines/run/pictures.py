@@ -1,4 +1,4 @@
-"""Images as ComfyUI hands them on → as diffusers takes them."""
+"""Converts ComfyUI's images to diffusers' input."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ...trust.message import BadInput
 
 
 def fitted(images: torch.Tensor, width: int, height: int, fit: str) -> list[Any]:
-    """[n, h, w, channels] in 0..1 → n PIL images of width × height, RGB.
+    """Return [n, h, w, channels] in 0..1 as n PIL images of width × height, RGB.
 
-    fit: "crop" keeps the aspect and cuts off at the sides, "stretch" does not keep it, "refuse" raises BadInput where
-        the size is another.
-    Grey becomes RGB; transparent pixels become black. Raises BadInput where it is no image, or not finite.
+    fit: "crop" keeps the aspect ratio and cuts off the sides, "stretch" changes it, "refuse" raises BadInput if the
+        size differs.
+    Grey becomes RGB; transparent pixels become black. Raises BadInput if it is no image, or not finite.
     """
     from PIL import Image, ImageOps
 

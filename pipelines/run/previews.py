@@ -1,7 +1,7 @@
-"""A small picture of what a run is making, after each of its steps: of a video, its frame in the middle.
+"""Previews: a small picture after each step of a run; of a video, its middle frame.
 
-It shows what the scheduler takes the finished latents to be, by published factors: how much red, green and blue each of
-their channels gives.
+A preview shows the scheduler's prediction of the finished latents, by published factors: the red, green and blue of
+each latent channel.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 ToPicture = Callable[[torch.Tensor], Any]  # latents of one frame [channels, rows, columns], as the VAE takes them → PIL
 
-# Of CogVideoX's latents as its denoiser makes them, which are the VAE's times 0.7 (CogVideoX-5B's scaling_factor; the
-# 2B model has the same VAE). From kijai's ComfyUI-CogVideoXWrapper, latent_preview.py, to four digits.
+# Factors for CogVideoX's latents as its denoiser makes them: the VAE's times 0.7 (CogVideoX-5B's scaling_factor; the 2B
+# model has the same VAE). From kijai's ComfyUI-CogVideoXWrapper, latent_preview.py, to four digits.
 COGVIDEOX_SCALE = 0.7
 COGVIDEOX = (
     (0.1195, 0.0992, -0.0048), (-0.0012, 0.0550, 0.0213), (-0.0141, -0.0087, -0.0210), (0.0306, 0.1219, 0.0140),
@@ -57,7 +57,7 @@ class PreviewedRun(Feature):
         try:
             kind = self._handle.family.latent_format(self._handle.store.model.vae_config)
             self._to_picture = self._previews.to_picture(kind) or (of_cogvideox if kind == "CogVideoX" else None)
-        except Exception as error:  # noqa: BLE001, whatever a device or a decoder of others raises
+        except Exception as error:  # noqa: BLE001, whatever a device or a host's decoder raises
             self._give_up(error)
         if self._to_picture:
             watch_predictions(pipe.scheduler, self._show)
@@ -74,15 +74,15 @@ class PreviewedRun(Feature):
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        if is_interrupt(error):  # ComfyUI raises the user's where it is shown a picture
+        if is_interrupt(error):  # ComfyUI raises a user's interrupt while it shows a picture
             raise error
         logger.warning("no previews of %s: %s", self._handle.store.model.name, error)
         self._to_picture = None
 
 
 def watch_predictions(scheduler: Any, seen: Callable[[Callable[[], torch.Tensor]], None]) -> None:
-    """Have `seen` given, at each step, what returns the finished latents that a diffusers scheduler predicts, in the
-    shape of its samples.
+    """Call `seen` at each step of a diffusers scheduler, with a function that returns its prediction of the finished
+    latents, in the shape of its samples.
 
     scheduler: used for this run alone, since its `step` is replaced.
     """
@@ -99,21 +99,20 @@ def watch_predictions(scheduler: Any, seen: Callable[[Callable[[], torch.Tensor]
 
 
 def _finished(scheduler: Any, made: Any, given: Mapping[str, Any]) -> torch.Tensor:
-    """made: by its step, as a tuple or an output of diffusers. given: to its step, by name."""
+    """Return the predicted latents. made: result of the scheduler's `step`. given: arguments of `step`, by name."""
     told = made[1:] if isinstance(made, tuple) else [getattr(made, "pred_original_sample", None)]
     if told and told[0] is not None:
         return told[0]
-    if scheduler.config.get("predict_x0") and hasattr(scheduler, "model_outputs"):  # UniPC, which solves for it
+    if scheduler.config.get("predict_x0") and hasattr(scheduler, "model_outputs"):  # UniPC predicts them
         return scheduler.model_outputs[-1]
-    sigma = scheduler.sigmas[scheduler.step_index - 1]  # of a flow
+    sigma = scheduler.sigmas[scheduler.step_index - 1]  # a flow scheduler
     return given["sample"] - sigma * given["model_output"]
 
 
 def picture(latents: torch.Tensor, factors: Sequence[Sequence[float]], bias: Sequence[float] | None = None) -> Any:
-    """Return latents [channels, rows, columns] as a PIL image of as many pixels. Raises ValueError where they have
-    another number of channels.
+    """Return latents [channels, rows, columns] as a PIL image of columns × rows pixels.
 
-    factors: [channels, 3], and bias: [3], to colours from -1 to 1.
+    factors: [channels, 3], and bias: [3], to colours from -1 to 1. Raises ValueError for another number of channels.
     """
     from PIL import Image
 
@@ -125,5 +124,5 @@ def picture(latents: torch.Tensor, factors: Sequence[Sequence[float]], bias: Seq
 
 
 def of_cogvideox(latents: torch.Tensor) -> Any:
-    """Return one frame's latents, as CogVideoX's VAE takes them, as a picture."""
+    """Return a picture of one frame's latents, as CogVideoX's VAE takes them."""
     return picture(latents * COGVIDEOX_SCALE, COGVIDEOX)

@@ -1,4 +1,4 @@
-"""Prompt embeddings, or an image → latents, by the diffusers pipeline's own denoising loop."""
+"""Samples: prompt embeddings, an image or a video → latents, by the diffusers pipeline's own denoising loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .previews import Previews
 from .stage import Calls, ComponentStage
 
 MakeDenoiser = Callable[[ComponentStage], torch.nn.Module]
-StepDone = Callable[[int, int, RunReport], None]  # steps done, steps in all, report so far; raises to interrupt
+StepDone = Callable[[int, int, RunReport], None]  # steps done, number of steps, report so far; may raise, to interrupt
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,22 @@ class SampleSettings:
     steps: int
     seed: int
     frames: int = 1
-    guidance_scale: float | None = None  # 1 or less: no classifier-free guidance, the negative prompt is not used
-    guidance_scale_2: float | None = None  # of a second denoiser; None: the same
+    guidance_scale: float | None = None  # 1 or less: no classifier-free guidance, and no negative prompt
+    guidance_scale_2: float | None = None  # scale of a second denoiser; None: the same
     scheduler: str = ""  # a key of the family's schedulers; "": the folder's own
-    strength: float | None = None  # from a video: the part of the steps that is computed, 0..1
-    more: Mapping[str, Any] = field(default_factory=dict)  # what else the diffusers pipeline takes, by its names
+    strength: float | None = None  # from a video: fraction of the steps to compute, 0..1
+    more: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the diffusers pipeline
 
     @property
     def computed_steps(self) -> int:
         return self.steps if self.strength is None else min(int(self.steps * self.strength), self.steps)
 
     def scale(self, family: FamilySpec) -> float:
-        """Return the guidance scale that the family's pipeline takes; that of the last frame where it grows."""
+        """Return the pipeline's guidance scale; the last frame's if the scale grows from frame to frame."""
         return self.told(family, family.guidance.argument, self.guidance_scale)
 
     def told(self, family: FamilySpec, argument: str, own: Any = None) -> Any:
-        """Return what the family's pipeline takes for an argument. own: where `more` has it not; None: its default."""
+        """Return the value of a pipeline's argument: from `more`, else `own`; if None, the pipeline's default."""
         import diffusers
 
         usual = inspect.signature(getattr(diffusers, family.pipeline).__call__).parameters[argument].default
@@ -145,7 +145,7 @@ def sample(
             _draw_from(generator, pipe.scheduler)
             for feature in features:
                 feature.wrap_pipeline(pipe)
-            if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
+            if embeddings:  # else diffusers' CogView3-Plus replaces an encoded negative prompt by zeros
                 pipe.encode_prompt = lambda *_, **__: tuple(embeddings.values())
             given = {
                 "image": image,
@@ -185,12 +185,12 @@ def sample(
         )
     config = handle.store.model.vae_config
     latents = family.layout.unscaled(latents, settings.frames, config)
-    return latents.cpu().contiguous(), report  # ComfyUI 0.0.1's SaveLatent takes no other
+    return latents.cpu().contiguous(), report  # for ComfyUI 0.0.1's SaveLatent
 
 
 def _draw_from(generator: torch.Generator, scheduler: Any) -> None:
-    """Have a scheduler draw noise from a run's seed. Pipelines of flows give theirs no generator, and one that samples
-    stochastically would draw from PyTorch's own.
+    """Have a scheduler draw noise from a run's generator. Pipelines with flow schedulers pass none, and stochastic
+    sampling would draw from PyTorch's global generator.
 
     scheduler: used for this run alone, since its `step` is replaced.
     """
@@ -206,7 +206,7 @@ def _pipeline(
     request: Precision | None,
     video: list[Any] | None,
 ) -> Any:
-    """Return diffusers' pipeline, which has no weights of its own."""
+    """Return a diffusers pipeline with the run's guarded components. It holds no weights of its own."""
     import diffusers
 
     def told(_done: int, _total: int, text: str) -> None:
@@ -247,7 +247,7 @@ def _guarded_image_encoder(stage: ComponentStage, calls: Calls) -> torch.nn.Modu
 
     def encode(pixels: torch.Tensor) -> Any:
         output = stage.handle.ranks.broadcast_from_rank0(lambda: fallback.run(lambda: encoded(pixels)))
-        output.image_embeds = output.image_embeds.float()  # diffusers takes the latents' dtype from it
+        output.image_embeds = output.image_embeds.float()  # diffusers uses its dtype for the latents
         return output
 
     shell = with_forward(stage.module, calls.telling(encode))
@@ -255,7 +255,7 @@ def _guarded_image_encoder(stage: ComponentStage, calls: Calls) -> torch.nn.Modu
 
 
 def check_size(handle: PipelineHandle, settings: SampleSettings) -> None:
-    """Raise BadSize where the model cannot make it."""
+    """Raise BadSize if the model cannot make the size."""
     family, model = handle.family, handle.store.model
     size, long = (settings.width, settings.height, settings.frames), family.layout.temporal(model.vae_config)
     if not family.layout.counts_frames and settings.frames != 1:
@@ -268,7 +268,7 @@ def check_size(handle: PipelineHandle, settings: SampleSettings) -> None:
 
 
 def check_start(handle: PipelineHandle, image: Any, video: Any) -> None:
-    """Raise BadInput where a model has no image or video that it needs, or has one that it does not take."""
+    """Raise BadInput if the model needs an image and gets none, or gets an image or a video that it does not take."""
     family, name = handle.family, handle.store.model.variant.name
     if family.takes_image and image is None:
         raise BadInput("{} needs a start image. Wire one to 'image'.", name)
@@ -279,7 +279,7 @@ def check_start(handle: PipelineHandle, image: Any, video: Any) -> None:
 
 
 def _check_steps(settings: SampleSettings) -> None:
-    """Raise BadInput where a video is to be changed by less than one step."""
+    """Raise BadInput if steps × strength is less than one step."""
     if settings.strength is not None and settings.computed_steps < 1:
         raise BadInput(
             "{} × strength {:g} is less than one step, which would leave the video out. Set steps or strength so that "
@@ -303,7 +303,7 @@ def _check_guidance(family: FamilySpec, settings: SampleSettings) -> None:
 def _checked_embeddings(
     handle: PipelineHandle, positive: torch.Tensor | None, negative: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """The embeddings by the names of the pipeline's arguments. Raises BadInput where they do not fit the model."""
+    """Return the embeddings by the pipeline's argument names. Raises BadInput if they do not fit the model."""
     rule, config = handle.family.prompt, handle.store.model.denoiser_config
     if rule is None or positive is None or negative is None:
         return {}

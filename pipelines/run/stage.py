@@ -1,5 +1,5 @@
-"""A stage of a pipeline: one of its components, loaded when it is first asked for, under plan, guard and report; and
-how its calls are told."""
+"""A pipeline's stage: a component with its plan, guard and report, loaded at its first use; and the progress messages
+of its calls."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from ..weights.components import MemoryKey
     from .handle import PipelineHandle
 
-CallTold = Callable[[int, int, str], None]  # calls done, calls in all, a line of text; may raise, to interrupt
+CallTold = Callable[[int, int, str], None]  # calls done, number of calls, a line of text; may raise, to interrupt
 
-_IN_PARTS = (Component.TEXT_ENCODER, Component.DENOISER)  # an offload in parts is for these, which are large
+_IN_PARTS = (Component.TEXT_ENCODER, Component.DENOISER)  # the large components, for offloads in parts
 _T = TypeVar("_T")
 
 
 class lazy_property(Generic[_T]):  # noqa: N801 - a decorator, as cached_property is
     """A property that is computed at its first use. `functools.cached_property` of Python 3.10 and 3.11 has one lock
-    for all stages: one that loads would wait for another that waits for the store that the first one holds."""
+    for all stages, so that a stage that loads, and one that waits for its store, would deadlock."""
 
     def __init__(self, compute: Callable[[Any], _T]):
         self._compute = compute
@@ -58,13 +58,12 @@ class ComponentStage(Stage):
 
     @lazy_property
     def memory_key(self) -> MemoryKey:
-        """Whose is what its run learns: of the LoRA files as they are when it is first asked for."""
+        """The store's key of its overrides, with the LoRA files' state at the first use."""
         return self.handle.memory_key(self.name, self.plan.numerics)
 
     @lazy_property
     def module(self) -> torch.nn.Module:
-        """The untouched original, with the pipeline's LoRAs, wherever it is, or what `adapt` makes of it. Raises
-        BadFolder, BadLora."""
+        """The unchanged component with the pipeline's LoRAs, after `adapt`. Raises BadFolder, BadLora."""
         module = self._loaded(place=False)
         self.report.notes += self.handle.store.notes[self.name]
         if self.channels_last:
@@ -74,10 +73,10 @@ class ComponentStage(Stage):
         return self.adapt(module) if self.adapt else module
 
     def place(self, room: Callable[[], int] = lambda: 0) -> None:
-        """Bring it to the device, where it is about to compute: what else is placed there may drive it out until
-        then. Raises OutOfMemoryError.
+        """Bring the component to the device right before it computes: placing another one later may evict it. Raises
+        OutOfMemoryError.
 
-        room: returns the bytes that its next calls take beside its weights. Asked where that is not main memory.
+        room: returns the activation memory of its next calls in bytes. Not called if the device is the CPU.
         """
         store = self.handle.store
         beside = room() + quantised_bytes(self) if store.placement.memory() else 0
@@ -87,13 +86,12 @@ class ComponentStage(Stage):
             store.placement.make_room(self.weights.most_bytes + beside)
 
     def room(self) -> int | None:
-        """Return the bytes that its device has for it, what else can leave moved out; None where nothing is chosen by
-        that."""
+        """Return the device's bytes for the component, with everything else moved out; None unless offload is 'auto'
+        and the device has its own memory."""
         return self.handle.store.reach() if self.handle.offload is Offload.AUTO else None
 
     def weights_at_once(self) -> int:
-        """Return the bytes of its weights that are on the device at once, as its offload has them, with what is
-        quantised of them."""
+        """Return the peak bytes of its weights on the device, under its offload, including quantised copies."""
         if not self.handle.store.in_parts(self._offload):
             return bytes_of(self.module) + quantised_bytes(self)
         parts = Parts.of(self.module, self._offload, self._parts)
@@ -116,7 +114,7 @@ class ComponentStage(Stage):
 
     @lazy_property
     def weights(self) -> OffloadPolicy:
-        """How the weights come to the device."""
+        """The policy that brings the weights to the device."""
         _ = self.module
         return self.handle.store.onloading(self.name, self._offload, self.loras, self._parts)
 
@@ -126,8 +124,8 @@ class ComponentStage(Stage):
         return {"all_layers_scaled": self.plan.overflow_protection, "tf32": self.tf32, "agree": self.agree}
 
     def ways(self) -> Iterator[tuple[str, ComponentStage]]:
-        """Yield the kinds of offload that it can run with, by name, the fastest first: its own, and those that take
-        less. 'auto' begins with the one that the process was started for, if it can."""
+        """Yield the possible offloads by name, with the stage under each, the fastest first: its own, then those that
+        take less memory. 'auto' begins with the offload that the process was started for, if it is possible."""
         automatic = self._offload is Offload.AUTO
         kinds = {Offload.NONE.value if automatic else self._offload.value: self}
         kinds |= {each.value: cheaper for each in Offload if each.in_parts and (cheaper := self.cheaper(each))}
@@ -136,8 +134,8 @@ class ComponentStage(Stage):
             yield name, kinds[name]
 
     def cheaper(self, offload: Offload) -> ComponentStage | None:
-        """The same stage, whose weights come to the device in parts, and none quantised. None where that is so already,
-        or cannot be."""
+        """Return the stage with an offload in parts, not quantised. None if it has that offload or a cheaper one
+        already, or cannot use it."""
         kinds, handle = [*Offload], self.handle
         less = kinds.index(self._offload) < kinds.index(offload) and handle.store.in_parts(offload)
         if self.plan.component not in _IN_PARTS or not less:
@@ -146,7 +144,7 @@ class ComponentStage(Stage):
             other = replace(handle, offload=offload)
         except BackendUnavailable:
             return None
-        handle.store.handles.discard(other)  # a way of this one's, and no user beside it
+        handle.store.handles.discard(other)  # an option of this handle, and no further user
         return replace(self, handle=other, plan=self.plan.unquantised)
 
     @lazy_property
@@ -164,12 +162,12 @@ class ComponentStage(Stage):
 
 @dataclass
 class Calls:
-    """Tells each call of a stage before it runs, and when the last one is done: an interrupt waits for one at most,
-    and so do other threads that want to load."""
+    """Reports a stage's calls: each before it runs, and the last one's end. So an interrupt, and other threads that
+    want to load, wait for at most one call."""
 
-    what: str  # a Message's template: "decoding part {} of {}", of a call and how many there are
+    what: str  # a Message's template for a call's number and the total: "decoding part {} of {}"
     told: CallTold
-    total: int = 0  # set before the first call; 0 where that cannot be told
+    total: int = 0  # set before the first call; 0: unknown
     done: int = 0
 
     def telling(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,7 +183,7 @@ class Calls:
         return told
 
     def tell(self, text: str) -> None:
-        """Tell what takes long within a call."""
+        """Report a slow task within a call."""
         self.told(self.done, self.total, text)
 
     def _tell(self, at: int) -> None:

@@ -1,4 +1,4 @@
-"""A run's step cache."""
+"""The run feature of the step cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNCACHED = "no step cache"
 
 
 class CachedRun(Feature):
-    """On predictable steps, most of a denoiser is skipped. The run's denoisers share the controller."""
+    """Skips most of a denoiser on predictable steps. A run's denoisers share one controller."""
 
     def __init__(self, run: RunContext, settings: SampleSettings, policy: CachePolicy, parallel: ParallelRun | None):
         self._controller = StepCacheController(policy, settings.computed_steps)
@@ -49,7 +49,7 @@ class CachedRun(Feature):
 
     def reset(self, denoiser: str) -> None:
         if own := self._caches.get(denoiser):
-            own.forget()  # the others' history, too
+            own.forget()  # also clears the other denoisers' history
             return
         for other in self._caches.values():
             other.history.clear()
@@ -93,7 +93,7 @@ class CachedCalls(CallFeature):
 
 
 class _FullCache(CallFeature):
-    """A cache that keeps as much as it ever does."""
+    """A stand-in that keeps as much memory as the cache ever does, for the estimate."""
 
     def __init__(self, blocks: Sequence[str], calls: int):
         self._blocks, self._calls = blocks, calls
@@ -103,14 +103,14 @@ class _FullCache(CallFeature):
 
 
 def _blocks(stage: ComponentStage) -> tuple[str, ...]:
-    """Return the names of what may be left out of a step: none where there is but one block."""
+    """Return the names of the blocks that a step may skip; () if there is only one block."""
     found = block_names(stage.module, filter(None, [stage.handle.family.cached_blocks]))
     return found if len(found) > 1 else ()
 
 
 def guidance_weights(family: FamilySpec, settings: SampleSettings) -> tuple[GuidanceWeights, ...]:
-    """Return what guidance multiplies the outputs of a step by, for each denoiser: both halves of a batch, of which the
-    first one has the negative prompt, or two calls, of which the first one has the positive prompt."""
+    """Return guidance's factors for a step's outputs, for each denoiser: of the halves of a batch (negative prompt
+    first), or of two calls (positive prompt first)."""
     scale = settings.scale(family)
     if scale <= 1:
         return ((1.0,),) * len(family.denoisers)

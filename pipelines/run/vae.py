@@ -1,7 +1,7 @@
-"""The VAE as a pipeline sees it: its encoder or decoder is guarded call by call.
+"""The VAE for a pipeline: each call of its encoder or decoder is guarded.
 
-A VAE calls its network once for each tile and chunk of frames, and a video's chunks hand on a cache. Guarded there, a
-failure costs one chunk in fp32: the first whose output or cache is bad.
+A VAE calls its network once for each tile and chunk of frames, and a video's chunks pass on a cache. So a failure costs
+one chunk in fp32: the first whose output or cache is not finite.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _BLOCKS = ("down_blocks", "mid_block", "up_blocks")  # of diffusers' encoders an
 
 
 def guarded(stage: ComponentStage, part: str, calls: Calls, compiler: DecoderCompiler | None = None) -> Any:
-    """A shell of the VAE whose `part`, "encoder" or "decoder", is guarded. calls: tells its calls. compiler: which of
-    them are compiled."""
+    """Return a shallow copy of the VAE with its `part`, "encoder" or "decoder", guarded. calls: reports its calls.
+    compiler: compiles some of them; None: none."""
     vae: Any = stage.module
     network = vae.get_submodule(part)
     writes = stage.handle.family.layout.cache_is_written
@@ -43,10 +43,10 @@ def guarded(stage: ComponentStage, part: str, calls: Calls, compiler: DecoderCom
 def dry_run(
     stage: ComponentStage, part: str, given: torch.Tensor, run: Callable[[Any, torch.Tensor], object], *how: Hashable
 ) -> tuple[int, list[CallSignature]]:
-    """Return the bytes that a VAE takes beside its weights to encode or decode, and the signature of each call that it
-    makes of its network, in order; none where that cannot be told. Nothing is computed: it runs on "meta".
+    """Return the activation memory, in bytes, of encoding or decoding, and the signature of each call of the VAE's
+    network, in order; 0 and [] if the estimate fails. Nothing is computed: it runs on "meta".
 
-    part: its network. given: what it is given. run: calls a VAE with that. how: what else tells such runs apart.
+    part: "encoder" or "decoder". given: the input. run: calls a VAE with an input. how: further parts of the key.
     """
     what, known = (part, given.shape, *how), stage.handle.store.network_calls
 
@@ -72,10 +72,10 @@ def dry_run(
 
 
 def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
-    """A shell of the VAE whose `encode` is guarded. calls: counts and tells the encoder's.
+    """Return a shallow copy of the VAE whose `encode` is guarded. calls: counts and reports the encoder's calls.
 
-    Latents are drawn in float32, so that a seed draws the same in every precision. The shell says float32 and asks for
-    no upcast: diffusers would cast the shared weights themselves.
+    Latents are drawn in float32, so that a seed draws the same in every precision. The copy reports float32 and
+    asks for no upcast: diffusers would upcast the shared weights.
     """
     vae = guarded(stage, "encoder", calls)
 
@@ -116,7 +116,7 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
 
 
 def _in_fp32(stage: ComponentStage, network: torch.nn.Module, compiler: DecoderCompiler | None) -> Callable[..., Any]:
-    """What is compiled of float32 weights computes as `run_in_fp32` does, which compiles nothing."""
+    """Return the network in fp32. Compiled calls compute like `run_in_fp32`, which itself runs eagerly."""
 
     @contextmanager
     def as_in_fp32() -> Generator[None]:
@@ -128,14 +128,14 @@ def _in_fp32(stage: ComponentStage, network: torch.nn.Module, compiler: DecoderC
 
 
 def _unwatched(network: torch.nn.Module) -> AbstractContextManager[Any]:
-    """Return a context in which dynamo can trace a network: Wan's decoder it cannot follow through a function mode, as
-    the guard has one on the CPU."""
+    """Return a context in which dynamo can trace a network. It cannot trace Wan's decoder under a function mode, which
+    the guard has on the CPU."""
     return torch._C.DisableTorchFunction() if isinstance(network, _HandsOnItsCache) else nullcontext()
 
 
 def _with_call(vae: torch.nn.Module, part: str, call: Callable[..., Any]) -> Any:
-    """A shell of a VAE whose network `part` is `call`. The 1×1 convolution between it and the latents, which some VAEs
-    have, costs nothing and runs in fp32."""
+    """Return a shallow copy of a VAE that calls `call` for its network `part`. Some VAEs have a 1×1 convolution between
+    network and latents; it costs nothing and runs in fp32."""
     conv = {"encoder": "quant_conv", "decoder": "post_quant_conv"}[part]
     shells: dict[str, Make] = {part: lambda network: with_forward(network, call)}
     if getattr(vae, conv, None) is not None:
@@ -161,17 +161,17 @@ def _learning(stage: ComponentStage, network: torch.nn.Module, compiler: Decoder
 
 
 class _HandsOnItsCache(torch.nn.Module):
-    """A network that writes to the lists by which chunks hand on what the next one needs, as Wan's do: here a function
-    of what it is given, so that a chunk can be recomputed."""
+    """A network that writes its cache into lists, as Wan's do, made a pure function: it takes and returns the cache, so
+    that a chunk can be recomputed."""
 
     def forward(self, x: torch.Tensor, feat_cache: list[Any], feat_idx: list[int], **options: Any) -> Any:
-        """Leaves the lists that it is given as they are. Returns (output, feat_cache, feat_idx)."""
+        """Return (output, feat_cache, feat_idx). The lists in the arguments are not changed."""
         cache, index = [*feat_cache], [*feat_idx]
         return super().forward(x, feat_cache=cache, feat_idx=index, **options), cache, index
 
 
 def _into_the_cache(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call of such a shell, as the VAE expects it: the lists are written to, and the output alone is returned."""
+    """Wrap a pure call for the VAE: it writes to the lists, and returns only the output."""
 
     def writing(x: torch.Tensor, feat_cache: list[Any], feat_idx: list[int], **options: Any) -> torch.Tensor:
         output, feat_cache[:], feat_idx[:] = call(x, feat_cache=feat_cache, feat_idx=feat_idx, **options)

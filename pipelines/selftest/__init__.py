@@ -1,1 +1,1 @@
-"""Whether this card computes what the pack takes for granted, and what later runs make of that."""
+"""The self-test: checks that this card computes right what the pack relies on."""

@@ -1,5 +1,5 @@
-"""Whether a card computes what this pack takes for granted: each line runs one kind of operation at a small size, and
-measures how far the result is from float64's, computed on the CPU. Nothing is downloaded; a minute at most."""
+"""The self-test's checks: each runs one kind of operation at a small size, and compares the result with float64 on the
+CPU. Nothing is downloaded; takes at most a minute."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ from ..weights.placement import ran_out
 logger = logging.getLogger(__name__)
 
 _Compute = Callable[..., torch.Tensor]
-# Of the norm. A result is rounded once where sums are float32: by half a unit in the last place at most.
+# Largest error relative to the norm. With sums in float32 a result is rounded once, by at most half a last place.
 BOUNDS = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 1e-5}
-_SCALED = 2.0**-10  # of products in fp16 whose operands were scaled: each operand is rounded, and the result
-MEMORY = 2 * 2**30  # bytes that it takes of a card, at most
-TIMED = {"cpu": (256, 256, 256), "card": (4096, 17776, 1920)}  # a product's size; a stream's tokens and width
-_MOST_BEYOND = 0.1  # of what is counted: allocators round up, and libraries take workspaces
-_BEYOND = 1e6  # times fp16's usual values: what plain fp16 has no numbers for
+_SCALED = 2.0**-10  # bound of scaled fp16 products: the operands and the result are rounded
+MEMORY = 2 * 2**30  # most bytes of a card that the self-test takes
+TIMED = {"cpu": (256, 256, 256), "card": (4096, 17776, 1920)}  # size of a product; tokens and width of a stream
+_MOST_BEYOND = 0.1  # of the estimate: allocators round up, and libraries take workspaces
+_BEYOND = 1e6  # factor that takes values beyond fp16's range
 OPERATIONS: Mapping[str, tuple[_Compute, tuple[tuple[int, ...], ...]]] = {
     "matrix product": (F.linear, ((192, 512), (384, 512))),
     "2D convolution": (partial(F.conv2d, padding=1), ((1, 64, 24, 24), (64, 64, 3, 3))),
     "3D convolution": (partial(F.conv3d, padding=1), ((1, 32, 4, 12, 12), (32, 32, 3, 3, 3))),
     "attention": (F.scaled_dot_product_attention, ((1, 4, 192, 64),) * 3),
 }
-# A product that adds up as many numbers as the widest layers of the models here: fp16 sums lose digits of it.
+# Shapes of a product with sums as long as in the models' widest layers: accumulation in fp16 loses digits.
 _LONG_SUMS = ((16, 16384), (64, 16384))
 
 
 class _Check(NamedTuple):
     name: str
-    bound: float  # the largest error that is right
-    measure: Callable[[torch.device], float]
-    concern: Concern  # what 'auto' does not choose where it is wrong
+    bound: float  # the largest error that passes
+    measure: Callable[[torch.device], float]  # returns the error
+    concern: Concern  # what 'auto' does not choose if the check fails
 
 
 def selftest(device: torch.device, tell: Callable[[str, int, int], object] = lambda *_: None) -> SelfTestReport:
-    """Run every check on a device, also after one that failed.
+    """Run every check on a device, also after one has failed.
 
-    tell: is given the name of each as it begins, how many ended, and how many there are; may raise, to interrupt.
-    Raises DeviceGone where the device answers no more.
+    tell: gets each check's name as it begins, the number of finished checks, and the total; may raise, to interrupt.
+    Raises DeviceGone if the device no longer responds.
     """
     architecture = detect(device)
     lines, checks = [], [*_checks(architecture)]
@@ -80,7 +80,7 @@ def selftest(device: torch.device, tell: Callable[[str, int, int], object] = lam
 
 
 class _NotRunError(Exception):
-    """A check has nothing to run here; says why."""
+    """A check cannot run here; the message says why."""
 
 
 def _line(check: _Check, device: torch.device) -> CheckResult:
@@ -99,8 +99,8 @@ def _line(check: _Check, device: torch.device) -> CheckResult:
 
 
 def _ask(device: torch.device, name: str) -> None:
-    """Raises DeviceGone where not even a byte comes back from the device: after some errors a process gets no other
-    answer of CUDA than that error."""
+    """Raise DeviceGone if not even one byte comes back from the device: after some errors, CUDA returns only that error
+    to a process."""
     try:
         torch.zeros(1, dtype=torch.uint8).to(device).cpu()
     except RuntimeError as error:
@@ -147,9 +147,9 @@ def _in_fp32(compute: _Compute, shapes: tuple[tuple[int, ...], ...], device: tor
 
 
 def _scaled(compute: _Compute, shapes: tuple[tuple[int, ...], ...], device: torch.device) -> float:
-    """As the guard's first attempt computes it: what is not a weight is float32, and beyond fp16."""
+    """Compute as overflow protection's first step does: activations are float32, and beyond fp16's range."""
     given = [_drawn(shape, seed) for seed, shape in enumerate(shapes)]
-    large = -1 if compute is F.scaled_dot_product_attention else 0  # its values, since softmax takes no such logits
+    large = -1 if compute is F.scaled_dot_product_attention else 0  # attention's values: such logits break softmax
     given[large] = given[large] * _BEYOND
     given = [each if index == large % len(given) else each.half() for index, each in enumerate(given)]
     made = run_in(ScaledHalfMatmulMode(torch.float16), compute, tuple(each.to(device) for each in given), {})
@@ -176,8 +176,8 @@ def _report(architecture: Architecture) -> RunReport:
 
 
 class _StreamNetwork(torch.nn.Module):
-    """x [tokens, width] → the same: a residual stream, with a norm before each layer that reads it. It leaves fp16
-    where x is as large as 2**8."""
+    """x [tokens, width] → the same shape: a residual stream, with a norm before each layer. It overflows fp16 if x is
+    as large as 2**8."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def _stream(device: torch.device) -> float:
     network, x = _StreamNetwork().half(), 2.0**8 * _drawn((32, 64), 9).half()
     products, given = LearnedProducts(), x.to(device)
     network.to(device)
-    made = [products.run(network, given).cpu() for _ in range(2)]  # scaled by rows, then as that has shown
+    made = [products.run(network, given).cpu() for _ in range(2)]  # scaled by rows, then by learned scales
     right = network.cpu().double()(x.double())
     return max(_off(each, right) for each in made)
 
@@ -219,18 +219,18 @@ def _compiled_block(device: torch.device) -> float:
 
 
 def _group_offload(device: torch.device) -> float:
-    """Blocks whose weights come from main memory one after the other, twice, against the same with all of them there:
-    the kernels are the same, so the bits are."""
+    """Compare blocks under offload 'group', run twice, with the same blocks on the device: the kernels are the same, so
+    the bits are equal."""
     if not brings_parts_to(device):
         raise _NotRunError("a CPU computes in main memory")
-    with torch.inference_mode(False):  # as weights are read
+    with torch.inference_mode(False):  # as for loaded weights
         blocks = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4))).requires_grad_(False)
         network = torch.nn.ModuleDict({"blocks": blocks}).half()
     x = _drawn((256, 512), 2).half().to(device)
     weights = BlockOffload(network, Offload.GROUP, device, blocks=("blocks",))
     shell = weights.shell(network)
     made = []
-    for _ in range(2):  # from page-locked memory the second time
+    for _ in range(2):  # weights are page-locked from the first run on
         with weights:
             made.append(shell.get_submodule("blocks")(x))
     weights.release()
@@ -239,12 +239,11 @@ def _group_offload(device: torch.device) -> float:
 
 
 def _peak_beyond_estimate(device: torch.device) -> float:
-    """What overflow protection takes of the device's memory in a first step, beyond what was counted for it beforehand:
-    a share of that."""
+    """Return by which fraction overflow protection's first step exceeds its memory estimate; 0 if it does not."""
     network, x = _StreamNetwork().half().to(device), _drawn((65536, 64), 9).half().to(device)
     with counting(kernels_of(device)) as alive:
         LearnedProducts().run(on_meta(network), x.to(META))
-    LearnedProducts().run(network, x)  # libraries keep the workspaces that they take at the first call
+    LearnedProducts().run(network, x)  # libraries allocate workspaces at the first call, and keep them
     with peak_memory(device) as peak:
         before = peak()
         if before is None or before.reserved is None:
@@ -255,8 +254,9 @@ def _peak_beyond_estimate(device: torch.device) -> float:
 
 
 def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[str, float]]:
-    """What a square product takes in each dtype, and scaled in fp16; and what the guard and overflow protection add
-    to a stream of layers, as wide and long as CogVideoX-2B's on a card. What there is no memory for is left out."""
+    """Yield names and seconds: of a square product in each dtype, and scaled in fp16; and of a stream of layers, plain,
+    guarded and with overflow protection, on a card as wide and long as CogVideoX-2B's. Skips those that run out of
+    memory."""
     size, tokens, width = TIMED["cpu" if device.type == "cpu" else "card"]
     in_fp32 = {"fp32": False, "TF32": True} if architecture.tf32 else {"fp32": False}
     product = f"{size}×{size} product in"
@@ -283,7 +283,7 @@ def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[s
         return StageGuard("denoiser", network, dtype="fp16", policy=GuardPolicy(), report=report)
 
     def protected(network: torch.nn.Module) -> Callable[..., object]:
-        return partial(LearnedProducts().run, network)  # it is called once before it is timed
+        return partial(LearnedProducts().run, network)  # the first call is not timed
 
     halves = ("fp16",) if architecture.bf16 == "none" else ("fp16", "bf16")
     timed: dict[str, Callable[[], Callable[[], object]]] = {
@@ -300,7 +300,7 @@ def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[s
 
 
 def _seconds(prepare: Callable[[], Callable[[], object]], device: torch.device) -> float | None:
-    """Return what a call takes, the median of seven; None where there is no memory for it."""
+    """Return a call's duration, the median of seven; None if memory is too small."""
 
     def wait() -> None:
         if device.type != "cpu":
@@ -329,6 +329,6 @@ def _drawn(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def _off(made: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the norm of the difference as a share of the norm; infinite where a result is not finite."""
+    """Return the error: the norm of the difference over the exact result's norm; infinite if it is not finite."""
     error = float((made.cpu().double() - exact).norm() / exact.norm())
     return error if math.isfinite(error) else math.inf

@@ -1,1 +1,1 @@
-"""A loaded model, and where its weights are."""
+"""A loaded model's weights: components, placement, offload, quantisation and activation memory."""

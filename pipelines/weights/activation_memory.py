@@ -1,4 +1,4 @@
-"""How much room a stage needs on its device beside its weights, counted before the call for which it is."""
+"""Estimates the activation memory of a stage's calls, before they run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 def estimate_activation_bytes(
     setup: DenoiserSetup, learned: PrecisionOverrides = NOTHING, features: Sequence[Feature] = ()
 ) -> int:
-    """Return the bytes that one call of a stage's component takes, made in the plan's dtype as `learned` asks for.
+    """Return the activation memory, in bytes, of one call of a stage's component, by the plan and the overrides.
 
-    setup: of the calls, of whose arguments the shapes and dtypes count. features: of the run.
+    setup: the calls' setup; only shapes and dtypes of its inputs count. features: of the run.
     """
     stage, inputs = setup.stage, dict(setup.calls[0])
     made = [each for feature in features if (each := feature.on_meta(setup))]
@@ -48,10 +48,10 @@ def estimate_activation_bytes(
 def counted(
     stage: ComponentStage, what: Hashable, prepare: Callable[[], Callable[[ActivationMemoryMode], object]]
 ) -> int:
-    """Return the bytes that are made at once by what `prepare` returns, on "meta"; 0 where that cannot be counted. The
-    report says so, and where its device has no lean kernel for that.
+    """Return the peak bytes of activations in a call of `prepare`'s result, on "meta"; 0 if it cannot be counted. The
+    report says so, and if the device lacks a memory-efficient kernel.
 
-    what: tells a component's calls apart. They are counted once.
+    what: key of the component's call. Each key is counted once.
     """
     store = stage.handle.store
     key = (stage.name, stage.plan, what, stage.channels_last)
@@ -61,7 +61,7 @@ def counted(
             with counting(kernels_of(store.placement.device)) as memory:
                 call(memory)
             store.room[key] = memory.most, " ".join(memory.lacks)
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # a network that reads values
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # e.g. from a network that reads values
         logger.warning("what %s takes could not be counted: %s", stage.name, error, exc_info=True)
         stage.report.note(f"what it takes of memory could not be counted ({first_line(error)})")
         return 0
@@ -78,7 +78,7 @@ def attempt_on_meta(
     learned: PrecisionOverrides = NOTHING,
     features: Sequence[CallFeature] = (),
 ) -> Callable[..., Any]:
-    """Return what a stage's guard would call of a network, on "meta". features: of a denoiser's calls, on "meta"."""
+    """Return the guard's attempt of a network, on "meta". features: of a denoiser's calls, from `Feature.on_meta`."""
     bare = on_meta(network)
     if stage.plan.half:
         options = options_of(features) | stage.numerics
@@ -90,7 +90,7 @@ def attempt_on_meta(
         run = stage.in_fp32(wrapped(HalfPrecisionForward(bare, bare), features).run)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        before = copies(args, kwargs, bare)  # of what the guard would put back
+        before = copies(args, kwargs, bare)  # the guard's copies, to restore after a failure
         output = run(*args, **kwargs)
         del before
         return output
@@ -99,7 +99,7 @@ def attempt_on_meta(
 
 
 def _narrowed(call: Callable[..., Any], names: Collection[str], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    """Make a call with what the guard casts to half precision before."""
+    """Make a call with arguments cast to half precision, as the guard does. names: keyword arguments to cast."""
 
     def cast(value: torch.Tensor) -> torch.Tensor:
         return value.to(dtype) if value.is_floating_point() else value

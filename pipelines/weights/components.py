@@ -1,8 +1,8 @@
 """The loaded components of one model, shared by every handle made from it.
 
-A component is loaded when a stage first needs it, in the dtype of the plan, and is there once: asking for it in
-another dtype drops the one there was. The text encoder is off the device before the denoiser is read, and stays in main
-memory where that has room for all.
+A component is loaded when a stage first needs it, in the plan's dtype, and only once: a request for another dtype drops
+the loaded one. The text encoder leaves the device before the denoiser is read, and stays in main memory if there is
+room for all components.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .placement import (
 
 logger = logging.getLogger(__name__)
 
-MemoryKey = tuple[str, str, tuple[LoraKey, ...], str, str]  # denoiser, numerics, LoRAs, card, a profile that was given
+MemoryKey = tuple[str, str, tuple[LoraKey, ...], str, str]  # denoiser, numerics, LoRAs, card, the user's profile
 _CompiledKey = tuple[str, tuple[LoraKey, ...], tuple[str, bool], CompileOptions, str, str, Hashable]
 
 
@@ -61,7 +61,7 @@ class LoadedComponent:
     loras: tuple[LoraKey, ...] = ()  # the latest
     adapted: torch.nn.Module | None = None  # a shell of the module, with what they add
     offloaded: BlockOffload | None = None  # brings its weights to the device in parts
-    laid_out: bool = False  # its convolutions have lain with their channels last
+    laid_out: bool = False  # its convolutions have been channels last
 
     def forget_parts(self) -> None:
         if self.offloaded:
@@ -70,36 +70,35 @@ class LoadedComponent:
 
 
 class ComponentStore:
-    """The components of one model by name. `compiled` and `prompts` are memos that live and die with them."""
+    """The components of one model by name, and caches that live as long as they do."""
 
     def __init__(self, model: StoredModel, placement: PlainPlacement):
         self.model = model
         self.placement = placement
-        self.components: dict[str, LoadedComponent] = {}  # those that are loaded
+        self.components: dict[str, LoadedComponent] = {}  # the loaded ones
         # (text, dtype, guarded, tf32) → [1, tokens, channels]
         self.prompts: dict[tuple[str, str, bool, bool], torch.Tensor] = {}
-        # (denoiser, LoRAs, backend and whether 'auto' chose it, how, numerics, half-precision accumulation, layers that
-        # are unquantised or the plan of scaled ones) → shell
+        # (denoiser, LoRAs, backend and whether 'auto' chose it, options, numerics, half-precision accumulation,
+        # unquantised layers or the plan of scaled ones) → shallow copy with compiled blocks
         self.compiled: dict[_CompiledKey, torch.nn.Module] = {}
-        self.scales: dict[tuple[str, tuple[LoraKey, ...]], KnownScales] = {}  # what runs showed, by denoiser and LoRAs
+        self.scales: dict[tuple[str, tuple[LoraKey, ...]], KnownScales] = {}  # learned scales, by denoiser and LoRAs
         self.quantised: dict[tuple[str, tuple[LoraKey, ...], str], QuantisedLinears] = {}  # by denoiser, LoRAs and kind
-        self.learned: dict[MemoryKey, PrecisionOverrides] = {}  # what runs taught about a denoiser
-        self.profiles: dict[tuple[str, str, tuple[LoraKey, ...], str], Profile] = {}  # with nothing learned
-        self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
+        self.learned: dict[MemoryKey, PrecisionOverrides] = {}  # overrides of a denoiser
+        self.profiles: dict[tuple[str, str, tuple[LoraKey, ...], str], Profile] = {}  # without overrides
+        self.recalled: set[MemoryKey] = set()  # keys whose overrides came from a profile on disk
         # by what tells calls apart: what one takes beside its component's weights, and why more than with lean kernels
         self.room: dict[Any, tuple[int, str]] = {}
-        self.network_calls: dict[Any, list[Any]] = {}  # signatures of a VAE's calls of its network, by the same
-        self.failed_estimates: dict[str, list[FailedEstimate]] = {}  # of a component's stages
-        self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it
+        self.network_calls: dict[Any, list[Any]] = {}  # signatures of a VAE's calls of its network, by plan and dry run
+        self.failed_estimates: dict[str, list[FailedEstimate]] = {}  # by component
+        self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # handles that use the store
         self.emptied = False
-        self.notes: dict[str, tuple[str, ...]] = {}  # component → what was found or mended when it was loaded
+        self.notes: dict[str, tuple[str, ...]] = {}  # component → findings and repairs of its loading
         self._unweighted: dict[str, Any] = {}
         self._in_use = threading.RLock()
 
     @contextmanager
     def turn(self) -> Generator[None]:
-        """Hold the store for one stage. Weights are there once, and another thread's stage may want them in another
-        dtype or place."""
+        """Hold the store for one stage: another thread's stage may need the same weights in another dtype or place."""
         with PROCESS_GATE.release():
             self._in_use.acquire()
         try:
@@ -108,7 +107,7 @@ class ComponentStore:
             self._in_use.release()
 
     def drop_unless(self, wanted: Mapping[str, str], user: object) -> None:
-        """Drop components that are not wanted, or not in their wanted dtype, if `user` alone uses the store."""
+        """Drop the components that are not in `wanted`, or in another dtype, if `user` is the store's only handle."""
         if not self._in_use.acquire(blocking=False):
             return
         try:
@@ -136,15 +135,15 @@ class ComponentStore:
             if self.loaded().get(name) == dtype and key in ((), self.components[name].loras):
                 return self._placed(name, offload, key, place=place, beside=beside)
         with _loading(), MOVING:
-            if self.loaded().get(name) != dtype:  # no other thread loaded it
+            if self.loaded().get(name) != dtype:  # unless another thread has loaded it
                 self.drop(name)
-                gc.collect()  # a pipeline that is used no more may still wait in a reference cycle
+                gc.collect()  # an unused pipeline may still be in a reference cycle
                 module = self._load(name, dtype)
                 self.components[name] = LoadedComponent(dtype, module)
                 try:
                     self._placed(name, offload, place=place, beside=beside)
                     self.notes[name] = tuple(self._checked(name, module, dtype))
-                except BaseException:  # the next run would take it for whole
+                except BaseException:  # else the next run would use an incomplete component
                     self.drop(name)
                     raise
             component = self.components[name]
@@ -158,7 +157,7 @@ class ComponentStore:
     def _placed(
         self, name: str, offload: Offload, loras: tuple[LoraKey, ...] = (), *, place: bool, beside: int
     ) -> torch.nn.Module:
-        """Return a loaded component, or its shell with these LoRAs, brought to where it is to be."""
+        """Return a loaded component, or its shallow copy with these LoRAs, after placing it."""
         component = self.components[name]
         module, wanted = component.module, component.adapted if loras else component.module
         assert wanted is not None
@@ -173,27 +172,27 @@ class ComponentStore:
                 self.evict_until_free(name, bytes_of(module) - self._bytes_there(module) + beside)
             self.placement.to_device(name, module, beside)
             if wanted is not module:
-                move(wanted, self.placement.device)  # what the LoRAs added
+                move(wanted, self.placement.device)  # the LoRAs' weights
             self._keep_host_copies(name, wanted)
-        except BaseException:  # it is in main memory, where what LoRAs added is not
+        except BaseException:  # the module is in main memory, but not the LoRAs' weights
             self.offload_to_cpu(name)
             raise
         return wanted
 
     def lay_out(self, name: str, *, channels_last: bool) -> None:
-        """Have the convolutions of a loaded component lie in memory with their channels last, or as they were read."""
+        """Make a loaded component's convolution weights channels last, or contiguous."""
         with MOVING:
             component = self.components[name]
             module = component.module
             if (channels_last or component.laid_out) and not laid_out(module, channels_last=channels_last):
                 component.laid_out = True
-                component.forget_parts()  # which lie together
+                component.forget_parts()  # their buffers have the old layout
                 lay_out(module, channels_last=channels_last)
 
     def onloading(
         self, name: str, offload: Offload, loras: tuple[Lora, ...] = (), blocks: tuple[str, ...] = ()
     ) -> OffloadPolicy:
-        """Return how the weights of a loaded component, with its LoRAs, come to the device. blocks: of a denoiser."""
+        """Return the policy that brings a component's weights, with LoRAs, to the device. blocks: the denoiser's."""
         if not self.in_parts(offload):
             return OffloadPolicy()
         with MOVING:
@@ -201,7 +200,7 @@ class ComponentStore:
             module = component.adapted if keys(loras) and component.adapted else component.module
             known = component.offloaded
             if known is None or known.made_for != (module, offload, blocks):
-                known = None  # with which its memory goes
+                known = None  # frees its memory
                 component.forget_parts()
                 how, once = (offload, self.placement.device), name == "text_encoder"
                 known = component.offloaded = BlockOffload(module, *how, blocks=blocks, once=once)
@@ -212,16 +211,15 @@ class ComponentStore:
         return offload.in_parts and brings_parts_to(self.placement.device)
 
     def _keep_host_copies(self, name: str, module: torch.nn.Module) -> None:
-        """Keep what main memory has of a component on the device where it goes back there after use, and that has
-        room."""
+        """Free a component's copy in main memory, unless it returns there and unread components have room too."""
         goes = any(not handle.offload.stays for handle in self.handles) or not self._room_for_all()
         goes |= name == "text_encoder" and not self._stays(self.components[name])
         if not goes or not has_room(self._unread()):
             free_host_copies(module)
 
     def _room_for_all(self) -> bool:
-        """Return whether the device has room for the weights of all components at once, but for the text encoder's,
-        and for what any call so far took beside them."""
+        """Return whether the device has room for the weights of all components but the text encoder at once, and for
+        the largest activation memory estimated so far."""
         memory = self.placement.memory()
         missing = {name: files.n_bytes for name, files in self.model.weights.items()}
         for name, component in self.components.items():
@@ -230,26 +228,26 @@ class ComponentStore:
         return memory is None or memory.free >= sum(missing.values())
 
     def _forget_made(self, name: str, *, with_loras: bool = False) -> None:
-        """Forget what was compiled and quantised of a component. with_loras: only where it has LoRAs."""
+        """Drop a component's compiled blocks, quantised layers and scales. with_loras: only those with LoRAs."""
         kept: Any
         for kept in (self.compiled, self.quantised, self.scales):
             for key in [key for key in kept if key[0] == name and (key[1] or not with_loras)]:
                 del kept[key]
 
     def unweighted(self, name: str) -> Any:
-        """The tokenizer or the scheduler."""
+        """Return the tokenizer, the image processor or the scheduler."""
         if name not in self._unweighted:
             with _loading():
                 self._unweighted[name] = self.model.unweighted(name)
         return self._unweighted[name]
 
     def loaded(self) -> dict[str, str]:
-        """{component: dtype} of what is in memory."""
+        """Return {component: dtype} of the components in memory."""
         return {name: component.dtype for name, component in self.components.items()}
 
     def bytes_on_device(self) -> int:
-        """Return the bytes of weights and buffers on the device: of whole components those that are there now, and of
-        those that come in parts the most that is there at once."""
+        """Return the bytes of weights and buffers on the device: the current ones of whole components, and the peak of
+        components that come in parts."""
         with MOVING:
             return sum(
                 component.offloaded.most_bytes if component.offloaded else self._bytes_there(component.module)
@@ -257,8 +255,8 @@ class ComponentStore:
             )
 
     def reach(self) -> int | None:
-        """Return the bytes that the device has for one component and its calls, if all that can leave does; None where
-        that is main memory."""
+        """Return the bytes that the device has for one component and its calls, with everything else moved out; None if
+        the device is the CPU."""
         memory = self.placement.memory()
         if memory is None:
             return None
@@ -267,7 +265,7 @@ class ComponentStore:
         return memory.free + (there if memory.movable is None else memory.movable)
 
     def evict_until_free(self, name: str, n_bytes: int) -> None:
-        """Where there is no memory manager, move components out until that many bytes are free for another one."""
+        """Evict other components until `n_bytes` are free for one, if there is no memory manager."""
         with MOVING:
             for other, component in self.components.items():
                 memory = self.placement.memory()
@@ -281,7 +279,7 @@ class ComponentStore:
         return bytes_on(self.placement.device, module)
 
     def offload_to_cpu(self, name: str) -> None:
-        """Move a component to the host's memory until it is needed again. None of that stays page-locked."""
+        """Move a component to main memory, which is not page-locked then, until it is needed again."""
         with MOVING:
             for key in self.quantised:
                 if key[0] == name:
@@ -291,19 +289,18 @@ class ComponentStore:
                     component.offloaded.release()
                 self.placement.to_host(name, component.module)
                 if component.adapted:
-                    move(component.adapted, torch.device("cpu"))  # what the LoRAs added
+                    move(component.adapted, torch.device("cpu"))  # the LoRAs' weights
 
     def leave_device(self, but: str = "") -> None:
-        """Move all components to the host's memory, one excepted, and what else a memory manager can move."""
+        """Move all components except `but` to main memory, and everything else that a memory manager can move."""
         for name in self.loaded():
             if name != but:
                 self.offload_to_cpu(name)
         self.placement.make_room(sys.maxsize)
 
     def offload_or_unload(self, name: str) -> None:
-        """Move a component to main memory until it is needed again, or drop it, where what else of the model has yet to
-        be read needs that room. Where the process was started for models that stay on the device, and that has room for
-        all of this one, it stays there."""
+        """Offload a component to main memory, or drop it if the model's unread components need that memory. It stays on
+        the device if the process was started with offload 'none' and the device has room for those."""
         with MOVING:
             component = self.components.get(name)
             if component is None or self._stays(component):
@@ -312,7 +309,7 @@ class ComponentStore:
                 self.offload_to_cpu(name)
                 component.offloaded = None
                 return
-            del component  # which would keep it
+            del component  # else this reference keeps it
             self.drop(name)
 
     def _stays(self, component: LoadedComponent) -> bool:
@@ -325,18 +322,18 @@ class ComponentStore:
         return sum(files.n_bytes for name, files in self.model.weights.items() if name not in self.components)
 
     def drop(self, name: str) -> None:
-        """Free a component's weights, and what was compiled from them."""
+        """Free a component's weights, and everything that was made from them."""
         with MOVING:
             if name not in self.components:
                 return
             self.components.pop(name).forget_parts()
             self._forget_made(name)
-            gc.collect()  # modules hold reference cycles; without this two copies would be there for a while
+            gc.collect()  # modules are in reference cycles: else two copies would be in memory for a while
             self.placement.forget(name)
 
     def empty(self) -> None:
-        """Free all weights at once; the store is of no more use, and no module has died. Nothing happens while another
-        thread moves weights, which may wait for the one that asks."""
+        """Free all weights at once, although modules are still referenced; the store cannot be used afterwards. Does
+        nothing while another thread moves weights: waiting for it could deadlock."""
         if not MOVING.acquire(blocking=False):
             return
         try:
@@ -375,8 +372,8 @@ class ComponentStore:
 
 @contextmanager
 def _loading() -> Generator[None]:
-    """Libraries change the whole process while they build a module. diffusers leaves its default dtype behind where
-    that fails."""
+    """Hold the process exclusively inside: libraries change its global state while they build a module. Restores the
+    default dtype, which diffusers leaves changed after an error."""
     with PROCESS_GATE.exclusive():
         dtype = torch.get_default_dtype()
         try:
@@ -390,7 +387,7 @@ _STORES: weakref.WeakValueDictionary[tuple[str, str], ComponentStore] = weakref.
 
 
 def shared_store(model: StoredModel, placement: PlainPlacement) -> ComponentStore:
-    """The store of a model; the same one for as long as a handle to it lives and its files do not change."""
+    """Return a model's store: the same one while a handle to it lives and its files do not change."""
     key = (str(model.path.resolve()), fingerprint(model.path))
     with _FINDING:
         store = _STORES.get(key)

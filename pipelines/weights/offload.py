@@ -1,12 +1,12 @@
-"""Which weights are in main memory while a stage runs, the backends that work with that, and weights that come to the
-device a part at a time: a block, or a layer.
+"""Offload: which weights are in main memory while a stage runs, the backends that support that, and weights that come
+to the device in parts, block by block or layer by layer.
 
-diffusers moves the groups (its ModuleGroup): from page-locked memory, on a stream of its own, the next block's while
-one computes. Its hooks are not used. They replace `forward` on the modules, and a shell of such a module would go on
-calling the original's, without the scaled layers or the compiled blocks that it is made for. So
-the groups come and go in a shell too, around what is compiled and under what runs in fp32.
+diffusers' ModuleGroup moves the weights: from page-locked memory, on its own stream, the next block's while one
+computes. diffusers' hooks are not used. They replace `forward` on the modules, and a shallow copy of such a module
+would still call the original's `forward`, without the scaled layers or the compiled blocks of the copy. So the weights
+are moved by a shallow copy too, outside compiled code and inside the fp32 rerun.
 
-The parts are told from the module alone: nothing is moved, and its tensors need have no values.
+The parts follow from the module alone: nothing is moved, and the module may be on "meta".
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from .placement import tensors_of
 
 logger = logging.getLogger(__name__)
 
-_ALIGNED = 64  # bytes, as PyTorch aligns tensors
+_ALIGNED = 64  # bytes; PyTorch's alignment of tensors
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for each device
 _HOST = torch.device("cpu")
 
 
 class Offload(str, Enum):
-    """Which weights are in main memory. The values stand in people's workflow files."""
+    """Which weights are in main memory. The values are saved in users' workflow files."""
 
-    AUTO = "auto"  # whichever of the others a stage has room for
+    AUTO = "auto"  # the fastest of the others that fits the device
     NONE = "none"
-    MODEL = "model"  # a component's, while another is in use
-    GROUP = "group"  # those of the denoiser and the text encoder, but for the block that computes and the next
+    MODEL = "model"  # the weights of components that are not in use
+    GROUP = "group"  # the denoiser's and the text encoder's weights, except the current block and the next
     SEQUENTIAL = "sequential"  # the same, layer by layer
 
     @property
     def stays(self) -> bool:
-        """Whether components stay where they are after use, until another needs the room."""
+        """Whether components stay on the device after use, until they are evicted."""
         return self in (Offload.AUTO, Offload.NONE)
 
     @property
@@ -65,9 +65,9 @@ class OffloadPolicy:
     most_bytes = 0  # on the device at once, of weights that come and go
 
     def shell(self, module: torch.nn.Module, like: torch.nn.Module | None = None) -> torch.nn.Module:
-        """Return a shell of `module` (the component, or a shell of it) that brings its weights when they are needed.
+        """Return a shallow copy of `module` (the component or a copy of it) that brings its weights when needed.
 
-        like: an eager shell of the same component, where `module` has something else in place of blocks.
+        like: an eager copy of the same component, if `module` has other modules in place of its blocks.
         """
         del like
         return module
@@ -79,11 +79,11 @@ class OffloadPolicy:
 
 
 def brings_parts_to(device: torch.device) -> bool:
-    """Return whether weights in main memory have to be brought to the device."""
+    """Return whether weights have to be moved from main memory to the device."""
     return device.type != "cpu"
 
 
-_LASTING = {  # backend → why what it compiled cannot follow weights that move
+_LASTING = {  # backend → why its compiled code does not support weights that move
     "oneflow": "its graphs keep the memory in which the weights were first",
     "nexfort": "whether its graphs follow weights that move block by block has not been seen",
     "inductor": "a compiled block is one piece, and cannot wait for each layer's weights",
@@ -140,7 +140,7 @@ class BlockOffload(OffloadPolicy):
 
             with _as_is():
                 made = ModuleGroup(
-                    modules=[],  # of which it would leave the buffers on the device
+                    modules=[],  # it would leave modules' buffers on the device
                     parameters=[*dict.fromkeys(tensors)],
                     onload_device=device,
                     offload_device=_HOST,
@@ -149,7 +149,7 @@ class BlockOffload(OffloadPolicy):
                     non_blocking=stream is not None,
                     stream=stream,
                     record_stream=stream is not None,
-                    low_cpu_mem_usage=True,  # it page-locks what is not so as it comes
+                    low_cpu_mem_usage=True,  # page-locks weights only while it copies them
                 )
                 made.offload_()
             return made
@@ -159,7 +159,7 @@ class BlockOffload(OffloadPolicy):
         self._groups = [group(tensors) for tensors in together]
         self._rest = group(parts.rest)
         self._here: set[int] = set()
-        self._launched: deque[torch.cuda.Event] = deque()  # what may be computing
+        self._launched: deque[torch.cuda.Event] = deque()  # parts that may still compute
         self._lock = threading.RLock()
         self.most_bytes = parts.most_bytes(ahead=self._ahead)
 
@@ -178,7 +178,7 @@ class BlockOffload(OffloadPolicy):
         return replace_submodules(module, {name: part(name, place) for name, place in self._place.items()})
 
     def __enter__(self) -> BlockOffload:
-        self._lock.acquire()  # another run would send away what this one computes with
+        self._lock.acquire()  # another run would evict this run's weights
         try:
             with _as_is():
                 self._page_lock()
@@ -203,7 +203,7 @@ class BlockOffload(OffloadPolicy):
 
     @contextmanager
     def onloaded(self, place: int) -> Generator[None]:
-        """Have one part's weights on the device inside, and the next part's on their way."""
+        """Have one part's weights on the device inside; afterwards start to copy the next part's."""
         with _as_is():
             self._bring(place)
             self._wait()
@@ -212,14 +212,14 @@ class BlockOffload(OffloadPolicy):
             with _as_is():
                 self._note_launched()
                 if self._ahead and place + 1 < len(self._groups):
-                    self._bring(place + 1, beside=1)  # while this one computes
+                    self._bring(place + 1, beside=1)  # while the device computes this one
         finally:
             with _as_is():
                 self._send_away(place)
 
     def release(self) -> None:
-        """Give back page-locked memory until the next use, and what PyTorch keeps of it that nobody uses. Where another
-        thread computes with it, it stays: that is given back when nobody has these weights any more."""
+        """Release page-locked memory until the next use, and PyTorch's unused cache of it. Does nothing while another
+        thread computes with these weights; their memory is then released with the weights."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -232,13 +232,13 @@ class BlockOffload(OffloadPolicy):
             self._lock.release()
 
     def _in_pinned_buffers(self, parts: list[list[torch.Tensor]]) -> list[PinnedBuffer]:
-        """Lay each part's weights together, one part after the other: main memory holds one of them twice at a time."""
+        """Move each part's weights into a buffer, part by part: main memory holds only one part twice at a time."""
         if self._stream is None:
             return []
         try:
             with _as_is():
                 return [PinnedBuffer(tensors, self._stream) for tensors in parts]
-        except (OSError, RuntimeError) as error:  # no main memory
+        except (OSError, RuntimeError) as error:  # main memory is too small
             _say_that_it_is_slower(error)
             return []
 
@@ -246,13 +246,13 @@ class BlockOffload(OffloadPolicy):
         try:
             for pinned in self._pinned_buffers:
                 pinned.lock()
-        except RuntimeError as error:  # systems allow only so much of it
+        except RuntimeError as error:  # systems limit page-locked memory
             self.release()
             self._pinned_buffers = []
             _say_that_it_is_slower(error)
 
     def _bring(self, place: int, *, beside: int = 0) -> None:
-        """Bring a part when those before it are done, but for the one that computes where it is brought ahead."""
+        """Copy a part to the device, once all but the last `beside` launched parts are done."""
         if place in self._here:
             return
         self._until_done(but=beside)
@@ -260,13 +260,13 @@ class BlockOffload(OffloadPolicy):
         self._groups[place].onload_()
 
     def _until_done(self, but: int = 0) -> None:
-        """Wait until the device has computed all but so many of the parts. The host runs far ahead of it, and what is
-        sent away stays there until it was computed with."""
+        """Wait until the device has computed all but the last `but` launched parts. The host runs far ahead, and
+        evicted weights stay on the device until they were used."""
         while len(self._launched) > but:
             self._launched.popleft().synchronize()
 
     def _note_launched(self) -> None:
-        """All that was called is on the device's way."""
+        """Record an event after all launched work."""
         if self._stream is not None:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._stream.device))
@@ -288,7 +288,7 @@ def _say_that_it_is_slower(error: Exception) -> None:
 
 @contextmanager
 def _as_is() -> Generator[None]:
-    """Keep weights that are moved inside as they are: they become no inference tensors, and no rerun upcasts them."""
+    """Move weights unchanged inside: they do not become inference tensors, and a rerun does not upcast them."""
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
         yield
 
@@ -304,7 +304,7 @@ class Parts:
 
     @classmethod
     def of(cls, component: torch.nn.Module, offload: Offload, blocks: tuple[str, ...] = ()) -> Parts:
-        """Part the component by blocks (GROUP) or by layers (SEQUENTIAL). It may be on the "meta" device.
+        """Split the component by blocks (GROUP) or by layers (SEQUENTIAL). It may be on the "meta" device.
 
         blocks: names of its blocks, or of lists of blocks. Defaults to its outermost lists.
         """
@@ -327,8 +327,10 @@ class Parts:
         return cls(places, together, n_bytes, rest)
 
     def most_bytes(self, *, ahead: bool) -> int:
-        """Return the bytes that are on the device at once: the rest, and the largest part, or where the next part comes
-        ahead, while one computes, the two largest neighbours."""
+        """Return the peak bytes on the device: the rest and the largest part; with `ahead`, the two largest neighbours.
+
+        ahead: the next part is loaded while one computes.
+        """
         neighbours = map(sum, pairwise(self.n_bytes)) if ahead else ()
         return sum(tensor.nbytes for tensor in self.rest) + max((*self.n_bytes, *neighbours), default=0)
 
@@ -351,7 +353,7 @@ def _outermost_lists(module: torch.nn.Module, path: str = "") -> Iterator[str]:
 
 
 def _layers(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the outermost modules that have weights of their own, by name. An adapted layer (peft's LoRA) is one."""
+    """Yield the outermost modules with own weights, by name. A layer adapted by peft (LoRA) counts as one."""
     for name, child in _children(module):
         own = any(True for _ in tensors_of(child, recurse=False)) or hasattr(child, "base_layer")
         if own:
@@ -361,7 +363,7 @@ def _layers(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torc
 
 
 def _children(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield a module's children by name. One that has two names comes twice."""
+    """Yield a module's children by name. A child with two names comes twice."""
     yield from ((name, child) for name, child in module._modules.items() if child is not None)
 
 
@@ -392,20 +394,20 @@ class PinnedBuffer:
             tensor.data = here.copy_(data)
 
     def lock(self) -> None:
-        """Page-lock the buffer, if it is not. Raises RuntimeError where the system does not let it."""
+        """Page-lock the buffer, if it is not already. Raises RuntimeError if the system refuses."""
         if self.tensors and not (self._unlock and self._unlock.alive):
             _register(self._buffer, self._stream)
             self._unlock = weakref.finalize(self, _unregister, self._buffer, self._stream)
             self._unlock.atexit = False
 
     def unlock(self) -> None:
-        """Let the buffer be ordinary memory again, once nothing copies from it. The tensors stay there."""
+        """Unlock the buffer's pages, after all copies from it. The tensors stay in it."""
         if self._unlock:
             self._unlock()
 
 
 def laid_out(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
-    """Return where each tensor begins in a buffer of them, and the buffer's bytes."""
+    """Return each tensor's offset in a buffer, and the buffer's size, in bytes."""
     begins, n_bytes = [], 0
     for tensor in tensors:
         begins.append(-(-n_bytes // _ALIGNED) * _ALIGNED)
@@ -448,7 +450,7 @@ def _unregister(buffer: torch.Tensor, stream: torch.cuda.Stream) -> None:
 
 
 def _take_error(stream: torch.cuda.Stream) -> None:
-    """Launch something for CUDA's latest error to be raised at, and taken: it would be at the next kernel."""
+    """Clear CUDA's last error by a kernel that raises it; else the next kernel would."""
     try:
         torch.ones(1, device=stream.device).add_(1)
     except RuntimeError as error:

@@ -1,8 +1,7 @@
-"""Where weights are while they are not in use, and how they lie there, without a memory manager; `comfyui_host/host.py`
-uses ComfyUI's.
+"""Placement of weights, and their memory layout, without a memory manager; `comfyui_host/host.py` uses ComfyUI's.
 
-`OomFallback` has the ways to run a stage, the fastest first: it takes the first one for which there is room, and where
-memory runs out all the same, the next one.
+`OomFallback` has a stage's execution options, the fastest first: it takes the first one that fits, and if memory runs
+out nevertheless, the next one.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
     from ..run.stage import ComponentStage
 
 _CONTAINER = Path("/sys/fs/cgroup")
-_LEFT_FREE = 0.1  # of main memory, by what is kept there for its next use
-MOVING = threading.RLock()  # held by who moves weights: ComfyUI's memory manager keeps its lists without a lock
+_LEFT_FREE = 0.1  # fraction of main memory that offloaded weights leave free
+MOVING = threading.RLock()  # held while weights move: ComfyUI's memory manager has no lock for its lists
 
 
 def tensors_of(module: torch.nn.Module, *, recurse: bool = True) -> Iterator[torch.Tensor]:
@@ -41,11 +40,11 @@ def tensors_of(module: torch.nn.Module, *, recurse: bool = True) -> Iterator[tor
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a device's memory."""
+    """A device's memory, in bytes."""
 
     total: int
-    free: int  # now, what PyTorch keeps for later included
-    movable: int | None = None  # of what a memory manager moves out for others; None where there is no such manager
+    free: int  # including PyTorch's unused cache
+    movable: int | None = None  # bytes that a memory manager can move out; None: there is no memory manager
 
 
 class PlainPlacement:
@@ -59,18 +58,18 @@ class PlainPlacement:
         self.device = device or default_device()
 
     def make_room(self, n_bytes: int) -> None:
-        """Make room on the device, before a component of that many bytes is read."""
+        """Make room on the device for `n_bytes`, before they are needed."""
 
     def to_device(self, name: str, module: torch.nn.Module, beside: int = 0) -> None:
-        """Move all of a component's weights to the device. Where it raises, all are in the host's memory.
+        """Move all of a component's weights to the device. If it raises, all are in main memory.
 
-        beside: bytes that are to be free there, beside them.
+        beside: bytes to keep free on the device besides them.
         """
         del name, beside
         move_whole(module, self.device)
 
     def to_host(self, name: str, module: torch.nn.Module) -> None:
-        """Move all of a component's weights to the host's memory."""
+        """Move all of a component's weights to main memory."""
         del name
         move(module, torch.device("cpu"))
 
@@ -80,12 +79,12 @@ class PlainPlacement:
         self.give_back()
 
     def give_back(self) -> None:
-        """Give the device back what PyTorch keeps of its memory for later."""
+        """Release PyTorch's unused cache of the device's memory."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def memory(self) -> DeviceMemory | None:
-        """Return what the device's memory is; None where it is main memory."""
+        """Return the device's memory; None if it is main memory."""
         if self.device.type != "cuda":
             return None
         free, total = torch.cuda.mem_get_info(self.device)
@@ -94,7 +93,7 @@ class PlainPlacement:
 
 
 def main_memory() -> DeviceMemory:
-    """Return what main memory is; in a container, what it may have of it."""
+    """Return main memory, within the limit of a container."""
     import psutil
 
     found = psutil.virtual_memory()
@@ -120,23 +119,23 @@ def bytes_on(device: torch.device, module: torch.nn.Module) -> int:
     return sum(tensor.nbytes for tensor in {*tensors_of(module)} if tensor.device == device)
 
 
-# tensor on the device → what main memory has of it, an alias of what was copied, and the version of that
+# tensor on the device → its copy in main memory, an alias of the tensor's data, and its version when it was copied
 _HOST_COPIES = WeakTensorKeyDictionary()
 
 
 def bytes_coming(module: torch.nn.Module) -> int:
-    """Return those of weights and buffers that main memory has no copy of."""
+    """Return the bytes of weights and buffers on a device that have no copy in main memory."""
     return sum(t.nbytes for t in {*tensors_of(module)} if t.device.type != "cpu" and _host_copy(t) is None)
 
 
 def move(module: torch.nn.Module, device: torch.device) -> None:
-    """Move weights outside of inference mode: moved inside, they would become inference tensors.
+    """Move weights, outside of inference mode: inside, they would become inference tensors.
 
-    Of what goes to a card with memory of its own, main memory keeps the values until `free_host_copies`. What did
-    not change there comes back as these, and nothing is copied.
+    Weights that go to a card with its own memory keep a copy in main memory until `free_host_copies`. If unchanged,
+    they come back as that copy, and nothing is copied.
     """
     with torch.inference_mode(False), torch.no_grad():
-        if not has_float64(device):  # as CogVideoX's table of positions is, which is rounded wherever it is used
+        if not has_float64(device):  # CogVideoX's position table, which is rounded at use anyway
             for tensor in [each for each in tensors_of(module) if each.dtype == torch.float64]:
                 tensor.data = tensor.data.float()
         if not has_own_memory(device):
@@ -157,12 +156,12 @@ def move(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return what main memory has of a tensor on the device; None where it has nothing, or that may have changed.
+    """Return the copy in main memory of a tensor on the device; None if there is none, or the tensor may have changed.
 
-    A change in place is seen by the tensor's version, in inference mode too, and any other by where it lies. One in
-    place through `.data` is not seen: nothing here makes one, which `tests/pipelines/test_host_copies.py` checks.
+    The tensor's version shows changes in place, in inference mode too; its address shows others. A change in place
+    through `.data` stays hidden: `tests/pipelines/test_host_copies.py` checks that the pack makes none.
     """
-    if tensor not in _HOST_COPIES or tensor.is_inference():  # which counts no versions
+    if tensor not in _HOST_COPIES or tensor.is_inference():  # inference tensors have no version
         return None
     values, there, version = _HOST_COPIES[tensor]
     return values if tensor._version == version and _lies(tensor) == _lies(there) else None
@@ -173,13 +172,13 @@ def _lies(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def free_host_copies(module: torch.nn.Module) -> None:
-    """Give back what main memory has of a component on the device."""
+    """Free the copies in main memory of a component on the device."""
     for tensor in tensors_of(module):
         _HOST_COPIES.pop(tensor, None)
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Return whether a device is known to compute in other memory than the host's: a card that is not integrated."""
+    """Return whether a device is known to have its own memory: a CUDA or ROCm card that is not integrated."""
     return device.type == "cuda" and not torch.cuda.get_device_properties(device).is_integrated
 
 
@@ -193,7 +192,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def move_whole(module: torch.nn.Module, device: torch.device) -> None:
-    """Move weights to a device that may have no room for all of them. Where it raises, all are in main memory."""
+    """Move weights to a device that may be too small for them. If it raises, all are in main memory."""
     try:
         move(module, device)
     except BaseException:
@@ -201,20 +200,19 @@ def move_whole(module: torch.nn.Module, device: torch.device) -> None:
         raise
 
 
-# How the weights of convolutions lie in memory: as they were read, or with their channels last. Tensor cores compute
-# convolutions with channels last: where weights lie otherwise, cuDNN lays out anew what each call is given and what it
-# puts out. diffusers measured 3.30 s in place of 3.61 s for an image of Stable Diffusion in fp16, on a TITAN RTX
+# Memory formats of convolution weights: contiguous, as they were read, or channels last. Tensor cores compute
+# convolutions in channels last: with other weights, cuDNN converts each call's input and output. diffusers measured
+# 3.30 s instead of 3.61 s for an image of Stable Diffusion in fp16, on a TITAN RTX
 # (https://huggingface.co/docs/diffusers/v0.12.0/optimization/fp16).
 #
-# 3D convolutions stay as they were read. With their channels last PyTorch computes them by cuDNN also where it leaves
-# cuDNN out since that is wrong (`precision/kernels.py`), and Wan's pictures have come out garbled
+# 3D convolutions stay contiguous. In channels last, PyTorch uses cuDNN even in versions that otherwise avoid it for its
+# wrong results (`precision/kernels.py`), and Wan's pictures were garbled
 # (https://github.com/sgl-project/sglang/pull/25985).
 _FORMATS = {False: torch.contiguous_format, True: torch.channels_last}
 
 
 def of_layout(module: torch.nn.Module) -> list[torch.nn.Conv2d]:
-    """Return the convolutions of which the layout matters: those in 2D whose windows overlap. Others are products of
-    matrices."""
+    """Return the convolutions whose layout matters: 2D ones with overlapping windows. Others are matrix products."""
     found = [part for part in module.modules() if isinstance(part, torch.nn.Conv2d)]
     return [part for part in found if any(map(gt, part.kernel_size, part.stride))]
 
@@ -224,7 +222,7 @@ def laid_out(module: torch.nn.Module, *, channels_last: bool) -> bool:
 
 
 def lay_out(module: torch.nn.Module, *, channels_last: bool) -> None:
-    """Lay out the weights of those convolutions that do not lie so. Parameters stay the objects that they are."""
+    """Make the weights of `of_layout`'s convolutions channels last, or contiguous. Parameters stay the same objects."""
     for part in of_layout(module):
         with torch.inference_mode(False):
             _HOST_COPIES.pop(part.weight, None)
@@ -233,11 +231,11 @@ def lay_out(module: torch.nn.Module, *, channels_last: bool) -> None:
 
 Result = TypeVar("Result")
 
-_MARGIN = 1.15  # of what is counted beside weights: cuDNN's and cuBLAS's workspaces and gaps come on top
+_MARGIN = 1.15  # factor on the estimated activation memory: cuDNN's and cuBLAS's workspaces, and gaps, are extra
 
 
 class NoRoom(Told, torch.OutOfMemoryError):
-    """There is no memory for a stage in any way that there is to run it."""
+    """A stage is out of memory in all its execution options."""
 
 
 class ExecutionOption(NamedTuple):
@@ -261,19 +259,19 @@ class ExecutionOption(NamedTuple):
 
 
 class FailedEstimate(NamedTuple):
-    """A way that seemed to fit, and in which memory ran out."""
+    """An option that fit by its estimate, but ran out of memory."""
 
-    takes: int  # bytes, as they were counted
-    has: int  # bytes that there were
+    takes: int  # bytes by the estimate
+    has: int  # bytes that were available
 
 
 def first_that_fits(
     ways: Iterable[ExecutionOption], has: int, failed_estimates: Sequence[FailedEstimate] = ()
 ) -> tuple[ExecutionOption, ExecutionOption, bool]:
-    """Return the first way that fits in `has` bytes, what the very first one is, and whether it fits. Where none does,
-    it is the one that takes least.
+    """Return the first option that fits in `has` bytes, the very first option, and True; if none fits, the option that
+    takes least, the very first one, and whether `has` covers its bytes without the margin.
 
-    ways: at least one, from the one that costs least time. Those behind the one that fits are not asked for.
+    ways: at least one, the fastest first. Options after the one that fits are not made.
     """
     met: list[ExecutionOption] = []
     for way in ways:
@@ -285,10 +283,10 @@ def first_that_fits(
 
 
 class OomFallback:
-    """How a stage runs, and what follows where memory runs out. What was tried stays for its later calls.
+    """Runs a stage's calls, and falls back to cheaper options if memory runs out. A fallback stays for later calls.
 
-    stage: with offload 'auto', the first way that fits is taken before its first call.
-    ranks: that make its calls together. They choose alike, and no call is made again: the others would wait in another.
+    stage: with offload 'auto', the first option that fits is taken before its first call.
+    ranks: processes that make its calls together. They choose alike, and repeat no call: the others would not join in.
     """
 
     def __init__(self, stage: ComponentStage, ranks: ProcessGroup = ALONE):
@@ -298,13 +296,13 @@ class OomFallback:
         self._store, self._placement = stage.handle.store, stage.handle.store.placement
         self._failed_estimates = self._store.failed_estimates.setdefault(stage.name, [])
         self._chosen = False
-        self._foreseen: FailedEstimate | None = None  # if memory runs out
+        self._foreseen: FailedEstimate | None = None  # recorded if memory runs out
         self._taken: list[str] = []
 
     def run(self, call: Callable[[], Result], ways: Callable[[], Iterable[ExecutionOption]] | None = None) -> Result:
-        """Make a call, and again where memory runs out in it. Raises NoRoom where no way is left.
+        """Make a call, and repeat it with a fallback if memory runs out. Raises NoRoom if all fallbacks failed.
 
-        ways: returns the way in which the call is made now, and those that take less memory; None: there is one alone.
+        ways: returns the current option, then those that take less memory; None: there is only one.
         """
         if ways and not self._chosen and (room := self._stage.room()):
             self._choose(ways(), -self._ranks.all_reduce_max(-room))
@@ -318,11 +316,11 @@ class OomFallback:
                 if not ran_out(error):
                     raise
                 failed = error
-                traceback.clear_frames(failed.__traceback__)  # which hold what the call had made
+                traceback.clear_frames(failed.__traceback__)  # the frames hold the call's tensors
             self._go_on(failed, ways)
 
     def _choose(self, ways: Iterable[ExecutionOption], has: int) -> None:
-        """Take the first way that fits, and note why. Raises NoRoom, before anything is computed, where none does.
+        """Take the first option that fits, and note why. Raises NoRoom if none fits, before anything is computed.
 
         has: bytes that the device has for the stage.
         """
@@ -351,7 +349,7 @@ class OomFallback:
 
     def _go_on(self, failed: RuntimeError, ways: Callable[[], Iterable[ExecutionOption]] | None) -> None:
         before = self._placement.memory()
-        gc.collect()  # what earlier calls had made may still wait in a reference cycle
+        gc.collect()  # earlier calls' tensors may still be in a reference cycle
         self._placement.give_back()
         if self._foreseen:
             self._failed_estimates.append(self._foreseen)
@@ -380,7 +378,7 @@ class OomFallback:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Return whether there was no memory, as PyTorch says it of CUDA, and of other devices and page-locked memory. Of
-    what has no way left, that was said already."""
+    """Return whether an error of PyTorch means out of memory, on any device or for page-locked memory; False for
+    NoRoom, which has no fallback left."""
     said = isinstance(error, torch.OutOfMemoryError) or "out of memory" in first_line(error).lower()
     return said and not isinstance(error, NoRoom)

@@ -1,7 +1,7 @@
-"""A denoiser's quantised layers: made for it once, filled at a run's first step, and emptied at its end.
+"""A denoiser's quantised layers: made once, filled at a run's first step, and emptied at its end.
 
-Quantised weights stay no longer than a run. They are read off the half ones on the device, which takes about as long as
-reading those once, and ComfyUI's memory manager, which knows nothing of them, finds the device as it left it.
+Quantised weights last no longer than a run. They are made from the half-precision weights on the device, about as fast
+as these can be read. ComfyUI's memory manager does not know of them, so none are left after a run.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _QuantisedLayers(CallFeature):
 
 
 class _LayersOnMeta(CallFeature):
-    """fp8 counts as int8, whose product is the larger one: torchao quantises to fp8 on a card alone."""
+    """Quantised layers on "meta". fp8 counts as int8, whose product takes more: torchao makes fp8 only on a card."""
 
     def __init__(self, stage: ComponentStage):
         self._stage = stage
@@ -81,8 +81,8 @@ class _LayersOnMeta(CallFeature):
 
 
 def check(plan: Plan, offload: Offload, device: torch.device) -> None:
-    """Raise PlanImpossible where the layers of a quantised plan cannot be quantised here: without torchao, or where
-    the weights that they are quantised from are never on the device together."""
+    """Raise PlanImpossible if a quantised plan's layers cannot be quantised here: without torchao, or if the
+    half-precision weights are never on the device together."""
     if missing := lacking(plan.quantised):
         raise PlanImpossible(missing)
     if offload.in_parts and brings_parts_to(device):
@@ -95,7 +95,7 @@ def check(plan: Plan, offload: Offload, device: torch.device) -> None:
 
 
 def quantised_of(stage: ComponentStage) -> QuantisedLinears | None:
-    """The quantised layers of a stage's denoiser, without weights yet; None where its plan has none."""
+    """Return the quantised layers of a stage's denoiser, without weights yet; None if its plan has none."""
     if not stage.plan.quantised:
         return None
     known = stage.handle.store.quantised
@@ -108,6 +108,6 @@ def quantised_of(stage: ComponentStage) -> QuantisedLinears | None:
 
 
 def quantised_bytes(stage: ComponentStage) -> int:
-    """The bytes that a stage's quantised weights take on its device, beside the half ones."""
+    """Return the bytes of a stage's quantised weights on its device, besides the half-precision ones."""
     layers = quantised_of(stage)
     return layers.n_bytes if layers else 0

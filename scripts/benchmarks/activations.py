@@ -39,7 +39,7 @@ class Decode:
     config: dict[str, Any]
     latents: tuple[int, ...]
     tiling: bool = False
-    frames: int = 0  # that the decoder is told of
+    frames: int = 0  # frames that the decoder is called with
 
 
 DECODES = {
@@ -91,7 +91,7 @@ def decode_of(decode: Decode) -> dict[str, float]:
     for name, dtype, kernels in ways:
         with META:
             vae: Any = getattr(diffusers, decode.kind)(**decode.config)
-        vae = on_meta(torch.nn.Module.to(vae, dtype))  # some of it was made on the CPU
+        vae = on_meta(torch.nn.Module.to(vae, dtype))  # some parts were created on the CPU
         more = {"num_frames": decode.frames} if decode.frames else {}
         with counting(kernels) as memory:
             once = memory.each_shape_once(vae.decoder.__call__)

@@ -42,7 +42,7 @@ class Scaled(ScaledHalfMatmulMode):
 
 
 class Counting(TorchFunctionMode):
-    """How many of PyTorch's functions a network calls."""
+    """Counts a network's calls of PyTorch functions."""
 
     calls = 0
 
@@ -106,14 +106,14 @@ def compared(subject: Subject, rounds: int, device: torch.device, dtype: str) ->
 
 
 def errors_in_fp16(module: Any, call: dict[str, Any], exact: torch.Tensor) -> dict[str, float]:
-    """Where fp16 is too slow to be timed: of one step."""
+    """Return errors of one step in fp16, on devices where fp16 is too slow to be timed."""
     half = copy.deepcopy(module).half(), in_dtype(call, torch.float16)
     plain = error(half[0](**half[1])[0], exact)
     return {f"{PLAIN}, fp16": plain, f"{SCALED}, fp16": error(scaled(Scaled(torch.float16), half)(), exact)}
 
 
 def host(name: str, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Of networks that are nothing but layers, in fp16."""
+    """Time the host's work for networks of narrow layers, in fp16."""
     module, call = subject = made(name, "deep", device, "fp16")
     learned = LearnedProducts()
     blocks = tuple(part for part, _ in module.named_modules() if part.rpartition(".")[2] == "transformer_blocks")
@@ -165,7 +165,7 @@ def in_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The norm of what it differs by, in parts of fp32's norm."""
+    """Return the norm of the difference, as a share of fp32's norm."""
     return round(((found.float() - exact).norm() / exact.norm()).item(), 6)
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's attention kernels side by side, on what a model hands to them in a step at its size."""
+"""PyTorch's attention kernels side by side, on the inputs of a model's step at its size."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 CHOICE = "torch's own choice"
-MOST = 4  # shapes of a model, those that take most
-Shape = tuple[int, int, int, int, int]  # batch, heads, queries, keys, channels of a head
+MOST = 4  # a model's most expensive shapes
+Shape = tuple[int, int, int, int, int]  # batch, heads, queries, keys, channels per head
 
 
 def shapes(subject: Subject) -> list[tuple[Shape, int]]:
-    """(shape, calls in a step), those that take most operations first."""
+    """Return (shape, calls per step), the most operations first."""
     device = torch.device("meta")
     module: Any = build(subject.model, subject.size, device, torch.bfloat16)
     call = step(subject.model, module.config, subject.size, device, torch.bfloat16)
@@ -49,7 +49,7 @@ def _operations(shape: Shape) -> int:
 
 
 def attention(subject: Subject, most: int, budget: Budget) -> list[dict[str, Any]]:
-    """One entry for each shape and half-precision dtype: seconds and error of each kernel, or why it has none.
+    """Return one entry per shape and half-precision dtype: seconds and error of each kernel, or its failure.
 
     most: rounds.
     """
@@ -63,7 +63,7 @@ def attention(subject: Subject, most: int, budget: Budget) -> list[dict[str, Any
 def compare(
     shape: Shape, calls: int, dtype: str, device: torch.device, rounds_of: Callable[[list[float]], int]
 ) -> dict[str, Any]:
-    """rounds_of: how many for the seconds that each kernel takes."""
+    """Time the kernels. rounds_of: returns the number of rounds, given each kernel's seconds."""
     batch, heads, queries, keys, channels = shape
     query, key, value = (
         torch.randn(batch, tokens, heads, channels, device=device, dtype=DTYPES[dtype]).transpose(1, 2)
@@ -91,6 +91,6 @@ def compare(
 
 
 def _exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """In fp32, one head's: all of them would not fit."""
+    """Return the output of one head in fp32: all heads would not fit."""
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(query.float(), key.float(), value.float())

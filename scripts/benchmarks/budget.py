@@ -1,13 +1,13 @@
-"""The time that a stage may take: rounds are made until it is used, and what would not fit is left out."""
+"""The time limit of a stage: rounds run until it is used up, and contestants that do not fit are left out."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
 
-SECONDS = 420  # a stage's. With what starts and ends around it, less than 8 minutes
+SECONDS = 420  # per stage; with start and end, less than 8 minutes
 LEAST_ROUNDS = 2  # a median needs more than one
-PREPARING = 0.7  # of a stage's time: no contestant begins to compile after that
+PREPARING = 0.7  # share of a stage's time; later no contestant starts to compile
 
 
 class Budget:
@@ -21,15 +21,15 @@ class Budget:
         return self._clock() - self._started
 
     def too_late(self) -> str:
-        """Why nothing more is to be prepared; "" while there is time."""
+        """Return the reason why nothing more is prepared; "" while there is time."""
         if self.spent < PREPARING * self.seconds:
             return ""
         return f"left out: {self.spent:.0f} of the stage's {self.seconds:.0f} s were over"
 
     def rounds(self, seconds: Iterable[float], most: int, *, share: float = 1.0) -> int:
-        """How many rounds fit in a share of what is left, but for the one that is thrown away.
+        """Return the number of rounds that fit in a share of the remaining time, besides the warm-up round.
 
-        seconds: that each contestant takes.
+        seconds: of each contestant.
         """
         left = share * (self.seconds - self.spent)
         fitting = left / max(sum(seconds), 1e-9) - 1

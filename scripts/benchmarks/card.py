@@ -1,4 +1,4 @@
-"""What a card is and how it stands: driver, clocks, power. From nvidia-smi."""
+"""A card's driver, clocks and power, read from nvidia-smi."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import torch
 
 DRIVER = "driver_version"
-FIELDS = {  # nvidia-smi's → ours
+FIELDS = {  # nvidia-smi's name → ours
     DRIVER: "driver",
     "clocks.sm": "sm_mhz",
     "clocks.max.sm": "sm_mhz_max",
@@ -21,7 +21,7 @@ State = dict[str, float | str | None]
 
 
 def state(device: torch.device) -> State | None:
-    """As the card stands now. None where there is no card, or nobody to ask."""
+    """Return the card's current state; None if there is no card or no nvidia-smi."""
     if device.type != "cuda":
         return None
     query = f"--query-gpu=uuid,{','.join(FIELDS)}"
@@ -34,7 +34,7 @@ def state(device: torch.device) -> State | None:
 
 
 def parse(answer: str, uuid: str) -> State | None:
-    """What it says of one card, or of the only one. What it does not tell is None."""
+    """Parse the line of one card, or the only line; missing values are None."""
     lines = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines()]
     lines = [line for line in lines if len(line) == len(FIELDS) + 1]
     found = next((line for line in lines if uuid and line[0].endswith(uuid)), lines[0] if len(lines) == 1 else None)

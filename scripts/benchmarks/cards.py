@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def line(row: Iterable[RunEstimate]) -> str:
-    """A row of the table: a cell for each card."""
+    """Return a row of the table, with a cell per card."""
     first, *_ = runs = [*row]
     width, height, frames = first.size
     size = f"{width}×{height}{f', {frames} frames' if frames > 1 else ''}"
@@ -46,7 +46,7 @@ def line(row: Iterable[RunEstimate]) -> str:
 
 
 def cell(run: RunEstimate) -> str:
-    """How each stage runs, and the highest peak in GB."""
+    """Return how each stage runs, and the highest peak in GB."""
     peak = max(stage.weights + stage.beside for stage in run.stages)
     return f"{' '.join(map(code, run.stages))}: {peak / 1e9:.1f}"
 

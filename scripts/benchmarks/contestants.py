@@ -1,6 +1,6 @@
-"""Who runs a step: diffusers' own module, plain, compiled and in parts, and the denoiser that our samplers are given.
+"""The contestants of a step: diffusers' module (eager, compiled, by block), and the denoiser that our samplers use.
 
-Who is timed side by side is in entrants.py.
+entrants.py chooses the contestants of each stage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from measure import Step
 from random_model import handle
 from subject import Subject
 
-COMPILER = "inductor"  # of diffusers' module
+COMPILER = "inductor"  # for diffusers' module
 DEFAULT, TUNED = MODES
 Contestant = Callable[[Subject], Step]
 
@@ -33,19 +33,19 @@ def eager(subject: Subject) -> Step:
 
 
 def whole(mode: str = DEFAULT) -> Contestant:
-    """All of it compiled as one."""
+    """Compile the whole module."""
     return lambda subject: _step(subject, torch.compile(subject.module, backend=COMPILER, mode=_mode(mode)))
 
 
 def by_block(mode: str = DEFAULT) -> Contestant:
-    """Its repeated blocks compiled, without us."""
+    """Compile its repeated blocks, without our code."""
     return lambda subject: _step(subject, compiled_by_block(subject.module, subject.model.family.blocks, mode))
 
 
 def compiled_by_block(module: Any, parts: tuple[str, ...], mode: str = DEFAULT) -> Any:
-    """What diffusers' `compile_repeated_blocks` does, but in a shell: the module stays as it is.
+    """Do the same as diffusers' `compile_repeated_blocks`, but in a shallow copy: the module does not change.
 
-    parts: those that our samplers compile, for classes that name no repeated blocks.
+    parts: the parts that our samplers compile, for classes without repeated blocks.
     """
     repeated = getattr(module, "_repeated_blocks", None) or ()
     named = [name for name, part in module.named_modules() if type(part).__name__ in repeated]
@@ -59,13 +59,13 @@ def compiled_by_block(module: Any, parts: tuple[str, ...], mode: str = DEFAULT) 
 
 
 def blocks(subject: Subject) -> Step:
-    """What our samplers compile, called as diffusers calls its own."""
+    """Compile what our samplers compile, and call it as diffusers does."""
     choice = choose_backend("inductor", subject.device)
     return _step(subject, compiled(subject.module, subject.model.family.blocks, choice))
 
 
 def offloaded(kind: str) -> Contestant:
-    """A copy in main memory, by diffusers' own group offload: "block_level", of one block, or "leaf_level"."""
+    """Make a copy in main memory, with diffusers' group offload: "block_level", of one block, or "leaf_level"."""
 
     def make(subject: Subject) -> Step:
         subject = subject.in_main_memory()
@@ -97,7 +97,7 @@ def in_bf16(make: Contestant) -> Contestant:
 
 
 def summing_in_fp16(make: Contestant) -> Contestant:
-    """Matrix products accumulate in fp16: twice as fast on some cards."""
+    """Make matrix products accumulate in fp16: twice as fast on some cards."""
 
     def summing(subject: Subject) -> Step:
         step = make(subject)
@@ -113,7 +113,7 @@ def summing_in_fp16(make: Contestant) -> Contestant:
 
 @contextmanager
 def fp16_sums() -> Generator[None]:
-    """Raises AttributeError where PyTorch is older than that switch."""
+    """Switch fp16 accumulation on. Raises AttributeError if PyTorch lacks the switch."""
     matmul: Any = torch.backends.cuda.matmul
     before = matmul.allow_fp16_accumulation
     matmul.allow_fp16_accumulation = True
@@ -134,13 +134,12 @@ def ours(
     sums: Callable[[], AbstractContextManager[None]] = nullcontext,
     accumulation: Accumulation = Accumulation.AUTO,
 ) -> Contestant:
-    """The guarded denoiser, as our samplers make it and hand it to diffusers; in fp16 with an fp32 residual stream if
-    it has one.
+    """Make the guarded denoiser as our samplers do; in fp16 with an fp32 residual stream if it has one.
 
     fails: one layer fails in half precision at every step.
-    plain: in 'fp16 (plain)', neither protected nor guarded.
-    sums: held inside what our samplers hold, which switch accumulation by themselves.
-    accumulation: the loader's. 'fp16' is nothing else than 'auto' on a card that is no GeForce RTX.
+    plain: 'fp16 (plain)', neither protected nor guarded.
+    sums: a context inside our samplers' own, which also switches accumulation.
+    accumulation: the loader's. 'fp16' differs from 'auto' only on a GeForce RTX.
     """
 
     def make(subject: Subject) -> Step:
@@ -155,7 +154,7 @@ def ours(
 
 
 class Ours:
-    """One step of it, and what its report says by now."""
+    """One step of the guarded denoiser, and its report so far."""
 
     def __init__(self, subject: Subject, pipeline: PipelineHandle, sums: Callable[[], AbstractContextManager[None]]):
         self._pipeline = pipeline
@@ -170,7 +169,7 @@ class Ours:
 
     @contextmanager
     def held(self) -> Generator[None]:
-        """What our samplers hold while a run lasts, and not a step: a clock starts inside."""
+        """Enter what our samplers enter once per run, not per step: the clock starts inside."""
         with self._pipeline.switched(self._report), self._sums():
             self._in_run = True
             try:
@@ -190,7 +189,7 @@ class Ours:
 
 @dataclass(frozen=True)
 class BlockOffload:
-    """A step whose weights are in main memory."""
+    """A step with weights in main memory."""
 
     step: Step
     in_parts: bool = True

@@ -45,7 +45,7 @@ def main() -> None:
     result = measure.head("decode_compiled", device, clock=measure.CLOCK, diffusers=diffusers.__version__)
     result |= {"dtype": "fp32", "rounds": args.rounds, "models": {}}
     file = args.out / f"{result['benchmark']}-{device.type}-{result['date']}.json"
-    if file.exists():  # of the same day: other models
+    if file.exists():  # same day: other models
         result["models"] = json.loads(file.read_text(encoding="utf-8"))["models"]
     for name in args.models:
         found = measured(*MODELS[name], rounds=args.rounds, device=device)
@@ -96,7 +96,7 @@ def measured(
 
 
 def built(builder: str, differs: dict[str, Any], folder: Path) -> Path:
-    """A small pipeline as the tests build it, whose VAE is wider."""
+    """Build one of the tests' small pipelines, with a wider VAE."""
     builders = {**import_module("small_families").BUILDERS, "wan": import_module("small_wan").build_wan}
     builders[builder](folder)
     kind = json.loads((folder / "model_index.json").read_text())["vae"][1]

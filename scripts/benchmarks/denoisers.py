@@ -1,6 +1,6 @@
-"""The denoisers that gpu.py and compiled.py time, as they are published and cut down, and one step of each.
+"""The denoisers that gpu.py and compiled.py time, in published and reduced sizes, and one step of each.
 
-Weights are random: what a step costs does not hang on them.
+Weights are random: the cost of a step does not depend on them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 @dataclass(frozen=True)
 class Size:
-    """What is computed."""
+    """The size of the output."""
 
     width: int  # pixels
     height: int  # pixels
     frames: int = 1
-    config: Mapping[str, Any] = field(default_factory=dict)  # what differs from the published denoiser's
+    config: Mapping[str, Any] = field(default_factory=dict)  # changes of the published denoiser's config
 
     def __str__(self) -> str:
         return f"{self.width}×{self.height}" + (f", {self.frames} frames" if self.frames > 1 else "")
@@ -42,21 +42,21 @@ class Model:
 
     family: FamilySpec
     kind: str  # diffusers class
-    config: Mapping[str, Any]  # what differs from the class's defaults
-    arguments: Callable[[Any, Size, Floats], Call]  # of one step: from the config
-    fails: str  # a layer, as the one that leaves half precision's range
-    sizes: Mapping[str, Size]  # "full": as published; "cut", "deep": for a CPU, with all blocks; "tiny": for tests
-    gates: tuple[str, tuple[int, int]] | None = None  # of what a block writes: layer, and where in its output
+    config: Mapping[str, Any]  # changes of the class's defaults
+    arguments: Callable[[Any, Size, Floats], Call]  # arguments of one step, made from the config
+    fails: str  # the layer that overflows half precision
+    sizes: Mapping[str, Size]  # "full": published; "cut", "deep": for a CPU, "deep" with all blocks; "tiny": for tests
+    gates: tuple[str, tuple[int, int]] | None = None  # a block's output gates: layer, and place in its output
 
 
 def build(model: Model, size: Size, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-    """The denoiser with random weights."""
+    """Build the denoiser with random weights."""
     config = {**model.config, **size.config}
     return random_weights(lambda: getattr(diffusers, model.kind)(**config), device, dtype)
 
 
 def random_weights(make: Callable[[], Module], device: torch.device, dtype: torch.dtype) -> Module:
-    """A module with the weights that its class draws, made where and in what they stay: no copy in fp32, no file."""
+    """Make a module with its class's random weights, directly on the device and in the dtype: no fp32 copy."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -65,17 +65,17 @@ def random_weights(make: Callable[[], Module], device: torch.device, dtype: torc
             module = make()
     finally:
         torch.set_default_dtype(before)
-    torch.nn.Module.to(module, device, dtype)  # what asked for neither default
+    torch.nn.Module.to(module, device, dtype)  # for parts that ignored the defaults
     return module.eval().requires_grad_(False)
 
 
 def step(model: Model, config: Any, size: Size, device: torch.device, dtype: torch.dtype) -> Call:
-    """The arguments of one step with both halves of guidance, as the diffusers pipeline passes them in `dtype`."""
+    """Return the arguments of one step, both halves of guidance, as the diffusers pipeline passes them in `dtype`."""
     return on_device(device, model.arguments(config, size, random_floats(device, dtype)))
 
 
 def random_floats(device: torch.device, dtype: torch.dtype) -> Floats:
-    """The same on every device."""
+    """Return a generator of the same random numbers on every device."""
     generator = torch.Generator().manual_seed(0)
 
     def floats(*shape: int) -> torch.Tensor:
@@ -93,7 +93,7 @@ def on_device(device: torch.device, given: Call) -> Call:
 
 def _cogvideox(config: Any, size: Size, floats: Floats) -> Call:
     frames, height, width = (size.frames - 1) // 4 + 1, size.height // 8, size.width // 8
-    frames += frames % (config.patch_size_t or 1)  # as the pipeline pads them
+    frames += frames % (config.patch_size_t or 1)  # the pipeline pads frames in the same way
     call: Call = {
         "hidden_states": floats(2, frames, config.in_channels, height, width),
         "encoder_hidden_states": floats(2, config.max_text_seq_length, config.text_embed_dim),

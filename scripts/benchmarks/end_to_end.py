@@ -1,6 +1,6 @@
-"""From a prompt to frames: our nodes' functions beside diffusers' own pipeline, both from the same folder.
+"""From a prompt to frames: our nodes' functions compared with diffusers' own pipeline, both from the same folder.
 
-One after the other, not interleaved: a card has no room for several whole pipelines.
+Contestants run one after another, not interleaved: several whole pipelines do not fit on a card.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ STEPS = 10
 ENCODE, DENOISE, DECODE, ALL = "encode", "steps", "decode", "all"
 PROMPT = "a paper boat drifts down a narrow stream in the forest, {}"
 Seconds = dict[str, float]
-Run = Callable[[int], tuple[Seconds, torch.Tensor]]  # a number → seconds of each part, and frames
+Run = Callable[[int], tuple[Seconds, torch.Tensor]]  # run number → seconds of each part, and frames
 Open = Callable[[Path, Subject], Run]
 
 
 def end_to_end(subject: Subject, rounds: int, budget: Budget, keep: Callable[[Any], None]) -> dict[str, Any]:
-    """A row for each contestant: seconds of the first run and of later ones, each with another prompt and seed; the
-    later ones' peak; and what one more moves."""
+    """Return a row per contestant: seconds of the first run and of later runs, each with another prompt and seed; the
+    later runs' peak; and the bytes that one more run moves."""
     rows: dict[str, Any] = {}
     made = {"dtype": subject.dtype, "size": str(subject.size), "steps": STEPS, "rows": rows}
     with tempfile.TemporaryDirectory() as place:
@@ -87,7 +87,7 @@ def row(make: Open, folder: Path, subject: Subject, most: int, budget: Budget, s
 
 
 class Clock:
-    """Seconds of calls, from one wait for the device to the next."""
+    """Times calls in seconds; waits for the device before and after each."""
 
     def __init__(self, device: torch.device):
         self.seconds: Seconds = {}
@@ -106,7 +106,7 @@ class Clock:
 
 
 def ours(backend: str, *, decoder: str = "eager", channels_last: bool = False) -> Open:
-    """decoder: the backend that compiles the calls of the VAE's decoder that are alike."""
+    """Make our contestant. decoder: the backend that compiles the VAE decoder's similar calls."""
 
     def make(folder: Path, subject: Subject) -> Run:
         family, size = subject.model.family, subject.size
@@ -138,7 +138,7 @@ def ours(backend: str, *, decoder: str = "eager", channels_last: bool = False) -
 
 
 def theirs(*, compiles: bool = False) -> Open:
-    """diffusers' own call, with all of it on the card."""
+    """Make diffusers' contestant, entirely on the card."""
 
     def make(folder: Path, subject: Subject) -> Run:
         family, size = subject.model.family, subject.size
@@ -192,7 +192,7 @@ def picture(subject: Subject) -> Image.Image:
 
 
 def start_anew(device: torch.device, compiled: Path) -> None:
-    """With neither weights nor compiled code of the contestant before."""
+    """Drop the previous contestant's weights and compiled code."""
     torch.compiler.reset()
     os.environ.update({name: str(compiled / name.lower()) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")})
     gc.collect()

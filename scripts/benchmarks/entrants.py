@@ -1,4 +1,4 @@
-"""Who is timed side by side in which stage."""
+"""The contestants of each stage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SUMS, LAST, GROUP, LAYERS = ", fp16 accumulation", ", channels-last", ", group o
 CHECKED_SUMS = ", fp16 accumulation where its first step allows it"
 AUTOTUNED = f", {TUNED}"
 
-# In each, the more there is to learn from one, the earlier it is: time may be over before the last
+# The most informative contestants come first: time may run out before the last
 GROUPS: dict[str, dict[str, Contestant]] = {
     "steps": {
         EAGER: eager,
@@ -61,7 +61,7 @@ GROUPS: dict[str, dict[str, Contestant]] = {
         f"{IN_BF16}, torch.compile by block": in_bf16(by_block()),
         OURS_EAGER: ours("eager"),
     },
-    "rerun": {OURS: ours("inductor"), RERUN: ours("inductor", fails=True)},  # fewer rounds: fp32 takes its time
+    "rerun": {OURS: ours("inductor"), RERUN: ours("inductor", fails=True)},  # fewer rounds: fp32 is slow
     "autotune": {
         EAGER: eager,
         OURS: ours("inductor"),
@@ -92,13 +92,13 @@ DTYPES = dict.fromkeys(GROUPS, "bf16") | {"fp16": "fp16", "stream": "fp16"}
 
 
 def entrants(group: str, model: Model) -> dict[str, Contestant]:
-    """Those of a group that differ for the model's family: without protection from the start, ours is plain."""
+    """Return a group's contestants. For families without overflow protection, "ours" is plain already."""
     protected = model.family.variants[0].protected
     return {name: each for name, each in GROUPS[group].items() if protected or name != PLAIN}
 
 
 def not_for(stage: str, model: Model) -> str:
-    """Why a stage says nothing about a model; "" where it does."""
+    """Return the reason why a stage does not apply to a model; "" if it does."""
     if stage == "stream" and model.gates is None:
         return "it has no residual stream that runs through all blocks"
     if stage == "layout" and not model.kind.startswith("UNet"):

@@ -1,4 +1,4 @@
-"""The least time that a step can take: its floating-point operations over what the device's matrix products reach."""
+"""The least time of a step: its floating-point operations divided by the speed of the device's matrix products."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from denoisers import Model, Size, build, step
 from measure import synchronize
 from torch.utils.flop_counter import FlopCounterMode
 
-TFLOPS = {"NVIDIA H200": 790.0}  # a second, reached in bf16 by large matrix products on that card
+TFLOPS = {"NVIDIA H200": 790.0}  # TFLOP/s of large bf16 matrix products on that card
 SECONDS = 3.0
-KINDS = {  # on "meta", where attention is matrix products
+KINDS = {  # on "meta", where attention consists of matrix products
     "aten.mm": "linear",
     "aten.addmm": "linear",
     "aten.convolution": "convolution",
@@ -24,8 +24,8 @@ WIDTH = {"cuda": 8192, "cpu": 512}
 
 
 def tflop(model: Model, size: Size) -> dict[str, float]:
-    """TFLOP of one step with guidance by the kind of work, a multiplication and an addition being two: counted without
-    any weight."""
+    """Return TFLOP of one step with guidance, by kind of work. A multiplication and an addition count as two. No
+    weights are needed."""
     device = torch.device("meta")
     module = build(model, size, device, torch.bfloat16)
     call = step(model, module.config, size, device, torch.bfloat16)
@@ -38,7 +38,7 @@ def tflop(model: Model, size: Size) -> dict[str, float]:
 
 
 def measured_tflops(device: torch.device, dtype: str) -> float:
-    """TFLOP/s of large matrix products, the best of some seconds of them."""
+    """Return TFLOP/s of large matrix products, the best within SECONDS."""
     width = WIDTH.get(device.type, 512)
     a, b = (torch.randn(width, width, device=device, dtype=DTYPES[dtype]) for _ in range(2))
     repeats = 10 if device.type == "cuda" else 1
@@ -55,7 +55,7 @@ def measured_tflops(device: torch.device, dtype: str) -> float:
 
 
 def tflops(device: torch.device, dtype: str) -> dict[str, Any]:
-    """What the floor is reckoned with, and what was measured now."""
+    """Return the TFLOP/s for the floor, and the value that was measured now."""
     measured = round(measured_tflops(device, dtype), 6)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if name in TFLOPS:

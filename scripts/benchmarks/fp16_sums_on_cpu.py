@@ -1,16 +1,16 @@
-"""Products that accumulate in fp16, on a CPU: a model of what tensor cores do, where PyTorch's switch is on.
+"""Products that accumulate in fp16, on a CPU: a model of tensor cores with PyTorch's switch on.
 
-The model: a product runs along its inner dimension in chunks. In each, the products of fp16 values are exact and are
-added up in at least single precision; then the sum so far is added, and the result is rounded to fp16, to nearest even.
-So an instruction of NVIDIA's does it whose accumulators are fp16: `mma.sync.aligned.m16n8k16` takes 16 values at a time
-(PTX ISA, "mma": with .f16 accumulators, "accumulation of intermediate values is performed with at least half
-precision"). Hardware adds 4 of them at a time on Volta and Turing, and 8 on Ampere, and rounds to nearest where it
-accumulates in fp16 (Fasi, Higham, Mikaitis, Pranesh: Numerical behavior of NVIDIA tensor cores, PeerJ Computer Science
-7:e330, 2021). Chunks of 8 and 4 are the model's pessimistic cases. What it leaves out: cuBLAS may split the inner
-dimension over thread blocks and add these sums up apart, which is nearer to right; and Ada's and Blackwell's tensor
-cores nobody has published such measurements of in this mode.
+A product runs along its inner dimension in chunks. In each chunk, products of fp16 values are exact and are summed in
+at least single precision. The previous sum is added, and the result is rounded to fp16, to nearest even. NVIDIA's
+instructions with fp16 accumulators work like this: `mma.sync.aligned.m16n8k16` takes 16 values at a time (PTX ISA,
+"mma": with .f16 accumulators, "accumulation of intermediate values is performed with at least half precision").
+Hardware adds 4 values at a time on Volta and Turing, 8 on Ampere, and rounds to nearest when it accumulates in fp16
+(Fasi, Higham, Mikaitis, Pranesh: Numerical behavior of NVIDIA tensor cores, PeerJ Computer Science 7:e330, 2021).
+Chunks of 8 and 4 are the model's pessimistic cases. Not modelled: cuBLAS may split the inner dimension over thread
+blocks and add their sums separately, which is more accurate. For Ada and Blackwell, nobody has published such
+measurements in this mode.
 
-A bias is added as cuBLAS' epilogue does: to the sum, before the last rounding.
+A bias is added as in cuBLAS' epilogue: to the sum, before the last rounding.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def product(left: torch.Tensor, right: torch.Tensor, chunk: int = CHUNK) -> torc
 
 
 class Fp16SumsOnCpu(TorchDispatchMode):
-    """Has matrix products of fp16 accumulate in fp16 wherever `torch.backends.cuda.matmul.allow_fp16_accumulation` is
-    on as they are launched, as a card with that switch does. All else is left to the CPU, which accumulates in fp32.
+    """Makes fp16 matrix products accumulate in fp16 wherever `torch.backends.cuda.matmul.allow_fp16_accumulation` is on
+    at their launch, like a card with that switch. Everything else is the CPU's, which accumulates in fp32.
 
-    launched: how many products have accumulated in fp16.
+    launched: number of products that accumulated in fp16.
     """
 
     def __init__(self, chunk: int = CHUNK):
@@ -92,7 +92,7 @@ _PRODUCTS: dict[Any, Callable[..., torch.Tensor]] = {
 
 @contextmanager
 def a_card_with_fp16_sums(chunk: int = CHUNK) -> Generator[Fp16SumsOnCpu]:
-    """Compute inside as if the CPU were such a card. PyTorch's switch is off before and after."""
+    """Compute inside like such a card. PyTorch's switch is off before and after."""
     assert not torch.backends.cuda.matmul.allow_fp16_accumulation
     with Fp16SumsOnCpu(chunk) as card:
         yield card

@@ -1,4 +1,4 @@
-"""fp8 on a CPU: torchao's own tensor and PyTorch's CPU kernel, without torchao's check that there is a card for it."""
+"""fp8 on a CPU: torchao's tensor and PyTorch's CPU kernel, without torchao's check for a suitable card."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from comfyui_onediff_guard.precision.quantised import CONFIGS
 
 
 def fp8_weight(layer: torch.nn.Linear, **changes: object) -> torch.Tensor:
-    """A layer's weight as torchao quantises it by this pack's configuration. changes: of its fields."""
+    """Return a layer's weight, quantised by torchao with this pack's configuration. changes: of its fields."""
     from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor, QuantizeTensorToFloat8Kwargs
 
     config = CONFIGS["fp8"](layer.weight.device)

@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def guards(denoiser: torch.nn.Module, dtype: str, call: dict[str, Any]) -> tuple[torch.nn.Module, ...]:
-    """(the guarded denoiser; with a NaN injected into each half attempt; around an output that is there already)."""
+    """Return guards: of the denoiser; of one with a NaN in each half-precision output; of a precomputed output."""
     architecture = detect(next(denoiser.parameters()).device)
     plan = choose(architecture, VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision(dtype))
     inputs = ("hidden_states", "encoder_hidden_states")

@@ -1,7 +1,7 @@
-"""Runs the stages of stages.py, each in a process of its own, and puts what they find into one JSON and one table.
+"""Run the stages of stages.py, each in its own process, and write their results to one JSON and one table.
 
-A stage that dies takes nothing with it: the file is written after each, and a later run on the same machine and day
-adds to it. One that takes too long is ended, and what it had found is kept.
+A stage that crashes loses no other results: the file is written after each stage, and a later run on the same machine
+and day adds to it. A stage that takes too long is ended, and its results so far are kept.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from measure import CLOCK, head, new_parser, write_json
 from stages import CONTESTANTS, FIRST, OTHERS
 
 STAGES = (*GROUPS, "compile", *OTHERS)
-LATE = 30  # seconds behind its time, after which a stage is ended
-ENDED = 124  # as `timeout` says it
+LATE = 30  # seconds after its time limit, before a stage is ended
+ENDED = 124  # exit code, as of `timeout`
 
 
 def arguments(description: str | None, models: Iterable[str], stages: Iterable[str]) -> argparse.ArgumentParser:
@@ -43,14 +43,14 @@ def arguments(description: str | None, models: Iterable[str], stages: Iterable[s
 
 
 class Limits(NamedTuple):
-    """Of a stage."""
+    """The limits of a stage."""
 
     rounds: int
     seconds: float
 
 
 def measure(benchmark: str, args: argparse.Namespace, size: str) -> dict[str, Any]:
-    """Run the stages on the models, print the tables, and return what is in the JSON."""
+    """Run the stages on the models, print the tables, and return the content of the JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     new = head(benchmark, device, clock=CLOCK, diffusers=diffusers.__version__, size=size, models={})
     result = _before(new, args.out, device)
@@ -78,7 +78,7 @@ def measure(benchmark: str, args: argparse.Namespace, size: str) -> dict[str, An
 
 
 def _before(head: dict[str, Any], folder: Path, device: torch.device) -> dict[str, Any]:
-    """The head, with what an earlier run of the same day, machine and versions found."""
+    """Return the head, with the results of an earlier run of the same day, machine and versions."""
     file = folder / f"{head['benchmark']}-{device.type}-{head['date']}.json"
     if not file.exists():
         return head
@@ -88,15 +88,15 @@ def _before(head: dict[str, Any], folder: Path, device: torch.device) -> dict[st
 
 
 def _stage(stage: str, model: str, size: str, limits: Limits, caches: Path) -> dict[str, Any]:
-    """What its process wrote: "made", and how the card stood before and after."""
+    """Return what the stage's process wrote: "made", and the card's state before and after."""
     if stage != "compile":
         return _child(stage, model, size, limits, caches / "shared")
     if size == "cut" and "deep" in MODELS[model].sizes:
-        size = "deep"  # what compiling a whole model takes hangs on the number of its blocks
+        size = "deep"  # the time to compile a whole model depends on its number of blocks
     budget, made, card = Budget(limits.seconds), dict[str, Any](), None
     for number, name in enumerate(CONTESTANTS):
         made[name] = {}
-        for state in ("cold", "warm"):  # with an empty cache, then with what the first process left in it
+        for state in ("cold", "warm"):  # first with an empty cache, then with the first process's cache
             left = Limits(1, limits.seconds - budget.spent)
             if left.seconds <= 0:
                 made[name][state] = {"error": "left out: the stage's time was over"}
@@ -107,7 +107,7 @@ def _stage(stage: str, model: str, size: str, limits: Limits, caches: Path) -> d
 
 
 def _child(stage: str, model: str, size: str, limits: Limits, cache: Path, *more: str) -> dict[str, Any]:
-    """What a process of its own found, or how it died. What it found before it died is kept."""
+    """Return a child process's results, or its failure with the results so far."""
     places = {name: cache / name.lower() for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR")}
     for place in places.values():
         place.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def _child(stage: str, model: str, size: str, limits: Limits, cache: Path, *more
 
 
 def _ended(command: list[str], environment: dict[str, str], seconds: float) -> tuple[int, str]:
-    """Exit code and standard error of a process that is ended, with those that it started, when its time is over."""
+    """Run a process; return exit code and standard error. After its time limit, it is ended with its descendants."""
     pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
     with subprocess.Popen(command, env=environment, start_new_session=os.name == "posix", **pipes) as process:
         try:
@@ -140,7 +140,7 @@ def _ended(command: list[str], environment: dict[str, str], seconds: float) -> t
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """With the compiler's own processes, where that can be said at once."""
+    """Kill a process, on POSIX with the compiler's processes."""
     if os.name == "posix":
         os.killpg(process.pid, signal.SIGKILL)
     else:
@@ -148,7 +148,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 def _reason(stderr: str) -> str:
-    """The last line that names an error; what libraries add behind it is left out."""
+    """Return the last line that names an error; lines that libraries print after it are skipped."""
     lines = [line for line in stderr.splitlines() if line.strip()] or ["no message"]
     return next(
         (line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception|Unavailable)\b", line)), lines[-1]

@@ -1,4 +1,4 @@
-"""Where a step's time goes: torch.profiler's kernels, by self time, and what kind of work they are."""
+"""Where a step's time goes: torch.profiler's kernels, by self time, and their kind of work."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from measure import Step, synchronize
 WARM_UP = 2
 SHOWN = 30
 NORMS = "norms, elementwise"
-KINDS = {  # by what the names of kernels hold; the first that fits
-    NORMS: ("triton_poi", "triton_red", "triton_per", "cpp_fused"),  # what inductor fuses is named after its neighbours
+KINDS = {  # kind → parts of kernel names; the first match counts
+    NORMS: ("triton_poi", "triton_red", "triton_per", "cpp_fused"),  # inductor names fused kernels after their parts
     "attention": ("flash", "fmha", "attention", "sdpa", "softmax"),
     "matrix products, convolutions": ("gemm", "mm", "conv", "cutlass", "cublas", "nvjet", "linear", "xmma", "sm90"),
     "norms and elementwise, not fused": (
@@ -29,9 +29,9 @@ def kind(kernel: str) -> str:
 
 
 def profile(steps: dict[str, Step], device: torch.device) -> str:
-    """Text: for each contestant the shares of one step by kind of work, and its longest kernels."""
+    """Return text: for each contestant the shares of one step by kind of work, and its longest kernels."""
     inductor: Any = importlib.import_module("torch._inductor.config")
-    named = {"cpp.enable_kernel_profile": device.type == "cpu"}  # else what is fused has no name of its own there
+    named = {"cpp.enable_kernel_profile": device.type == "cpu"}  # else fused kernels have no names of their own
     with inductor.patch(named):
         return "\n".join(_one(name, step, device) for name, step in steps.items())
 
@@ -50,7 +50,7 @@ def _one(name: str, step: Step, device: torch.device) -> str:
 
 
 def _microseconds(recorded: Any, device: torch.device) -> dict[str, tuple[float, int]]:
-    """Kernel → its own microseconds, and how often it ran."""
+    """Return kernel → its self time in microseconds, and its number of calls."""
     made = {}
     for event in recorded.key_averages():
         on_device = event.device_type == torch.autograd.DeviceType.CUDA

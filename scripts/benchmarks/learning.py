@@ -91,7 +91,7 @@ def guarded(original: torch.nn.Module, attempted: torch.nn.Module, dtype: str, s
 
 
 def first_steps(by_scope: dict[Scope, StageGuard], call: dict[str, Any]) -> float:
-    """Seconds of the step in which scope LEARNED learns, after every scope has had its first."""
+    """Return the seconds of scope LEARNED's first step, which learns. The other scopes run theirs before."""
     for scope in (Scope.STEP, Scope.RUN):
         by_scope[scope](**call)
     started = time.perf_counter()

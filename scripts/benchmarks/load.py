@@ -35,7 +35,7 @@ class Case:
     component: str
     stored: str
     plan: str
-    model: str  # the folder or the file that holds it
+    model: str  # the folder or file of the model
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def measure(model: Path, case: Case) -> dict[str, Any]:
-    """Load it in a process of its own, and watch that."""
+    """Load it in a separate process, and sample its memory."""
     command = [sys.executable, __file__, "--load", str(model), case.component, case.plan]
     with tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(command, stdout=output)
@@ -103,13 +103,13 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
 
 
 def load(model: Path, component: str, dtype: str) -> dict[str, Any]:
-    """In the process that is watched."""
+    """Load a component and measure it; runs in the watched process."""
     import diffusers
     import transformers
 
     _ = diffusers.CogVideoXTransformer3DModel, transformers.T5EncoderModel, diffusers.UNetSpatioTemporalConditionModel
     handle = opened(model, dtype)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
     before, started = status(), time.perf_counter()
     module = handle.store.module(component, dtype)
     seconds, after = time.perf_counter() - started, status()
@@ -128,7 +128,7 @@ def load(model: Path, component: str, dtype: str) -> dict[str, Any]:
 
 
 def status(process: int | str = "self") -> dict[str, int]:
-    """/proc/PID/status, in bytes; empty once the process has ended."""
+    """Return /proc/PID/status, in bytes; empty once the process has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text(encoding="ascii").splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -138,15 +138,15 @@ def status(process: int | str = "self") -> dict[str, int]:
 
 
 def make(case: Case, folder: Path) -> Path:
-    """Write the model that the case is about; all but its component is small."""
+    """Write the case's model; all components but the measured one are small."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[case.stored]
     torch.manual_seed(0)
     return svd_file(folder, dtype) if case.component == "unet" else cogvideox(folder, case.component, dtype)
 
 
 def cogvideox(folder: Path, component: str, dtype: torch.dtype) -> Path:
-    """A small folder with one large component, of the 2B's width in 10 of its 30 blocks, or of T5-XXL's in 4 of 24 and
-    the small tokenizer's rows."""
+    """Write a small folder with one large component: the 2B's width in 10 of its 30 blocks, or T5-XXL's in 4 of 24,
+    with the small tokenizer's rows."""
     from comfyui_onediff_guard.demo.small_model import build_cogvideox
     from diffusers import CogVideoXTransformer3DModel
     from transformers import T5Config, T5EncoderModel
@@ -170,7 +170,7 @@ def cogvideox(folder: Path, component: str, dtype: torch.dtype) -> Path:
 
 
 def svd_file(folder: Path, dtype: torch.dtype) -> Path:
-    """ComfyUI's single file, with a UNet of the published depth and 3/5 of its width."""
+    """Write ComfyUI's single file, with a UNet of the published depth and 3/5 of its width."""
     from safetensors.torch import save_file
 
     layout = Path(__file__).resolve().parents[2] / "tests" / "support" / "svd_layout.py"

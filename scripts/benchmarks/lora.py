@@ -27,8 +27,8 @@ from measure import head, new_parser, write_json
 from random_model import handle
 from subject import Subject
 
-LAYERS = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0")  # as diffusers' scripts train them
-LATER = 5  # steps behind the first
+LAYERS = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0")  # trained by diffusers' scripts
+LATER = 5  # steps after the first
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def changes(subject: Subject, backend: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is changed, and what the first step after it and a later one took, in seconds."""
+    """Yield each change, with the seconds of the first step after it and of a later step."""
     one, other = (
         saved(subject, folder / f"{name}.safetensors", 16, seed) for seed, name in enumerate(("one", "other"))
     )
@@ -87,7 +87,7 @@ def graphs_made() -> int:
 
 
 def saved(subject: Subject, path: Path, rank: int, seed: int) -> Path:
-    """A LoRA of random weights on all attention of the denoiser, in a file."""
+    """Write a LoRA of random weights, for all attention of the denoiser, to a file."""
     from safetensors.torch import save_file
 
     generator, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()

@@ -1,7 +1,7 @@
-"""What the benchmarks share: the model and one step of it, interleaved timing, and the result file.
+"""Shared code of the benchmarks: the model and one step, interleaved timing, and the result file.
 
-Paired and interleaved: each round runs every contestant once, in an order that turns from round to round, and a figure
-is the median over rounds of the ratio within a round. Noise is the same ratio of a contestant to itself.
+Paired and interleaved: each round runs every contestant once, in an order that rotates, and a figure is the median over
+rounds of the ratio within a round. Noise is the same ratio of a contestant to itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from diffusers import CogVideoXTransformer3DModel
 Step = Callable[[], Any]
 Result = TypeVar("Result")
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-CLOCK = os.environ.get("BENCHMARK_CLOCK", "wall")  # "processor": on a CPU that others use too, and with one thread
+CLOCK = os.environ.get("BENCHMARK_CLOCK", "wall")  # "processor": for a shared CPU, with one thread
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -49,7 +49,7 @@ def arguments(description: str | None, *, rounds: int, rounds_help: str) -> argp
 
 
 def device_and_dtype() -> tuple[torch.device, str]:
-    """fp16 on a GPU; bf16 on a CPU, where the time of fp16 says nothing about a GPU's."""
+    """Return fp16 for a GPU, bf16 for a CPU, where fp16 times say nothing about a GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return device, "fp16" if device.type == "cuda" else "bf16"
 
@@ -85,7 +85,7 @@ def opened(folder: Path, precision: str, **options: Any) -> PipelineHandle:
 
 
 def interleave(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each step in each round; one warm-up round is thrown away."""
+    """Return seconds of each step in each round; one warm-up round is discarded."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for round_number in range(-1, rounds):
@@ -99,7 +99,7 @@ def interleave(steps: dict[str, Step], rounds: int, device: torch.device) -> dic
 
 
 def held(step: Step) -> AbstractContextManager[None]:
-    """What a run of the step's holds around all of its steps, if it says so."""
+    """Return the context that a run enters around all of its steps, if the step has one."""
     return getattr(step, "held", nullcontext)()
 
 
@@ -112,9 +112,9 @@ def seconds_of(step: Step, device: torch.device) -> float:
 
 
 def peak_bytes(step: Step, device: torch.device) -> int:
-    """The most bytes that the step held at one time, beyond what was there before it.
+    """Return the step's peak of allocated bytes, minus what was allocated before.
 
-    On a GPU by its allocator; on a CPU by the profiler's records.
+    On a GPU from its allocator; on a CPU from the profiler's records.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -133,14 +133,14 @@ def peak_bytes(step: Step, device: torch.device) -> int:
 
 
 def attempt(run: Callable[[], Result]) -> Result | str:
-    """What it returns, or in a line how it failed: a contestant that cannot run must not end the others' run."""
+    """Return the result, or one line about the failure: a contestant that fails must not end the others' run."""
     try:
         return run()
     except Exception as error:  # noqa: BLE001 - out of memory, a backend that is not there, a compiler that fails
         lines = str(error).strip().splitlines()
         failure = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # after the exception has let go of what it held
+        torch.cuda.empty_cache()  # after the exception released its memory
     return failure
 
 
@@ -154,7 +154,7 @@ def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> float:
 
 
 def quartiles(seconds: dict[str, list[float]], ours: str, theirs: str) -> list[float]:
-    """Half of the rounds lay between these two ratios."""
+    """Return the first and third quartile of the ratios."""
     low, _, high = statistics.quantiles(_ratios(seconds, ours, theirs), n=4)
     return [round(low, 4), round(high, 4)]
 
@@ -177,7 +177,7 @@ def head(benchmark: str, place: torch.device | str, **more: Any) -> dict[str, An
 def setting(
     benchmark: str, denoiser: torch.nn.Module, call: dict[str, Any], dtype: str, device: torch.device, rounds: int
 ) -> dict[str, Any]:
-    """The head of a result: what was measured, and on what."""
+    """Return the head of a result: the model, the machine and the settings."""
     parameters = sum(p.numel() for p in denoiser.parameters())
     _, frames, _, height, width = call["hidden_states"].shape
     tokens = frames * height * width // 4 + 226
@@ -185,7 +185,7 @@ def setting(
 
 
 def write(result: dict[str, Any], folder: Path, device: torch.device) -> None:
-    """The result as a file in `folder`, and its figures on standard output."""
+    """Write the result to a file in `folder`, and its figures to standard output."""
     file = write_json(result, folder, device.type)
     millions = result["parameters"] / 1e6
     print(f"{millions:.0f} M parameters, {result['dtype']}, {result['machine']}, {result['rounds']} rounds")

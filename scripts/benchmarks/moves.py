@@ -1,4 +1,4 @@
-"""What a run copies between main memory and the card, and how often the host waits for a value from it."""
+"""Bytes that a run copies between main memory and the card, and how often the host waits for a value from it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _HOST = "cpu"
 
 
 class Moves(TorchDispatchMode):
-    """Counts inside `with`, in its thread. What is compiled runs as it is, and nothing is compiled anew.
+    """Counts inside `with`, in its thread. Compiled code runs unchanged, and is not compiled again.
 
-    card: its type of device. Where that is the CPU's, nothing is moved.
+    card: its device type. For "cpu", nothing is counted.
     """
 
     def __init__(self, card: str):

@@ -1,4 +1,4 @@
-"""Videos of moving shapes, which the small models of `trained.py` learn to make: two shapes on a shaded ground."""
+"""Videos of moving shapes, which the small models of `trained.py` learn: two shapes on a shaded ground."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ COLOURS = ((0.9, 0.2, 0.1), (0.1, 0.6, 0.9), (0.95, 0.8, 0.1), (0.2, 0.8, 0.3))
 class Scenes:
     """A batch of scenes, one row each. All tensors are float32."""
 
-    kinds: torch.Tensor  # [batch, 2]: of each shape, 0 for a disc and 1 for a square
+    kinds: torch.Tensor  # [batch, 2]: shape, 0 for a disc and 1 for a square
     colours: torch.Tensor  # [batch, 2, 3], 0..1
     starts: torch.Tensor  # [batch, 2, 2]: x and y of the centre in the first frame, 0..1
-    moves: torch.Tensor  # [batch, 2, 2]: what it moves in a whole video
-    sizes: torch.Tensor  # [batch, 2]: radius, in parts of the side
+    moves: torch.Tensor  # [batch, 2, 2]: movement over a whole video
+    sizes: torch.Tensor  # [batch, 2]: radius, as a share of the side
     ground: torch.Tensor  # [batch, 3]
 
     @classmethod

@@ -1,6 +1,5 @@
-"""The networks of all_layers_scaled.py and scaled_bytes.py: the published denoisers of denoisers.py, and more that
-ComfyUI runs by itself, in diffusers' classes.
-"""
+"""The networks of all_layers_scaled.py and scaled_bytes.py: the published denoisers of denoisers.py, and others that
+ComfyUI runs natively, in diffusers' classes."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Network:
-    """A network and one step of it, at sizes by name.
+    """A network and one step of it, at named sizes.
 
-    "full": as published. "cut": fewer, narrower layers, for a CPU to be timed with. "deep": all layers, so narrow that
-    nothing but the host's work is left.
+    "full": as published. "cut": fewer, narrower layers, to be timed on a CPU. "deep": all layers, so narrow that almost
+    only the host's work is left.
     """
 
     said: str  # its name and size, for people
-    make: Callable[[str, torch.device, torch.dtype], torch.nn.Module]  # size, where, in what
-    step: Callable[[Any, str, torch.device, torch.dtype], Call]  # the config, size, where, in what
+    make: Callable[[str, torch.device, torch.dtype], torch.nn.Module]  # size, device, dtype
+    step: Callable[[Any, str, torch.device, torch.dtype], Call]  # config, size, device, dtype
 
 
 def _published(name: str, said: str, *, deep: denoisers.Size | None = None) -> Network:
@@ -40,7 +39,7 @@ def _published(name: str, said: str, *, deep: denoisers.Size | None = None) -> N
 
 
 def _other(kind: str, said: str, configs: Mapping[str, Config], call: Callable[[Any, str, Floats], Call]) -> Network:
-    """configs: by size. call: from the config and the size."""
+    """Return a network. configs: by size. call: makes a step's arguments from config and size."""
 
     def make(size: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
         return denoisers.random_weights(lambda: getattr(diffusers, kind)(**configs[size]), device, dtype)
@@ -111,7 +110,7 @@ _SDXL = {
 def _sdxl_of(width: int, heads: int, layers: tuple[int, int, int], text: int, embedding: int, pooled: int) -> Config:
     return _SDXL | {
         "block_out_channels": (width, 2 * width, 4 * width),
-        "attention_head_dim": (heads, 2 * heads, 4 * heads),  # it means their number
+        "attention_head_dim": (heads, 2 * heads, 4 * heads),  # the number of heads, in spite of its name
         "transformer_layers_per_block": layers,
         "cross_attention_dim": text,
         "addition_time_embed_dim": embedding,

@@ -18,9 +18,9 @@ from comfyui_onediff_guard.pipelines.run.previews import of_cogvideox
 from measure import arguments, build, device_and_dtype, interleave, medians, ratio, setting, write
 from PIL import ImageOps
 
-FRAMES, LATENTS = 49, (1, 13, 16, 60, 90)  # batch, frames, channels, rows, columns: as the sampler has them
+FRAMES, LATENTS = 49, (1, 13, 16, 60, 90)  # batch, frames, channels, rows, columns: as in the sampler
 VAE = {"scaling_factor": 1.15258426, "temporal_compression_ratio": 4, "latent_channels": 16}
-PIXELS = 512  # of the picture's longer side, which is ComfyUI's default
+PIXELS = 512  # the picture's longer side, ComfyUI's default
 BLOCKS = 30
 
 

@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def toy(folder: Path) -> PipelineHandle:
-    """As a Turing card would run it."""
+    """Return the toy model's pipeline, as on a Turing card."""
     build_cogvideox(folder, variant="1.5", overflow="stream", layers=30)
     pipeline = replace(opened(folder, "auto"), architecture=arch.named("sm75"))
     denoiser: Any = pipeline.store.module("transformer", "fp16")

@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def subjects() -> list[Subject]:
-    """Networks of the families' classes, as wide as what is quantised has to be at the least."""
+    """Return networks of the families' classes, as wide as quantised layers must be at least."""
     return [
         _published("cogvideox-2b", _VIDEO),
         _published("cogvideox-5b", _VIDEO),
@@ -121,7 +121,7 @@ def _floats(seed: int) -> denoisers.Floats:
 
 
 def errors(subject: Subject, calls: int) -> dict[str, Any]:
-    """The error of one call in each precision, the median over calls and the largest."""
+    """Return each precision's error of one call: the median over calls, and the largest."""
     name, family, make, arguments = subject
     single = make(torch.float32)
     running = contestants(single, family)
@@ -145,7 +145,7 @@ def errors(subject: Subject, calls: int) -> dict[str, Any]:
 
 
 def contestants(single: torch.nn.Module, family: FamilySpec) -> dict[str, Callable[[dict[str, Any]], torch.Tensor]]:
-    """What computes the call, by name."""
+    """Return the functions that compute the call, by name."""
 
     def attempt(dtype: str, kind: str = "") -> Callable[[dict[str, Any]], torch.Tensor]:
         module = denoisers_in(single, DTYPES[dtype])
@@ -175,7 +175,7 @@ def contestants(single: torch.nn.Module, family: FamilySpec) -> dict[str, Callab
 
 
 def denoisers_in(single: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """A copy in a dtype. Not by diffusers' own `to`, which warns."""
+    """Return a copy in a dtype. It avoids diffusers' own `to`, which warns."""
     made = copy.deepcopy(single)
     return torch.nn.Module.to(made, dtype)
 
@@ -193,10 +193,10 @@ def cast(given: dict[str, Any], family: FamilySpec, dtype: torch.dtype) -> dict[
 
 
 def runs(folder: Path, steps: int = 20, seeds: int = 3) -> dict[str, Any]:
-    """Whole runs of a model in each precision: the error of its latents."""
+    """Return the latents' errors of whole runs of a model, in each precision."""
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 
-    quantised.LEAST = 64  # of a model so small
+    quantised.LEAST = 64  # for such a small model
     handle = opened(folder, "fp32", placement=PlainPlacement(CPU))
     config = handle.store.model.denoiser_config
     found: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""A denoiser made on the spot, behind the interface of a model on disk: all above it is what users run."""
+"""A denoiser built in memory, behind the interface of a model on disk: all code above it is what users run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Make = Callable[[torch.dtype], torch.nn.Module]
 
 @dataclass(frozen=True)
 class RandomModel(StoredModel):
-    """A model that has a denoiser alone, which is made where others read theirs."""
+    """A model with only a denoiser, which is built instead of read."""
 
     make: Make
 
     def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
-        """On whatever device `make` chooses."""
+        """Return the denoiser, on the device that `make` chooses."""
         if name != self.family.denoiser:
             raise KeyError(f"{self.name} has no '{name}', only '{self.family.denoiser}'")
         return self.make(dtype)
@@ -43,7 +43,7 @@ class RandomModel(StoredModel):
 
 
 def store(name: str, family: FamilySpec, config: Any, make: Make, device: torch.device) -> ComponentStore:
-    """config: the denoiser's."""
+    """Return a store of the model. config: the denoiser's."""
     model = RandomModel(
         path=Path(name),
         family=family,
@@ -62,7 +62,7 @@ def store(name: str, family: FamilySpec, config: Any, make: Make, device: torch.
 def handle(
     components: ComponentStore, precision: Precision, backend: str, policy: GuardPolicy, offload: Offload = Offload.NONE
 ) -> PipelineHandle:
-    """Raises BackendUnavailable."""
+    """Return a pipeline. Raises BackendUnavailable."""
     device = components.placement.device
     return PipelineHandle(
         store=components,

@@ -1,4 +1,4 @@
-"""A whole pipeline at published size with random weights, in a folder as it would be downloaded."""
+"""A whole pipeline of published size with random weights, in a folder like a downloaded one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from subject import Subject
 
 Config = Mapping[str, Any]
 Parts = dict[str, Any]  # of a diffusers pipeline, by name
-Random = Callable[[Callable[[], torch.nn.Module]], torch.nn.Module]  # draws a module's weights
+Random = Callable[[Callable[[], torch.nn.Module]], torch.nn.Module]  # makes a module with random weights
 
 COGVIDEOX_VAE: dict[str, Any] = {
     "block_out_channels": (128, 256, 256, 512),
@@ -59,7 +59,7 @@ _CLIP_H = {
     "patch_size": 14,
     "hidden_act": "gelu",
 }
-_SMALL: dict[str, Config] = {  # what differs of the tiny ones
+_SMALL: dict[str, Config] = {  # changes for the tiny ones
     "t5": {"vocab_size": 384, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
     "clip": {"hidden_size": 32, "intermediate_size": 64, "projection_dim": 16}
     | {"num_hidden_layers": 2, "num_attention_heads": 4},
@@ -84,9 +84,9 @@ _IMAGES = {
 
 
 def write(subject: Subject, folder: Path, dtype: torch.dtype, *, small: bool) -> Path:
-    """The pipeline of a subject's model, with a denoiser of its size. The tokenizer is a small one.
+    """Write the pipeline of a subject's model, with a denoiser of its size. The tokenizer is small.
 
-    small: everything else is tiny, too.
+    small: all other parts are tiny, too.
     """
     family = subject.model.family
 

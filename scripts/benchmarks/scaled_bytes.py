@@ -28,12 +28,12 @@ HALF = torch.float16
 
 @dataclass(frozen=True)
 class Card:
-    bytes: float  # a second, of its memory
-    flop: float  # a second, that large products in fp16 reach
-    flop_fp32: float  # without tensor cores
+    bytes: float  # memory, bytes per second
+    flop: float  # large fp16 products, operations per second
+    flop_fp32: float  # without tensor cores, operations per second
 
 
-CARDS = {  # data sheets, less what memory and products lose: T4 0.6, V100 0.72, H100 0.8 of the peak
+CARDS = {  # data sheets, times the share that is reached: T4 0.6, V100 0.72, H100 0.8
     "T4": Card(300e9, 40e12, 8.1e12),
     "V100": Card(850e9, 90e12, 15.7e12),
     "H100": Card(3.3e12, 790e12, 67e12),
@@ -96,8 +96,8 @@ def reckoned(network: Network, size: str) -> dict[str, Any]:
 def _on_card(
     card: Card, half: float, single: float, traffic: Traffic, plain: Traffic, *, fp32: bool
 ) -> dict[str, float]:
-    """half, single: the floors of a step. A step on paper is its products at that floor, and then all else at the
-    memory's speed."""
+    """Return a tier's figures on a card. half, single: a step's floors, ms. A step is estimated as its products at the
+    floor, plus all other traffic at the memory's speed."""
     added = (_moved(traffic) - _moved(plain)) * 1e3 / card.bytes
     step = (single if fp32 else half) + _beside_products(traffic) * 1e3 / card.bytes
     plain_step = half + _beside_products(plain) * 1e3 / card.bytes
@@ -118,7 +118,7 @@ def _beside_products(traffic: Traffic) -> int:
 
 
 def operations(network: Network, size: str) -> float:
-    """TFLOP of a step."""
+    """Return TFLOP of a step."""
     module, call = _made(network, size, HALF)
     with FlopCounterMode(display=False) as counter:
         module(**call)
@@ -140,7 +140,7 @@ def tiers(network: Network, size: str) -> dict[str, Traffic]:
 
 
 def _every_layer_scaled(module: torch.nn.Module, call: dict[str, Any]) -> tuple[Traffic, Traffic]:
-    """A first step, which reads the weights for what they reach, and one after it."""
+    """Return the traffic of a first step, which reads the weights for their largest values, and of a later step."""
     products = CountedProducts(HALF, Traffic())
     steps = []
     for _ in range(2):
@@ -150,7 +150,7 @@ def _every_layer_scaled(module: torch.nn.Module, call: dict[str, Any]) -> tuple[
 
 
 def planned(module: torch.nn.Module, call: dict[str, Any], scale: Scale, hot: Iterable[str] = ()) -> PlannedMode:
-    """The mode of a step after the first. All that is planned has one scale, but for hot layers, which have no room."""
+    """Return the mode of a later step. All planned products have one scale, except hot layers, without room."""
     first = LearningMode()
     run_in(first, module, (), call)
     plan = dict.fromkeys((key for key, _ in first.notes.of), scale)

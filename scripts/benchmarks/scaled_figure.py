@@ -29,9 +29,9 @@ from matplotlib.figure import Figure
 from measure import relative_error
 
 BLOCKS, HEADS, CHANNELS, TEXT = 10, 4, 32, 32  # channels of one head, and of a prompt's embedding
-HOT = 5e5  # max |stream| behind the last block
+HOT = 5e5  # max |stream| after the last block
 TARGETS = [10.0**exponent for exponent in range(14)]
-WRITER = "ff.net.2"  # it makes the stream climb
+WRITER = "ff.net.2"  # the layer that makes the stream climb
 INK, GREY, RULE = "#1f2328", "#656d76", "#dee2e6"
 BLUE, VERMILLION, PURPLE = "#0072b2", "#d55e00", "#964b82"  # told apart by the colour-blind too
 STYLE: dict[Any, Any] = {"font.size": 17, "axes.titlesize": 18, "text.color": INK, "lines.linewidth": 3}
@@ -41,9 +41,9 @@ Call = dict[str, Any]
 
 @dataclass(frozen=True)
 class Model:
-    cls: Any  # of diffusers
+    cls: Any  # diffusers class
     family: FamilySpec
-    gates: tuple[str, int, int]  # the layer in each block that makes WRITER's gates, and where: of picture and of text
+    gates: tuple[str, int, int]  # the layer of WRITER's gates in each block, and their place: for picture and for text
     config: Call
 
 
@@ -109,15 +109,15 @@ def errors(model: Model, target: float | None = None) -> Errors:
 
 
 def protected(half: torch.nn.Module, call: Call) -> Callable[[], torch.Tensor]:
-    """A step after the first one, which shows what scales are needed."""
+    """Return a step after the first one, which determines the scales."""
     products = LearnedProducts()
     products.run(half, **call)
     return lambda: products.run(half, **call)[0]
 
 
 def build(model: Model, target: float | None = None) -> tuple[Any, Call]:
-    """A denoiser in fp32, and one call's arguments. With a target, the stream starts at 1 and climbs there over the
-    blocks, by as much in each: gates, weights and what they multiply grow, so that none of them leaves fp16's range."""
+    """Build a denoiser in fp32, and one call's arguments. With a target, the stream climbs from 1 to it, by the same
+    amount in each block: gates, weights and their inputs grow, so that none of them overflows fp16."""
     torch.manual_seed(0)
     config = {"num_attention_heads": HEADS, "attention_head_dim": CHANNELS, "num_layers": BLOCKS}
     config |= {"time_embed_dim": 32, "text_embed_dim": TEXT}
@@ -162,12 +162,12 @@ def in_dtype(call: Call, dtype: torch.dtype) -> Call:
 
 
 def behind_blocks(denoiser: Any, call: Call) -> list[float]:
-    """max |x| of the stream behind each block."""
+    """Return max |x| of the stream after each block."""
     return behind(denoiser, call, dict(denoiser.transformer_blocks.named_children()))
 
 
 def behind(denoiser: Any, call: Call, parts: dict[str, torch.nn.Module]) -> list[float]:
-    """max |x| of what parts of it put out."""
+    """Return max |x| of the outputs of its parts."""
     peaks: list[float] = []
     with hooked(parts, lambda _name, _part, _given, made: peaks.append(largest(made).item())):
         denoiser(**call)
@@ -175,7 +175,7 @@ def behind(denoiser: Any, call: Call, parts: dict[str, torch.nn.Module]) -> list
 
 
 def inside_blocks(denoiser: Any, call: Call) -> list[float]:
-    """max |x| of what the layers in each block put out in half precision, with overflow protection."""
+    """Return max |x| of the half-precision outputs of each block's layers, with overflow protection."""
     peaks = [0.0] * BLOCKS
 
     def see(name: str, _layer: torch.nn.Module, _given: Any, made: Any) -> None:

@@ -49,7 +49,7 @@ def main() -> None:
 def in_compiled_blocks(
     denoiser: torch.nn.Module, parts: tuple[str, ...], device: torch.device = CPU
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The denoiser with compiled blocks as it is, and with learned scales. parts: its lists of blocks."""
+    """Return the denoiser with compiled blocks, plain and with learned scales. parts: its lists of blocks."""
     backend = choose_backend("inductor", device)
 
     def in_blocks(shell: torch.nn.Module, _plan: Any, inside: Any) -> torch.nn.Module:
@@ -61,7 +61,7 @@ def in_compiled_blocks(
 
 
 def counted(run: Callable[..., Any], denoiser: torch.nn.Module, call: dict[str, Any]) -> dict[str, float]:
-    """What dynamo and inductor made of three steps from nothing, and the last one's error against fp32."""
+    """Return dynamo's and inductor's counts for three steps without a cache, and the last step's error against fp32."""
     from torch._dynamo.utils import counters
     from torch._functorch import config as functorch_config
     from torch._inductor import config

@@ -29,18 +29,18 @@ class Model:
     step: float
     steps: int
     decode: float
-    cached_as: str  # in the result of step_cache.py
+    cached_as: str  # its name in the result of step_cache.py
 
     @property
     def denoising(self) -> float:
-        """The denoiser's part of all operations, 0..1."""
+        """The denoiser's share of all operations, 0..1."""
         steps = self.step * self.steps
         return steps / (steps + self.decode)
 
 
 @dataclass(frozen=True)
 class Factor:
-    """How many times as fast a run is by one technique."""
+    """The speed-up of a run by one technique."""
 
     technique: str
     times: float
@@ -77,7 +77,7 @@ MORE = {(COGVIDEOX, "H100"): Factor("fp8", 87.5 / 75.3, f"{TORCHAO}, compiled: 8
 
 
 def cached(model: Model, skipped: float, counted: str) -> Factor:
-    """What a step cache gives. skipped: of the denoiser's operations, 0..1."""
+    """Return a step cache's factor. skipped: share of the denoiser's operations, 0..1."""
     times = 1 / (1 - skipped * model.denoising)
     part = (
         f"{skipped:.1%} of the denoiser skipped at a drift of 2 % or less ({counted}), {model.denoising:.1%} of the run"
@@ -86,7 +86,7 @@ def cached(model: Model, skipped: float, counted: str) -> Factor:
 
 
 def shares(result: dict[str, Any]) -> dict[str, tuple[float, str]]:
-    """What was left out of each small model, and what was counted; nothing for what was not measured."""
+    """Return each small model's skipped share, and what was counted; without models that were not measured."""
     found = {}
     if "cogvideox" in result:
         found["cogvideox"] = result["cogvideox"]["target"]["block_calls_skipped"]["mean"], "calls of blocks"

@@ -30,14 +30,14 @@ from kernel_times import profile
 from measure import Step, attempt, interleave, peak_bytes, quartiles, seconds_of, synchronize
 from subject import Subject
 
-WARM_UP = 3  # steps: one that compiles or learns, one that compiles what was learned, one to be sure
-FIRST = "first"  # of compile.cold and compile.warm
-STEADY = 3  # steps behind the first, of which the median is subtracted from it
-CONTESTANTS = (OURS, BY_BLOCK, WHOLE)  # whose first step is timed
+WARM_UP = 3  # steps: one compiles or learns, one compiles the learned overrides, one is spare
+FIRST = "first"  # the child stage of compile.cold and compile.warm
+STEADY = 3  # steps after the first; their median is subtracted from it
+CONTESTANTS = (OURS, BY_BLOCK, WHOLE)  # their first step is timed
 OTHERS = ("attention", "profile", "end_to_end")
 NOT_FINITE = "not finite"
-GRAPHS = 64  # of one piece of code: every contestant compiles the same blocks
-Keep = Callable[[Any], None]  # writes what was found so far
+GRAPHS = 64  # per piece of code: every contestant compiles the same blocks
+Keep = Callable[[Any], None]  # writes the results so far
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def run(stage: str, subject: Subject, rounds: int, budget: Budget, keep: Keep, contestant: str) -> Any:
-    """What the stage found, as JSON has it."""
+    """Return a stage's results, in the form of the JSON."""
     if stage == "end_to_end":
         from end_to_end import end_to_end
 
@@ -83,8 +83,8 @@ def run(stage: str, subject: Subject, rounds: int, budget: Budget, keep: Keep, c
 
 
 def first(make: Contestant, subject: Subject) -> dict[str, Any]:
-    """Seconds that the first step of this process takes beyond a later one, and the graphs that it made."""
-    _ = subject.module, subject.call, subject.given  # made before the clock starts
+    """Return the seconds of this process's first step beyond a later step, and its number of graphs."""
+    _ = subject.module, subject.call, subject.given  # built before the clock starts
     started = time.perf_counter()
     step = make(subject)
     step()
@@ -96,7 +96,7 @@ def first(make: Contestant, subject: Subject) -> dict[str, Any]:
 
 
 def side_by_side(group: str, subject: Subject, most: int, budget: Budget, keep: Keep) -> dict[str, Any]:
-    """Rows of the group's contestants, timed paired and interleaved."""
+    """Return rows of the group's contestants, timed paired and interleaved."""
     reference = EAGER if EAGER in GROUPS[group] else OURS
     made, rows = _head(subject, reference), dict[str, dict[str, Any]]()
     made["rows"] = rows
@@ -131,14 +131,14 @@ def _head(subject: Subject, reference: str) -> dict[str, Any]:
         "tflop_by_kind": {kind: round(part, 5) for kind, part in operations.items()},
         "tflops": tflops(subject.device, subject.dtype),
         "rounds": 0,
-        "reference": reference,  # of speed
-        "strict_fp32": {"seconds": round(exact.seconds, 4), "stream_peak": exact.stream_peak},  # reference of errors
+        "reference": reference,  # for speed
+        "strict_fp32": {"seconds": round(exact.seconds, 4), "stream_peak": exact.stream_peak},  # for errors
     }
 
 
 def warm(make: Contestant, subject: Subject) -> tuple[Step, dict[str, Any]]:
-    """A contestant that has compiled and learned, and its row so far: seconds, what its output is off by, and bytes:
-    of weights that are on the device, and at most beside what was there before a step."""
+    """Return a contestant that has compiled and learned, and its row so far: seconds, error, bytes of weights on the
+    device, and the step's peak bytes beyond those allocated before."""
     step = make(subject)
     for _ in range(WARM_UP - 1):
         step()
@@ -152,13 +152,13 @@ def warm(make: Contestant, subject: Subject) -> tuple[Step, dict[str, Any]]:
 
 
 def off_by(output: torch.Tensor, exact: torch.Tensor) -> Any:
-    """In parts of the exact output's norm; in words where it is no number."""
+    """Return the error as a share of the exact output's norm; a text if it is not finite."""
     found = ((output.double() - exact).norm() / exact.double().norm()).item()
     return round(found, 6) if math.isfinite(found) else NOT_FINITE
 
 
 def figures(seconds: dict[str, list[float]], name: str, reference: str) -> dict[str, Any]:
-    """Of one contestant; how many times as fast as the reference, which may be missing."""
+    """Return one contestant's figures, and its speed relative to the reference, if there is one."""
     made: dict[str, Any] = {"seconds": round(statistics.median(seconds[name]), 5)}
     if reference in seconds:
         made |= {"speed": _speed(seconds, name, reference), "middle_half": quartiles(seconds, reference, name)}

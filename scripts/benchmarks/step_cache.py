@@ -39,12 +39,12 @@ class Made:
 
     latents: torch.Tensor
     report: Any
-    calls: int  # of blocks, counted by hooks
+    calls: int  # calls of blocks, counted by hooks
     operations: int  # 0: not counted
 
 
 class Subject:
-    """A trained model, and a run of it."""
+    """A trained model, which can be run."""
 
     def __init__(self, name: str, precision: str = "fp32"):
         self._uncached: dict[Any, Made] = {}
@@ -57,7 +57,7 @@ class Subject:
         return Made(latents, report, calls[0], found())
 
     def uncached(self, seed: int, **more: Any) -> Made:
-        """A run without a cache, made once."""
+        """Return a run without a cache; each is made only once."""
         key = (seed, *more.items())
         if key not in self._uncached:
             self._uncached[key] = self.run(seed, **more)
@@ -110,7 +110,7 @@ def psnr(subject: Subject, found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def over_seeds(subject: Subject, policy: CachePolicy, seeds: range, **more: Any) -> dict[str, Any]:
-    """Figures of runs with a cache against those without, in the same precision."""
+    """Compare runs with a cache to runs without one, in the same precision."""
     drifts, pictures, skipped, uses = [], [], [], []
     for seed in seeds:
         plain, found = subject.uncached(seed, **more), subject.run(seed, policy, **more)
@@ -137,14 +137,14 @@ def over_seeds(subject: Subject, policy: CachePolicy, seeds: range, **more: Any)
 
 
 def operations_of(subject: Subject, policy: CachePolicy, seeds: range) -> dict[str, Any]:
-    """What runs with a cache compute of the operations of those without, encoders included."""
+    """Return the share of operations that a cache skips, encoders included."""
     plain = subject.run(seeds.start, count=True).operations
     ratios = [1 - subject.run(seed, policy, count=True).operations / plain for seed in seeds]
     return {"operations_of_a_run": plain, "operations_skipped": spread(ratios)}
 
 
 def in_half(name: str, precision: str, policy: CachePolicy, seeds: range) -> dict[str, Any]:
-    """Against runs in fp32 without a cache: half precision alone, and with one."""
+    """Return the drift from fp32 without a cache: of half precision alone, and of half precision with a cache."""
     exact, half = Subject(name), Subject(name, precision)
     alone, cached = [], []
     for seed in seeds:
@@ -155,8 +155,8 @@ def in_half(name: str, precision: str, policy: CachePolicy, seeds: range) -> dic
 
 
 def nan_at_each_step(name: str, precision: str, policy: CachePolicy, seed: int = 0) -> dict[str, Any]:
-    """The attempt of one step is NaN, of each step in a run of its own: against the run without a cache in which it is
-    too, and both against fp32 without either, since two runs in half precision differ by their rounding."""
+    """Make one step's attempt NaN, each step in its own run. Compares with the same run without a cache; and both with
+    fp32 without a NaN or cache, as two runs in half precision differ by rounding."""
     subject, exact, reruns = Subject(name, precision), Subject(name).run(seed).latents, 0
     drifts, alone, cached = [], [], []
     for step in range(STEPS):
@@ -196,7 +196,7 @@ def broken_at(step: int) -> Iterator[None]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Empty where there is no value: where nothing was cached, nothing was estimated."""
+    """Return least, mean and most; empty if there are no values, as estimates without cached steps."""
     if not values:
         return {}
     named = {"least": min(values), "mean": statistics.fmean(values), "most": max(values)}

@@ -1,4 +1,4 @@
-"""What a denoiser's residual stream reaches."""
+"""The largest value of a denoiser's residual stream."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from comfyui_onediff_guard.precision.observe import block_names, hooked, largest
 
 
 def stream_peak(module: torch.nn.Module, blocks: Iterable[str], call: Callable[[], Any]) -> float:
-    """max |x| of the residual stream while `call` runs `module`, read behind its blocks. inf or NaN: it overflowed.
+    """Return max |x| of the residual stream after the blocks while `call` runs `module`; inf, NaN if it overflowed.
 
-    blocks: their names, or those of lists of them.
+    blocks: names of blocks, or of lists of blocks.
     """
     peaks: list[torch.Tensor] = []
     parts = {name: module.get_submodule(name) for name in block_names(module, blocks)}

@@ -1,4 +1,4 @@
-"""What all contestants of a process run: one set of weights, one step's arguments, and what that step is in fp32."""
+"""The subject of all contestants in a process: one set of weights, one step's arguments, and that step in fp32."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from measure import synchronize
 from random_model import store
 from stream_peaks import stream_peak
 
-STREAM_PEAK = 5e5  # of a hot stream; fp16 ends at 65504
-PAGE_LOCKED = 2.0  # bytes of main memory for each byte of a copy that is page-locked: PyTorch rounds up
+STREAM_PEAK = 5e5  # of a hot stream; fp16's maximum is 65504
+PAGE_LOCKED = 2.0  # bytes of main memory per byte of a page-locked copy: PyTorch rounds up
 
 
 class Exact(NamedTuple):
@@ -33,7 +33,7 @@ class Exact(NamedTuple):
 
     output: torch.Tensor  # in main memory
     seconds: float
-    stream_peak: float  # max |x| behind its blocks
+    stream_peak: float  # max |x| after its blocks
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Subject:
     size: Size
     device: torch.device
     dtype: str  # "bf16" or "fp16"
-    hot: bool = False  # its residual stream is made to peak at STREAM_PEAK
+    hot: bool = False  # the residual stream is made to peak at STREAM_PEAK
 
     @cached_property
     def components(self) -> ComponentStore:
@@ -53,32 +53,32 @@ class Subject:
         return self._store(config, self._hot if self.hot else self._random)
 
     def of(self, module: torch.nn.Module, dtype: str = "") -> Subject:
-        """The same with another denoiser, of the same config."""
+        """Return the same with another denoiser, of the same config."""
         other = replace(self, dtype=dtype or self.dtype)
         other.__dict__["components"] = other._store(module.config, lambda _: module)
         return other
 
     @cached_property
     def failing(self) -> Subject:
-        """Of the same denoiser, in which one layer puts out a NaN in half precision."""
+        """The same with one layer whose half-precision output has a NaN."""
         return self.of(faulty(self.module, self.model.fails))
 
     @cached_property
     def in_bf16(self) -> Subject:
-        """Of a copy."""
+        """The same with a copy in bf16."""
         with torch.inference_mode(False):
             return self.of(torch.nn.Module.to(copy.deepcopy(self.module), torch.bfloat16), "bf16")
 
     @cached_property
     def channels_last(self) -> Subject:
-        """Of a copy whose 2D convolutions have their weights so."""
+        """The same with a copy whose 2D convolutions have channels-last weights."""
         with torch.inference_mode(False):
             module = copy.deepcopy(self.module)
         lay_out(module, channels_last=True)
         return self.of(module)
 
     def in_main_memory(self) -> Subject:
-        """Of a copy, for weights that come to the device in parts. Raises MemoryError."""
+        """Return the same with a copy in main memory, for offloaded weights. Raises MemoryError."""
         module, weights = self.module, [*self.module.parameters(), *self.module.buffers()]
         needed, free = PAGE_LOCKED * sum(weight.nbytes for weight in weights), main_memory().free
         if needed > free:
@@ -94,7 +94,7 @@ class Subject:
         return build(self.model, self.size, self.device, dtype)
 
     def _hot(self, dtype: torch.dtype) -> torch.nn.Module:
-        """The same in bf16 and fp16, but for what is subnormal in fp16: weights are bf16's, and fit both."""
+        """Make a denoiser with a hot stream: bf16 weights, which are equal in fp16, except fp16's subnormals."""
         module, gates = self._random(torch.bfloat16), self.model.gates
         if gates is None:
             raise ValueError(f"{self.name} has no residual stream that runs through all blocks")
@@ -113,7 +113,7 @@ class Subject:
 
     @cached_property
     def given(self) -> Call:
-        """The same as our samplers hand it over: the guard casts."""
+        """One step's arguments as our samplers pass them, in float32: the guard casts."""
         return self._call(torch.float32)
 
     def _call(self, dtype: torch.dtype) -> Call:
@@ -121,8 +121,8 @@ class Subject:
 
     @cached_property
     def exact(self) -> Exact:
-        """Of the same weights and arguments, upcast for each operation by itself: bit-equal to a copy in fp32, which
-        would take twice the room."""
+        """The step with the same weights and arguments, upcast per operation: bit-equal to an fp32 copy, which would
+        need twice the memory."""
         module, call, family = self.module, self.call, self.model.family
         outputs: list[torch.Tensor] = []
 
@@ -138,7 +138,7 @@ class Subject:
 
 @contextmanager
 def without_tf32() -> Generator[None]:
-    """PyTorch allows it in convolutions, unless it is told otherwise."""
+    """Disable TF32, which PyTorch allows in convolutions by default."""
     switches: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     allowed = [switch for switch in switches if switch.allow_tf32]
     for switch in allowed:

@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """Every model's tables, in Markdown."""
+    """Return every model's tables, in Markdown."""
     lines = [f"{result['machine']}, torch {result['torch']}, diffusers {result['diffusers']}, {result['date']}"]
     for name, stages in result["models"].items():
         for stage in SIDE_BY_SIDE:
@@ -104,7 +104,7 @@ def _end_to_end(name: str, stage: Row) -> list[str]:
 
 
 def _card(found: Row | None) -> str:
-    """How the card stood before and after a stage."""
+    """Return the card's state before and after a stage."""
     states = [found.get(when) for when in ("before", "after")] if found else []
     known = [state for state in states if state]
     if not known:
@@ -148,5 +148,5 @@ def _rows(columns: Iterable[str], cells: Iterable[list[str]]) -> list[str]:
 
 
 def _number(value: float | str | None, form: str) -> str:
-    """Words as they are."""
+    """Format a number; texts stay unchanged."""
     return value or "" if isinstance(value, str | None) else format(value, form)

@@ -29,14 +29,14 @@ from measure import CLOCK, head, interleave, new_parser, relative_error, write_j
 from step_cache import TARGET, Subject, spread
 
 CPU = torch.device("cpu")
-BATCH = 16  # videos in a run
-EAGER, WHOLE = "diffusers", "diffusers, torch.compile whole"  # in fp32, as all that name no other precision
+BATCH = 16  # videos per run
+EAGER, WHOLE = "diffusers", "diffusers, torch.compile whole"  # in fp32, like all names without a precision
 CACHE = CachePolicy(TARGET)
 
 
 @dataclass(frozen=True)
 class Technique:
-    """One way to make the run. Of diffusers' own module, `denoiser` makes what the pipeline is given."""
+    """One way to make the run. denoiser: makes the pipeline's denoiser from diffusers' module."""
 
     precision: str = "fp32"
     backend: str = "eager"
@@ -82,13 +82,13 @@ TECHNIQUES = {
 
 
 def _cast(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Latents and prompt in the module's dtype, as they are where a whole pipeline is in it."""
+    """Cast latents and prompt to the module's dtype, as in a pipeline that is entirely in it."""
     names = ("hidden_states", "encoder_hidden_states")
     return {name: value.to(dtype) if name in names else value for name, value in given.items()}
 
 
 class Run:
-    """A contestant: its next run, with the seed that its round has for all."""
+    """A contestant: each call is its next run; the seed is the same for all contestants in a round."""
 
     def __init__(self, technique: Technique):
         self._run = technique.runs()

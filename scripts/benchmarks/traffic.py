@@ -1,4 +1,4 @@
-"""What a call reads and writes in memory, counted without any memory: of tensors that have a shape and no values."""
+"""The memory traffic of a call, counted on tensors that have a shape and no values."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _NO_TRAFFIC = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "n
 
 
 class Traffic(TorchDispatchMode):
-    """Each kernel reads what it is given once, from memory, and writes what it makes: no cache, nothing fused but
-    attention. Views are free.
+    """Each kernel reads its inputs once from memory, and writes its outputs: no cache, and nothing fused but attention.
+    Views are free.
 
-    weights: their use outside of products is told apart.
+    weights: their use outside of products is counted separately.
     """
 
     def __init__(self, weights: Iterable[torch.Tensor] = ()):
         super().__init__()
         self.bytes: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
-        self.calls = 0  # of PyTorch's functions, by the network
+        self.calls = 0  # calls of PyTorch functions by the network
         self._weights = {_storage(weight) for weight in weights if weight.ndim > 1}
         self._of_mode = False
 
@@ -41,7 +41,7 @@ class Traffic(TorchDispatchMode):
 
     @contextmanager
     def of_mode(self) -> Generator[None]:
-        """What runs inside stands around a product."""
+        """Count operations inside as belonging to a product."""
         before, self._of_mode = self._of_mode, True
         try:
             yield
@@ -74,7 +74,7 @@ class Traffic(TorchDispatchMode):
 
 
 class CountedProducts(ScaledHalfMatmulMode):
-    """Every layer scaled, and `traffic` told what it does around products."""
+    """Scales every layer, and counts the operations around products."""
 
     def __init__(self, dtype: torch.dtype, traffic: Traffic):
         super().__init__(dtype)
@@ -94,7 +94,7 @@ class CountedProducts(ScaledHalfMatmulMode):
 
 
 class _FusedAttention(FusedAttention):
-    """The same, and `traffic` told of it."""
+    """Fused attention that is counted in `traffic`."""
 
     def __init__(self, traffic: Traffic):
         super().__init__()
@@ -109,12 +109,12 @@ class _FusedAttention(FusedAttention):
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Each once."""
+    """Return each tensor once."""
     return list({id(leaf): leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)}.values())
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """What of it is in memory: of an expanded tensor, what was expanded."""
+    """Return the bytes in memory: for an expanded tensor, those of its storage."""
     return min(math.prod(tensor.shape) * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 

@@ -21,17 +21,17 @@ from comfyui_onediff_guard.demo.small_tokenizer import train_tokenizer
 from moving_shapes import Scenes
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "onediff-guard-benchmarks"
-FRAMES, SIDE = 13, 64  # of the video, in frames and pixels
+FRAMES, SIDE = 13, 64  # of the video: number of frames, pixels
 CHANNELS = 16  # of CogVideoX's latents
-GAIN = 2.5  # from colours to latents, which then have about unit variance
-TEXT = 32  # channels of an embedding
-DROPPED = 0.15  # of the prompts, for guidance
+GAIN = 2.5  # from colours to latents, which then have a variance of about 1
+TEXT = 32  # channels of a prompt embedding
+DROPPED = 0.15  # share of dropped prompts, for guidance
 Loss = Callable[[torch.nn.Module, torch.Generator], torch.Tensor]
 
 
 def latents_of(pictures: torch.Tensor) -> torch.Tensor:
-    """Pictures [batch, frames, 3, height, width] → latents of as many frames and of the same size, of about unit
-    variance: the three colours, blurred colours and edges, mixed into 16 channels."""
+    """Convert pictures [batch, frames, 3, height, width] to latents of the same frames and size, with a variance of
+    about 1: the three colours, blurred colours and edges, mixed into 16 channels."""
     centred = pictures * 4 - 1.6
     flat = centred.flatten(0, 1)
     blurred = torch.nn.functional.avg_pool2d(flat, 3, 1, 1, count_include_pad=False)
@@ -42,20 +42,20 @@ def latents_of(pictures: torch.Tensor) -> torch.Tensor:
 
 
 def colours_of(latents: torch.Tensor) -> torch.Tensor:
-    """The pictures of latents, 0..1: what `latents_of` mixed, told apart again."""
+    """Return the pictures of latents, 0..1: the inverse of `latents_of`."""
     planes = torch.einsum("cp,bfchw->bfphw", mixing() / GAIN**2, latents)
     return ((planes[:, :, :3] + 1.6) / 4).clamp(0, 1)
 
 
 def mixing() -> torch.Tensor:
-    """[channels, planes], orthogonal columns of norm GAIN."""
+    """Return a matrix [channels, planes] with orthogonal columns of norm GAIN."""
     drawn = torch.randn(CHANNELS, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (GAIN * torch.linalg.qr(drawn)[0]).float()
 
 
 def cogvideox(folder: Path, steps: int) -> Path:
-    """Write a pipeline whose denoiser, of CogVideoX-2B's class and 3 million parameters, makes moving shapes from
-    prompts as `Scenes.prompts` writes them."""
+    """Write a pipeline whose denoiser, of CogVideoX-2B's class with 3 million parameters, makes moving shapes from
+    prompts of `Scenes.prompts`."""
     from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 
     torch.manual_seed(0)
@@ -101,11 +101,11 @@ def cogvideox(folder: Path, steps: int) -> Path:
 
 
 def without_fast_waves(layer: torch.nn.Linear) -> None:
-    """Have a time embedding's first layer take no part in waves that turn by more than 0.2 radians between two of 50
-    steps. So short a training does not teach a model to let them be, and its outputs would tremble from step to step,
-    which no cache can follow, nor any sampler of a higher order.
+    """Exclude waves that turn by more than 0.2 radians between two of 50 steps from a time embedding's first layer.
+    Short training does not teach a model to ignore them, and its outputs would vary from step to step, which no cache
+    can follow, nor a sampler of higher order.
 
-    layer: it takes cosines, then sines, of the timestep times frequencies from 1 down to 1e-4.
+    layer: its inputs are cosines, then sines, of the timestep times frequencies from 1 down to 1e-4.
     """
     half = layer.in_features // 2
     frequencies = 10_000 ** -(torch.arange(half) / half)
@@ -142,7 +142,7 @@ MODELS: dict[str, tuple[Callable[[Path, int], Path], int]] = {"cogvideox": (cogv
 
 
 def trained(name: str, steps: int = 0, root: Path = CACHE) -> Path:
-    """The folder of a trained model, made where it is not there yet. steps: of its training; 0: as many as it needs."""
+    """Return the folder of a trained model; trains it if it is missing. steps: of its training; 0: the default."""
     make, usual = MODELS[name]
     folder = root / f"{name}-{steps or usual}"
     return folder if folder.exists() else make(folder, steps or usual)

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from measure import device_and_dtype, head, new_parser, opened, write_json
 
-DTYPE = "fp32"  # which every CPU computes fast; a step's time is no part of what is measured
+DTYPE = "fp32"  # fast on every CPU; a step's time is not measured
 WARM, BEFORE = "compiled by an earlier process", "the same, in another checkout"
 IMPORTED = "compiled elsewhere, and imported"
-STARTS = {"eager": None, "compiled anew": 0, WARM: 1, IMPORTED: 1}  # → graphs that are found compiled
+STARTS = {"eager": None, "compiled anew": 0, WARM: 1, IMPORTED: 1}  # → number of graphs that are found compiled
 
 
 def main() -> None:
@@ -74,12 +74,12 @@ def measured(model: Path, folder: Path, rounds: int, before: Path | None) -> dic
 
 
 def summary(runs: dict[str, list[dict[str, Any]]], kept: int) -> dict[str, Any]:
-    """The result. kept: bytes of compiled code."""
+    """Return the result. kept: bytes of compiled code."""
     facts = ("first step, s", "processor, s", "C++ compiler runs")
     return head("warm_start", device_and_dtype()[0], dtype=DTYPE) | {
         "parameters": runs["eager"][0]["parameters"],
         "rounds": len(runs["eager"]),
-        "load average": round(os.getloadavg()[0], 1),  # of the machine: others' work, and this
+        "load average": round(os.getloadavg()[0], 1),  # of the machine: other processes, and this one
         "median": {name: {fact: round(median(found, fact), 2) for fact in facts} for name, found in runs.items()},
         "each": {
             name: {fact: [round(run[fact], 2) for run in found] for fact in facts} for name, found in runs.items()
@@ -96,7 +96,7 @@ def median(runs: list[dict[str, Any]], fact: str) -> float:
 
 
 def start_process(model: Path, name: str, folder: Path, before: Path | None) -> dict[str, Any]:
-    """What a new process told."""
+    """Run a start in a new process; return its output and its processor time."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         environment = {variable: value for variable, value in os.environ.items() if not variable.endswith("_CACHE_DIR")}
         environment["TMPDIR"] = temporary
@@ -125,13 +125,13 @@ def import_into(kept: Path, compiled: Path) -> None:
 
 
 def processor_seconds() -> float:
-    """Of all child processes so far."""
+    """Return the seconds of all child processes so far."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def started(model: str, backend: str, compiled: str) -> dict[str, Any]:
-    """In the process that is timed."""
+    """Run the first step; called in the timed process."""
     built = []
     sys.addaudithook(
         lambda event, args: built.append(args) if event == "subprocess.Popen" and compiles(args[1]) else None
@@ -141,7 +141,7 @@ def started(model: str, backend: str, compiled: str) -> dict[str, Any]:
     from comfyui_onediff_guard.precision.policy import Component
 
     handle = opened(Path(model), DTYPE, backend=backend, compiled=Path(compiled))
-    with torch.inference_mode():  # as ComfyUI runs its nodes
+    with torch.inference_mode():  # like ComfyUI
         (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
         denoiser = handle.store.module("transformer", handle.plan(Component.DENOISER).dtype)
         begun = time.perf_counter()
@@ -157,7 +157,7 @@ def started(model: str, backend: str, compiled: str) -> dict[str, Any]:
 
 
 def compiles(command: Any) -> bool:
-    """Whether a child process is a C++ compiler that is given something to compile."""
+    """Return whether a child process is a C++ compiler with something to compile."""
     words = [command] if isinstance(command, str) else [str(word) for word in command]
     return "g++" in words[0] and not {"--version", "-v"} & set(words)
 
