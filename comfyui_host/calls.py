@@ -30,7 +30,7 @@ from ..precision import shared
 from ..precision.dtypes import HALF_DTYPES
 from ..precision.guard import GuardStopped
 from ..precision.observe import floating, non_finite
-from ..precision.planned_products import LeftPlan, so_far
+from ..precision.planned_products import PlanMismatch, rollback_point
 from ..precision.scaled_products import dtype_of_products
 from ..precision.snapshot import Snapshot
 from ..trust.message import Told, message_of
@@ -251,16 +251,16 @@ def _attention_beside(theirs: Callable[..., Any] | None, memory: CallMemory) -> 
             asked.append(True)
             return _attention_in_fp32(chosen, *args, **kwargs)
 
-        before, made = so_far(), None
+        before, made = rollback_point(), None
         try:
             made = theirs(ours, *args, **kwargs)
         except Exception as error:
-            if asked or isinstance(error, (torch.OutOfMemoryError, LeftPlan)) or host.is_interrupt(error):
+            if asked or isinstance(error, (torch.OutOfMemoryError, PlanMismatch)) or host.is_interrupt(error):
                 raise
             memory.gave_way = getattr(theirs, "__qualname__", type(theirs).__name__)
         if asked:
             return made
-        after = so_far()
+        after = rollback_point()
         before()
         plain = _attention_in_fp32(chosen, *args, **kwargs)
         if made is None or _is_another_kernel(made, plain):
@@ -423,7 +423,7 @@ class CallMemory:
 
     def nan_before(self) -> str:
         """Return the name of a tensor of the network or its caches that was NaN before the first call; "" if none."""
-        return self._within.with_nan() or self._beside.with_nan()
+        return self._within.first_nan() or self._beside.first_nan()
 
     def renewed(self) -> None:
         """Take the initial state again: the network was reloaded, with its buffers."""
@@ -445,9 +445,9 @@ class CallMemory:
             self._within.restore()
             if self._kept_within is not None:
                 self._kept_within.restore()
-                self._kept_within.narrow(self._dtypes_within, otherwise, self._within.holds())
+                self._kept_within.cast_to_half(self._dtypes_within, otherwise, self._within.tensor_ids())
             self._kept.restore()
-            self._kept.narrow(self._dtypes, self._dtype, self._beside.holds())
+            self._kept.cast_to_half(self._dtypes, self._dtype, self._beside.tensor_ids())
             if self._kept_variables is not None:
                 self._kept_variables.restore()
                 self._kept_variables.narrow(self._dtypes_of_variables, otherwise, self._variables.holds())

@@ -19,7 +19,7 @@ from ..precision.arch import detect
 from ..precision.dtypes import FP16_MAX, dtype_name
 from ..precision.guard import GuardPolicy, GuardStopped, OnFailure
 from ..precision.observe import floating, non_finite
-from ..precision.overflow import Clips, Extremes, only_minus_inf, places
+from ..precision.overflow import ClipDetector, KnownRangeEnds, only_minus_inf, range_ends
 from ..precision.snapshot import Snapshot
 from ..precision.upcast import run_in_fp32
 from ..trust.message import Message
@@ -61,8 +61,8 @@ def refining_guarded(
 def _guarded(prepare: Prepare, call: ModelCall, policy: GuardPolicy, tell: Callable[[str], None]) -> Prepare:
     def extra_conds(**given: Any) -> dict[str, Any]:
         dtype = dtype_name(call.dtype)
-        clips, before = Clips(dtype), Snapshot(given, call.network, opaque=OPAQUE)
-        made = clips.watched(prepare)(**given)
+        clips, before = ClipDetector(dtype), Snapshot(given, call.network, opaque=OPAQUE)
+        made = clips.wrap(prepare)(**given)
         broken = _broken(made)
         clipped = clips.take()
         saturated = clipped is not None and not clipped.item() < FP16_MAX
@@ -85,7 +85,7 @@ def _guarded(prepare: Prepare, call: ModelCall, policy: GuardPolicy, tell: Calla
         tf32 = detect(given["device"]).tf32 and not policy.exact_fp32
         with products_in_fp32(call.network):
             again = run_in_fp32(prepare, tf32=tf32, **given)
-        if broken and Extremes().learn(places(_tensors(made), dtype), _tensors(again)):
+        if broken and KnownRangeEnds().learn(range_ends(_tensors(made), dtype), _tensors(again)):
             return made  # an attention mask
         if not only_minus_inf(_tensors(again)):
             raise GuardStopped(

@@ -19,7 +19,7 @@ from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.fallback import HalfPrecisionForward
 from ..precision.guard import GuardPolicy, GuardStopped, Scope, StageGuard
 from ..precision.learned_scales import LearnedProducts
-from ..precision.overflow import Clips
+from ..precision.overflow import ClipDetector
 from ..precision.overrides import NOTHING, PrecisionOverrides, Profile, ProfileFile
 from ..precision.policy import Component, Precision
 from ..precision.report import PROBLEMS, RunReport, StepRecord, together
@@ -353,7 +353,7 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
     plan, report = stage.plan, stage.report
     in_fp16 = plan.dtype == "fp16"
     switched = partial(accumulation, stage.architecture, others=present()) if in_fp16 else partial(nullcontext, ())
-    clips, quantised = Clips(plan.dtype, of.calls_others), OwnProducts()
+    clips, quantised = ClipDetector(plan.dtype, of.calls_others), OwnProducts()
     products = LearnedProducts(DTYPES[plan.dtype], kernel_of=quantised.kernel_of)
 
     def in_half(*args: Any, **kwargs: Any) -> Any:
@@ -367,7 +367,7 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
     def build(learned: PrecisionOverrides) -> HalfPrecisionForward:
         scaled = plan.half and (plan.overflow_protection or learned.all_layers_scaled)
         if not scaled and plan.dtype == dtype_name(of.dtype):
-            attempt = clips.watched(of.attempt)
+            attempt = clips.wrap(of.attempt)
         else:
             attempt = in_half if plan.half else stage.in_fp32(of.in_full)
             own_way.append(True)

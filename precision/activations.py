@@ -165,7 +165,7 @@ class FusedAttention(TraceableMode):
         super().__init__()
         self._unless = unless
 
-    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is not F.scaled_dot_product_attention or self._unless(*args, **kwargs):
             return func(*args, **kwargs)
         return self.attention(*args, **kwargs)

@@ -85,7 +85,7 @@ def _sage_operator() -> Any:
 
 
 class _BySage(TraceableMode):
-    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made = sage(*args, **kwargs) if func is sdpa else None
         return func(*args, **kwargs) if made is None else made
 

@@ -30,7 +30,7 @@ from .overrides import (
 from .quantised import QuantisedLinears
 
 if TYPE_CHECKING:
-    from .planned_layers import KnownScales
+    from .planned_layers import KnownPeaks
     from .planned_products import Scale
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def build_half_precision_forward(
     quantised: QuantisedLinears | None = None,
     compiled: Compiled | None = None,
     blocks: Sequence[str] = (),
-    known: KnownScales | None = None,
+    known: KnownPeaks | None = None,
     fp16_sums: bool = False,
     onloaded: Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module] = lambda shell, _eager: shell,
     device: torch.device | None = None,
@@ -92,13 +92,13 @@ def build_half_precision_forward(
         how: dict[str, Any] = {"float32_products": not accumulates}  # no kernel does both
         layered = None
         if dtype == "fp16" and compiled and blocks:
-            from .planned_layers import InPlannedBlock, KnownScales, LayeredNetwork, with_planned_layers
+            from .planned_layers import InPlannedBlock, KnownPeaks, LayeredNetwork, with_planned_layers
 
             def planned(plan: dict[str, Scale], safe_attention: bool) -> torch.nn.Module:
                 shell, key = with_planned_layers(module, plan, device), (*sorted(plan.items()), safe_attention)
                 return compiled(shell, key, partial(InPlannedBlock, safe_attention=safe_attention))
 
-            layered = LayeredNetwork(module, blocks, planned, known or KnownScales(), device, **how)
+            layered = LayeredNetwork(module, blocks, planned, known or KnownPeaks(), device, **how)
         products, whole = LearnedProducts(DTYPES[dtype], agree, layered, **how), onloaded(module, module)
         run = partial(products.run, onloaded(layered.shell, module) if layered else whole, tf32=tf32)
         eager = partial(products.run_by_rows, whole, tf32=tf32)
@@ -136,7 +136,7 @@ class FallbackAdapter:
         range."""
         results: list[Result] = []
         peaks = leaf_peaks(self.module, lambda: results.append(rerun()), self.blocks, self.agree)
-        self._peaks = {name: peak for name, peak in peaks.items() if counts(self.module.get_submodule(name))}
+        self._peaks = {name: peak for name, peak in peaks.items() if is_relevant(self.module.get_submodule(name))}
         if self.attempt.all_layers_scaled:  # large peaks are no reason: its layers scale them
             return results[0], None
         return results[0], diagnose_from_fp32_peaks(self._peaks, self.blocks, self.dtype)
@@ -215,7 +215,7 @@ class FallbackAdapter:
         return STAY
 
 
-def counts(layer: torch.nn.Module) -> bool:
+def is_relevant(layer: torch.nn.Module) -> bool:
     """Return whether a layer's peaks count. They do not if it is a dropout, or if it computes in fp32 in half-precision
     calls too, like T5's `wo`. A layer of ComfyUI's with fp32 weights may cast them to its input's dtype."""
     weights = list(layer.parameters(recurse=False))

@@ -45,7 +45,7 @@ def is_rope_kernel(func: Any) -> bool:
     return isinstance(func, OPERATORS) and func.__name__ in _ROPE_KERNELS
 
 
-def is_noted(func: Any, args: tuple[Any, ...]) -> bool:
+def is_recorded(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether the first step records a function's output, so that a plan may make it fp16."""
     return both_floating(args) if func in PRODUCTS else func in NORMS or func in MODULATIONS or is_rope_kernel(func)
 
@@ -66,12 +66,12 @@ def _is_to_integers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return any(not (each.is_floating_point or each.is_complex) or each.itemsize < 2 for each in dtypes)
 
 
-def changes_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an activation is called with `inplace`."""
     return bool(kwargs.get("inplace")) or (func in _ACTIVATIONS and any(each is True for each in args[1:]))
 
 
-def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that a function changes in place."""
     if isinstance(func, OPERATORS):
         if not (places := _written_by(func)):
@@ -82,7 +82,7 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
         name = getattr(func, "__name__", "")
         out = kwargs.get("out")
         changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or out is not None
-        if not ((changes and func not in METADATA) or changes_in_place(func, args, kwargs)):
+        if not ((changes and func not in METADATA) or is_in_place(func, args, kwargs)):
             return []
         first = args[0] if args else kwargs.get("input", kwargs.get("self"))
         changed = first if out is None else out
@@ -107,12 +107,12 @@ def is_exact(value: Any) -> bool:
     return not (isinstance(value, torch.Tensor) and value.is_floating_point())
 
 
-def is_small(value: Any) -> bool:
+def is_small_factor(value: Any) -> bool:
     """Return whether a factor is small enough for the bits of fp16 above ROOM."""
     return isinstance(value, torch.Tensor) or (isinstance(value, (int, float)) and 0.5 <= abs(value) <= 2.0**4)
 
 
-def by_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_safe_quotient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether this divides a tensor by a number that neither overflows nor underflows fp16."""
     if kwargs or len(args) != 2 or is_bf16(args[0]) or not isinstance(args[0], torch.Tensor):
         return False
@@ -125,7 +125,7 @@ def is_fp16_and_number(args: tuple[Any, ...]) -> bool:
     return len(args) == 2 and len(tensors) == len(numbers) == 1 and tensors[0].dtype is FP16
 
 
-def casts_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_plain_cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call only casts between fp16 and float32. The plan decides which of them a tensor has; the
     network always sees float32."""
     asked = [*args[1:], *(value for name, value in kwargs.items() if name not in ("non_blocking", "copy"))]
@@ -167,7 +167,7 @@ _ACTIVATIONS = frozenset(
     {F.relu, F.relu6, F.silu, F.hardswish, F.hardsigmoid, F.mish, F.selu, F.celu, F.elu, F.leaky_relu}
 )
 # functions that return infinite or NaN values wherever their input has them: names without underscores at the ends
-HANDS_ON = frozenset(
+PROPAGATES = frozenset(
     """
     abs absolute neg negative positive square sqrt sin cos tan sinh cosh asin acos asinh acosh atanh log log2 log10
     log1p floor ceil round trunc frac deg2rad rad2deg real imag conj conj_physical polar complex view_as_real
@@ -192,7 +192,7 @@ HANDS_ON = frozenset(
     """.split()  # noqa: SIM905 - one on each line would be 180
 )
 # functions that choose by values, as they do in masks: those have -inf, and nothing above 0
-OF_MASKS = frozenset(
+CHOOSES_BY_VALUE = frozenset(
     """
     eq ne lt le gt ge equal not_equal less less_equal greater greater_equal isfinite isinf isnan isposinf isneginf
     nan_to_num nansum nanmean clamp clip clamp_min clamp_max hardtanh minimum maximum min max fmin fmax argmax argmin
@@ -207,16 +207,16 @@ _OF_ORDER = ("norm", "vector_norm", "norm_except_dim", "normalize")
 _NORM_KERNELS = ("rms_adaln", "adaln", "rms_rope", "rms_rope_split_half")  # of ComfyUI's
 
 
-def made_finite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], bool]:
+def inputs_to_check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], bool]:
     """Return the inputs whose overflow a function may hide behind finite values (all inputs, unless the function is
     known to propagate infinity and NaN), and whether they may be masks."""
     name = getattr(func, "__name__", "").strip("_").removesuffix("_copy")
-    given = _hidden_by(func, name, args, {key: value for key, value in kwargs.items() if key != "out"})
-    masks = name in OF_MASKS or isinstance(func, OPERATORS)
+    given = _inputs_hidden_by(func, name, args, {key: value for key, value in kwargs.items() if key != "out"})
+    masks = name in CHOOSES_BY_VALUE or isinstance(func, OPERATORS)
     return [leaf for leaf in pytree.tree_leaves(given) if _may_be_infinite(leaf)], masks
 
 
-def _hidden_by(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _inputs_hidden_by(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in _DIVIDES:
         divisor = kwargs.get("tensor2", kwargs.get("other"))
         return args[0] if name[0] == "r" else args[-1] if divisor is None else divisor
@@ -230,16 +230,16 @@ def _hidden_by(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     if name == "multi_head_attention_forward":  # the CPU's kernel returns 0 for NaN
         return args[:2], kwargs.get("query"), kwargs.get("key")
     if isinstance(func, OPERATORS):
-        changed = {id(each) for each in written(func, args, kwargs)}
+        changed = {id(each) for each in written_tensors(func, args, kwargs)}
         read = [each for each in pytree.tree_leaves((args, kwargs)) if id(each) not in changed]
         return () if name in _NORM_KERNELS else read
     if isinstance(func, OneOperation) or name.endswith("_like") or name[:4] == "new_":
         return ()
     if name == "copy" and args and not args[0].is_floating_point():
         return args[1:]
-    if name in HANDS_ON and func is not _T.bool and not _is_to_integers(name, args, kwargs):
+    if name in PROPAGATES and func is not _T.bool and not _is_to_integers(name, args, kwargs):
         return ()
-    if name in OF_MASKS:  # a tensor of one number is a bound, which may be infinite
+    if name in CHOOSES_BY_VALUE:  # a tensor of one number is a bound, which may be infinite
         rest = (*args[1:], *kwargs.values())
         return args[:1], [each for each in rest if not (isinstance(each, torch.Tensor) and each.numel() == 1)]
     return args, kwargs
@@ -255,7 +255,7 @@ def _may_be_infinite(value: Any) -> bool:
 
 _FUNCTORCH: Any = getattr(torch._C, "_functorch")  # noqa: B009 - it has no stubs
 # functions that do not compute on values
-MOVES = frozenset(
+NO_MATH = frozenset(
     {
         *(ALIASING - {_T.cuda, _T.cpu}), *METADATA,
         torch.chunk, torch.unbind, torch.unflatten, _T.__setitem__, F.dropout,
@@ -263,7 +263,7 @@ MOVES = frozenset(
     }
 )  # fmt: skip
 # functions that give a tensor's address to kernels that PyTorch does not see
-POINTS = frozenset({_T.data_ptr, _T.untyped_storage, _T.__dlpack__})
+POINTERS = frozenset({_T.data_ptr, _T.untyped_storage, _T.__dlpack__})
 # functions whose output is no larger than their input, and that propagate infinity and NaN
 KEEPS_RANGE = frozenset(
     {

@@ -26,9 +26,18 @@ from .dtypes import DTYPES
 from .fallback import FallbackAdapter, HalfPrecisionForward
 from .memory import extra_peak
 from .observe import Agree, alone, broken_weight, first_broken, floating, non_finite
-from .overflow import Extremes, Pending, Places, Range, measured, only_minus_inf, places, propagate_nonfinite_attention
+from .overflow import (
+    KnownRangeEnds,
+    PendingReads,
+    Range,
+    RangeEnds,
+    measure_ranges,
+    only_minus_inf,
+    propagate_nonfinite_attention,
+    range_ends,
+)
 from .overrides import ALL_LAYERS_SCALED, NOTHING, STAY, OverflowDiagnosis, PrecisionOverrides
-from .planned_products import LeftPlan
+from .planned_products import PlanMismatch
 from .policy import Plan
 from .report import PROBLEMS, Rerun, RunReport, StepRecord
 from .shallow_copy import IdentityMemo
@@ -70,11 +79,11 @@ class GuardStopped(Told, RuntimeError):
 
 logger = logging.getLogger(__name__)
 
-STAYS = Message("half precision is not tried any more")
+STAYS_IN_FP32 = Message("half precision is not tried any more")
 RENEWED = Message("values left the range that earlier steps had shown: recomputed in fp16 with new scales")
-OTHERWISE = Message("the model computed otherwise than in earlier steps: computed again in fp16 with new scales")
-_OF_A_PLAN = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError, ArithmeticError)
-_NOT_OF_A_PLAN = (torch.OutOfMemoryError, Told)
+PLAN_MISMATCH = Message("the model computed otherwise than in earlier steps: computed again in fp16 with new scales")
+_ERRORS_OF_A_PLAN = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError, ArithmeticError)
+_NEVER_OF_A_PLAN = (torch.OutOfMemoryError, Told)
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # by position and by name
 
 
@@ -116,13 +125,13 @@ class StageGuard:
     # All-reduces measurements over the processes that compute the stage together, so that all decide alike. It runs
     # before the one transfer to the host, and does not wait for the device.
     agree: Agree = alone
-    pending: Pending | None = None  # further numbers to read by the transfer that each call makes
+    pending: PendingReads | None = None  # further numbers to read by the transfer that each call makes
     # Of a call's arguments and of `owner`: before a call is repeated, and if it raises, all changes are restored.
     snapshot: Callable[..., Snapshot] = Snapshot
 
     def __post_init__(self, attempt: Callable[..., Any] | FallbackAdapter) -> None:
         learner = attempt if isinstance(attempt, FallbackAdapter) else None
-        self._learns = learner is not None and self.policy.scope is Scope.LEARNED
+        self._may_learn = learner is not None and self.policy.scope is Scope.LEARNED
         self._attempt: Callable[..., Any] = learner.attempt.run if learner else attempt  # pyright: ignore[reportAttributeAccessIssue]
         made_by = learner.module if learner else self._attempt
         # a module's truth is its length, which a compiled one lacks
@@ -130,10 +139,10 @@ class StageGuard:
         self.owner = getattr(self.rerun, "__self__", self.rerun) if self.owner is None else self.owner
         self.tf32 = self.tf32 and not self.policy.exact_fp32
         self._casts = IdentityMemo()
-        self._measured = partial(measured, agree=self.agree, pending=self.pending)
-        self._learner = learner or self._watching()
-        self._failures, self._extremes, self._sound = 0, Extremes(), False  # sound: its weights are finite
-        self._stays = self._learns and self._learner is not None and self._learner.learned.whole_run_fp32
+        self._measured = partial(measure_ranges, agree=self.agree, pending=self.pending)
+        self._learner = learner or self._diagnosing_adapter()
+        self._failures, self._extremes, self._finite_weights = 0, KnownRangeEnds(), False
+        self._stays_in_fp32 = self._may_learn and self._learner is not None and self._learner.learned.whole_run_fp32
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stage once. Returns its output, in float32 where it was rerun.
@@ -153,7 +162,7 @@ class StageGuard:
         except BaseException as error:
             call.before.restore()
             if isinstance(error, GuardStopped):
-                self._recorded(None, started, None, self.dtype, error.outcome, Range(False, None))
+                self._record(None, started, None, self.dtype, error.outcome, Range(False, None))
             raise
 
     def _begun(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
@@ -161,7 +170,7 @@ class StageGuard:
 
     def _with_new_weights(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Repeat a call after its weights were loaded again."""
-        logger.warning("%s: NaN or infinite in fp32 too, so its weights were loaded again", self._where())
+        logger.warning("%s: NaN or infinite in fp32 too, so its weights were loaded again", self._call_name())
         call = self._begun(args, kwargs)  # its buffers may be loaded anew, too
         try:
             output = self._call(call)
@@ -178,11 +187,11 @@ class StageGuard:
 
     def _call(self, call: _Call, renewed: str = "") -> Any:
         started = time.perf_counter()
-        if self._stays:
+        if self._stays_in_fp32:
             output, made, timestep = self._in_fp32(call)
-            return self._recorded(output, started, timestep, "fp32", "finite", made, note=STAYS)
+            return self._record(output, started, timestep, "fp32", "finite", made, note=STAYS_IN_FP32)
         casts, self._casts = self._casts, IdentityMemo()  # kept only if the call succeeds
-        half_args, half_kwargs, changed = self._half(call, casts)
+        half_args, half_kwargs, changed = self._half_arguments(call, casts)
         failed, left, again, output = "", False, False, None
         half, inputs = self.dtype != "fp32", (half_args, half_kwargs)
         with propagate_nonfinite_attention(inputs) if half else tf32_off(self.policy.exact_fp32):
@@ -192,31 +201,31 @@ class StageGuard:
             try:
                 with fp16_accumulation(self._learner.attempt.fp16_accumulation if self._learner else None):
                     output = self._attempt(*half_args, **half_kwargs)
-            except _OF_A_PLAN as error:
-                if self.agree is not alone or isinstance(error, _NOT_OF_A_PLAN):
+            except _ERRORS_OF_A_PLAN as error:
+                if self.agree is not alone or isinstance(error, _NEVER_OF_A_PLAN):
                     raise
                 # learned scales may cause the error: the first step, which they were made from, did not raise it
                 again = bool(self._learner and self._learner.attempt.renew())
                 in_fp32 = half and self.policy.on_failure is OnFailure.RERUN
                 if not (again or in_fp32) or call.before.restore():
                     raise
-                left = isinstance(error, LeftPlan)
+                left = isinstance(error, PlanMismatch)
                 failed = f"{type(error).__name__}: {error}"  # and not the error, whose frames hold the step's tensors
         if failed and again:
-            logger.info("%s: %s, computed again with scales anew", self._where(), failed)
+            logger.info("%s: %s, computed again with scales anew", self._call_name(), failed)
             said = Message("by learned scales it raised {}: computed again in fp16 with new scales", shown(failed, 200))
-            return self._call(call, OTHERWISE if left else said)
+            return self._call(call, PLAN_MISMATCH if left else said)
         if failed:  # code that meets NaN or infinity may raise
-            logger.warning("%s: in %s it raised %s, rerunning in fp32", self._where(), self.dtype, failed)
-            output, made, _, rerun = self._again(call, None, to_blame=True, saturated=False, runs=False)
+            logger.warning("%s: in %s it raised %s, rerunning in fp32", self._call_name(), self.dtype, failed)
+            output, made, _, rerun = self._rerun_in_fp32(call, None, to_blame=True, saturated=False, runs=False)
             note = Message("in {} it raised {}", self.dtype, shown(failed, 200))
-            return self._recorded(output, started, None, "fp32", "rerun", made, note=note, rerun=rerun)
+            return self._record(output, started, None, "fp32", "rerun", made, note=note, rerun=rerun)
         at = call.kwargs.get("timestep")
         given, made, inside, timestep = self._measured(changed, output, self.peak_inside(), at)
-        dtype = self.dtype if self._narrow else "fp32"
+        dtype = self.dtype if self._casts_to_half else "fp32"
         outcome, ends = made.outcome(dtype, inside), None
         if given.finite and outcome != "finite" and inside.outcome(dtype, inside) == "finite" and self.agree is alone:
-            ends = places(output, dtype)
+            ends = range_ends(output, dtype)
             if self._extremes.known(ends) or (self.dtype == "fp32" and self._is_mask(output)):
                 outcome = "finite"
         if given.finite and outcome == "finite":
@@ -226,26 +235,26 @@ class StageGuard:
                     self._in_half(self._learner.check_fp16_accumulation, call, output)
                 self._attempt = self._learner.attempt.run
             self._casts = casts
-            return self._recorded(output, started, timestep, self.dtype, outcome, made, note=renewed)
+            return self._record(output, started, timestep, self.dtype, outcome, made, note=renewed)
         if given.finite and self._learner and self._learner.attempt.renew():
             del output
             self._restore(call)
             return self._call(call, RENEWED)
         if self.policy.on_failure is OnFailure.OFF:
             outcome = "non-finite" if outcome == "finite" else outcome
-            return self._recorded(output, started, timestep, self.dtype, outcome, made)
+            return self._record(output, started, timestep, self.dtype, outcome, made)
         del output
         dtypes = call.before.dtypes_now()
         self._restore(call)
         outcome = "non-finite" if outcome == "finite" else outcome
         problem = PROBLEMS[outcome] if given.finite else Message("its input does not fit")
-        self._refuse(outcome, call, fits=given.finite, may_be_right=ends is not None)
-        logger.info("%s: %s in %s, rerunning in fp32", self._where(), problem, self.dtype)
+        self._check_rerun(outcome, call, fits=given.finite, may_be_right=ends is not None)
+        logger.info("%s: %s in %s, rerunning in fp32", self._call_name(), problem, self.dtype)
         saturated = outcome == "saturated"
-        output, made, finding, rerun = self._again(call, ends, to_blame=given.finite, saturated=saturated)
-        call.before.narrow(dtypes)
+        output, made, finding, rerun = self._rerun_in_fp32(call, ends, to_blame=given.finite, saturated=saturated)
+        call.before.cast_to_half(dtypes)
         note = Message("{} in {}", problem, self.dtype) + (Message(": {}", finding.reason) if finding else "")
-        return self._recorded(output, started, timestep, "fp32", "rerun", made, note=note, rerun=rerun)
+        return self._record(output, started, timestep, "fp32", "rerun", made, note=note, rerun=rerun)
 
     def _restore(self, call: _Call) -> None:
         """Restore what a failed call changed. Raises GuardStopped if that is impossible."""
@@ -254,20 +263,20 @@ class StageGuard:
                 "{}: the call in {} failed after it had overwritten '{}', which is too large to be copied beforehand, "
                 "so it cannot be made again. Choose precision 'fp32' for this stage ('bf16' where the card has it), or "
                 "a smaller size or fewer frames.",
-                self._where(),
+                self._call_name(),
                 self.dtype,
                 lost,
             )
 
     def _in_half(self, do: Callable[..., Any], call: _Call, output: Any, **how: Any) -> Any:
         """Repeat a call in half precision by `do`, if everything can be restored. Returns its result, else None."""
-        with call.before.once_more(output) as possible:
+        with call.before.replayed(output) as possible:
             if possible:
-                half_args, half_kwargs, _ = self._half(call, IdentityMemo())
+                half_args, half_kwargs, _ = self._half_arguments(call, IdentityMemo())
                 return do(*half_args, **how, **half_kwargs)
         return None
 
-    def _refuse(self, outcome: str, call: _Call, *, fits: bool, may_be_right: bool) -> None:
+    def _check_rerun(self, outcome: str, call: _Call, *, fits: bool, may_be_right: bool) -> None:
         """Raise GuardStopped if a rerun cannot help, or if the policy says stop.
 
         fits: whether the input is finite in half precision.
@@ -281,7 +290,7 @@ class StageGuard:
                 stopped = GuardStopped(
                     "{}: the output in {} is {}, and the guard is set to stop. Set the NaN Guard's on_failure to "
                     "'rerun' to have such a step computed in fp32.",
-                    self._where(),
+                    self._call_name(),
                     self.dtype,
                     PROBLEMS[outcome],
                 )
@@ -289,14 +298,14 @@ class StageGuard:
                 stopped = GuardStopped(
                     "{}: its input does not fit in {}, and the guard is set to stop. Set the NaN Guard's on_failure to "
                     "'rerun' to have such a step computed in fp32.",
-                    self._where(),
+                    self._call_name(),
                     self.dtype,
                 )
             stopped.outcome = outcome
             raise stopped
 
-    def _again(
-        self, call: _Call, ends: Places | None, *, to_blame: bool, saturated: bool, runs: bool = True
+    def _rerun_in_fp32(
+        self, call: _Call, ends: RangeEnds | None, *, to_blame: bool, saturated: bool, runs: bool = True
     ) -> tuple[Any, Range, OverflowDiagnosis | None, Rerun]:
         """Rerun a call in fp32. Returns its output, the output's range, the diagnosis, and the cost.
 
@@ -304,7 +313,7 @@ class StageGuard:
         to_blame: the stage itself failed, and not its input. runs: the half-precision call did not raise.
         """
         started, finding = time.perf_counter(), None
-        learner = self._learner if to_blame and (self._learns or not self._failures) else None
+        learner = self._learner if to_blame and (self._may_learn or not self._failures) else None
         with extra_peak(self.owner, (call.args, call.kwargs)) as extra_bytes:
             if learner:
                 (output, made, _), finding = learner.watch(lambda: self._in_fp32(call))
@@ -314,14 +323,14 @@ class StageGuard:
             right = OverflowDiagnosis("fp32 has the same at the same places, so it is right from the next call on")
             return output, made, right, Rerun("", None, "", time.perf_counter() - started, extra_bytes())
         if self.policy.on_failure is OnFailure.STOP:
-            self._refuse("saturated" if saturated else "non-finite", call, fits=to_blame, may_be_right=False)
+            self._check_rerun("saturated" if saturated else "non-finite", call, fits=to_blame, may_be_right=False)
         if learner and finding is None and runs:
             finding = self._in_half(learner.locate, call, output, saturated=saturated)
-        action = self._follow(finding)
+        action = self._adapt(finding)
         module, peak = (finding.module, finding.peak) if finding else ("", None)
         return output, made, finding, Rerun(module, peak, action, time.perf_counter() - started, extra_bytes())
 
-    def _recorded(
+    def _record(
         self, output: Any, started: float, timestep: float | None, dtype: str, outcome: str, made: Range, **more: Any
     ) -> Any:
         if self._learner:
@@ -338,7 +347,7 @@ class StageGuard:
 
         Raises _BrokenInFp32 where the output is non-finite in fp32 too.
         """
-        own_args, own_kwargs = self._apart(call)
+        own_args, own_kwargs = self._float32_arguments(call)
         output = run_in_fp32(self.rerun, *own_args, tf32=self.tf32, **own_kwargs)
         _, made, _, timestep = self._measured((), output, timestep=call.kwargs.get("timestep"))
         if not made.finite and not self._is_mask(output):
@@ -351,26 +360,28 @@ class StageGuard:
         owner = self.owner
         if not only_minus_inf(output) or self.agree is not alone:
             return False
-        self._sound = self._sound or not isinstance(owner, torch.nn.Module) or broken_weight(owner) is None
-        return self._sound
+        self._finite_weights = (
+            self._finite_weights or not isinstance(owner, torch.nn.Module) or broken_weight(owner) is None
+        )
+        return self._finite_weights
 
-    def _follow(self, finding: OverflowDiagnosis | None) -> str:
+    def _adapt(self, finding: OverflowDiagnosis | None) -> str:
         """Adapt the next calls to a failure. Returns the change in words; "" if there is none."""
         self._failures += 1
         action = ""
-        if self._learns and finding and self._learner:
+        if self._may_learn and finding and self._learner:
             action = self._learner.learn(finding)
             self._attempt = self._learner.attempt.run
-            self._stays = self._learner.learned.whole_run_fp32
+            self._stays_in_fp32 = self._learner.learned.whole_run_fp32
         patience = {Scope.STEP: math.inf, Scope.LEARNED: self.policy.give_up_after, Scope.RUN: 1}[self.policy.scope]
-        if self._failures < patience or self._stays:
+        if self._failures < patience or self._stays_in_fp32:
             return action
-        self._stays = True
+        self._stays_in_fp32 = True
         if self._learner:
             self._learner.stay()
         return STAY
 
-    def _watching(self) -> FallbackAdapter | None:
+    def _diagnosing_adapter(self) -> FallbackAdapter | None:
         """Return an adapter for a stage with a fixed attempt: it only diagnoses failures."""
         if self.dtype == "fp32" or not isinstance(self.owner, torch.nn.Module):
             return None
@@ -378,21 +389,21 @@ class StageGuard:
         return FallbackAdapter(self.owner, self.dtype, lambda _: attempt, agree=self.agree)
 
     @property
-    def standing(self) -> tuple[int, bool]:
+    def failure_state(self) -> tuple[int, bool]:
         """The number of failures, and whether the rest of the run is in fp32: for the guard that replaces this one."""
-        return self._failures, self._stays
+        return self._failures, self._stays_in_fp32
 
-    def go_on_from(self, failures: int, stays: bool) -> None:
+    def resume_from(self, failures: int, stays: bool) -> None:
         """Continue from another guard of this run."""
-        self._failures, self._stays = failures, self._stays or stays
+        self._failures, self._stays_in_fp32 = failures, self._stays_in_fp32 or stays
 
     @property
     def learned(self) -> PrecisionOverrides | None:
         """What the run has learned so far; None if it may not learn."""
-        return self._learner.learned if self._learner and self._learns else None
+        return self._learner.learned if self._learner and self._may_learn else None
 
     @property
-    def _narrow(self) -> bool:
+    def _casts_to_half(self) -> bool:
         """Whether the attempt's input and output have to fit half precision."""
         return not (self._learner and self._learner.attempt.all_layers_scaled)
 
@@ -400,16 +411,18 @@ class StageGuard:
     def _step(self) -> int:
         return len(self.report.steps)
 
-    def _where(self) -> str:
+    def _call_name(self) -> str:
         return Message("{}, call {}", self.stage.replace("_", " "), self._step + 1)
 
-    def _half(self, call: _Call, known: IdentityMemo) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+    def _half_arguments(
+        self, call: _Call, known: IdentityMemo
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
         """Return the arguments of an attempt, and the tensors that were cast, which have to be checked.
 
         known: earlier casts of constant arguments, which were checked before.
         """
-        if not self._narrow:
-            return *self._apart(call), []
+        if not self._casts_to_half:
+            return *self._float32_arguments(call), []
         target = DTYPES[self.dtype]
         changed: list[torch.Tensor] = []
 
@@ -419,7 +432,7 @@ class StageGuard:
 
         return *self._cast(call, lambda value, once: known.of(value, narrowed) if once else narrowed(value)), changed
 
-    def _apart(self, call: _Call) -> _Arguments:
+    def _float32_arguments(self, call: _Call) -> _Arguments:
         """Return the arguments of a call in float32: a copy of each tensor that half precision would cast, so that
         neither call writes to the caller's tensors."""
         return self._cast(call, lambda value, _once: value.clone())
@@ -450,20 +463,20 @@ class StageGuard:
                     raise GuardStopped(
                         "{}: its input '{}' holds {} NaN or infinite values, and the call before was finite, so "
                         "the scheduler or sampler made them. Choose another one, or another guidance scale.",
-                        self._where(),
+                        self._call_name(),
                         name,
                         broken,
                     )
                 raise GuardStopped(
                     "{}: its input '{}' holds {} NaN or infinite values already, so the stage before it made them. "
                     "Guard that one (precision 'auto', or a NaN Guard), or run it in fp32.",
-                    self._where(),
+                    self._call_name(),
                     name,
                     broken,
                 )
 
     def _diagnose(self, call: _Call) -> str:
-        found = Message("{}: the output is NaN or infinite in fp32 too", self._where())
+        found = Message("{}: the output is NaN or infinite in fp32 too", self._call_name())
         owner = self.owner
         if not isinstance(owner, torch.nn.Module):
             return Message("{}. Precision cannot help here.", found)

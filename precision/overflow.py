@@ -47,49 +47,49 @@ class Range:
         return "finite"
 
 
-class Pending:
+class PendingReads:
     """Numbers of a run that are read together with the next measured ranges, so that they cost no transfer of their
     own."""
 
     def __init__(self) -> None:
-        self._asked: dict[str, torch.Tensor] = {}
-        self._known: dict[str, float] = {}
+        self._requested: dict[str, torch.Tensor] = {}
+        self._received: dict[str, float] = {}
 
-    def ask(self, name: str, value: torch.Tensor) -> None:
+    def request(self, name: str, value: torch.Tensor) -> None:
         """Request a number, in place of an earlier one of that name. value: [], not negative."""
-        self._asked[name] = value.detach().float()
+        self._requested[name] = value.detach().float()
 
     def take(self, name: str) -> float | None:
         """Return a number that was read, and drop it; None if it was not read yet."""
-        return self._known.pop(name, None)
+        return self._received.pop(name, None)
 
     def drop(self, name: str) -> None:
         """Drop a number, read or not."""
-        self._asked.pop(name, None)
-        self._known.pop(name, None)
+        self._requested.pop(name, None)
+        self._received.pop(name, None)
 
-    def asked(self) -> list[torch.Tensor]:
-        return [*self._asked.values()]
+    def requested(self) -> list[torch.Tensor]:
+        return [*self._requested.values()]
 
-    def known(self, numbers: list[float]) -> None:
-        """Take the numbers that were requested, in the order of `asked`."""
-        self._known.update(zip(self._asked, numbers, strict=True))
-        self._asked.clear()
+    def receive(self, numbers: list[float]) -> None:
+        """Take the numbers that were requested, in the order of `requested`."""
+        self._received.update(zip(self._requested, numbers, strict=True))
+        self._requested.clear()
 
 
-def measured(
+def measure_ranges(
     given: Any,
     made: Any,
     inside: torch.Tensor | None = None,
     timestep: Any = None,
     agree: Agree = alone,
-    pending: Pending | None = None,
+    pending: PendingReads | None = None,
 ) -> tuple[Range, Range, Range, float | None]:
     """Return the ranges of some inputs, of the output and of `inside`, and the timestep, by one transfer to the host.
 
     pending: further numbers that are read by the same transfer.
     """
-    given, made, pending = floating(given), floating(made), pending or Pending()
+    given, made, pending = floating(given), floating(made), pending or PendingReads()
     values = [bound.float() for tensor in (*given, *made) for bound in torch.aminmax(tensor.detach())]
     inside_at = len(values)
     if inside is not None:
@@ -99,11 +99,11 @@ def measured(
     else:
         timestep = None
     own = len(values)
-    values += pending.asked()
+    values += pending.requested()
     numbers: list[float] = []
     if values:
         numbers = agree(torch.stack([value.to(values[0].device) for value in values])).tolist()
-    pending.known(numbers[own:])
+    pending.receive(numbers[own:])
     numbers = numbers[:own]
     bounds, rest = numbers[:inside_at], numbers[inside_at:]
     return (
@@ -124,7 +124,7 @@ def _range_of(bounds: list[float]) -> Range:
 
 _ENDS = tuple(torch.finfo(dtype).max for dtype in DTYPES.values())
 _KEPT = 8  # outputs whose places are kept: a stage may be called with several shapes in turn
-Places = tuple[torch.Tensor, ...]  # int8: -1 and 1 where a value is at the lower and the upper end, else 0
+RangeEnds = tuple[torch.Tensor, ...]  # int8: -1 and 1 where a value is at the lower and the upper end, else 0
 
 
 def only_minus_inf(output: Any) -> bool:
@@ -132,7 +132,7 @@ def only_minus_inf(output: Any) -> bool:
     return not any(bool(((tensor != tensor) | (tensor == torch.inf)).any()) for tensor in floating(output))
 
 
-def places(output: Any, dtype: str) -> Places | None:
+def range_ends(output: Any, dtype: str) -> RangeEnds | None:
     """Return where an output in `dtype` is at the end of its range; None if it has NaN or +inf, which no mask has.
 
     For "fp32", these are -inf and the exact largest values of other dtypes.
@@ -151,32 +151,32 @@ def places(output: Any, dtype: str) -> Places | None:
     return tuple(found)
 
 
-class Extremes:
+class KnownRangeEnds:
     """Places at which a stage's output is rightly at the end of its range, as in a mask."""
 
     def __init__(self) -> None:
-        self._known: list[Places] = []
+        self._known: list[RangeEnds] = []
 
-    def known(self, now: Places | None) -> bool:
-        return now is not None and any(_alike(now, known) for known in self._known)
+    def known(self, now: RangeEnds | None) -> bool:
+        return now is not None and any(_same_ends(now, known) for known in self._known)
 
-    def learn(self, in_half: Places | None, in_fp32: Any) -> bool:
+    def learn(self, in_half: RangeEnds | None, in_fp32: Any) -> bool:
         """Return whether the output in fp32 has the same values at the same places, and keep them if so."""
-        right = places(in_fp32, "fp32") if in_half is not None else None
-        if in_half is None or right is None or not _alike(in_half, right):
+        right = range_ends(in_fp32, "fp32") if in_half is not None else None
+        if in_half is None or right is None or not _same_ends(in_half, right):
             return False
         self._known = [*self._known, in_half][-_KEPT:]
         return True
 
 
-def _alike(one: Places, other: Places) -> bool:
+def _same_ends(one: RangeEnds, other: RangeEnds) -> bool:
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
 
-EDGE = 6e4  # a larger upper bound is meant for fp16: T5's is 64504, others are 65504
-BEYOND = 65520.0  # rounds to infinity in fp16: a bound from here on clips nothing
-FP8_END = 448.0  # the largest float8_e4m3fn. ComfyUI clamps inputs of fp8 products to it, infinities included
+CLAMP_MIN = 6e4  # a larger upper bound is meant for fp16: T5's is 64504, others are 65504
+FP16_INF = 65520.0  # rounds to infinity in fp16: a bound from here on clips nothing
+FP8_MAX = 448.0  # the largest float8_e4m3fn. ComfyUI clamps inputs of fp8 products to it, infinities included
 
 _T = torch.Tensor
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # of a library: comfy_kitchen's quantize_fp8
@@ -195,12 +195,12 @@ _DIVIDE = _named("div", "divide", "true_divide", "truediv", "itruediv", "idiv", 
 _NORMS = _named("norm", "linalg_norm", "linalg_vector_norm")
 _RSQRT, _POWERS, _INVERSES = _named("rsqrt"), _named("pow", "float_power"), _named("reciprocal", "rdiv", "rtruediv")
 # functions that test for non-finite values, which a model then replaces, or that leave out NaN
-_ASKS = _named("isfinite", "isinf", "isnan", "isposinf", "isneginf", "nansum", "nanmean", "fmin", "fmax")
+_FINITENESS_TESTS = _named("isfinite", "isinf", "isnan", "isposinf", "isneginf", "nansum", "nanmean", "fmin", "fmax")
 _COMPARES = _named("eq", "ne", "lt", "le", "gt", "ge")
 _PARSE_TO = getattr(torch._C, "_nn")._parse_to  # noqa: B009 - it has no stubs
 
 
-class Clips(TraceableMode):
+class ClipDetector(TraceableMode):
     """A function mode that records the largest |x| that a call of a stage clips, without waiting for the device.
 
     A mode costs about 3 µs of Python for each function that the stage calls. So if the first call neither clips nor
@@ -219,7 +219,7 @@ class Clips(TraceableMode):
         self._needed = False
         self._off, self._idle = dtype != "fp16", False
 
-    def watched(self, stage: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, stage: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a stage, so that each call of it is watched."""
         return partial(self._attempt, stage)
 
@@ -238,57 +238,57 @@ class Clips(TraceableMode):
         not finite. None if the stage has no function that clips."""
         return self.peak if self._needed else None
 
-    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _PARSE_TO:  # by `Module.to`: dynamo has a stand-in for it, which 2.11 cannot look up in a set
             return func(*args, **kwargs)
         name, given = getattr(func, "__name__", ""), args[0] if args else kwargs.get("input")
-        if name in _ASKS or (name in _COMPARES and _asks_for_the_end(*args[:2])):
-            self._see_asked(given)
+        if name in _FINITENESS_TESTS or (name in _COMPARES and _tests_for_range_end(*args[:2])):
+            self._record_test(given)
         if name in _NAN_TO_NUM:
-            self._see(given, FP16_MAX)
+            self._record_clip(given, FP16_MAX)
         elif name in _CLAMP:
             low = args[1] if len(args) > 1 else kwargs.get("min")
-            self._see(given, args[2] if len(args) > 2 else kwargs.get("max"), low)
+            self._record_clip(given, args[2] if len(args) > 2 else kwargs.get("max"), low)
         elif name in _CLAMP_MAX:
-            self._see(given, args[1] if len(args) > 1 else kwargs.get("max"))
+            self._record_clip(given, args[1] if len(args) > 1 else kwargs.get("max"))
         elif name == "hardtanh":
-            self._see(given, args[2] if len(args) > 2 else kwargs.get("max_val", 1.0))
+            self._record_clip(given, args[2] if len(args) > 2 else kwargs.get("max_val", 1.0))
         elif name in _MINIMUM:
             other = args[1] if len(args) > 1 else kwargs.get("other")
-            self._see(given, other)
+            self._record_clip(given, other)
             if isinstance(other, torch.Tensor) and other.numel() > 1:
-                self._see(other, given)
+                self._record_clip(other, given)
         elif name == "normalize":
-            self._see_norm(*args, **kwargs)
+            self._record_norm(*args, **kwargs)
         elif name in _RSQRT or _is_one_over(name, args, kwargs):
-            self._see_divisor(given)
+            self._record_divisor(given)
         elif name in _DIVIDE and (divisor := _norm_in(args, kwargs)) is not None:
-            self._see_divisor(divisor)
+            self._record_divisor(divisor)
         elif name in _NORMS:
             made = func(*args, **kwargs)
-            self._see_divisor(made)
+            self._record_divisor(made)
             return made
         elif _rounds_its_input(func, args):
-            self._see_rounded(given)
+            self._record_quantised(given)
         return func(*args, **kwargs)
 
-    def _see(self, given: Any, bound: Any, low: Any = None) -> None:
+    def _record_clip(self, given: Any, bound: Any, low: Any = None) -> None:
         """Record what is clipped to an upper bound. A bound far below fp16's largest value is the model's own, and acts
         in fp32 too. For a bound of many values, only infinities count. low: a lower bound; without one -inf stays."""
         if not _is_fp16(given):
             return
         if isinstance(bound, torch.Tensor) and bound.numel() > 1:
             beyond = given.detach() if low is None else given.detach().abs()
-            self._keep(torch.where(((beyond == torch.inf) & (bound.detach() < BEYOND)).any(), torch.inf, 0.0))
+            self._record_peak(torch.where(((beyond == torch.inf) & (bound.detach() < FP16_INF)).any(), torch.inf, 0.0))
             return
         counts: bool | torch.Tensor = False
         to_fp8 = False
         if isinstance(bound, torch.Tensor) and bound.numel() == 1:
             bound = bound.detach().reshape(()).float()
-            counts = (bound >= EDGE) & (bound < BEYOND)
+            counts = (bound >= CLAMP_MIN) & (bound < FP16_INF)
         elif isinstance(bound, (int, float)):
-            to_fp8 = bound == FP8_END
-            counts = to_fp8 or EDGE <= bound < BEYOND
+            to_fp8 = bound == FP8_MAX
+            counts = to_fp8 or CLAMP_MIN <= bound < FP16_INF
         if counts is False:
             return
         peak = largest(given)
@@ -298,9 +298,9 @@ class Clips(TraceableMode):
             peak = torch.where(peak >= bound, peak.clamp(min=FP16_MAX), peak)
         if isinstance(counts, torch.Tensor):
             peak = torch.where(counts, peak, 0.0)
-        self._keep(peak)
+        self._record_peak(peak)
 
-    def _see_asked(self, given: Any) -> None:
+    def _record_test(self, given: Any) -> None:
         """Record non-finite values that the model tests for: it replaces them by finite, wrong ones. If only -inf
         occurs and no value is above 0, it is a mask, which is -inf in fp32 too."""
         self._needed = True
@@ -308,29 +308,29 @@ class Clips(TraceableMode):
             least, most = torch.aminmax(given.detach())
             masks = (least == -math.inf) & (most <= 0)
             peak = torch.maximum(least.abs(), most.abs()).float()
-            self._keep(torch.where(peak.isfinite() | masks, 0.0, peak))
+            self._record_peak(torch.where(peak.isfinite() | masks, 0.0, peak))
 
-    def _see_norm(self, input: Any, p: float = 2.0, dim: Any = 1, *_: Any, **__: Any) -> None:  # noqa: A002
+    def _record_norm(self, input: Any, p: float = 2.0, dim: Any = 1, *_: Any, **__: Any) -> None:  # noqa: A002
         """Record a norm that overflows fp16: a division by it gives zeros, as in the VAEs of Wan and HunyuanVideo
         1.5."""
         if _is_fp16(input):
             peak = torch.linalg.vector_norm(input.detach(), p, dim, dtype=torch.float32).amax()
-            self._keep(torch.where(peak >= BEYOND, peak, 0.0))
+            self._record_peak(torch.where(peak >= FP16_INF, peak, 0.0))
 
-    def _see_divisor(self, given: Any) -> None:
+    def _record_divisor(self, given: Any) -> None:
         """Record an infinite divisor, of a norm that is written out, as in LTXV's VAE: squares overflow fp16 from 256
         on."""
         if _is_fp16(given):
             peak = largest(given)
-            self._keep(torch.where(peak.isinf(), peak, 0.0))
+            self._record_peak(torch.where(peak.isinf(), peak, 0.0))
 
-    def _see_rounded(self, given: Any) -> None:
+    def _record_quantised(self, given: Any) -> None:
         """Record non-finite values that are quantised: a CPU keeps NaN, a GPU's kernel turns it into a number."""
         if _is_fp16(given):
             peak = largest(given)
-            self._keep(torch.where(peak.isfinite(), 0.0, peak))
+            self._record_peak(torch.where(peak.isfinite(), 0.0, peak))
 
-    def _keep(self, peak: torch.Tensor) -> None:
+    def _record_peak(self, peak: torch.Tensor) -> None:
         self._needed = True
         self.peak.copy_(torch.maximum(self.peak, peak.to(self.peak.device)))  # nothing new may outlive the call
 
@@ -339,11 +339,11 @@ def _is_fp16(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype is torch.float16 and value.numel() > 0
 
 
-def _asks_for_the_end(values: Any = None, bound: Any = None) -> bool:
+def _tests_for_range_end(values: Any = None, bound: Any = None) -> bool:
     """Return whether a comparison tests for infinity, for fp16's largest value, or for NaN, which differs from
     itself."""
     if isinstance(bound, (int, float)):
-        return not abs(bound) < EDGE and isinstance(values, torch.Tensor)
+        return not abs(bound) < CLAMP_MIN and isinstance(values, torch.Tensor)
     return values is bound
 
 
@@ -404,7 +404,7 @@ def propagate_nonfinite_attention(inputs: Any) -> AbstractContextManager[Any]:
     return _NonfiniteAttentionMode() if on_cpu else nullcontext()
 
 
-class ShownInside(torch.nn.Module):
+class BlockWithNanAttention(torch.nn.Module):
     """A block to compile for the CPU, with `propagate_nonfinite_attention` inside if the caller has it on.
 
     The caller's context is a mode, which would also see each function that compiled code calls. So `run` calls the
@@ -421,7 +421,7 @@ class ShownInside(torch.nn.Module):
 
     @staticmethod
     def run(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a compiled ShownInside."""
+        """Call a compiled BlockWithNanAttention."""
         modes = _get_current_function_mode_stack()
         at = next((at for at, mode in enumerate(modes) if isinstance(mode, _NonfiniteAttentionMode)), None)
         if at is None:
@@ -441,12 +441,10 @@ class _NonfiniteAttentionMode(TraceableMode):
         if func is torch.Tensor.unflatten:  # it calls super(), which dynamo cannot follow from here
             return args[0].unflatten(*args[1:], **(kwargs or {}))
         made = func(*args, **(kwargs or {}))
-        return _broken_where_they_are(made, *args, **(kwargs or {})) if func is sdpa else made
+        return _nan_if_not_finite(made, *args, **(kwargs or {})) if func is sdpa else made
 
 
-def _broken_where_they_are(
-    made: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any
-) -> torch.Tensor:
+def _nan_if_not_finite(made: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     """Return attention's output, all NaN if a query or a key is not finite.
 
     A finite sum shows that all values are finite. A sum that is not may have overflowed itself, so values are checked.

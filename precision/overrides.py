@@ -83,7 +83,7 @@ def covered(name: str, parts: Iterable[str]) -> bool:
     return any(covers(part, name) for part in parts)
 
 
-def largest_of(parts: Iterable[str]) -> tuple[str, ...]:
+def outermost(parts: Iterable[str]) -> tuple[str, ...]:
     """Return the parts, each once, without those that are inside another one."""
     found = tuple(dict.fromkeys(parts))
     return tuple(name for name in found if not covered(name, set(found) - {name}))
@@ -108,7 +108,7 @@ class Peak:
         return Peak(_larger(self.input, other.input), _larger(self.output, other.output))
 
 
-def reach(name: str, peak: Peak, blocks: Collection[str]) -> float:
+def relevant_peak(name: str, peak: Peak, blocks: Collection[str]) -> float:
     """Return the max |x| that counts: the output's for a block; the larger of input and output for a layer."""
     return peak.output if name in blocks else _larger(peak.input, peak.output)
 
@@ -134,7 +134,7 @@ def diagnose_from_fp32_peaks(
     blocks: names of blocks among them, of which only the output counts.
     """
     limit, here = RANGE[dtype], Message("{}'s {:.5g}", dtype, RANGE[dtype])
-    beyond = {name: value for name in peaks if not (value := reach(name, peaks[name], blocks)) <= limit}
+    beyond = {name: value for name in peaks if not (value := relevant_peak(name, peaks[name], blocks)) <= limit}
     if not beyond:
         return None
     first = next(iter(beyond))

@@ -26,21 +26,20 @@ from torch.utils import _pytree as pytree
 
 from .dtypes import FP16_MAX, HALF_DTYPES
 from .fp16_safe import FP16, PRODUCTS, SUMS, both_floating
-from .learned_scales import Seen, scale_for, widened
-from .overrides import covered, covers
-from .overrides import largest_of as outermost
-from .planned_products import Key, Scale, Way, float32_product, has_float32_products, scaled_by_rows
+from .learned_scales import LayerPeaks, choose_scale, widened
+from .overrides import covered, covers, outermost
+from .planned_products import CallPattern, Key, Scale, float32_product, has_float32_products, scaled_by_rows
 from .scaled_products import (
-    FAINT,
     LAYERS,
+    MIN_NORMAL,
     NORMS,
-    largest_of,
-    limit,
-    lost_digits,
-    row_of,
+    absmax,
+    has_underflowed,
+    row_dims,
     scaled_attention,
     scaled_product,
-    times,
+    scaled_to,
+    weight_bounds,
 )
 from .shallow_copy import KeptInFp32, Make, copy_with_base, replace_submodules, with_forward
 from .upcast import TraceableMode, fp32_dtype
@@ -49,24 +48,24 @@ _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)  # which are not called
 
 
 @dataclass
-class KnownScales:
+class KnownPeaks:
     """Peaks of a network's layers by name, which later runs start with."""
 
-    of: dict[str, tuple[Seen, bool, bool]] = field(default_factory=dict)  # peaks; convolves; is summed in place
+    layers: dict[str, tuple[LayerPeaks, bool, bool]] = field(default_factory=dict)  # peaks; convolves; summed
     safe_attention: bool = True  # attention's inputs have room in fp16
 
-    def add(self, names: Mapping[int, str], seen: Mapping[Key, tuple[Seen, bool]], way: Way) -> None:
+    def add(self, names: Mapping[int, str], seen: Mapping[Key, tuple[LayerPeaks, bool]], pattern: CallPattern) -> None:
         """names: of layers, by the ids of their weights."""
         for key, (now, convolves) in seen.items():
             if key[2] == F.scaled_dot_product_attention.__name__:
-                how = scale_for(now, convolves=False, float32_products=True, summed=key in way.summed)
-                self.safe_attention &= how is not None and how.half
+                how = choose_scale(now, convolves=False, float32_products=True, summed=key in pattern.in_place)
+                self.safe_attention &= how is not None and how.fp16
             elif key[1:] == (0, "") and (name := names.get(key[0])):
-                known = self.of.get(name, (now, convolves, False))
-                self.of[name] = known[0].with_other(now), convolves, known[2] or key in way.summed
+                known = self.layers.get(name, (now, convolves, False))
+                self.layers[name] = known[0].merged(now), convolves, known[2] or key in pattern.in_place
 
     def clear(self) -> None:
-        self.of, self.safe_attention = {}, True
+        self.layers, self.safe_attention = {}, True
 
     def plan(self, *, float32_products: bool) -> dict[str, Scale]:
         """Return the scale of each layer. Layers in the same place of repeated blocks are computed in the same way, so
@@ -75,23 +74,25 @@ class KnownScales:
         def scales(names: list[str], *, summed: bool) -> list[Scale | None]:
             how = {"float32_products": float32_products}
             seen = (of[name] for name in names)
-            return [scale_for(each, convolves=convolves, summed=summed or own, **how) for each, convolves, own in seen]
+            return [
+                choose_scale(each, convolves=convolves, summed=summed or own, **how) for each, convolves, own in seen
+            ]
 
         made: dict[str, Scale] = {}
         same: dict[str, list[str]] = {}
-        of = dict(self.of)  # another run may add to it
+        of = dict(self.layers)  # another run may add to it
         for name in of:
             same.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name), []).append(name)
         for names in same.values():
-            loud = [name for name in names if of[name][0].input and of[name][0].faint]
+            loud = [name for name in names if of[name][0].input and of[name][0].min_output_inv]
             found = scales(loud, summed=False)
-            if not all(how and how.half for how in found):
+            if not all(how and how.fp16 for how in found):
                 found = scales(loud, summed=True)
             if loud and all(found):
-                looks = any(how.looks for how in found if how)
-                scaled = [how._replace(looks=looks) for how in found if how]
+                looks = any(how.checked for how in found if how)
+                scaled = [how._replace(checked=looks) for how in found if how]
                 for name in names:  # a layer without input so far keeps its check; one without output cannot have one
-                    made[name] = max(scaled)._replace(**({"least": 0.0} if of[name][0].input else {}))
+                    made[name] = max(scaled)._replace(**({"min_product": 0.0} if of[name][0].input else {}))
                 made |= dict(zip(loud, scaled, strict=True))
         return made
 
@@ -108,14 +109,14 @@ class LayeredNetwork:
     network: torch.nn.Module
     blocks: Sequence[str]  # names of the blocks, each of which is compiled as a whole
     build: Callable[[dict[str, Scale], bool], torch.nn.Module]
-    known: KnownScales  # peaks of earlier runs; extended by this one
+    known: KnownPeaks  # peaks of earlier runs; extended by this one
     device: torch.device | None = None  # the device that computes, if the weights are elsewhere between calls
     float32_products: bool = True  # see LearnedProducts
 
     def __post_init__(self) -> None:
         network, blocks = self.network, self.blocks
         self._device = self.device or next(network.parameters()).device
-        self._by_plan: dict[str, torch.nn.Module] | None = None  # blocks, and what is outside of them
+        self._planned_parts: dict[str, torch.nn.Module] | None = None  # blocks, and what is outside of them
         called = ((name, part) for name, part in network.named_modules() if not isinstance(part, _LISTS))
         names = (name for name, _ in called if not any(covers(name, block) for block in ("", *blocks)))
         self._outside = outermost(name for name in names if not covered(name, blocks))
@@ -126,31 +127,31 @@ class LayeredNetwork:
 
     @property
     def is_planned(self) -> bool:
-        return self._by_plan is not None
+        return self._planned_parts is not None
 
     def begin(self) -> None:
         """Use the plan of the known peaks, if there are any."""
-        if self.known.of:
+        if self.known.layers:
             can = self.float32_products and has_float32_products(self._device)
             plan, best = (self.known.plan(float32_products=which) for which in (can, True))
             self.slower = scaled_by_rows(len(best.keys() - plan.keys()), self._device)
             shell, inside = self.build(plan, safe := self.known.safe_attention), self._outside
             parts = {name: InPlannedBlock(shell.get_submodule(name), safe_attention=safe) for name in inside}
-            self._by_plan = parts | {name: shell.get_submodule(name) for name in self.blocks}
+            self._planned_parts = parts | {name: shell.get_submodule(name) for name in self.blocks}
 
-    def learn(self, seen: Mapping[Key, tuple[Seen, bool]], way: Way) -> None:
+    def learn(self, seen: Mapping[Key, tuple[LayerPeaks, bool]], pattern: CallPattern) -> None:
         layers = ((name, layer) for name, layer in self.network.named_modules() if isinstance(layer, LAYERS))
-        self.known.add({id(layer.weight): name for name, layer in layers}, seen, way)
+        self.known.add({id(layer.weight): name for name, layer in layers}, seen, pattern)
 
     def forget(self, *, for_good: bool) -> None:
         """Run without a plan. for_good: drop the known peaks too, so that later runs start without."""
-        self._by_plan, self.slower = None, ""
+        self._planned_parts, self.slower = None, ""
         if for_good:
             self.known.clear()
 
     def _switch(self, name: str, part: torch.nn.Module) -> torch.nn.Module:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if (by_plan := self._by_plan) is None:
+            if (by_plan := self._planned_parts) is None:
                 return part(*args, **kwargs)
             made = by_plan[name](*args, **kwargs)
             return made if name in self.blocks else pytree.tree_map_only(torch.Tensor, widened, made)
@@ -180,12 +181,12 @@ def _state(layer: Any, how: Scale | None, device: torch.device | None) -> dict[s
     """Return the attributes of a planned layer."""
     kind, numbers = "room", torch.zeros(0)
     if how is None:
-        kind, found = "rows", limit(layer.weight, FP16, transposed=False)
-        numbers = torch.stack([found.limit, found.least])
-    elif how.looks:
+        kind, found = "rows", weight_bounds(layer.weight, FP16, transposed=False)
+        numbers = torch.stack([found.limit, found.min_product])
+    elif how.checked:
         kind = "looked at"
-    elif not how.half:
-        kind, numbers = "scaled", torch.tensor([2.0**-how.exponent, 2.0**how.exponent, how.least])
+    elif not how.fp16:
+        kind, numbers = "scaled", torch.tensor([2.0**-how.exponent, 2.0**how.exponent, how.min_product])
     return {"planned": kind, "planned_numbers": numbers.to(device or layer.weight.device)}
 
 
@@ -214,7 +215,7 @@ class _PlannedBlockMode(TraceableMode):
         super().__init__()
         self._safe_attention = safe_attention
 
-    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs) if self._safe_attention else scaled_attention(*args, **kwargs)
         if getattr(func, "__name__", "") in _OF_TWO and both_floating(args):
@@ -232,32 +233,32 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arg
     mask = args[0] if args else kwargs.get("attn_mask")
     if mask is not None and mask.is_floating_point():
         return scaled_attention(query, key, value, *args, **kwargs)
-    return F.scaled_dot_product_attention(_fitting(query), _fitting(key), _loud_rows(value), *args, **kwargs)
+    return F.scaled_dot_product_attention(_to_fp16(query), _to_fp16(key), _fp16_rows(value), *args, **kwargs)
 
 
-def _fitting(x: torch.Tensor) -> torch.Tensor:
+def _to_fp16(x: torch.Tensor) -> torch.Tensor:
     """Cast to fp16, with NaN for values that do not fit. Inside a kernel, a compiler may leave out the rounding to
     infinity."""
     return torch.where(x.abs() <= FP16_MAX, x, torch.nan).half()
 
 
-def _loud_rows(x: torch.Tensor, spatial: int = 0) -> torch.Tensor:
+def _fp16_rows(x: torch.Tensor, spatial: int = 0) -> torch.Tensor:
     """Cast a layer's input to fp16, with NaN for rows that are too small for it. An input that is fp16 is not
     checked."""
-    return x if x.dtype is FP16 else torch.where(_are_quiet(x, row_of(x, spatial)), torch.nan, x).half()
+    return x if x.dtype is FP16 else torch.where(_underflow(x, row_dims(x, spatial)), torch.nan, x).half()
 
 
-def _are_quiet(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+def _underflow(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     """Return which rows have fewer digits in fp16 than in bf16. dims: of a row, kept with size 1. bool."""
-    rows = largest_of(x, dims)
-    return (rows < FAINT) & (rows > 0)
+    rows = absmax(x, dims)
+    return (rows < MIN_NORMAL) & (rows > 0)
 
 
 class _PlannedLayer(torch.nn.Module):
     """A mixin for a linear layer or a convolution that follows its plan."""
 
     planned: str  # "room" (plain fp16), "looked at" (and rows of the output are checked), "scaled" or "rows"
-    planned_numbers: torch.Tensor  # "scaled": factors of input and output, `least`; "rows": a weight's limit and least
+    planned_numbers: torch.Tensor  # "scaled": factors of input and output, `min_product`; "rows": a weight's bounds
     weight: torch.Tensor
     bias: torch.Tensor | None
 
@@ -265,23 +266,23 @@ class _PlannedLayer(torch.nn.Module):
         spatial = self.weight.ndim - 2
         if self.planned in ("room", "looked at"):
             fused = not spatial and x.dtype is not FP16
-            made = super().forward(x.half() if fused else _loud_rows(x, spatial))  # pyright: ignore[reportAttributeAccessIssue]
+            made = super().forward(x.half() if fused else _fp16_rows(x, spatial))  # pyright: ignore[reportAttributeAccessIssue]
             if self.planned == "looked at":
-                made = torch.where(_are_quiet(made, row_of(made, spatial)), torch.nan, made)
+                made = torch.where(_underflow(made, row_dims(made, spatial)), torch.nan, made)
             if fused:  # by a compiler, with what comes after
-                made = torch.where(_are_quiet(x, row_of(x, 0)), torch.nan, made)
+                made = torch.where(_underflow(x, row_dims(x, 0)), torch.nan, made)
             return made
         if self.planned == "rows":
             of_rows, least = self.planned_numbers.split(1)
 
             def product(scaled: torch.Tensor) -> torch.Tensor:
-                return _whole_rows(self._product(scaled), x, scaled, least, spatial)
+                return _nan_where_underflowed(self._product(scaled), x, scaled, least, spatial)
 
             return scaled_product(product, x, FP16, of_rows, spatial, self.bias)
         quieter, louder, least = self.planned_numbers.split(1)
-        half = times(x, quieter, FP16)
+        half = scaled_to(x, quieter, FP16)
         made = self._product(half).float() if spatial else float32_product(half, self.weight)
-        made = _whole_rows(made, x, half, least, spatial)
+        made = _nan_where_underflowed(made, x, half, least, spatial)
         if self.bias is None:
             return made * louder
         return torch.addcmul(self.bias.float().view(-1, *[1] * spatial), made, louder)
@@ -292,14 +293,14 @@ class _PlannedLayer(torch.nn.Module):
         return convolve(x, self.weight, None) if convolve else F.linear(x, self.weight)
 
 
-def _whole_rows(
+def _nan_where_underflowed(
     made: torch.Tensor, given: torch.Tensor, scaled: torch.Tensor, least: torch.Tensor, spatial: int
 ) -> torch.Tensor:
     """Return a product with NaN for rows that underflowed when they were scaled."""
     if spatial:
-        return torch.where(lost_digits(made, given, scaled, least, spatial), torch.nan, made)
-    size = largest_of(made, (-1,))
-    return torch.where(~((size >= least) & (size < torch.inf)) & (largest_of(given, (-1,)) != 0), torch.nan, made)
+        return torch.where(has_underflowed(made, given, scaled, least, spatial), torch.nan, made)
+    size = absmax(made, (-1,))
+    return torch.where(~((size >= least) & (size < torch.inf)) & (absmax(given, (-1,)) != 0), torch.nan, made)
 
 
 class _Float32Norm(torch.nn.Module):

@@ -27,24 +27,24 @@ from torch.utils import _pytree as pytree
 from ..trust.message import Message
 from . import fp16_safe, shared
 from .accumulation import fp16_accumulation
-from .fp16_safe import FP16, both_floating, is_bf16, written
+from .fp16_safe import FP16, both_floating, is_bf16, written_tensors
 from .scaled_products import (
-    FAINT,
     LAYER_CALLS,
+    MIN_NORMAL,
     KernelOf,
     ScaledHalfMatmulMode,
-    largest_of,
-    lost_digits,
+    absmax,
+    has_underflowed,
     no_kernel,
-    number,
-    row_of,
-    state_of,
-    times,
+    row_dims,
+    scalar,
+    scaled_to,
+    version_of,
 )
 from .upcast import Fp32Mode, OneOperation, autocast_off_where_on, storage_of
 
 # functions that neither compute on values nor change a tensor, whatever their arguments
-_MOVES_ALONE = fp16_safe.MOVES - fp16_safe.POINTS - {torch.Tensor.view, torch.Tensor.__setitem__, F.dropout}
+_MOVES_ALONE = fp16_safe.NO_MATH - fp16_safe.POINTERS - {torch.Tensor.view, torch.Tensor.__setitem__, F.dropout}
 _MOVES_ALONE -= {func for func in _MOVES_ALONE if func.__name__.endswith("_") and not func.__name__.endswith("__")}
 _ALIASES = {torch.Tensor.numpy, torch.Tensor.__array__}
 # functions that change no tensor, unless `out` or `inplace` asks for it
@@ -56,7 +56,7 @@ Key = tuple[int, int, str]
 BROADCAST: Key = 0, 0, "sum"  # stands for all sums of tensors whose shapes differ, or may differ in another call
 
 
-class LeftPlan(RuntimeError):
+class PlanMismatch(RuntimeError):
     """A step does something that the first step did not do, so the plan does not cover it."""
 
 
@@ -64,154 +64,154 @@ class Scale(NamedTuple):
     """How a layer, or another function, is computed from the second step on."""
 
     exponent: int = 0  # the input is divided by 2 ** exponent
-    half: bool = False  # the output is fp16, else float32
-    loudness: float = 1.0  # a power of two: the weight is divided by it before its cast to fp16
-    least: float = 0.0  # a row whose unscaled product stays below has underflowed
-    looks: bool = False  # with `half`: each step checks the rows of the output for underflow
+    fp16: bool = False  # the output is fp16, else float32
+    weight_scale: float = 1.0  # a power of two: the weight is divided by it before its cast to fp16
+    min_product: float = 0.0  # a row whose unscaled product stays below has underflowed
+    checked: bool = False  # with `fp16`: each step checks the rows of the output for underflow
 
 
 @dataclass
-class Way:
+class CallPattern:
     """Which calls a network made in the recorded steps, apart from their values."""
 
-    anchors: dict[int, Callable[[], Any]] = field(default_factory=dict)  # id → a weak reference to the weight or layer
-    counts: dict[int, set[int]] = field(default_factory=dict)  # layer → numbers of other calls before the next layer
-    summed: set[Key] = field(default_factory=set)  # outputs that are computed on in place: float32 from then on
+    layers: dict[int, Callable[[], Any]] = field(default_factory=dict)  # id → a weak reference to the weight or layer
+    call_counts: dict[int, set[int]] = field(default_factory=dict)  # layer → numbers of calls before the next layer
+    in_place: set[Key] = field(default_factory=set)  # outputs that are computed on in place: float32 from then on
     writes: bool = False  # it changes tensors in place
-    points: bool = False  # it passes a tensor's address to a kernel that PyTorch does not see
+    uses_pointers: bool = False  # it passes a tensor's address to a kernel that PyTorch does not see
 
 
 @dataclass
-class _Half:
+class _Fp16Input:
     """A layer's input, cast to fp16, for the layers that share it."""
 
     given: torch.Tensor
-    state: tuple[int, int]
-    half: torch.Tensor
-    looked: bool = False  # its rows were checked for underflow
+    version: tuple[int, int]
+    values: torch.Tensor
+    checked: bool = False  # its rows were checked for underflow
 
 
-class LocatedMode(ScaledHalfMatmulMode):
+class LayerTrackingMode(ScaledHalfMatmulMode):
     """Tracks which layer a call belongs to: by its weight, or by the layer that a weight was last cast for."""
 
-    _noted: tuple[str, ...] = ("place",)
+    _rollback_names: tuple[str, ...] = ("position",)
 
     def __init__(self, kernel_of: KernelOf = no_kernel):
         super().__init__(FP16, kernel_of)
-        self._layer_at_hand: Any = None
-        self.place = 0, 0  # the latest layer; how many other functions were called since
+        self._cast_layer: Any = None
+        self.position = 0, 0  # the latest layer; how many other functions were called since
 
-    def casts_for(self, layer: Any) -> None:
-        self._layer_at_hand = layer
+    def before_cast(self, layer: Any) -> None:
+        self._cast_layer = layer
 
     def begin(self, inputs: Any) -> None:
         super().begin(inputs)
-        self._layer_at_hand, self.place = None, (0, 0)
+        self._cast_layer, self.position = None, (0, 0)
 
-    def at_layer(self, weight: torch.Tensor) -> Any:
+    def enter_layer(self, weight: torch.Tensor) -> Any:
         """Note that a layer begins. Returns the object that identifies it."""
-        anchor = weight if isinstance(weight, torch.nn.Parameter) else self._layer_at_hand
-        self._layer_at_hand = None
-        self._leave_layer(*self.place)
-        self.place = id(anchor), 0
+        anchor = weight if isinstance(weight, torch.nn.Parameter) else self._cast_layer
+        self._cast_layer = None
+        self.on_layer_end(*self.position)
+        self.position = id(anchor), 0
         return anchor
 
     def next_key(self, func: Any) -> Key:
-        layer, since = self.place
-        self._layer_at_hand, self.place = None, (layer, since + 1)
+        layer, since = self.position
+        self._cast_layer, self.position = None, (layer, since + 1)
         return layer, since + 1, func.__name__
 
     def end(self) -> None:
-        self._layer_at_hand = None
-        self._leave_layer(*self.place)
+        self._cast_layer = None
+        self.on_layer_end(*self.position)
 
-    def so_far(self) -> Callable[[], None]:
+    def rollback_point(self) -> Callable[[], None]:
         """Return what takes back, once, all that is noted from here on."""
-        before = {name: copy(vars(self)[name]) for name in self._noted}
+        before = {name: copy(vars(self)[name]) for name in self._rollback_names}
         return lambda: vars(self).update(before)
 
     def clear(self) -> None:
         """Drop all references to the call's tensors."""
 
-    def _leave_layer(self, layer: int, since: int) -> None:
+    def on_layer_end(self, layer: int, since: int) -> None:
         """Called at the end of each layer, with the number of other calls up to the next layer."""
 
 
-def so_far() -> Callable[[], None]:
+def rollback_point() -> Callable[[], None]:
     """Return a function that undoes all that the active mode records from here on in this call."""
-    mode = running()
-    return mode.so_far() if mode else lambda: None
+    mode = active_mode()
+    return mode.rollback_point() if mode else lambda: None
 
 
-def running() -> LocatedMode | None:
+def active_mode() -> LayerTrackingMode | None:
     """Return such a mode that computes a network now; None where none does."""
     stack = _get_current_function_mode_stack()
-    return next((mode for mode in reversed(stack) if isinstance(mode, LocatedMode)), None)
+    return next((mode for mode in reversed(stack) if isinstance(mode, LayerTrackingMode)), None)
 
 
-class PlannedMode(LocatedMode):
+class PlannedMode(LayerTrackingMode):
     """Computes each layer as its plan says."""
 
     is_first = False
-    _noted = (*LocatedMode._noted, "_left", "_lost", "_rows", "_gated", "_asked")
+    _noted = (*LayerTrackingMode._rollback_names, "_mismatch", "_underflows", "_row_peaks", "_gate_peaks", "_extremes")
 
-    def __init__(self, plan: dict[Key, Scale], way: Way, kernel_of: KernelOf = no_kernel):
+    def __init__(self, plan: dict[Key, Scale], pattern: CallPattern, kernel_of: KernelOf = no_kernel):
         super().__init__(kernel_of)
-        self._plan, self._way = plan, way
-        self._left = ""  # why the plan does not cover this call, once that is known
-        self._made: set[int] = set()  # storages of this call's fp16 tensors, for networks that write in place
-        self._lost: list[torch.Tensor] = []  # bool []: a constant scale underflowed
-        self._rows: list[torch.Tensor] = []  # row maxima of tensors that were cast to fp16
-        self._gated: list[torch.Tensor] = []  # row maxima of products of two layer outputs
-        self._asked: list[tuple[torch.Tensor, torch.Tensor]] = []  # (min, max) of inputs whose overflow may get hidden
-        self._on_card = False
+        self._plan, self._pattern = plan, pattern
+        self._mismatch = ""  # why the plan does not cover this call, once that is known
+        self._fp16_storages: set[int] = set()  # storages of this call's fp16 tensors, for networks that write in place
+        self._underflows: list[torch.Tensor] = []  # bool []: a constant scale underflowed
+        self._row_peaks: list[torch.Tensor] = []  # row maxima of tensors that were cast to fp16
+        self._gate_peaks: list[torch.Tensor] = []  # row maxima of products of two layer outputs
+        self._extremes: list[tuple[torch.Tensor, torch.Tensor]] = []  # (min, max) of inputs that may hide overflow
+        self._on_device = False
         self._inputs: set[int] = set()  # ids of the tensors that the call is given
-        self._halves: dict[tuple[int, float], _Half] = {}  # by the id of what it is of, and the factor
-        self._shares = True  # False once foreign code may hold a tensor's memory
+        self._shared_inputs: dict[tuple[int, float], _Fp16Input] = {}  # by the id of what it is of, and the factor
+        self._may_share = True  # False once foreign code may hold a tensor's memory
 
     def begin(self, inputs: Any) -> None:
         super().begin(inputs)
         self.clear()
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        self._on_card = any(tensor.device.type != "cpu" for tensor in tensors)
-        self._inputs, self._shares = set(map(id, tensors)), True
+        self._on_device = any(tensor.device.type != "cpu" for tensor in tensors)
+        self._inputs, self._may_share = set(map(id, tensors)), True
 
-    def _leave(self, why: str) -> LeftPlan:
+    def _mismatch_error(self, why: str) -> PlanMismatch:
         """Return the error to raise. A network may catch it (ComfyUI's does around ControlNet residuals), so `end`
         raises it again."""
-        self._left = why
-        return LeftPlan(why)
+        self._mismatch = why
+        return PlanMismatch(why)
 
     def end(self) -> None:
         super().end()
-        if self._left:
-            raise LeftPlan(self._left)
+        if self._mismatch:
+            raise PlanMismatch(self._mismatch)
 
     def clear(self) -> None:
-        self._left = ""
-        self._lost, self._rows, self._gated, self._asked = [], [], [], []
-        self._made.clear()
-        self._halves.clear()
+        self._mismatch = ""
+        self._underflows, self._row_peaks, self._gate_peaks, self._extremes = [], [], [], []
+        self._fp16_storages.clear()
+        self._shared_inputs.clear()
 
-    def _leave_layer(self, layer: int, since: int) -> None:
-        if since not in self._way.counts.get(layer, (since,)):
-            raise self._leave("the network goes another way than in the first step")
+    def on_layer_end(self, layer: int, since: int) -> None:
+        if since not in self._pattern.call_counts.get(layer, (since,)):
+            raise self._mismatch_error("the network goes another way than in the first step")
 
-    def finished(self, made: torch.Tensor) -> torch.Tensor:
+    def nan_if_failed(self, made: torch.Tensor) -> torch.Tensor:
         """Return an output in float32, all NaN where a check of this call failed."""
         made = made.float() if made.dtype is FP16 else made
         if not (made.is_floating_point() or made.is_complex()):
             return made
-        if self._rows:
-            rows = torch.cat([each.flatten().to(made.device) for each in self._rows])
-            made = made.masked_fill(((rows < FAINT) & (rows > 0)).any(), torch.nan)
-        if self._gated:
-            peaks = torch._foreach_norm(self._gated, torch.inf)
-            made = made.masked_fill(~_together(peaks, made).bool().all(), torch.nan)
-        if self._lost:
-            made = made.masked_fill(_together(self._lost, made).bool().any(), torch.nan)
-        if self._asked:
-            least, most = (_together(ends, made) for ends in zip(*self._asked, strict=True))
+        if self._row_peaks:
+            rows = torch.cat([each.flatten().to(made.device) for each in self._row_peaks])
+            made = made.masked_fill(((rows < MIN_NORMAL) & (rows > 0)).any(), torch.nan)
+        if self._gate_peaks:
+            peaks = torch._foreach_norm(self._gate_peaks, torch.inf)
+            made = made.masked_fill(~_stacked(peaks, made).bool().all(), torch.nan)
+        if self._underflows:
+            made = made.masked_fill(_stacked(self._underflows, made).bool().any(), torch.nan)
+        if self._extremes:
+            least, most = (_stacked(ends, made) for ends in zip(*self._extremes, strict=True))
             masks = (least == -torch.inf) & (most <= 0)  # which are -inf in fp32 too
             made = made.masked_fill(~(((most - least) < torch.inf) | masks).all(), torch.nan)
         return made
@@ -220,73 +220,73 @@ class PlannedMode(LocatedMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        made = func(*args, **kwargs) if func in _MOVES_ALONE else self.computed(func, args, kwargs)
-        if self._way.writes:
+        made = func(*args, **kwargs) if func in _MOVES_ALONE else self.compute(func, args, kwargs)
+        if self._pattern.writes:
             for each in [made] if isinstance(made, torch.Tensor) else made if fp16_safe.is_rope_kernel(func) else ():
                 of = storage_of(each)
                 is_view = bool(args) and isinstance(args[0], torch.Tensor) and storage_of(args[0]) == of
                 if each.dtype is FP16 and not is_view:  # a view of a weight is of what was there before
-                    self._made.add(of)
+                    self._fp16_storages.add(of)
         return made
 
-    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _LAYERS_AND_ATTENTION:
-            return super().computed(func, args, kwargs)
+            return super().compute(func, args, kwargs)
         if getattr(func, "__name__", "") == "__get__":  # a dtype, most often
-            return Fp32Mode.computed(self, func, args, kwargs)
-        if self._halves and (kwargs or not (func in _CHANGES_NONE or fp16_safe.is_rope_kernel(func))):
-            self._share_less(func, args, kwargs)
-        if kwargs.get("out") is not None and not self._way.writes and written(func, args, kwargs):
-            raise self._leave("the network changes a tensor in place")
-        if func in fp16_safe.MOVES or (func in fp16_safe.KEEPS_RANGE and fp16_safe.keeps_range(func, args, kwargs)):
-            return self._moved(func, args, kwargs)
+            return Fp32Mode.compute(self, func, args, kwargs)
+        if self._shared_inputs and (kwargs or not (func in _CHANGES_NONE or fp16_safe.is_rope_kernel(func))):
+            self._drop_changed_inputs(func, args, kwargs)
+        if kwargs.get("out") is not None and not self._pattern.writes and written_tensors(func, args, kwargs):
+            raise self._mismatch_error("the network changes a tensor in place")
+        if func in fp16_safe.NO_MATH or (func in fp16_safe.KEEPS_RANGE and fp16_safe.keeps_range(func, args, kwargs)):
+            return self._move(func, args, kwargs)
         if func in fp16_safe.COPIES:
-            made, summed = func(*args, **kwargs), self.next_key(func) in self._way.summed
+            made, summed = func(*args, **kwargs), self.next_key(func) in self._pattern.in_place
             return made.float() if summed and made.dtype is FP16 else made
         if func in fp16_safe.PRODUCTS:
             return self._product(func, args, kwargs)
         if func in fp16_safe.NORMS:
             return self._norm(func, args, kwargs)
         if func in fp16_safe.MODULATIONS:
-            return self._modulated(func, args, kwargs)
+            return self._modulation(func, args, kwargs)
         if fp16_safe.is_rope_kernel(func):
             rotated = args[: 1 if func.__name__.endswith("1") else 2]
-            in_fp16 = self._is_safe(func) and rotated and all(each.dtype is FP16 for each in rotated)
-            return func(*args, **kwargs) if in_fp16 else Fp32Mode.computed(self, func, args, kwargs)
+            in_fp16 = self._fits_fp16(func) and rotated and all(each.dtype is FP16 for each in rotated)
+            return func(*args, **kwargs) if in_fp16 else Fp32Mode.compute(self, func, args, kwargs)
         if func in fp16_safe.SUMS and both_floating(args) and not kwargs:
             return self._sum(func, *args)
         if func in fp16_safe.SUMS and not kwargs and fp16_safe.is_fp16_and_number(args):
             return self._plus_number(func, *args)
-        if func in fp16_safe.QUOTIENTS and fp16_safe.by_number(args, kwargs):
+        if func in fp16_safe.QUOTIENTS and fp16_safe.is_safe_quotient(args, kwargs):
             return func(*args)
         if func in fp16_safe.CASTS_LIKE and not kwargs and both_floating(args) and args[0].device == args[1].device:
             func, args = torch.Tensor.to, (args[0], self._dtype_seen(args[1]), *args[2:])
-        if func in fp16_safe.CASTS and fp16_safe.casts_alone(args, kwargs):
+        if func in fp16_safe.CASTS and fp16_safe.is_plain_cast(args, kwargs):
             return self._cast(func, args, kwargs)
         if func is torch.view_as_complex:
             return func(args[0].float())
-        if not self._way.writes and written(func, args, kwargs):
-            raise self._leave("the network changes a tensor in place")
+        if not self._pattern.writes and written_tensors(func, args, kwargs):
+            raise self._mismatch_error("the network changes a tensor in place")
         if func in fp16_safe.SUMS_IN_PLACE and args[0].dtype is torch.float32 and not any(map(_is_wider, args)):
             return func(*args, **kwargs)
-        self._shares &= func not in _ALIASES
-        looked_at, may_be_masks = fp16_safe.made_finite(func, args, kwargs)
+        self._may_share &= func not in _ALIASES
+        looked_at, may_be_masks = fp16_safe.inputs_to_check(func, args, kwargs)
         for given in looked_at:
-            self._look(given, may_be_mask=may_be_masks)
-        return super().computed(func, args, kwargs)
+            self._record_extremes(given, may_be_mask=may_be_masks)
+        return super().compute(func, args, kwargs)
 
-    def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that moves values, or keeps their range."""
-        if func in fp16_safe.POINTS:
-            raise self._leave("the network starts a kernel that the first step did not start")
+        if func in fp16_safe.POINTERS:
+            raise self._mismatch_error("the network starts a kernel that the first step did not start")
         sets = func is torch.Tensor.__setitem__
-        if not self._way.writes and (sets or fp16_safe.changes_in_place(func, args, kwargs)):
-            raise self._leave("the network changes a tensor in place")
+        if not self._pattern.writes and (sets or fp16_safe.is_in_place(func, args, kwargs)):
+            raise self._mismatch_error("the network changes a tensor in place")
         if sets and isinstance(args[2], torch.Tensor) and args[2].dtype is FP16:
             args = *args[:2], args[2].to(args[0].dtype)  # which a slice does by itself, and a mask or an index does not
         if fp16_safe.reads_bytes(func, args, kwargs):
-            if not self._way.writes:
-                raise self._leave("the network reads a tensor's bytes")
+            if not self._pattern.writes:
+                raise self._mismatch_error("the network reads a tensor's bytes")
             made_here = args[0].dtype is FP16 and self._dtype_seen(args[0]) is torch.float32
             return func(args[0].float() if made_here else args[0], *args[1:], **kwargs)
         return func(*args, **kwargs)
@@ -295,7 +295,7 @@ class PlannedMode(LocatedMode):
         """Cast between fp16 and float32. A network that writes nothing in place cannot tell a cast from an alias, so
         it gets an alias. Else tensors of this call count as float32 and earlier ones as fp16: a cast to the dtype that
         a tensor counts as is an alias, any other a copy."""
-        if not self._way.writes:
+        if not self._pattern.writes:
             return args[0]
         to_float32 = func is torch.Tensor.float or torch.float32 in (*args[1:], *kwargs.values())
         if to_float32 == (self._dtype_seen(args[0]) is torch.float32):
@@ -304,138 +304,141 @@ class PlannedMode(LocatedMode):
 
     def _dtype_seen(self, of: torch.Tensor) -> torch.dtype:
         """Return the dtype that a tensor counts as, for networks that write in place."""
-        return torch.float32 if storage_of(of) in self._made else of.dtype
+        return torch.float32 if storage_of(of) in self._fp16_storages else of.dtype
 
-    def _look(self, given: Any, *, may_be_mask: bool = True) -> None:
+    def _record_extremes(self, given: Any, *, may_be_mask: bool = True) -> None:
         """Record a tensor's extremes. Skips host tensors of a network that runs on a device: they come from numbers."""
         if not (isinstance(given, torch.Tensor) and given.is_floating_point() and given.numel()):
             return
-        if given.device.type != "cpu" or not self._on_card:
+        if given.device.type != "cpu" or not self._on_device:
             with shared.lasting():
                 if may_be_mask:
-                    self._asked.append(torch.aminmax(given))
+                    self._extremes.append(torch.aminmax(given))
                 else:
                     on_cpu = given.device.type == "cpu"  # where a norm takes 30 times as long; float64 stays that
                     peak = given.abs().amax() if on_cpu else torch.linalg.vector_norm(given, torch.inf)
-                    self._asked.append((peak, peak))
+                    self._extremes.append((peak, peak))
 
-    def _look_at_both(self, *given: torch.Tensor) -> None:
+    def _record_query_and_key(self, *given: torch.Tensor) -> None:
         """Record whether attention's query and key are finite: by one kernel on a device."""
         if given[0].device.type == "cpu" or given[0].dtype is not given[1].dtype:
             for each in given:
-                self._look(each, may_be_mask=False)
+                self._record_extremes(each, may_be_mask=False)
         elif all(each.numel() for each in given):
             with shared.lasting():
-                self._asked += [(norm, norm) for norm in torch._foreach_norm(given, torch.inf)]
+                self._extremes += [(norm, norm) for norm in torch._foreach_norm(given, torch.inf)]
 
-    def _look_at_rows(self, given: torch.Tensor, spatial: int = 0, factor: float = 1.0) -> None:
+    def _record_rows(self, given: torch.Tensor, spatial: int = 0, factor: float = 1.0) -> None:
         """Record row maxima, which may be too small for fp16."""
         with shared.lasting():
-            rows = largest_of(given, row_of(given, spatial))
-            self._rows.append(rows if factor == 1 else rows * factor)
+            rows = absmax(given, row_dims(given, spatial))
+            self._row_peaks.append(rows if factor == 1 else rows * factor)
 
-    def _look_at_product(self, made: torch.Tensor) -> None:
+    def _record_gated_rows(self, made: torch.Tensor) -> None:
         """Record row maxima of a product of two outputs (a gate): it may underflow although neither factor does. All
         zeros mean that it did; single rows of zeros may be right."""
         if made.ndim and made.numel():
             with shared.lasting():
-                self._gated.append(largest_of(made, (-1,)))
-                self._rows.append(self._gated[-1])
+                self._gate_peaks.append(absmax(made, (-1,)))
+                self._row_peaks.append(self._gate_peaks[-1])
 
-    def _look_at_factor(self, one: torch.Tensor, other: torch.Tensor) -> None:
+    def _record_factor(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """Record row maxima of the smaller factor of a product, which may be small enough to underflow it."""
         few = min(one, other, key=torch.Tensor.numel)
         if few.ndim:
-            self._look_at_rows(few)
+            self._record_rows(few)
 
     def _layer(self, func: Any, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
-        anchor = self.at_layer(weight)
+        anchor = self.enter_layer(weight)
         scale = self._plan.get((id(anchor), 0, ""))
-        if scale is None or self._way.anchors[id(anchor)]() is not anchor or not isinstance(input, torch.Tensor):
+        if scale is None or self._pattern.layers[id(anchor)]() is not anchor or not isinstance(input, torch.Tensor):
             return super()._layer(func, input, weight, bias, *args, **kwargs)
         with autocast_off_where_on((input.device.type,)):
-            if scale.loudness != 1 or weight.dtype is not FP16:
-                weight = times(weight, 1 / scale.loudness, FP16)
-            if scale.half:
-                made = self._halved(func, input, scale.loudness)
+            if scale.weight_scale != 1 or weight.dtype is not FP16:
+                weight = scaled_to(weight, 1 / scale.weight_scale, FP16)
+            if scale.fp16:
+                made = self._fp16_input(func, input, scale.weight_scale)
                 bias = bias if bias is None else bias.to(FP16)
                 spatial = weight.ndim - 2
-                if not made.looked:
-                    self._look_at_rows(input, spatial, scale.loudness)
-                    made.looked = True
-                made = func(made.half, weight, bias, *args, **kwargs)
-                if scale.looks:
-                    self._look_at_rows(made, spatial)
+                if not made.checked:
+                    self._record_rows(input, spatial, scale.weight_scale)
+                    made.checked = True
+                made = func(made.values, weight, bias, *args, **kwargs)
+                if scale.checked:
+                    self._record_rows(made, spatial)
                 return made
-            half, factor = self._halved(func, input, 2.0**-scale.exponent).half, 2.0**scale.exponent * scale.loudness
+            half, factor = (
+                self._fp16_input(func, input, 2.0**-scale.exponent).values,
+                2.0**scale.exponent * scale.weight_scale,
+            )
             if func is F.linear:
                 made = float32_product(half, weight)
             else:
                 made = func(half, weight, None, *args, **kwargs)
             spatial = weight.ndim - 2
             with shared.lasting():
-                self._lost.append(lost_digits(made, input, half, scale.least, spatial))
+                self._underflows.append(has_underflowed(made, input, half, scale.min_product, spatial))
             if bias is None:
                 return made.float().mul_(factor)
             return torch.add(bias.float().view(-1, *[1] * spatial), made, alpha=factor)
 
-    def _halved(self, func: Any, x: torch.Tensor, factor: float) -> _Half:
+    def _fp16_input(self, func: Any, x: torch.Tensor, factor: float) -> _Fp16Input:
         """Return x · factor in fp16 for a layer. Consecutive linear layers share it (query and key), and so do all
         layers that read one of the network's inputs (a prompt)."""
         if x.dtype is FP16 and factor == 1:
-            return _Half(x, (0, 0), x, looked=True)  # nothing to check: it is fp16 already
-        found, state = self._halves.get((id(x), factor)), state_of(x)
-        if found and found.state == state:
+            return _Fp16Input(x, (0, 0), x, checked=True)  # nothing to check: it is fp16 already
+        found, state = self._shared_inputs.get((id(x), factor)), version_of(x)
+        if found and found.version == state:
             return found
-        self._forget_halves()
-        if self._way.writes or not self._shares or func is not F.linear or type(x) is not torch.Tensor:
-            return _Half(x, state, times(x, factor, FP16))
+        self._drop_shared_inputs()
+        if self._pattern.writes or not self._may_share or func is not F.linear or type(x) is not torch.Tensor:
+            return _Fp16Input(x, state, scaled_to(x, factor, FP16))
         with shared.lasting():
-            made = self._halves[id(x), factor] = _Half(x, state, times(x, factor, FP16))
+            made = self._shared_inputs[id(x), factor] = _Fp16Input(x, state, scaled_to(x, factor, FP16))
         return made
 
-    def _forget_halves(self) -> None:
+    def _drop_shared_inputs(self) -> None:
         """Drop shared inputs, but those of the network's own inputs."""
-        for key in [key for key in self._halves if key[0] not in self._inputs]:
-            del self._halves[key]
+        for key in [key for key in self._shared_inputs if key[0] not in self._inputs]:
+            del self._shared_inputs[key]
 
-    def _share_less(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _drop_changed_inputs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Drop shared inputs that a function may have changed: tensors of inference mode have no version counter."""
         if isinstance(func, OneOperation):  # of weights
             return
-        if func not in _CHANGES_NONE or kwargs.get("out") is not None or fp16_safe.changes_in_place(func, args, kwargs):
-            self._halves.clear()
+        if func not in _CHANGES_NONE or kwargs.get("out") is not None or fp16_safe.is_in_place(func, args, kwargs):
+            self._shared_inputs.clear()
 
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self._forget_halves()
+        self._drop_shared_inputs()
         mask = args[0] if args else kwargs.get("attn_mask")
         unfit = torch.float64 in (query.dtype, key.dtype, value.dtype)
         unfit |= mask is not None and mask.is_floating_point()
-        if not self._is_safe(F.scaled_dot_product_attention) or unfit:
+        if not self._fits_fp16(F.scaled_dot_product_attention) or unfit:
             return super()._attention(query, key, value, *args, **kwargs)
-        self._look_at_both(query, key)  # a row of logits that are all -inf is 0 in some kernels
+        self._record_query_and_key(query, key)  # a row of logits that are all -inf is 0 in some kernels
         if value.dtype is not FP16:
-            rows = largest_of(value, (-1,))  # of each head: the least alone is kept
+            rows = absmax(value, (-1,))  # of each head: the least alone is kept
             with shared.lasting():
-                self._rows.append(torch.where(rows > 0, rows, 1).amin())
+                self._row_peaks.append(torch.where(rows > 0, rows, 1).amin())
         with autocast_off_where_on((query.device.type,)):
             return F.scaled_dot_product_attention(query.to(FP16), key.to(FP16), value.to(FP16), *args, **kwargs)
 
-    def _is_safe(self, func: Any) -> bool:
+    def _fits_fp16(self, func: Any) -> bool:
         """Return whether the plan says that this function's output fits fp16."""
         at = self.next_key(func)
         scale = self._plan.get(at)
-        if scale is None or not scale.half or at in self._way.summed:
+        if scale is None or not scale.fp16 or at in self._pattern.in_place:
             return False
-        return at[0] == 0 or self._way.anchors[at[0]]() is not None
+        return at[0] == 0 or self._pattern.layers[at[0]]() is not None
 
     def _norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Compute a norm in float32, and apply its weights together with the cast to fp16."""
-        safe = self._is_safe(func)
+        safe = self._fits_fp16(func)
         x, shape, weight, bias, eps = fp16_safe.NORM_ARGUMENTS[func](*args, **kwargs)
         held = [each for each in (x, weight, bias) if each is not None]
         if any(each.dtype is torch.float64 for each in held):
-            return Fp32Mode.computed(self, func, args, kwargs)
+            return Fp32Mode.compute(self, func, args, kwargs)
         if safe and func is not F.rms_norm and all(each.dtype is FP16 for each in held):
             return func(*args, **kwargs)
         made = func(x.float(), shape, eps=eps)
@@ -445,34 +448,34 @@ class PlannedMode(LocatedMode):
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not both_floating(args):
-            plain = not kwargs and len(args) == 2 and all(fp16_safe.is_small(each) for each in args)
-            return func(*args) if plain else Fp32Mode.computed(self, func, args, kwargs)
+            plain = not kwargs and len(args) == 2 and all(fp16_safe.is_small_factor(each) for each in args)
+            return func(*args) if plain else Fp32Mode.compute(self, func, args, kwargs)
         if is_bf16(args[0]) or is_bf16(args[1]):
             self.next_key(func)
-            return Fp32Mode.computed(self, func, args, kwargs)
-        safe = self._is_safe(func) and args[0] is not args[1]  # a square may leave the range where its root does not
+            return Fp32Mode.compute(self, func, args, kwargs)
+        safe = self._fits_fp16(func) and args[0] is not args[1]  # a square may leave the range where its root does not
         halves = [each.dtype is FP16 for each in args[:2]]
         if all(halves) and not kwargs:
             if not safe:
-                return torch.addcmul(number(0.0, args[0].device), *args)
+                return torch.addcmul(scalar(0.0, args[0].device), *args)
             made = func(*args)
             if args[0].shape == args[1].shape:
-                self._look_at_product(made)
+                self._record_gated_rows(made)
             return made
         if safe and not kwargs and any(halves) and _is_modulated(*args):
-            self._look_at_factor(*args)
+            self._record_factor(*args)
             return _product_in_fp16(*args)
         if not kwargs and not (any(halves) and 0 in (args[0].ndim, args[1].ndim)):  # else a number's dtype would count
             return func(*args)
-        return Fp32Mode.computed(self, func, args, kwargs)
+        return Fp32Mode.compute(self, func, args, kwargs)
 
-    def _modulated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def _modulation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Compute a + b · c in float32. The result is fp16 where the plan allows it and `a` is a broadcast shift, as
         after a norm, and not a residual stream. Its rows are checked as a layer's input is."""
-        safe = self._is_safe(func)
+        safe = self._fits_fp16(func)
         plain = len(args) == 3 and not kwargs.keys() - {"value"}
         if not plain or any(_is_wider(each) or not each.ndim for each in args):
-            return Fp32Mode.computed(self, func, args, kwargs)
+            return Fp32Mode.compute(self, func, args, kwargs)
         shape = torch.broadcast_shapes(*(each.shape for each in args))
         if safe and FP16 in (args[1].dtype, args[2].dtype) and 8 * args[0].numel() <= math.prod(shape):
             if args[0].device.type == "cpu":
@@ -480,8 +483,8 @@ class PlannedMode(LocatedMode):
             else:
                 out = torch.empty(shape, dtype=FP16, device=args[0].device)
                 made = torch.addcmul(*args, **kwargs, out=out)
-            self._look_at_rows(made)
-            self._look_at_factor(*args[1:])
+            self._record_rows(made)
+            self._record_factor(*args[1:])
             return made
         if all(each.dtype is FP16 for each in args):
             args = args[0].float(), *args[1:]
@@ -490,18 +493,18 @@ class PlannedMode(LocatedMode):
     def _plus_number(self, func: Any, *args: Any) -> torch.Tensor:
         """Return the sum of a tensor in fp16 and a number, in float32."""
         if func in fp16_safe.REVERSED or not isinstance(args[0], torch.Tensor):
-            return Fp32Mode.computed(self, func, args, {})
-        one = number(1.0, args[0].device)
+            return Fp32Mode.compute(self, func, args, {})
+        one = scalar(1.0, args[0].device)
         return torch.addcmul(args[0], one, one, value=-args[1] if func in fp16_safe.DIFFERENCES else args[1])
 
     def _sum(self, func: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        if a.dtype is b.dtype is FP16 and (a.shape == b.shape or BROADCAST in self._way.summed):
+        if a.dtype is b.dtype is FP16 and (a.shape == b.shape or BROADCAST in self._pattern.in_place):
             if func in fp16_safe.REVERSED:
                 a, b = b, a
-            return torch.addcmul(a, b, number(1.0, a.device), value=-1 if func in fp16_safe.DIFFERENCES else 1)
+            return torch.addcmul(a, b, scalar(1.0, a.device), value=-1 if func in fp16_safe.DIFFERENCES else 1)
         to_widen = FP16 in (a.dtype, b.dtype) and 0 in (a.ndim, b.ndim)  # which a number's dtype does not
         if to_widen or is_bf16(a) or is_bf16(b):
-            return Fp32Mode.computed(self, func, (a, b), {})
+            return Fp32Mode.compute(self, func, (a, b), {})
         return func(a, b)
 
 
@@ -553,7 +556,7 @@ def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return made.view(*x.shape[:-1], len(weight))
 
 
-def _together(numbers: Iterable[torch.Tensor], beside: torch.Tensor) -> torch.Tensor:
+def _stacked(numbers: Iterable[torch.Tensor], beside: torch.Tensor) -> torch.Tensor:
     """Return tensors [] as one [n] on the device of another."""
     return torch.stack([each.to(beside.device) for each in numbers]).float()
 

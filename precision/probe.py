@@ -16,7 +16,7 @@ import torch
 from ..trust.plain import for_json
 from .arch import Architecture
 from .dtypes import DTYPES, HALF_DTYPES
-from .fallback import counts
+from .fallback import is_relevant
 from .observe import hooked, largest, leaves
 from .overrides import (
     NOTHING,
@@ -26,10 +26,10 @@ from .overrides import (
     Profile,
     diagnose_from_fp32_peaks,
     order,
-    reach,
+    relevant_peak,
 )
 from .policy import Plan
-from .scaled_products import error_beside_bf16
+from .scaled_products import error_relative_to_bf16
 
 WORST = 10  # number of layers to name
 
@@ -62,7 +62,7 @@ class Probed:
 
     def reach(self, name: str, peak: Peak) -> float:
         """Return the max |x| that counts for a layer or block."""
-        return reach(name, peak, self.blocks)
+        return relevant_peak(name, peak, self.blocks)
 
     def peaks(self) -> dict[str, Peak]:
         """Return the peaks of layers and blocks over all steps."""
@@ -98,7 +98,7 @@ class Probe:
     def __init__(self, module: torch.nn.Module, blocks: Sequence[str]):
         half = any(parameter.dtype in HALF_DTYPES for parameter in module.parameters())
         # In a module that has no weights in half precision each layer counts, in fp32 or not.
-        counted = counts if half else lambda layer: not isinstance(layer, torch.nn.Dropout)
+        counted = is_relevant if half else lambda layer: not isinstance(layer, torch.nn.Dropout)
         layers = {name: layer for name, layer in leaves(module).items() if counted(layer)}
         self._modules = layers | {name: module.get_submodule(name) for name in blocks}
         self._blocks = tuple(blocks)
@@ -113,7 +113,7 @@ class Probe:
 
         def see(name: str, layer: torch.nn.Module, given: Any, made: Any) -> None:
             output = largest(made)
-            apart = error_beside_bf16(layer, given[0] if given else None)
+            apart = error_relative_to_bf16(layer, given[0] if given else None)
             seen.append((name, torch.stack([each.to(output.device) for each in (largest(given), output, apart)])))
 
         with hooked(modules, see):

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from .dtypes import HALF_DTYPES
 from .observe import Agree, alone, error_of, sampled
 from .overrides import covered
-from .scaled_products import largest_of
+from .scaled_products import absmax
 from .shallow_copy import copy_with_base, replace_submodules
 
 TORCHAO = "torchao==0.18.0"
@@ -127,7 +127,7 @@ class QuantisedLinear(torch.nn.Module):
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        largest = largest_of(x, tuple(range(x.ndim))).reshape(())
+        largest = absmax(x, tuple(range(x.ndim))).reshape(())
         self.quantised_peak.copy_(torch.maximum(self.quantised_peak, largest))  # pyright: ignore
         return F.linear(x, self.quantised_weight, self.bias)  # pyright: ignore[reportArgumentType]
 

@@ -237,7 +237,7 @@ class Snapshot:
             put_back_state()
         return lost[0] if lost else ""
 
-    def with_nan(self) -> str:
+    def first_nan(self) -> str:
         """Return the name of a tensor that held NaN; "" if none did."""
         with _AS_IT_IS():
             for _, _, held, _, path in self._tensors:  # None: too large to be copied
@@ -248,7 +248,7 @@ class Snapshot:
         return ""
 
     @contextmanager
-    def once_more(self, *made: Any) -> Generator[bool]:
+    def replayed(self, *made: Any) -> Generator[bool]:
         """Inside, everything is as it was, so that the call can be repeated; afterwards, it is as it is now.
 
         made: the call's output, which may share memory with its arguments.
@@ -276,11 +276,11 @@ class Snapshot:
         with _AS_IT_IS():
             return {path: tensor.dtype for tensor, path in self._now().tensors.values()}
 
-    def holds(self) -> set[int]:
+    def tensor_ids(self) -> set[int]:
         """Return the ids of the snapshot's tensors."""
         return {id(copy.tensor) for copy in self._tensors}
 
-    def narrow(self, dtypes: Dtypes, otherwise: torch.dtype | None = None, but: Collection[int] = ()) -> None:
+    def cast_to_half(self, dtypes: Dtypes, otherwise: torch.dtype | None = None, but: Collection[int] = ()) -> None:
         """Cast float32 tensors that an fp32 call left to the dtype that a half-precision call leaves, if they fit.
 
         dtypes: of the tensors that such a call left, by path.
@@ -379,10 +379,10 @@ def restored(copy: _Copy, waits: bool) -> bool:
     tensor, alias, values, mark, _ = copy
     if values is None:
         return bool(_mark(tensor) == mark)
-    if not waits and mark is not None and _mark(tensor) == mark and _lie_alike(tensor, alias):
+    if not waits and mark is not None and _mark(tensor) == mark and _same_view(tensor, alias):
         return True
     with torch.inference_mode(alias.is_inference()), torch.no_grad():
-        if tensor.device == alias.device and not _lie_alike(tensor, alias):  # else it was moved, and stays there
+        if tensor.device == alias.device and not _same_view(tensor, alias):  # else it was moved, and stays there
             tensor.data = alias
         now = _distinct(tensor)
         if not waits or now.device != values.device or not torch.equal(_bits(now), _bits(values)):
@@ -390,7 +390,7 @@ def restored(copy: _Copy, waits: bool) -> bool:
     return True
 
 
-def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are the same view of the same memory."""
     looks = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (one, other)]
     return looks[0] == looks[1]
@@ -440,7 +440,7 @@ def _put_back_names(state: dict[Any, Any], now: dict[Any, Any], items: dict[Any,
 
 
 def narrow_held(held: Held, dtypes: Dtypes, otherwise: torch.dtype | None, but: Collection[int]) -> None:
-    """Bring the tensors that a container holds to half precision, as Snapshot.narrow has it."""
+    """Bring the tensors that a container holds to half precision, as Snapshot.cast_to_half has it."""
     container, items, path = held
     for key, value in items.items() if isinstance(items, dict) else enumerate(items):
         if (made := narrowed(value, (*path, key), dtypes, otherwise, but)) is value:

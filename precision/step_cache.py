@@ -29,8 +29,8 @@ from .error_estimate import (
     extrapolation_weights,
 )
 from .observe import floating
-from .overflow import Pending
-from .planned_products import running
+from .overflow import PendingReads
+from .planned_products import active_mode
 from .shallow_copy import Make, replace_submodules, with_forward
 from .snapshot import Snapshot, copies
 
@@ -50,7 +50,7 @@ class StepCacheController:
 
     def __init__(self, policy: CachePolicy, steps: int):
         self.estimate = ErrorEstimate(policy, steps)
-        self.pending = Pending()
+        self.pending = PendingReads()
         self.choice: CacheDecision | None = None  # for the current step; None before its first call
         self._computed = self._skipped = 0  # calls of blocks
         self._comparisons: list[torch.Tensor] = []  # of the current step's earlier calls, see `compare`
@@ -103,7 +103,7 @@ class StepCacheController:
         if parts and len(parts) == len(weights):
             guided = torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
             off, output = guided.flatten(0, -2).norm(dim=0)
-            self.pending.ask("error", off / output)
+            self.pending.request("error", off / output)
 
     def keep(self, comparisons: list[torch.Tensor]) -> None:
         """Keep the numbers of a call whose output the guard has accepted."""
@@ -114,7 +114,7 @@ class StepCacheController:
         if self.estimate.at:
             self.estimate = self.estimate.with_change(self.pending.take("change"))
         if self._latents is not None:
-            self.pending.ask("change", (latents - self._latents).norm() / self._latents.norm())
+            self.pending.request("change", (latents - self._latents).norm() / self._latents.norm())
         self._latents = latents
         signal, error = self.pending.take("signal"), self.pending.take("error")
         signal = torch.nan if signal is None else signal
@@ -283,7 +283,7 @@ class DenoiserHistory:
             call.signal = _sampled(_hidden(output)) - _sampled(given)
             if call.leads:
                 expected = self._extrapolated([values.signal for values in call.history])
-                self.controller.pending.ask("signal", (expected - call.signal).norm() / call.signal.norm())
+                self.controller.pending.request("signal", (expected - call.signal).norm() / call.signal.norm())
         return output
 
     def _skip_block(self, block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -297,16 +297,16 @@ class DenoiserHistory:
         call = self._calls[-1]
         if call.skips:
             self._count_skip()
-            if (mode := running()) and self._after:
-                mode.place = self._after  # what lies between is left out in this call
+            if (mode := active_mode()) and self._after:
+                mode.position = self._after  # what lies between is left out in this call
             with torch._C.DisableTorchFunction():
                 first = _hidden(call.first_output)
                 added = self._extrapolated([values.added for values in call.history])
                 return _with_hidden(call.first_output, (added + first.float()).to(first.dtype))
         self.controller.count(skipped=False)
         output = block(*args, **kwargs)
-        if mode := running():
-            self._after = mode.place
+        if mode := active_mode():
+            self._after = mode.position
         with torch._C.DisableTorchFunction():
             added, signal = _hidden(output) - _hidden(call.first_output), call.signal
             assert signal is not None

@@ -40,7 +40,7 @@ class TraceableMode(TorchFunctionMode):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for function in (cls.__torch_function__, cls.computed):
+        for function in (cls.__torch_function__, cls.compute):
             _compile_what_it_calls_alone(function.__code__)
 
     def __torch_function__(
@@ -48,9 +48,9 @@ class TraceableMode(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.unflatten:  # it calls super(), which dynamo cannot follow from here
             return args[0].unflatten(*args[1:], **(kwargs or {}))
-        return self.computed(func, args, kwargs or {})
+        return self.compute(func, args, kwargs or {})
 
-    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call of a function of PyTorch, and return its result. Subclasses do some otherwise."""
         return func(*args, **kwargs)
 
@@ -197,7 +197,7 @@ class Fp32Mode(TraceableMode):
     def end(self) -> None:
         """Called after each call. May raise."""
 
-    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call of a function of PyTorch in float32."""
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
@@ -207,16 +207,16 @@ class Fp32Mode(TraceableMode):
         if isinstance(func, OneOperation):
             return func(*map(_given_in_fp32, args), **{name: _given_in_fp32(value) for name, value in kwargs.items()})
         if func in _CONVERSIONS and args and isinstance(args[0], torch.Tensor):
-            return _converted(func, args[0], args[1:], kwargs)
+            return _convert(func, args[0], args[1:], kwargs)
         if func in ALIASING and args:
-            return _mapped(partial(_fp32_unless_alias, args[0]), func(*args, **kwargs))
+            return _map_tree(partial(_fp32_unless_alias, args[0]), func(*args, **kwargs))
         if func is torch.nn.functional.embedding and (args[3] if len(args) > 3 else kwargs.get("max_norm")) is None:
-            return _mapped(_float, func(*args, **kwargs))
+            return _map_tree(_float, func(*args, **kwargs))
         if func in _PRODUCTS:
-            args, kwargs = _mapped(dequantised, (args, kwargs))
+            args, kwargs = _map_tree(dequantised, (args, kwargs))
 
         memo: _Memo = {}
-        in_fp32 = partial(_mapped, partial(_upcast, memo), only=(torch.Tensor, torch.dtype))
+        in_fp32 = partial(_map_tree, partial(_upcast, memo), only=(torch.Tensor, torch.dtype))
         with torch._C.DisableTorchFunction():  # other modes need not see casts that are not the model's
             fp32_args = tuple(map(in_fp32, args))
             fp32_kwargs = dict(zip(kwargs, map(in_fp32, kwargs.values()), strict=True))
@@ -226,21 +226,21 @@ class Fp32Mode(TraceableMode):
         with torch._C.DisableTorchFunction():
             written = _write_back(memo.values())
             if written:
-                return _mapped(lambda made: written[id(made)] if id(made) in written else _float(made), result)
+                return _map_tree(lambda made: written[id(made)] if id(made) in written else _float(made), result)
             if not _shares_storage(result, memo.values()):
-                return _mapped(_float, result)
+                return _map_tree(_float, result)
         return func(*args, **kwargs)  # the result is a view: return a view of the half tensor instead
 
 
-def _mapped(change: Callable[[Any], Any], tree: Any, only: Any = torch.Tensor) -> Any:
+def _map_tree(change: Callable[[Any], Any], tree: Any, only: Any = torch.Tensor) -> Any:
     """Do the same as pytree's `tree_map_only`, several times as fast for the usual arguments and results."""
     kind = type(tree)
     if kind in _LEAVES:
         return change(tree) if issubclass(kind, only) else tree
     if kind is tuple or kind is list:
-        return kind(map(partial(_mapped, change, only=only), tree))
+        return kind(map(partial(_map_tree, change, only=only), tree))
     if kind is dict:
-        return dict(zip(tree, map(partial(_mapped, change, only=only), tree.values()), strict=True))
+        return dict(zip(tree, map(partial(_map_tree, change, only=only), tree.values()), strict=True))
     return pytree.tree_map_only(only, change, tree)
 
 
@@ -296,7 +296,7 @@ def _write_back(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> dict[int,
     return written
 
 
-def _converted(func: Any, source: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _convert(func: Any, source: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute `.to`, `.half`, `.type` and the like. They return an alias exactly when they do so outside of the rerun,
     else a copy in float32: code may write to a copy and later read the original.
     """

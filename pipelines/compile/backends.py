@@ -23,7 +23,7 @@ from ...precision.accumulation import NEXFORT_OPTION, NEXFORT_SWITCH, allowed
 from ...precision.arch import COMPILED, Architecture
 from ...precision.attention import Attended, missing
 from ...precision.machine import first_line
-from ...precision.overflow import ShownInside
+from ...precision.overflow import BlockWithNanAttention
 from ...precision.policy import failure
 from ...precision.shallow_copy import Make, replace_submodules
 from ...trust.message import Message
@@ -185,7 +185,7 @@ def _compilers(choice: BackendChoice, how: CompileOptions, device: torch.device)
             if name == EAGER:
                 return run
             if name == "inductor" and device.type == "cpu":
-                return partial(ShownInside.run, _compile(ShownInside(run), name, how))
+                return partial(BlockWithNanAttention.run, _compile(BlockWithNanAttention(run), name, how))
             return _compile(run, name, how)
 
         return Compiler(name, compile_block, choice.automatic)

@@ -10,7 +10,7 @@ import torch
 
 from ...precision.attention import Attended
 from ...precision.fallback import HalfPrecisionForward
-from ...precision.planned_layers import KnownScales
+from ...precision.planned_layers import KnownPeaks
 from ...precision.report import RunReport, StepRecord
 from ..models.lora import keys
 from ..run.feature import CallFeature, DenoiserSetup, Feature, RunContext, Tell
@@ -56,7 +56,7 @@ class _CompiledBlocks(CallFeature):
             return {}
         stage, self._compiled = self._stage, None  # drops an earlier attempt's
         kept = stage.handle.store.scales if stage.handle.ranks.alone else {}  # so that all ranks begin alike
-        known = kept.setdefault((stage.name, keys(stage.loras)), KnownScales())
+        known = kept.setdefault((stage.name, keys(stage.loras)), KnownPeaks())
         return {"compiled": self._in_blocks, "blocks": stage.blocks, "known": known}
 
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:

@@ -105,7 +105,7 @@ class _Exchanging(TraceableMode):
         super().__init__()
         self._split = split
 
-    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._attended(*args, **kwargs) if func is sdpa else func(*args, **kwargs)
 
     def _attended(

@@ -176,7 +176,7 @@ class GuardedCalls:
         for feature in self._features:
             feature.reset(stage.name)
         if self._guard:
-            self._known, self._standing = self._guard.learned or self._known, self._guard.standing
+            self._known, self._standing = self._guard.learned or self._known, self._guard.failure_state
         self._stage, self._savings = stage, savings
         self._guard, self._of_calls, self._placed = None, [], False
 
@@ -202,7 +202,7 @@ class GuardedCalls:
             constant=(PROMPT,),
             pending=next((each.pending for each in self._features if each.pending), None),
         )
-        guard.go_on_from(*self._standing)
+        guard.resume_from(*self._standing)
         return guard
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...precision.fallback import HalfPrecisionForward
-from ...precision.overflow import Clips
+from ...precision.overflow import ClipDetector
 from ...precision.overrides import MAX_FP16_ERROR, fp16_accumulation_in_words
 from ...precision.policy import Plan
 from ...precision.report import RunReport, StepRecord
@@ -20,7 +20,7 @@ from ..compile.backends import EAGER, for_dtype
 from ..families.spec import ROTARY
 
 if TYPE_CHECKING:
-    from ...precision.overflow import Pending
+    from ...precision.overflow import PendingReads
     from .handle import PipelineHandle
     from .previews import Previews
     from .sample import SampleSettings
@@ -90,7 +90,7 @@ class CallFeature:
 class Feature:
     """A feature of one run. Methods change nothing unless a feature says otherwise."""
 
-    pending: Pending | None = None  # numbers that the guard reads with each call's own
+    pending: PendingReads | None = None  # numbers that the guard reads with each call's own
 
     def prepare(self, stage: ComponentStage) -> ComponentStage:
         """Return a denoiser's stage with changes of this feature."""
@@ -210,11 +210,11 @@ class _ClippedValues(CallFeature):
     """together: several processes compute the network, and each has to return a number."""
 
     def __init__(self, dtype: str, *, together: bool = False):
-        self._clips, self._together, self._watches = Clips(dtype), together, True
+        self._clips, self._together, self._watches = ClipDetector(dtype), together, True
 
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
         self._watches = not made.all_layers_scaled
-        return replace(made, run=self._clips.watched(made.run)) if self._watches else made
+        return replace(made, run=self._clips.wrap(made.run)) if self._watches else made
 
     def peak_inside(self) -> torch.Tensor | None:
         if not self._watches:  # not in the latest attempt; all processes agree

@@ -23,7 +23,7 @@ import torch
 from ...precision.dtypes import DTYPES
 from ...precision.loaded_weights import DamagedByCast, make_consistent, mend_narrowed
 from ...precision.overrides import PrecisionOverrides, Profile
-from ...precision.planned_layers import KnownScales
+from ...precision.planned_layers import KnownPeaks
 from ...precision.quantised import QuantisedLinears
 from ...precision.shared import PROCESS_GATE
 from ..compile.backends import CompileOptions
@@ -81,7 +81,7 @@ class ComponentStore:
         # (denoiser, LoRAs, backend and whether 'auto' chose it, options, numerics, half-precision accumulation,
         # unquantised layers or the plan of scaled ones) → shallow copy with compiled blocks
         self.compiled: dict[_CompiledKey, torch.nn.Module] = {}
-        self.scales: dict[tuple[str, tuple[LoraKey, ...]], KnownScales] = {}  # learned scales, by denoiser and LoRAs
+        self.scales: dict[tuple[str, tuple[LoraKey, ...]], KnownPeaks] = {}  # learned scales, by denoiser and LoRAs
         self.quantised: dict[tuple[str, tuple[LoraKey, ...], str], QuantisedLinears] = {}  # by denoiser, LoRAs and kind
         self.learned: dict[MemoryKey, PrecisionOverrides] = {}  # overrides of a denoiser
         self.profiles: dict[tuple[str, str, tuple[LoraKey, ...], str], Profile] = {}  # without overrides

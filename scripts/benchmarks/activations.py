@@ -79,7 +79,7 @@ def step_of(network: Network, size: str) -> dict[str, float]:
     found["half"] = taken(lambda: module(**call))
     found["half, without fused attention"] = taken(lambda: module(**call), UNFUSED)
     found["fp16, every row scaled"] = taken(lambda: run_in(ScaledHalfMatmulMode(HALF), module, (), call))
-    later = planned(module, call, Scale(half=True))
+    later = planned(module, call, Scale(fp16=True))
     found["fp16, learned scales with room"] = taken(lambda: run_in(later, module, (), call))
     found["rerun in fp32"] = taken(lambda: run_in_fp32(module, **call))
     return rounded(found)

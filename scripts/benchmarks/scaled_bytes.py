@@ -128,9 +128,9 @@ def operations(network: Network, size: str) -> float:
 def tiers(network: Network, size: str) -> dict[str, Traffic]:
     module, call = _made(network, size, HALF)
     found = {PLAIN: _counted(Traffic(module.parameters()), lambda: module(**call))}
-    found[ROOM] = _planned(module, call, Scale(half=True))
-    found[LOOKED] = _planned(module, call, Scale(half=True, looks=True))
-    found[HOT] = _planned(module, call, Scale(half=True), _writers(module))
+    found[ROOM] = _planned(module, call, Scale(fp16=True))
+    found[LOOKED] = _planned(module, call, Scale(fp16=True, checked=True))
+    found[HOT] = _planned(module, call, Scale(fp16=True), _writers(module))
     found[NO_ROOM] = _planned(module, call, Scale(exponent=1))
     found[FIRST], found[SCALED] = _every_layer_scaled(module, call)
     _, found[FROM_BF16] = _every_layer_scaled(*_made(network, size, torch.bfloat16))
@@ -153,9 +153,9 @@ def planned(module: torch.nn.Module, call: dict[str, Any], scale: Scale, hot: It
     """Return the mode of a later step. All planned products have one scale, except hot layers, without room."""
     first = LearningMode()
     run_in(first, module, (), call)
-    plan = dict.fromkeys((key for key, _ in first.notes.of), scale)
+    plan = dict.fromkeys((key for key, _ in first.peaks.calls), scale)
     plan |= {(id(module.get_parameter(f"{name}.weight")), 0, ""): Scale(exponent=1) for name in hot}
-    return PlannedMode(plan, first.way)
+    return PlannedMode(plan, first.pattern)
 
 
 def _planned(module: torch.nn.Module, call: dict[str, Any], scale: Scale, hot: Iterable[str] = ()) -> Traffic:

@@ -80,9 +80,9 @@ class CountedProducts(ScaledHalfMatmulMode):
         super().__init__(dtype)
         self.traffic = traffic
 
-    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.traffic.calls += 1
-        return super().computed(func, args, kwargs)
+        return super().compute(func, args, kwargs)
 
     def _layer(self, *args: Any, **kwargs: Any) -> Any:
         with self.traffic.of_mode():

@@ -15,7 +15,7 @@ from comfyui_onediff_guard.comfyui_host import calls, host
 from comfyui_onediff_guard.comfyui_host.layers import products_in_fp32
 from comfyui_onediff_guard.precision import scaled_products, shared
 from comfyui_onediff_guard.precision.learned_scales import LearnedProducts, LearningMode
-from comfyui_onediff_guard.precision.overflow import Clips
+from comfyui_onediff_guard.precision.overflow import ClipDetector
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -89,23 +89,23 @@ def test_a_comfyui_without_plans_is_asked_for_its_version_once(monkeypatch: pyte
 def test_limits_of_weights_outlive_the_block(plan: Allocations) -> None:
     assert shared.lasting is calls._outside_of_allocation_graphs
     layer = torch.nn.Linear(8, 8).half()
-    limits = scaled_products._Limits()
+    limits = scaled_products._WeightBoundsCache()
     with plan, torch.no_grad():
-        *_, is_new = limits.of(layer.weight, torch.float16, transposed=False)
-        limits.doubt(layer.weight, torch.tensor(True))
+        *_, is_new = limits.get(layer.weight, torch.float16, transposed=False)
+        limits.poison(layer.weight, torch.tensor(True))
     (known,) = limits._known.values()
     assert is_new and known[2].limit.isnan()
     assert not [kept for kept in known[2] if kept is not None and kept in plan]
 
 
 def test_the_peak_of_what_was_clipped_is_the_tensor_that_was_there_before(plan: Allocations) -> None:
-    clips = Clips("fp16")
+    clips = ClipDetector("fp16")
 
     def block(x: torch.Tensor) -> torch.Tensor:
         with plan:
             return torch.nan_to_num(x * 4)
 
-    clips.watched(block)(torch.full((4,), 60000.0, dtype=torch.float16))
+    clips.wrap(block)(torch.full((4,), 60000.0, dtype=torch.float16))
     peak = clips.take()
     assert peak is not None and peak.isinf() and peak not in plan and plan.recorded
 
@@ -120,9 +120,11 @@ def test_what_a_step_notes_of_layers_outlives_their_blocks(plan: Allocations) ->
             made = layer(x) * torch.rsqrt(layer(x).pow(2).mean(-1, keepdim=True))
         learning, planned = products._by_rows, products._planned
         if planned:
-            kept.extend([*planned._rows, *planned._lost, *(end for ends in planned._asked for end in ends)])
+            kept.extend(
+                [*planned._row_peaks, *planned._underflows, *(end for ends in planned._extremes for end in ends)]
+            )
         elif isinstance(learning, LearningMode):
-            kept.extend(learning.notes.values)
+            kept.extend(learning.peaks.values)
         return made
 
     for _ in range(2):

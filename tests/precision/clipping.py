@@ -9,7 +9,7 @@ from typing import Any
 import guards
 import torch
 from comfyui_onediff_guard.precision.guard import StageGuard
-from comfyui_onediff_guard.precision.overflow import Clips
+from comfyui_onediff_guard.precision.overflow import ClipDetector
 from torch import nn
 
 END = 65504.0
@@ -83,5 +83,5 @@ def given() -> torch.Tensor:
 
 
 def guarded(module: nn.Module, attempt: Callable[..., Any] | None = None) -> StageGuard:
-    clips = Clips("fp16")
-    return guards.guarded(clips.watched(attempt or module), rerun=module, peak_inside=clips.take)
+    clips = ClipDetector("fp16")
+    return guards.guarded(clips.wrap(attempt or module), rerun=module, peak_inside=clips.take)

@@ -186,7 +186,7 @@ def check_steps(run: Any, module: Any, inputs: Callable[[], dict[str, Any]], *, 
 
 def check_scales(scales: dict[Any, Scale], *, healthy: bool) -> None:
     """Nearly all layers have room, and where one is hot some do."""
-    plain = sum(scale.half for scale in scales.values()) / len(scales)
+    plain = sum(scale.fp16 for scale in scales.values()) / len(scales)
     assert plain > (0.95 if healthy else 0.3)
 
 

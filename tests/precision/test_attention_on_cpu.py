@@ -11,7 +11,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import find_c_compiler
 from comfyui_onediff_guard.precision.attention import Attended, sdpa
-from comfyui_onediff_guard.precision.overflow import Clips, ShownInside, propagate_nonfinite_attention
+from comfyui_onediff_guard.precision.overflow import BlockWithNanAttention, ClipDetector, propagate_nonfinite_attention
 from denoisers import MODELS, build, step
 from guards import guarded, report_of
 from test_attention import Block, given, in_int8
@@ -181,13 +181,13 @@ def test_compiled_code_runs_without_the_mode_and_shows_what_the_callers_does(sho
         return run
 
     module = Attending().half().requires_grad_(False)
-    made = torch.compile(ShownInside(module), backend=backend, fullgraph=True)
+    made = torch.compile(BlockWithNanAttention(module), backend=backend, fullgraph=True)
     module.qkv.weight[:32] = torch.nan  # the query's
     x = torch.randn(2, 6, 32).half()
     with torch.no_grad(), propagate_nonfinite_attention(CPU if shown else ()):
         outer = _get_current_function_mode_stack()
-        assert ShownInside.run(made, x).isnan().all() == shown
+        assert BlockWithNanAttention.run(made, x).isnan().all() == shown
         assert _get_current_function_mode_stack() == outer
-        with Clips("fp16") as above:
-            assert ShownInside.run(made, x).isnan().all() == shown
+        with ClipDetector("fp16") as above:
+            assert BlockWithNanAttention.run(made, x).isnan().all() == shown
     assert modes == [[], [above]]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from clipping import CLIPS, END, Clip, Clipping, given, guarded
-from comfyui_onediff_guard.precision.overflow import Clips
+from comfyui_onediff_guard.precision.overflow import ClipDetector
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode
@@ -32,8 +32,8 @@ def test_what_is_clipped_is_a_failure_and_a_healthy_call_is_the_same_to_the_bit(
 
 def peak_of(call: Any, x: torch.Tensor) -> tuple[Any, Any]:
     """(what was found to be clipped while it ran, what it returned)"""
-    clips = Clips("fp16")
-    made = clips.watched(call)(x)
+    clips = ClipDetector("fp16")
+    made = clips.wrap(call)(x)
     return clips.take(), made
 
 
@@ -162,14 +162,14 @@ def test_the_lesser_of_masks_is_no_failure() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_only_fp16_is_watched(dtype: str) -> None:
-    clips, calls = Clips(dtype), []
-    clips.watched(modes(calls))(torch.full((1,), math.inf))
+    clips, calls = ClipDetector(dtype), []
+    clips.wrap(modes(calls))(torch.full((1,), math.inf))
     assert calls == [0] and clips.take() is None
 
 
 def test_each_call_is_judged_by_itself() -> None:
-    clips = Clips("fp16")
-    stage = clips.watched(CLIPS["clip"])
+    clips = ClipDetector("fp16")
+    stage = clips.wrap(CLIPS["clip"])
     peaks = []
     for x in (math.inf, 3.0):
         stage(torch.tensor([x, 1.0]).half())
@@ -194,23 +194,23 @@ def test_a_stage_that_does_not_clip_is_not_watched_after_its_first_call_unless_s
     """Else what is compiled would be made twice: PyTorch makes it anew where a mode comes or goes."""
     monkeypatch.setitem(counters["stats"], "unique_graphs", graphs)
     calls: list[int] = []
-    stage = Clips("fp16").watched(lambda x: modes(calls)(CLIPS["clip"](x) if clips else x))
+    stage = ClipDetector("fp16").wrap(lambda x: modes(calls)(CLIPS["clip"](x) if clips else x))
     for _ in range(3):
         stage(torch.ones(1).half())
     assert calls == watched
 
 
 def test_nothing_stays_when_the_stage_raises() -> None:
-    clips = Clips("fp16")
+    clips = ClipDetector("fp16")
 
     def stage(x: torch.Tensor) -> torch.Tensor:
         CLIPS["clip"](x)
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        clips.watched(stage)(torch.full((1,), math.inf).half())
+        clips.wrap(stage)(torch.full((1,), math.inf).half())
     assert torch._C._len_torch_function_stack() == 0
-    clips.watched(CLIPS["clip"])(torch.ones(1).half())
+    clips.wrap(CLIPS["clip"])(torch.ones(1).half())
     assert clips.take() == 1.0
 
 
@@ -223,15 +223,15 @@ def test_other_modes_stay_in_force() -> None:
             return func(*args, **(kwargs or {}))
 
     with Other():
-        Clips("fp16").watched(lambda x: x.clip(-END, END))(torch.ones(1).half())
+        ClipDetector("fp16").wrap(lambda x: x.clip(-END, END))(torch.ones(1).half())
     assert torch.Tensor.clip in seen
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.float32])
 def test_the_peak_is_kept_where_the_stage_computes(dtype):
     """A text encoder is given token ids alone. Kept elsewhere, each look waits for the device; at 'meta' it fails."""
-    clips = Clips("fp16")
-    stage = clips.watched(lambda given: torch.zeros(3, dtype=torch.float16, device=given.device).clamp(max=64504.0))
+    clips = ClipDetector("fp16")
+    stage = clips.wrap(lambda given: torch.zeros(3, dtype=torch.float16, device=given.device).clamp(max=64504.0))
     stage(torch.zeros(2, dtype=dtype, device="meta"))
     peak = clips.take()
     assert peak is not None and peak.device.type == "meta"
@@ -250,7 +250,7 @@ def test_what_modules_are_moved_to_is_looked_up_nowhere(monkeypatch):
             return args
 
     monkeypatch.setattr("comfyui_onediff_guard.precision.overflow._PARSE_TO", function := StandsIn())
-    assert Clips("fp16").__torch_function__(function, (), ("cpu",)) == ("cpu",)
+    assert ClipDetector("fp16").__torch_function__(function, (), ("cpu",)) == ("cpu",)
 
 
 def test_what_unflattens_is_traced_whole():
@@ -258,6 +258,6 @@ def test_what_unflattens_is_traced_whole():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.nan_to_num(x.unflatten(1, (2, -1)).unflatten(dim=2, sizes=(2, 2)).flatten(1))
 
-    clips = Clips("fp16")
-    made = clips.watched(torch.compile(Heads(), backend="eager", fullgraph=True))(given())
+    clips = ClipDetector("fp16")
+    made = clips.wrap(torch.compile(Heads(), backend="eager", fullgraph=True))(given())
     assert torch.equal(made, given()) and clips.take() == given().abs().max()

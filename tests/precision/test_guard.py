@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.guard import GuardStopped, OnFailure, Scope, StageGuard
-from comfyui_onediff_guard.precision.overflow import Clips
+from comfyui_onediff_guard.precision.overflow import ClipDetector
 from comfyui_onediff_guard.precision.policy import Component
 from comfyui_onediff_guard.precision.shallow_copy import IdentityMemo, with_forward
 from guards import guarded, in_fp32, outcomes, report_of
@@ -94,9 +94,9 @@ class Chunked(nn.Module):
 
 
 def test_what_a_rerun_wrote_into_a_buffer_stays_when_its_reason_is_looked_for():
-    clips, module, buffer = Clips("fp16"), Chunked(), torch.empty(3)
+    clips, module, buffer = ClipDetector("fp16"), Chunked(), torch.empty(3)
     guard = guarded(
-        clips.watched(module),
+        clips.wrap(module),
         rerun=module,
         owner=module,
         peak_inside=clips.take,
@@ -164,7 +164,7 @@ def test_off_only_watches():
     assert outcomes(guard) == ["non-finite"] and guard.report.failed == 1
 
 
-def with_nan(count: int) -> torch.Tensor:
+def first_nan(count: int) -> torch.Tensor:
     x = latents()
     x[0, 0, :count] = NAN
     return x
@@ -177,7 +177,7 @@ def with_nan(count: int) -> torch.Tensor:
          r"denoiser, call 1: .*fp16 is NaN or infinite.*rerun", 1),
         ("fp16", {"on_failure": OnFailure.STOP}, 0, latents(1e5),
          "denoiser, call 1: its input does not fit in fp16, and the guard is set to stop", 1),
-        ("fp16", {}, 0, with_nan(2), "input 'hidden_states' holds 2 NaN or infinite values", 1),  # no rerun was wasted
+        ("fp16", {}, 0, first_nan(2), "input 'hidden_states' holds 2 NaN or infinite values", 1),  # no rerun was wasted
         ("fp16", {}, INF, latents(),
          r"in fp32 too.*weight 'out.weight' holds 1 NaN or infinite values of 16.*is damaged", None),
         ("bf16", {}, 0, latents(1e25), "NaN or infinite in fp32 too, first in 'Denoiser'", None),
@@ -200,7 +200,7 @@ def test_fp32_that_breaks_later_is_diagnosed_where_half_is_not_tried():
     with pytest.raises(GuardStopped, match=r"weight 'out.weight' holds 1 NaN or infinite"):
         guard(hidden_states=latents())
     with pytest.raises(GuardStopped, match="its input 'hidden_states' holds 1 NaN or infinite values already"):
-        guard(hidden_states=with_nan(1))
+        guard(hidden_states=first_nan(1))
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
@@ -208,7 +208,7 @@ def test_what_breaks_between_two_calls_that_are_right_is_the_schedulers(dtype):
     _, guard = build(dtype)
     guard(hidden_states=latents())
     with pytest.raises(GuardStopped, match="'hidden_states' holds 1 NaN or infinite values, and the call before"):
-        guard(hidden_states=with_nan(1))
+        guard(hidden_states=first_nan(1))
 
 
 @pytest.mark.parametrize(("on_failure", "always"), [("rerun", False), ("rerun", True), ("stop", False), ("off", False)])

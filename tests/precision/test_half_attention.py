@@ -104,7 +104,7 @@ def test_no_outlier_makes_it_worse_than_bf16() -> None:
 
 def test_where_the_host_cannot_look_it_is_right_or_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """So it is on a device, where the guard sees it. Single calls may be a little worse than bf16's there."""
-    monkeypatch.setattr(scaled_products, "_can_look", lambda _: False)
+    monkeypatch.setattr(scaled_products, "_is_on_host", lambda _: False)
     for seed in range(drawn(1000, 200)):
         call = drawn_call(seed)
         mask = call[1].get("attn_mask")
@@ -164,7 +164,7 @@ def test_attention_over_nothing_is_as_in_fp32(sizes: tuple[int, int, int], bias:
 
 
 def test_on_a_device_the_guard_computes_in_fp32_what_fp16_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaled_products, "_can_look", lambda _: False)
+    monkeypatch.setattr(scaled_products, "_is_on_host", lambda _: False)
     torch.manual_seed(0)
     module = nn.Sequential(Attention(32, heads=2, dim_head=16), nn.Linear(32, 32)).half().requires_grad_(False)
     x = torch.randn(1, 6, 32)

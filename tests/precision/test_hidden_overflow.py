@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision.learned_scales import LearnedProducts
-from comfyui_onediff_guard.precision.planned_products import PlannedMode, Way
+from comfyui_onediff_guard.precision.planned_products import CallPattern, PlannedMode
 from comfyui_onediff_guard.precision.upcast import run_in
 from torch.utils import _pytree as pytree
 
@@ -56,7 +56,7 @@ def called(function: Any, arguments: Any, x: torch.Tensor) -> list[torch.Tensor]
 
 
 def is_noticed(function: Any, arguments: Any, x: torch.Tensor) -> bool:
-    mode = PlannedMode({}, Way(writes=True))
+    mode = PlannedMode({}, CallPattern(writes=True))
 
     def call(x: torch.Tensor) -> None:
         function(*arguments(x))
@@ -65,7 +65,7 @@ def is_noticed(function: Any, arguments: Any, x: torch.Tensor) -> bool:
         run_in(mode, call, (x.clone(),), {})
     except Exception:  # noqa: BLE001 - the call is then made again, in fp32 at last
         return True
-    return not mode.finished(torch.ones(3)).isfinite().all()
+    return not mode.nan_if_failed(torch.ones(3)).isfinite().all()
 
 
 def hidden() -> list[str]:

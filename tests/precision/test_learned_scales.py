@@ -18,8 +18,14 @@ from clipping import CLIPS
 from comfyui_onediff_guard.precision import planned_products
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, build_half_precision_forward
 from comfyui_onediff_guard.precision.guard import Scope
-from comfyui_onediff_guard.precision.learned_scales import RENEWALS, LearnedProducts, LearningMode, Seen, scale_for
-from comfyui_onediff_guard.precision.planned_products import LeftPlan, PlannedMode, Scale
+from comfyui_onediff_guard.precision.learned_scales import (
+    MAX_RENEWALS,
+    LayerPeaks,
+    LearnedProducts,
+    LearningMode,
+    choose_scale,
+)
+from comfyui_onediff_guard.precision.planned_products import PlanMismatch, PlannedMode, Scale
 from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
 from guards import error
 from hypothesis import HealthCheck, assume, given, settings
@@ -63,7 +69,7 @@ def test_later_steps_are_as_near_to_fp32_as_the_first(name: str, hot: str, store
     check_steps(lambda **step: products.run(module, **step)[0], module, inputs, healthy=hot == "nothing")
     assert products._renewals == 0
     scales = planned(products)
-    assert len(scales) >= 0.97 * len(products._seen)
+    assert len(scales) >= 0.97 * len(products._peaks)
     check_scales(scales, healthy=hot == "nothing")
 
 
@@ -722,7 +728,7 @@ def test_a_kernel_that_a_later_step_starts_is_given_no_fp16() -> None:
 
     module, products, x = built(partial(Fn, network)), LearnedProducts(), noise(2, 8, 64).half()
     products.run(module, x, 0)
-    with pytest.raises(LeftPlan, match="starts a kernel"):
+    with pytest.raises(PlanMismatch, match="starts a kernel"):
         products.run(module, x, 1)
     assert not pointers and products.renew()
 
@@ -745,7 +751,7 @@ def test_a_quiet_row_of_an_input_that_layers_share_is_seen(order: tuple[int, int
 
     products, x = LearnedProducts(), torch.rand(1, size, size).add_(0.1).mul_(300 if other == "a scaled layer" else 1)
     products.run(network, x.half())
-    assert planned(products)[id(layers[1].weight), 0, ""].half
+    assert planned(products)[id(layers[1].weight), 0, ""].fp16
     assert products.run(network, x.half()).isfinite().all()
     x[0, 3] = torch.rand(size) * 2.0**-18
     with torch.inference_mode():
@@ -792,8 +798,8 @@ def test_what_has_room_is_widened_for_no_function_on_a_card(name: str) -> None:
     module, x = built(STEPS[name][0]).to("meta"), torch.empty(2, 8, 64, device="meta")
     first = LearningMode()
     run_in(first, module, (x, 0), {})
-    plan = {key: Scale(half=key not in first.way.summed) for key, _ in first.notes.of}
-    later = PlannedMode(plan, first.way)
+    plan = {key: Scale(fp16=key not in first.pattern.in_place) for key, _ in first.peaks.calls}
+    later = PlannedMode(plan, first.pattern)
     with Casts(torch.float32) as counted:
         run_in(later, module, (x, 1), {})
     assert not counted.of[x.shape]
@@ -829,31 +835,35 @@ def test_a_stream_beyond_fp16_is_float32_however_it_is_summed(sum: str, start: s
                   unnormed=False, bypassed=True, shared=False)  # fmt: skip
     module: Any = network(shape, tuple(f"blocks.{block}.1.out" for block in range(3))).half()
     products = follow(lambda x: module(x, noise(2, 4)), *(noise(2, TOKENS, 4, seed=seed) for seed in range(4)))
-    assert products._renewals == 0 and any(scale.half for scale in planned(products).values())
+    assert products._renewals == 0 and any(scale.fp16 for scale in planned(products).values())
 
 
-PLAIN = Seen(input=2.0, output=3.0, faint=1.0, strain=1.0)
+PLAIN = LayerPeaks(input=2.0, output=3.0, min_output_inv=1.0, spread=1.0)
 DECISIONS = {
-    "healthy": (PLAIN, {}, Scale(half=True)),
-    "a quiet output": (PLAIN._replace(faint=16.0, strain=8.0), {}, Scale(half=True, looks=True)),
-    "a small gain": (PLAIN._replace(strain=2.0**-4), {}, Scale(half=True, looks=True)),
-    "a gain that makes 0 of what fp16 holds": (PLAIN._replace(strain=2.0**-11), {}, -8),
+    "healthy": (PLAIN, {}, Scale(fp16=True)),
+    "a quiet output": (PLAIN._replace(min_output_inv=16.0, spread=8.0), {}, Scale(fp16=True, checked=True)),
+    "a small gain": (PLAIN._replace(spread=2.0**-4), {}, Scale(fp16=True, checked=True)),
+    "a gain that makes 0 of what fp16 holds": (PLAIN._replace(spread=2.0**-11), {}, -8),
     "a loud input": (PLAIN._replace(input=2.0**20), {}, 11),
     "a loud output": (PLAIN._replace(output=2.0**20), {}, -8),
     "a loud output of a convolution": (
-        PLAIN._replace(output=2.0**20, faint=2.0**-18, strain=2.0),
+        PLAIN._replace(output=2.0**20, min_output_inv=2.0**-18, spread=2.0),
         {"convolves": True},
         9,
     ),
-    "a loud bias of a convolution": (PLAIN._replace(output=2.0**20), {"convolves": True}, Scale(-3, least=2.0**-13)),
-    "a convolution that puts out little but its bias": (PLAIN._replace(strain=2.0**-24), {"convolves": True}, None),
+    "a loud bias of a convolution": (
+        PLAIN._replace(output=2.0**20),
+        {"convolves": True},
+        Scale(-3, min_product=2.0**-13),
+    ),
+    "a convolution that puts out little but its bias": (PLAIN._replace(spread=2.0**-24), {"convolves": True}, None),
     "a quiet input": (PLAIN._replace(input=2.0**-20), {}, -29),
-    "a quiet row": (PLAIN._replace(faint=2.0**14), {}, -8),
-    "rows too far apart": (PLAIN._replace(input=2.0**30, strain=1.0), {}, None),
-    "weights scaled to be cast": (PLAIN._replace(loudness=2.0**-8), {}, Scale(half=True, loudness=2.0**-8)),
-    "the same, a faint output": (PLAIN._replace(loudness=2.0**-8, strain=100.0), {}, -8),
+    "a quiet row": (PLAIN._replace(min_output_inv=2.0**14), {}, -8),
+    "rows too far apart": (PLAIN._replace(input=2.0**30, spread=1.0), {}, None),
+    "weights scaled to be cast": (PLAIN._replace(weight_scale=2.0**-8), {}, Scale(fp16=True, weight_scale=2.0**-8)),
+    "the same, a faint output": (PLAIN._replace(weight_scale=2.0**-8, spread=100.0), {}, -8),
     "no float32 products": (PLAIN._replace(output=2.0**20), {"float32_products": False}, None),
-    "no float32 products, healthy": (PLAIN, {"float32_products": False}, Scale(half=True)),
+    "no float32 products, healthy": (PLAIN, {"float32_products": False}, Scale(fp16=True)),
     "not finite": (PLAIN._replace(output=float("nan")), {}, None),
     "summed in place": (PLAIN, {"summed": True}, -8),
     "nothing goes in": (PLAIN._replace(input=0.0), {}, None),
@@ -861,12 +871,12 @@ DECISIONS = {
 
 
 @pytest.mark.parametrize(("seen", "more", "expected"), DECISIONS.values(), ids=DECISIONS)
-def test_a_scale_follows_from_what_was_seen(seen: Seen, more: dict[str, bool], expected: Any) -> None:
-    found = scale_for(seen, **{"convolves": False, "float32_products": True} | more)
+def test_a_scale_follows_from_what_was_seen(seen: LayerPeaks, more: dict[str, bool], expected: Any) -> None:
+    found = choose_scale(seen, **{"convolves": False, "float32_products": True} | more)
     if not isinstance(expected, int):
         assert found == expected
     else:
-        assert found and not found.half and found.exponent == expected
+        assert found and not found.fp16 and found.exponent == expected
         assert seen.input / 2.0**found.exponent <= 2.0**10
         assert not more.get("convolves") or seen.output / 2.0**found.exponent <= 2.0**12
 
@@ -876,7 +886,7 @@ def test_without_float32_products_only_what_has_room_is_planned(monkeypatch: pyt
     module = build()
     overflow_stream(module, 2)
     products = follow(lambda x: module(x)[0], *map(latents, range(3)))
-    assert all(scale.half for scale in planned(products).values()) and planned(products)
+    assert all(scale.fp16 for scale in planned(products).values()) and planned(products)
     run = guarded(module, all_layers_scaled=True)
     run(latents())
     (said,) = run.report.notes
@@ -936,12 +946,12 @@ def test_what_no_plan_covers_is_scaled_by_rows_after_a_few() -> None:
     module = build()
     module.blocks[-1].register_forward_hook(norm_more_often)
     run = protected(module)
-    for step in range(4 * RENEWALS):
+    for step in range(4 * MAX_RENEWALS):
         x = latents(step)
         assert error(run(x), run_in_fp32(module, x)[0]) < 2e-3
     notes = [bool(each.note) for each in run.report.steps]
-    assert sum(notes) == RENEWALS and not any(notes[-2:])
-    assert any(f"learned scales failed {RENEWALS} times" in note for note in run.report.notes)
+    assert sum(notes) == MAX_RENEWALS and not any(notes[-2:])
+    assert any(f"learned scales failed {MAX_RENEWALS} times" in note for note in run.report.notes)
 
 
 def test_a_call_that_raises_leaves_the_plan_as_it_was() -> None:
@@ -954,7 +964,7 @@ def test_a_call_that_raises_leaves_the_plan_as_it_was() -> None:
     assert error(products.run(module, latents())[0], run_in_fp32(module, latents())[0]) < 2e-3
 
 
-@pytest.mark.parametrize("error_", [LeftPlan("other"), TypeError("an argument that fp16 does not take")])
+@pytest.mark.parametrize("error_", [PlanMismatch("other"), TypeError("an argument that fp16 does not take")])
 def test_what_a_later_step_raises_and_the_first_did_not_is_made_again(
     monkeypatch: pytest.MonkeyPatch, error_: Exception
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from blocky import Faults, build, guarded, latents, overflow_inside, overflow_stream
-from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward, counts
+from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward, is_relevant
 from comfyui_onediff_guard.precision.overrides import NOTHING, OverflowDiagnosis, PrecisionOverrides
 from comfyui_onediff_guard.precision.report import Rerun, StepRecord
 from guards import in_fp32
@@ -235,4 +235,4 @@ class CastsAtCall(nn.Linear):
     ],
 )
 def test_peaks_count_of_layers_that_compute_in_half_precision(layer: nn.Module, expected: bool) -> None:
-    assert counts(layer) is expected
+    assert is_relevant(layer) is expected

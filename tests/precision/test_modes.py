@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.overflow import Clips, propagate_nonfinite_attention
+from comfyui_onediff_guard.precision.overflow import ClipDetector, propagate_nonfinite_attention
 from comfyui_onediff_guard.precision.upcast import TraceableMode
 
 
@@ -15,7 +15,7 @@ class Bare(TraceableMode):
 
 MODES = {
     "bare": Bare,
-    "clips": lambda: Clips("fp16"),
+    "clips": lambda: ClipDetector("fp16"),
     "attention": lambda: propagate_nonfinite_attention(torch.ones(1)),
 }
 

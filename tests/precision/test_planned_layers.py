@@ -16,7 +16,7 @@ from comfyui_onediff_guard.precision import planned_products
 from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward, build_half_precision_forward
 from comfyui_onediff_guard.precision.observe import block_names
 from comfyui_onediff_guard.precision.overrides import NOTHING
-from comfyui_onediff_guard.precision.planned_layers import InPlannedBlock, KnownScales, with_planned_layers
+from comfyui_onediff_guard.precision.planned_layers import InPlannedBlock, KnownPeaks, with_planned_layers
 from comfyui_onediff_guard.precision.planned_products import Scale
 from comfyui_onediff_guard.precision.shallow_copy import structural_copy
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
@@ -34,10 +34,10 @@ EAGERLY = BackendChoice(EAGER, "")
 class Layered:
     """The attempt at a network with every layer scaled, whose blocks are computed by a plan in layers."""
 
-    def __init__(self, module: torch.nn.Module, known: KnownScales | None = None, choice: BackendChoice = EAGERLY):
+    def __init__(self, module: torch.nn.Module, known: KnownPeaks | None = None, choice: BackendChoice = EAGERLY):
         self.parts = [name for name in LISTS if getattr(module, name, None) is not None]
         self.plans: list[tuple[Any, ...]] = []
-        self.known = known or KnownScales()
+        self.known = known or KnownPeaks()
 
         def in_blocks(shell: torch.nn.Module, plan: Any, inside: Any) -> torch.nn.Module:
             self.plans.append(plan)
@@ -89,7 +89,7 @@ def test_a_layer_has_its_own_scale_and_is_computed_as_the_same_one_of_the_other_
     module, inputs = heated("CogVideoX-5B", "middle")
     layered = Layered(module.half())
     layered(**inputs())
-    scaled = {name: scale.exponent for name, scale in layered.scales.items() if not scale.half}
+    scaled = {name: scale.exponent for name, scale in layered.scales.items() if not scale.fp16}
     assert [*scaled] == [f"transformer_blocks.{block}.{FEED_FORWARD}" for block in range(3)]
     layers = (torch.nn.Linear, torch.nn.Conv2d)
     assert set(layered.scales) == {name for name, part in module.named_modules() if isinstance(part, layers)}
@@ -222,14 +222,14 @@ def test_an_output_that_is_looked_at_is_nan_where_it_is_too_quiet_for_fp16(layer
     layer = layer.half().requires_grad_(False)
     x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).half()
     for looks in (False, True):
-        shell = with_planned_layers(torch.nn.ModuleList([layer]), {"0": Scale(half=True, looks=looks)})
+        shell = with_planned_layers(torch.nn.ModuleList([layer]), {"0": Scale(fp16=True, checked=looks)})
         assert torch.equal(shell[0](x), layer(x))
         assert bool(shell[0](x * 2.0**-16).isnan().all()) is looks
 
 
 SCALES = {
-    "with room": Scale(half=True),
-    "looked at": Scale(half=True, looks=True),
+    "with room": Scale(fp16=True),
+    "looked at": Scale(fp16=True, checked=True),
     "scaled": Scale(exponent=3),
     "by rows": None,
 }

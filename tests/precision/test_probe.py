@@ -143,7 +143,7 @@ def test_values_that_every_layer_scaled_does_not_resolve_are_named(monkeypatch, 
     assert [*probed.too_far_apart] == ["0"] * apart and verdict.fits is not apart
     assert ("'0' is given values that differ too much in size" in verdict.reason) is apart
     assert recommend(probed, "fp16", native_bf16=False).plan == ("fp32" if apart else "fp16 with overflow protection")
-    monkeypatch.setattr(scaled_products, "_can_look", lambda _: False)  # as on a GPU, where a run then ends in fp32
+    monkeypatch.setattr(scaled_products, "_is_on_host", lambda _: False)  # as on a GPU, where a run then ends in fp32
     made = run_in(ScaledHalfMatmulMode(torch.float16), module, (x,), {})
     assert bool(made.isfinite().all()) is not apart
 

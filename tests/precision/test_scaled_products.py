@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision import scaled_products
-from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, times
+from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode, scaled_to
 from comfyui_onediff_guard.precision.upcast import OneOperation, run_in, run_in_fp32
 from guards import error
 from hypothesis import given, settings
@@ -104,7 +104,7 @@ def test_the_least_and_the_largest_sums_stay_in_range_and_a_bias_keeps_its_digit
     layer = nn.Linear(4096, 8).half().requires_grad_(False)
     layer.bias.zero_()
     assert scaled(layer, torch.full((1, 4096), 1e-40)).isfinite().all()
-    monkeypatch.setattr(scaled_products, "_can_look", lambda _: False)  # and computes what is lost in float32
+    monkeypatch.setattr(scaled_products, "_is_on_host", lambda _: False)  # and computes what is lost in float32
     layer.weight.fill_(6e4)
     x = torch.full((2, 4096), 65504.0)  # every product in a sum at its largest, and all of one sign
     assert error(scaled(layer, x), run_in_fp32(layer, x)) < 2**-10 and layer(x.half()).isinf().all()
@@ -117,7 +117,7 @@ def test_the_least_and_the_largest_sums_stay_in_range_and_a_bias_keeps_its_digit
 @pytest.mark.parametrize("factor", [2.0**-40, 1.0, 2.0**40])
 def test_what_fits_once_it_is_scaled_is_not_cast_before(given: torch.dtype, factor: float) -> None:
     right = torch.tensor([1.5, -3.0, 0.0]).half()
-    made = times((right.double() / factor).to(given), torch.tensor(factor), FP16)
+    made = scaled_to((right.double() / factor).to(given), torch.tensor(factor), FP16)
     assert made.dtype is FP16 and torch.equal(made, right)
 
 
@@ -222,7 +222,7 @@ def test_small_values_beside_a_huge_one_are_nearer_to_fp32_than_bf16s(part: str,
 @pytest.mark.parametrize("part", ["channel", "pixel"])
 def test_where_the_host_cannot_look_they_are_right_or_not_finite(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the guard sees it, in later calls as well."""
-    monkeypatch.setattr(scaled_products, "_can_look", lambda _: False)
+    monkeypatch.setattr(scaled_products, "_is_on_host", lambda _: False)
     for ratio in RATIOS:
         layer, x = compensated(part, ratio, FP16)
         exact, products = run_in_fp32(layer, x), ScaledHalfMatmulMode(FP16)

@@ -266,11 +266,11 @@ def test_what_derives_from_an_opaque_class_is_opaque_too(opaque: tuple[str, ...]
 def test_nan_that_was_kept_is_named_though_the_call_has_overwritten_it(dtype: torch.dtype) -> None:
     module = built(WRITES["buffer"])
     module.cache.layers[0] = [torch.ones(2).to(dtype)]
-    assert Snapshot(module).with_nan() == ""
+    assert Snapshot(module).first_nan() == ""
     module.cache.layers[0] = [torch.full((2,), torch.nan).to(dtype)]
     before = Snapshot(module)
     module.cache.layers.clear()
-    assert before.with_nan() == "cache.layers.0.0"
+    assert before.first_nan() == "cache.layers.0.0"
 
 
 def test_nothing_is_said_of_what_was_too_large_to_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,7 @@ def test_nothing_is_said_of_what_was_too_large_to_be_kept(monkeypatch: pytest.Mo
     module.cache.layers[0] = [torch.ones(64)]
     before = Snapshot(module)
     module.cache.layers[0][0].fill_(torch.nan)
-    assert before.with_nan() == ""
+    assert before.first_nan() == ""
 
 
 def test_nothing_of_a_call_waits_for_the_garbage_collector():

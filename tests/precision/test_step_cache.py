@@ -71,7 +71,7 @@ class Run:
 
 def read(controller: StepCacheController) -> None:
     """What the guard does behind each call."""
-    controller.pending.known([float(value) for value in controller.pending.asked()])
+    controller.pending.receive([float(value) for value in controller.pending.requested()])
 
 
 class Writes(Toy):
@@ -216,7 +216,7 @@ def to_compare() -> StepCacheController:
     controller = StepCacheController(CachePolicy(1.0), 40)
     controller.estimate = ErrorEstimate(controller.estimate.policy, 40, at=FIRST)
     assert controller.choose() is CacheDecision.COMPUTE
-    controller.pending.ask("signal", torch.tensor(0.1))
+    controller.pending.request("signal", torch.tensor(0.1))
     return controller
 
 

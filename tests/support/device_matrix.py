@@ -177,7 +177,7 @@ def computed_as_on_a_card() -> Iterator[None]:
 
     with (
         mock.patch.object(torch.nn.functional, "group_norm", contiguous),
-        mock.patch.object(scaled_products, "_can_look", return_value=False),
+        mock.patch.object(scaled_products, "_is_on_host", return_value=False),
     ):
         yield
 
@@ -222,9 +222,9 @@ def rows(
         found["seconds"] = round(time.perf_counter() - since, 2)
         if same:
             import second_device
-            from comfyui_onediff_guard.precision.scaled_products import number
+            from comfyui_onediff_guard.precision.scaled_products import scalar
 
-            number.cache_clear()  # a few numbers of 4 bytes, kept as long as the process
+            scalar.cache_clear()  # a few numbers of 4 bytes, kept as long as the process
             gc.collect()
             found |= {"hazards": second_device.hazards(), "left": second_device.card.used()}
             second_device.card.reset()

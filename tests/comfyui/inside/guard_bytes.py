@@ -120,8 +120,8 @@ def test_a_step_with_room_moves_little_more_than_plain_fp16(cells: Cells, family
     with torch.no_grad():
         as_it_is, first = counted(plain), module("precision.learned_scales").LearningMode()
         run_in(first, in_full, (), {})
-        plan = {key: planned.Scale(half=key not in first.way.summed) for key, _ in first.notes.of}
-        later = planned.PlannedMode(plan, first.way)
+        plan = {key: planned.Scale(fp16=key not in first.pattern.in_place) for key, _ in first.peaks.calls}
+        later = planned.PlannedMode(plan, first.pattern)
         protected = counted(lambda: run_in(later, in_full, (), {}))
         with FlopCounterMode(display=False) as flops:
             plain()

@@ -103,15 +103,15 @@ def test_scaled_layers_are_right_without_a_rerun(cells: Cells, family: str, heat
 def test_later_steps_widen_what_few_functions_are_given(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be read and written twice as wide, and ComfyUI's kernels take half precision alone."""
     mode, widened = module("precision.upcast").Fp32Mode, set[str]()
-    computed = mode.computed
+    compute = mode.compute
 
     def told(self: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [each for each in args if isinstance(each, torch.Tensor) and each.dtype is torch.float16]
         if type(self).__name__ == "PlannedMode" and any(each.numel() >= LARGE for each in tensors):
             widened.add(func.__name__)
-        return computed(self, func, args, kwargs)
+        return compute(self, func, args, kwargs)
 
-    monkeypatch.setattr(mode, "computed", told)
+    monkeypatch.setattr(mode, "compute", told)
     run(make_model(replace(LAYOUTS[family], cfg=1.0)))
     check_said(PROTECTED)
     assert widened - {"__get__"} <= WIDENED
