@@ -59,8 +59,8 @@ def test_what_takes_more_for_want_of_a_kernel_is_asked_for_and_said_once_in_each
         for said, why in ((report, attention), (decoded, "no cuDNN for 3D convolutions.")):
             (note,) = [note for note in said.notes if "beside its weights" in note]
             stage = said.plan.component
-            (takes,) = [most for key, most in handle.store.room.items() if key[1].component is stage]
-            (needs,) = [most for key, most in lean.store.room.items() if key[1].component is stage]
+            (takes,) = [most for key, (most, _) in handle.store.room.items() if key[1].component is stage]
+            (needs,) = [most for key, (most, _) in lean.store.room.items() if key[1].component is stage]
             assert takes > 1.1 * needs and takes in room.asked and needs in asked
             assert note == f"{stage.words} takes {size(takes)} beside its weights: {why}"
 
