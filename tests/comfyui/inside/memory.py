@@ -88,7 +88,7 @@ def test_the_manager_makes_the_room_that_a_call_asks_for(small_card: Any, moves:
     handle = opened("5b-i2v", tmp_path)
     run = partial(small_runs.sampled, handle, "5b-i2v")
     run()
-    beside = max(bytes_ for key, bytes_ in handle.store.room.items() if key[0] == "transformer")
+    beside = max(bytes_ for key, (bytes_, _) in handle.store.room.items() if key[0] == "transformer")
     vae, transformer = handle.store.components["vae"].module, handle.store.components["transformer"].module
     weights, beside_it = moving.there(vae, transformer), list[bool]()
     transformer.transformer_blocks[0].register_forward_pre_hook(lambda *_: beside_it.append(moving.there(vae) > 0))

@@ -27,7 +27,9 @@ def cached(handle: PipelineHandle, model: str) -> tuple[torch.Tensor, Any]:
 
 def asked_for(handle: PipelineHandle) -> dict[int, int]:
     """{calls of a step that are cached: bytes beside the denoiser's weights}"""
-    found = [(key[2][2], n_bytes) for key, (n_bytes, _) in handle.store.room.items() if key[0] == handle.family.denoiser]
+    found = [
+        (key[2][2], n_bytes) for key, (n_bytes, _) in handle.store.room.items() if key[0] == handle.family.denoiser
+    ]
     return {calls * per_step * (_FullCache in made): n_bytes for (calls, per_step, *made), n_bytes in found}
 
 

@@ -32,7 +32,7 @@ def test_what_is_asked_for_is_what_a_stage_takes(room: Room, model: str, precisi
     decode(handle, latents)  # which loads
     _, decoding = room.taken_by(lambda: decode(handle, latents))
     for stage, most in (("denoiser", room.made["denoiser"]), ("vae_decode", decoding)):
-        asked = [found for key, found in handle.store.room.items() if key[1].component.value == stage]
+        asked = [found for key, (found, _) in handle.store.room.items() if key[1].component.value == stage]
         assert asked[0] in room.asked
         assert asked[0] / most == pytest.approx(1, abs=0.12), stage
     assert len(handle.store.room) == 2 + handle.family.takes_image + bool(handle.family.prompt), "each is counted once"
