@@ -450,7 +450,7 @@ class CallMemory:
             self._kept.cast_to_half(self._dtypes, self._dtype, self._beside.tensor_ids())
             if self._kept_variables is not None:
                 self._kept_variables.restore()
-                self._kept_variables.narrow(self._dtypes_of_variables, otherwise, self._variables.holds())
+                self._kept_variables.narrow(self._dtypes_of_variables, otherwise, self._variables.tensors)
         if self.in_full and self._dtype in HALF_DTYPES:
             for at, (cell, value) in _captured(self.options).items():
                 made = isinstance(value, torch.Tensor) and value.dtype is torch.float32

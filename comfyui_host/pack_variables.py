@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -18,16 +19,15 @@ from typing import Any
 
 import torch
 
-from ..precision.snapshot import Dtypes, Reachable, copied, narrow_held, narrowed, put_back, restored
-from ..precision.snapshot import Path as Place  # a module, a class of it or "", a variable, and keys
+from ..precision.dtypes import HALF_DTYPES
 
 _ENTRIES = 5_000  # container entries, at most, that are read
 _COPIED = 2**25  # bytes of tensors, at most, that are copied
 _NUMBERS = (int, float)
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, deque)
-_CODE = (type, FunctionType, ModuleType)
 _ABSENT: Any = object()
 _PLAIN = torch._C.DisableTorchFunction  # out of the fp32 rerun's mode, in which half tensors look like float32
+Place = tuple[Any, ...]  # a module, a class of it or "", a variable, and keys
 
 
 def modules_of_packs(network: torch.nn.Module, functions: Iterable[Any]) -> list[ModuleType]:
@@ -44,7 +44,7 @@ def modules_of_packs(network: torch.nn.Module, functions: Iterable[Any]) -> list
         if name in found or type(module) is not ModuleType or not _is_of_a_pack(vars(module).get("__file__")):
             continue
         found[name] = module
-        uses = [each for each in [*vars(module).values()] if type(each) in _CODE]
+        uses = [each for each in [*vars(module).values()] if type(each) in (type, ModuleType, FunctionType)]
         ahead |= {used for used in map(_module_of, uses) if used.partition(".")[0] == name.partition(".")[0]}
     return [found[name] for name in sorted(found)]
 
@@ -70,52 +70,33 @@ def _is_of_a_pack(file: Any) -> bool:
     return False
 
 
-class _Variable(Reachable):
-    """What is in one, and in what that holds: containers, and objects of the pack's own classes."""
+@dataclass
+class _Variable:
+    """The value of a variable, and the tensors and containers inside it."""
 
-    def __init__(self, value: Any, place: Place, left: int):
-        """left: entries that may still be looked at."""
-        super().__init__(())
-        self.value = value
-        self._root, self.left = place[0].partition(".")[0], left
-        self.is_state = value is None or type(value) in _NUMBERS or self._looked_at(type(value)) is not None
-        if self.is_state:
-            self._walk([(value, place)])
-
-    def _looked_at(self, kind: type) -> Any:
-        if issubclass(kind, torch.Tensor):
-            return _Variable._tensor
-        if kind in _CONTAINERS:
-            return super()._looked_at(kind)
-        is_own = not issubclass(kind, torch.nn.Module) and _module_of(kind).partition(".")[0] == self._root
-        return _Variable._attributes if is_own else None
-
-    def _tensor(self, value: torch.Tensor, path: Place) -> Iterable[tuple[Any, Any]]:
-        if not hasattr(type(value), "__tensor_flatten__"):
-            self.tensors[id(value)] = value, path
-        return ()
-
-    def _attributes(self, value: Any, path: Place) -> Iterable[tuple[Any, Any]]:
-        state = object.__getattribute__(value, "__dict__")
-        return self._hold(state, dict(state), path) if type(state) is dict else ()
-
-    def _hold(self, container: Any, items: Any, path: Place) -> Iterable[tuple[Any, Any]]:
-        if len(items) > self.left:
-            self.is_state = False
-        return super()._hold(container, items, path)
+    value: Any
+    tensors: list[tuple[Place, torch.Tensor]] = field(default_factory=list)
+    containers: list[tuple[Place, Any, Any]] = field(default_factory=list)  # with its items
+    values: list[torch.Tensor | None] = field(default_factory=list)  # copies of the tensors; None: not copied
 
 
 class PackVariables:
     """A snapshot of the variables of some modules."""
 
     def __init__(self, modules: Iterable[ModuleType]):
-        self._modules = [*modules]
+        self._modules, left = [*modules], _COPIED
+        self._before: dict[Place, _Variable] = {}
+        self._names: set[Place] = set()
         with _PLAIN():
-            self._names = {(*place, name) for place, owner in self._owners() for name in vars(owner)}
-            self._before = {(*place, name): variable for place, _, name, variable in self._variables()}
-            found = [entry for variable in self._before.values() for entry in variable.tensors.values()]
-            plain = [(t, at) for t, at in found if t.layout is torch.strided and not (t.is_meta or t.is_nested)]
-            self._copies = [*copied(plain, _COPIED, only_what_fits=True)]
+            for place, owner in self._owners():
+                self._names |= {(*place, name) for name in vars(owner)}
+                for name, variable in _variables(place, owner):
+                    self._before[(*place, name)] = variable
+                    for _, tensor in variable.tensors:
+                        plain = tensor.layout is torch.strided and tensor.device.type != "meta"
+                        fits = plain and tensor.nbytes <= left
+                        left -= tensor.nbytes if fits else 0
+                        variable.values.append(tensor.detach().clone() if fits else None)
 
     def _owners(self) -> Iterator[tuple[Place, Any]]:
         for module in self._modules:
@@ -124,70 +105,125 @@ class PackVariables:
                 if type(each) is type and _module_of(each) == module.__name__:
                     yield (module.__name__, name), each
 
-    def _variables(self) -> Iterator[tuple[Place, Any, str, _Variable]]:
-        """Yield the variables that may be state, with their owners and names; none that hold too much."""
-        for place, owner in self._owners():
-            left = _ENTRIES
-            for name, value in [*vars(owner).items()]:
-                with suppress(Exception):
-                    if name[:2] != "__" and type(value) not in _CODE:
-                        variable = _Variable(value, (*place, name), left)
-                        left = variable.left
-                        if variable.is_state:
-                            yield place, owner, name, variable
-
     def restore(self) -> None:
         with _PLAIN():
-            for copy in self._copies:
-                _attempt(restored, copy, waits=True)
-            now = {(*place, name): variable for place, _, name, variable in self._variables()}
             for place, owner in self._owners():
+                now = dict(_variables(place, owner))
                 for name in [*vars(owner)]:
-                    before, variable = self._before.get((*place, name)), now.get((*place, name))
+                    before, variable = self._before.get((*place, name)), now.get(name)
                     if before is not None:
                         _attempt(_put_back, owner, name, before, variable)
                     elif variable and variable.tensors and (*place, name) not in self._names:
                         _attempt(delattr, owner, name)
 
-    def holds(self) -> set[int]:
-        """Return the ids of the tensors that were there."""
-        return {id(tensor) for variable in self._before.values() for tensor, _ in variable.tensors.values()}
+    @property
+    def tensors(self) -> set[int]:
+        """The ids of the tensors in the snapshot."""
+        return {id(tensor) for variable in self._before.values() for _, tensor in variable.tensors}
 
     @property
-    def dtypes(self) -> Dtypes:
-        return _dtypes(self._before.values())
-
-    def dtypes_now(self) -> Dtypes:
+    def dtypes(self) -> dict[Place, torch.dtype]:
+        """Place → dtype of the tensors in the snapshot."""
         with _PLAIN():
-            return _dtypes(variable for *_, variable in self._variables())
+            return {at: tensor.dtype for variable in self._before.values() for at, tensor in variable.tensors}
 
-    def narrow(self, dtypes: Dtypes, otherwise: torch.dtype | None, but: Collection[int]) -> None:
-        """Do what Snapshot.narrow does."""
+    def dtypes_now(self) -> dict[Place, torch.dtype]:
         with _PLAIN():
-            for place, owner, name, variable in self._variables():
-                for held in variable.held.values():
-                    _attempt(narrow_held, held, dtypes, otherwise, but)  # another thread may have changed it
-                made = narrowed(variable.value, (*place, name), dtypes, otherwise, but)
-                if made is not variable.value:
-                    _attempt(setattr, owner, name, made)
+            return {
+                at: tensor.dtype
+                for place, owner in self._owners()
+                for _, variable in _variables(place, owner)
+                for at, tensor in variable.tensors
+            }
+
+    def narrow(self, dtypes: Mapping[Place, torch.dtype], otherwise: torch.dtype | None, but: Collection[int]) -> None:
+        """Cast tensors that are float32 now to the half precision that a call in half precision left there, if they
+        fit. Arguments: as Snapshot.narrow has them."""
+
+        def narrowed(at: Place, value: Any) -> Any:
+            dtype = dtypes.get(at, otherwise)
+            if type(value) is not torch.Tensor or value.dtype is not torch.float32 or dtype not in HALF_DTYPES:
+                return value
+            made = value.to(dtype)
+            return value if id(value) in but or not made.isfinite().all() else made
+
+        with _PLAIN():
+            for place, owner in self._owners():
+                for name, variable in _variables(place, owner):
+                    for at, container, items in variable.containers:
+                        for key, value in items.items() if isinstance(items, dict) else enumerate(items):
+                            made = narrowed((*at, key), value)
+                            if made is not value and type(container) not in (tuple, set):
+                                _attempt(container.__setitem__, key, made)  # another thread may have changed it
+                    if (made := narrowed((*place, name), variable.value)) is not variable.value:
+                        _attempt(setattr, owner, name, made)
 
 
-def _dtypes(variables: Iterable[_Variable]) -> Dtypes:
-    with _PLAIN():
-        return {at: tensor.dtype for variable in variables for tensor, at in variable.tensors.values()}
+def _variables(place: Place, owner: Any) -> Iterator[tuple[str, _Variable]]:
+    """Yield the variables of a module or class that may be state, with their names; none with too many entries."""
+    left = [_ENTRIES]
+    for name, value in [*vars(owner).items()]:
+        with suppress(Exception):
+            if name[:2] != "__" and (variable := _looked_at(value, (*place, name), left)):
+                yield name, variable
+
+
+def _looked_at(value: Any, place: Place, left: list[int]) -> _Variable | None:
+    """Read a variable; None if it is no state, or too large. left: [entries that may still be read]; changed."""
+    root = place[0].partition(".")[0]
+    if not (value is None or type(value) in _NUMBERS or isinstance(value, torch.Tensor) or _held(value, root)):
+        return None
+    found, seen, ahead = _Variable(value), set[int](), [(value, place)]
+    while ahead:
+        each, at = ahead.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            found.tensors += [] if hasattr(type(each), "__tensor_flatten__") else [(at, each)]
+        elif held := _held(each, root):
+            if len(held[0]) > left[0]:
+                return None
+            left[0] -= len(held[0])
+            items = dict(held[0]) if isinstance(held[0], dict) else [*held[0]]
+            found.containers.append((at, held[0], items))
+            pairs = items.items() if isinstance(items, dict) else enumerate(items)
+            ahead += [(part, (*at, key)) for key, part in pairs]
+    return found
+
+
+def _held(value: Any, root: str) -> tuple[Any] | None:
+    """Return (container,) or, for an object of the pack's own class, (its attributes,); None for other values."""
+    kind = type(value)
+    if kind in _CONTAINERS:
+        return (value,)
+    if issubclass(kind, torch.nn.Module) or _module_of(kind).partition(".")[0] != root:
+        return None
+    state = object.__getattribute__(value, "__dict__")
+    return (state,) if type(state) is dict else None
 
 
 def _put_back(owner: Any, name: str, before: _Variable, now: _Variable | None) -> None:
     current = vars(owner).get(name, _ABSENT)
     if before.tensors or (now and now.tensors):
-        for container, items, _ in before.held.values():
-            put_back(container, items)
+        for _, container, items in before.containers:
+            if isinstance(container, dict):
+                if [*container] != [*items] or any(container[key] is not items[key] for key in items):
+                    container.clear()
+                    container.update(items)
+            elif [*map(id, container)] != [*map(id, items)]:
+                container.clear()
+                (container.update if type(container) is set else container.extend)(items)
+        for (_, tensor), values in zip(before.tensors, before.values, strict=True):
+            if values is not None and not torch.equal(tensor, values):
+                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                    tensor.copy_(values)
         if current is not before.value:
             setattr(owner, name, before.value)
     elif type(current) in _NUMBERS and type(before.value) in _NUMBERS and current != before.value:
         setattr(owner, name, before.value)
 
 
-def _attempt(do: Callable[..., object], *args: Any, **how: Any) -> None:
+def _attempt(do: Callable[..., object], *args: Any) -> None:
     with suppress(Exception):
-        do(*args, **how)
+        do(*args)

@@ -84,13 +84,19 @@ RENEWED = Message("values left the range that earlier steps had shown: recompute
 PLAN_MISMATCH = Message("the model computed otherwise than in earlier steps: computed again in fp16 with new scales")
 _ERRORS_OF_A_PLAN = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError, ArithmeticError)
 _NEVER_OF_A_PLAN = (torch.OutOfMemoryError, Told)
+
+
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # by position and by name
 
 
-class _Call(NamedTuple):
+class _Inputs(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    before: Snapshot  # of all that the call may change
+
+
+class _Call(NamedTuple):
+    inputs: _Inputs
+    before: Snapshot  # of all that the call may change. No closure holds it: its copies take memory of the device
 
 
 class _BrokenInFp32(RuntimeError):
@@ -157,7 +163,7 @@ class StageGuard:
             except _BrokenInFp32:
                 self._restore(call)
                 if self.renew is None or not self.renew(*args, **kwargs):
-                    raise GuardStopped(self._diagnose(call)) from None
+                    raise GuardStopped(self._diagnose(call.inputs)) from None
             return self._with_new_weights(args, kwargs)
         except BaseException as error:
             call.before.restore()
@@ -166,7 +172,7 @@ class StageGuard:
             raise
 
     def _begun(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        return _Call(args, kwargs, self.snapshot(args, kwargs, self.owner, self._attempt))
+        return _Call(_Inputs(args, kwargs), self.snapshot(args, kwargs, self.owner, self._attempt))
 
     def _with_new_weights(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Repeat a call after its weights were loaded again."""
@@ -176,7 +182,7 @@ class StageGuard:
             output = self._call(call)
         except _BrokenInFp32:
             self._restore(call)
-            raise GuardStopped(self._diagnose(call)) from None
+            raise GuardStopped(self._diagnose(call.inputs)) from None
         last = self.report.steps[-1]
         rerun = last.outcome == "rerun"
         helped = (
@@ -188,10 +194,10 @@ class StageGuard:
     def _call(self, call: _Call, renewed: str = "") -> Any:
         started = time.perf_counter()
         if self._stays_in_fp32:
-            output, made, timestep = self._in_fp32(call)
+            output, made, timestep = self._in_fp32(call.inputs)
             return self._record(output, started, timestep, "fp32", "finite", made, note=STAYS_IN_FP32)
         casts, self._casts = self._casts, IdentityMemo()  # kept only if the call succeeds
-        half_args, half_kwargs, changed = self._half_arguments(call, casts)
+        half_args, half_kwargs, changed = self._half_arguments(call.inputs, casts)
         failed, left, again, output = "", False, False, None
         half, inputs = self.dtype != "fp32", (half_args, half_kwargs)
         with propagate_nonfinite_attention(inputs) if half else tf32_off(self.policy.exact_fp32):
@@ -220,7 +226,7 @@ class StageGuard:
             output, made, _, rerun = self._rerun_in_fp32(call, None, to_blame=True, saturated=False, runs=False)
             note = Message("in {} it raised {}", self.dtype, shown(failed, 200))
             return self._record(output, started, None, "fp32", "rerun", made, note=note, rerun=rerun)
-        at = call.kwargs.get("timestep")
+        at = call.inputs.kwargs.get("timestep")
         given, made, inside, timestep = self._measured(changed, output, self.peak_inside(), at)
         dtype = self.dtype if self._casts_to_half else "fp32"
         outcome, ends = made.outcome(dtype, inside), None
@@ -272,7 +278,7 @@ class StageGuard:
         """Repeat a call in half precision by `do`, if everything can be restored. Returns its result, else None."""
         with call.before.replayed(output) as possible:
             if possible:
-                half_args, half_kwargs, _ = self._half_arguments(call, IdentityMemo())
+                half_args, half_kwargs, _ = self._half_arguments(call.inputs, IdentityMemo())
                 return do(*half_args, **how, **half_kwargs)
         return None
 
@@ -282,7 +288,7 @@ class StageGuard:
         fits: whether the input is finite in half precision.
         may_be_right: the output may be a mask, which only a rerun can show.
         """
-        self._refuse_broken_input(call)
+        self._refuse_broken_input(call.inputs)
         if self.dtype == "fp32":
             raise _BrokenInFp32
         if self.policy.on_failure is OnFailure.STOP and not may_be_right:
@@ -314,11 +320,11 @@ class StageGuard:
         """
         started, finding = time.perf_counter(), None
         learner = self._learner if to_blame and (self._may_learn or not self._failures) else None
-        with extra_peak(self.owner, (call.args, call.kwargs)) as extra_bytes:
+        with extra_peak(self.owner, inputs := call.inputs) as extra_bytes:
             if learner:
-                (output, made, _), finding = learner.watch(lambda: self._in_fp32(call))
+                (output, made, _), finding = learner.watch(lambda: self._in_fp32(inputs))
             else:
-                output, made, _ = self._in_fp32(call)
+                output, made, _ = self._in_fp32(inputs)
         if self._extremes.learn(ends, output):
             right = OverflowDiagnosis("fp32 has the same at the same places, so it is right from the next call on")
             return output, made, right, Rerun("", None, "", time.perf_counter() - started, extra_bytes())
@@ -342,16 +348,16 @@ class StageGuard:
         self.report.add(record)
         return output
 
-    def _in_fp32(self, call: _Call) -> tuple[Any, Range, float | None]:
+    def _in_fp32(self, inputs: _Inputs) -> tuple[Any, Range, float | None]:
         """Make the call in fp32. Returns its output, the output's range and the timestep.
 
         Raises _BrokenInFp32 where the output is non-finite in fp32 too.
         """
-        own_args, own_kwargs = self._float32_arguments(call)
+        own_args, own_kwargs = self._float32_arguments(inputs)
         output = run_in_fp32(self.rerun, *own_args, tf32=self.tf32, **own_kwargs)
-        _, made, _, timestep = self._measured((), output, timestep=call.kwargs.get("timestep"))
+        _, made, _, timestep = self._measured((), output, timestep=inputs.kwargs.get("timestep"))
         if not made.finite and not self._is_mask(output):
-            self._refuse_broken_input(call)
+            self._refuse_broken_input(inputs)
             raise _BrokenInFp32
         return output, made, timestep
 
@@ -415,14 +421,14 @@ class StageGuard:
         return Message("{}, call {}", self.stage.replace("_", " "), self._step + 1)
 
     def _half_arguments(
-        self, call: _Call, known: IdentityMemo
+        self, inputs: _Inputs, known: IdentityMemo
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
         """Return the arguments of an attempt, and the tensors that were cast, which have to be checked.
 
         known: earlier casts of constant arguments, which were checked before.
         """
         if not self._casts_to_half:
-            return *self._float32_arguments(call), []
+            return *self._float32_arguments(inputs), []
         target = DTYPES[self.dtype]
         changed: list[torch.Tensor] = []
 
@@ -430,14 +436,14 @@ class StageGuard:
             changed.append(value.to(target))
             return changed[-1]
 
-        return *self._cast(call, lambda value, once: known.of(value, narrowed) if once else narrowed(value)), changed
+        return *self._cast(inputs, lambda value, once: known.of(value, narrowed) if once else narrowed(value)), changed
 
-    def _float32_arguments(self, call: _Call) -> _Arguments:
+    def _float32_arguments(self, inputs: _Inputs) -> _Arguments:
         """Return the arguments of a call in float32: a copy of each tensor that half precision would cast, so that
         neither call writes to the caller's tensors."""
-        return self._cast(call, lambda value, _once: value.clone())
+        return self._cast(inputs, lambda value, _once: value.clone())
 
-    def _cast(self, call: _Call, change: Callable[[torch.Tensor, bool], torch.Tensor]) -> _Arguments:
+    def _cast(self, inputs: _Inputs, change: Callable[[torch.Tensor, bool], torch.Tensor]) -> _Arguments:
         """Return the arguments with `change` applied to activations that are not in the plan's dtype. `change` also
         gets whether a tensor is constant."""
         target = DTYPES[self.dtype]
@@ -446,14 +452,14 @@ class StageGuard:
             fits = not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == target
             return value if fits else change(value, once)
 
-        return tuple(map(cast, call.args)), {
+        return tuple(map(cast, inputs.args)), {
             name: pytree.tree_map(partial(cast, once=name in self.constant), value) if name in self.inputs else value
-            for name, value in call.kwargs.items()
+            for name, value in inputs.kwargs.items()
         }
 
-    def _refuse_broken_input(self, call: _Call) -> None:
-        named = {f"argument {i + 1}": value for i, value in enumerate(call.args)}
-        named |= {name: call.kwargs.get(name) for name in self.inputs}
+    def _refuse_broken_input(self, inputs: _Inputs) -> None:
+        named = {f"argument {i + 1}": value for i, value in enumerate(inputs.args)}
+        named |= {name: inputs.kwargs.get(name) for name in self.inputs}
         for name, value in named.items():
             broken = sum(non_finite(t) for t in floating(value))
             if broken:
@@ -475,7 +481,7 @@ class StageGuard:
                     broken,
                 )
 
-    def _diagnose(self, call: _Call) -> str:
+    def _diagnose(self, inputs: _Inputs) -> str:
         found = Message("{}: the output is NaN or infinite in fp32 too", self._call_name())
         owner = self.owner
         if not isinstance(owner, torch.nn.Module):
@@ -487,7 +493,7 @@ class StageGuard:
                 found,
                 *weight,
             )
-        run = partial(run_in_fp32, self.rerun, *call.args, **call.kwargs)
+        run = partial(run_in_fp32, self.rerun, *inputs.args, **inputs.kwargs)
         module = first_broken(owner, run, agree=self.agree) or type(owner).__name__
         return Message(
             "{}, first in '{}'. Its weights and inputs are finite: try another seed or guidance scale.", found, module

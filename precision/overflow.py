@@ -251,14 +251,14 @@ class ClipDetector(TraceableMode):
             self._record_clip(given, args[2] if len(args) > 2 else kwargs.get("max"), low)
         elif name in _CLAMP_MAX:
             self._record_clip(given, args[1] if len(args) > 1 else kwargs.get("max"))
-        elif name == "hardtanh":
+        elif func is torch.nn.functional.hardtanh:
             self._record_clip(given, args[2] if len(args) > 2 else kwargs.get("max_val", 1.0))
         elif name in _MINIMUM:
             other = args[1] if len(args) > 1 else kwargs.get("other")
             self._record_clip(given, other)
             if isinstance(other, torch.Tensor) and other.numel() > 1:
                 self._record_clip(other, given)
-        elif name == "normalize":
+        elif func is torch.nn.functional.normalize:
             self._record_norm(*args, **kwargs)
         elif name in _RSQRT or _is_one_over(name, args, kwargs):
             self._record_divisor(given)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -36,11 +36,10 @@ _TORCH = frozenset(vars(torch.nn.Module()))  # torch.nn.Module's own attributes:
 _ABSENT: Any = object()
 _AS_IT_IS = torch._C.DisableTorchFunction  # leaves the fp32 rerun's mode, in which half tensors look like float32
 Path = tuple[Any, ...]  # the number of a root, then keys and attribute names
-Dtypes = dict[Path, torch.dtype]  # where tensors are, and of which dtype
 _Look = Callable[[Any, Any, Path], Iterable[tuple[Any, Any]]]
 
 
-class Held(NamedTuple):
+class _Held(NamedTuple):
     """A container and its items: by key, by attribute name, or in order."""
 
     container: Any
@@ -49,18 +48,18 @@ class Held(NamedTuple):
 
 
 @dataclass
-class Reachable:
+class _Reachable:
     """All mutable objects that can be reached from some roots."""
 
     opaque: tuple[str, ...]
     on_meta: bool = False  # whether tensors on "meta" count too
     functions: list[tuple[Any, Path]] | None = None  # functions found, to be walked later; None: functions are skipped
     _in_functions: bool = False
-    held: dict[int, Held] = field(default_factory=dict)
+    held: dict[int, _Held] = field(default_factory=dict)
     tensors: dict[int, tuple[torch.Tensor, Path]] = field(default_factory=dict)
     generators: dict[int, Any] = field(default_factory=dict)
     _kinds: dict[type, _Look | None] = field(default_factory=dict)  # unbound methods: a cycle would keep all alive
-    left: int = _ENTRIES
+    _left: int = _ENTRIES
 
     def walk(self, roots: Iterable[Any]) -> None:
         """Visit all that can be reached from the roots without passing through functions."""
@@ -76,29 +75,40 @@ class Reachable:
         while ahead:
             value, path = ahead.pop()
             kind = type(value)
-            look = self._kinds[kind] if kind in self._kinds else self._kinds.setdefault(kind, self._looked_at(kind))
+            look = self._kinds[kind] if kind in self._kinds else self._kinds.setdefault(kind, self._visitor_of(kind))
             if look is None or id(value) in self.held or id(value) in self.tensors:
                 continue
             for key, inside in look(self, value, path):
                 if self._kinds.get(type(inside), _ABSENT) is not None:
                     ahead.append((inside, (*path, key)))
 
-    def _looked_at(self, kind: type) -> _Look | None:
+    def _visitor_of(self, kind: type) -> _Look | None:
         """Return the method that visits values of a class; None if they cannot change, or are no state of a call."""
         if self.functions is not None and kind in _IN_FUNCTIONS:
             return _IN_FUNCTIONS[kind]
-        for kinds, look in _LOOKS:
-            if issubclass(kind, kinds):
-                return look
+        if issubclass(kind, _LEAVES):
+            return None
+        if issubclass(kind, torch.Tensor):
+            return None if hasattr(kind, "__tensor_flatten__") else _Reachable._tensor  # of those, only weights
+        if issubclass(kind, torch.nn.Module):
+            return _Reachable._module
+        if issubclass(kind, (torch.Generator, random.Random)):
+            return _Reachable._generator
+        if issubclass(kind, dict):
+            return _Reachable._dict
+        if issubclass(kind, (list, deque, set, bytearray)):
+            return _Reachable._items
+        if issubclass(kind, (tuple, frozenset)):
+            return lambda _found, value, _path: enumerate(value)
+        if issubclass(kind, partial):
+            return lambda _found, value, _path: enumerate((value.func, value.args, value.keywords))
         if f"{kind.__module__}.".startswith(_FOREIGN):
             return None
         if any(f"{each.__module__}.".startswith(self.opaque) for each in kind.__mro__):  # another pack's class, too
             return None
-        return Reachable._object
+        return _Reachable._object
 
     def _tensor(self, value: torch.Tensor, path: Path) -> Iterable[tuple[Any, Any]]:
-        if hasattr(type(value), "__tensor_flatten__"):
-            return ()  # of those, only weights
         if (value.device.type != "meta" or self.on_meta) and value.layout is torch.strided:
             self.tensors[id(value)] = value, path
         return ()
@@ -108,18 +118,18 @@ class Reachable:
         return ()
 
     def _function(self, value: Any, path: Path) -> Iterable[tuple[Any, Any]]:
-        if f"{value.__module__}.".startswith((*_FOREIGN, *self.opaque)) or self._put_off(value, path):
+        if f"{value.__module__}.".startswith((*_FOREIGN, *self.opaque)) or self._defer(value, path):
             return ()
         return zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
 
     def _method(self, value: Any, path: Path) -> Iterable[tuple[Any, Any]]:
         of = value.__self__
-        if not self._put_off(value, path):
+        if not self._defer(value, path):
             yield "function", value.__func__
             if not isinstance(of, torch.nn.Module):  # a network is a root of its own
                 yield "self", of
 
-    def _put_off(self, function: Any, path: Path) -> bool:
+    def _defer(self, function: Any, path: Path) -> bool:
         if not self._in_functions and self.functions is not None:
             self.functions.append((function, path))
         return not self._in_functions
@@ -131,6 +141,12 @@ class Reachable:
             held = {}
         inside = self._hold(value, held, path)
         return () if isinstance(held.get(_CONTENTS), torch.nn.Module) else inside
+
+    def _dict(self, value: dict[Any, Any], path: Path) -> Iterable[tuple[Any, Any]]:
+        return self._hold(value, dict(value), path)
+
+    def _items(self, value: Any, path: Path) -> Iterable[tuple[Any, Any]]:
+        return self._hold(value, [*value], path)
 
     def _object(self, value: Any, path: Path) -> Iterable[tuple[Any, Any]]:
         names = (name for name in _slots(type(value)) if hasattr(value, name))
@@ -144,38 +160,32 @@ class Reachable:
         """Visit a module. PyTorch's and opaque layers without children and buffers, most of a network, hold no
         state."""
         children, buffers, kind = value._modules, value._buffers, type(value)
-        below = len(path) > 1 and kind is not torch.nn.Module and not children and not buffers
-        if below and f"{kind.__module__}.".startswith((*_FOREIGN, *self.opaque)):
-            self.held[id(value)] = Held(None, [], path)
+        foreign = (
+            len(path) > 1
+            and kind is not torch.nn.Module
+            and f"{kind.__module__}.".startswith((*_FOREIGN, *self.opaque))
+        )
+        if foreign and not children and not buffers:
+            self.held[id(value)] = _Held(None, [], path)
             return
         yield from self._hold(value, _own(vars(value)), path)
         yield from self._hold(buffers, dict(buffers), path)
         yield from children.items()
 
     def _hold(self, container: Any, items: Any, path: Path) -> Iterable[tuple[Any, Any]]:
-        if len(items) > self.left or id(container) in self.held:
+        if len(items) > self._left or id(container) in self.held:
             return ()
-        self.left -= len(items)
-        self.held[id(container)] = Held(container, items, path)
+        self._left -= len(items)
+        self.held[id(container)] = _Held(container, items, path)
         return items.items() if isinstance(items, dict) else enumerate(items)
 
 
 _CONTENTS = "cell_contents"
 _IN_FUNCTIONS: dict[type, _Look] = {
-    types.FunctionType: Reachable._function,
-    types.MethodType: Reachable._method,
-    types.CellType: Reachable._cell,
+    types.FunctionType: _Reachable._function,
+    types.MethodType: _Reachable._method,
+    types.CellType: _Reachable._cell,
 }
-_LOOKS: tuple[tuple[Any, _Look | None], ...] = (
-    (_LEAVES, None),
-    (torch.Tensor, Reachable._tensor),
-    (torch.nn.Module, Reachable._module),
-    ((torch.Generator, random.Random), Reachable._generator),
-    (dict, lambda found, value, path: found._hold(value, dict(value), path)),
-    ((list, deque, set, bytearray), lambda found, value, path: found._hold(value, [*value], path)),
-    ((tuple, frozenset), lambda _found, value, _path: enumerate(value)),
-    (partial, lambda _found, value, _path: enumerate((value.func, value.args, value.keywords))),
-)
 
 
 class _Copy(NamedTuple):
@@ -201,19 +211,19 @@ class Snapshot:
     def __init__(
         self, *roots: Any, opaque: tuple[str, ...] = (), rewritten: Iterable[Any] = (), in_functions: bool = False
     ):
-        found = Reachable(opaque, functions=[] if in_functions else None)
+        found = _Reachable(opaque, functions=[] if in_functions else None)
         with _AS_IT_IS():
             found.walk(rewritten)
             left_out = {*found.tensors}
             found.walk(roots)
             given = [found.tensors[each] for each in found.tensors if each not in left_out]
-            self._tensors = [*copied(given, COPIED)]
+            self._tensors = [*_copy_tensors(given, COPIED)]
             left_out |= {*found.tensors}
             found.walk_functions()
             in_them = [found.tensors[each] for each in found.tensors if each not in left_out]
-            self._tensors += copied(in_them, _COPIED_IN_FUNCTIONS, only_what_fits=True)
+            self._tensors += _copy_tensors(in_them, _COPIED_IN_FUNCTIONS, only_what_fits=True)
         self._held = [held for held in found.held.values() if held.container is not None]
-        self._random = _random_state(found.generators.values(), {copy.alias.device for copy in self._tensors})
+        self._random = _RandomState(found.generators.values(), {copy.alias.device for copy in self._tensors})
         self._roots, self._rewritten = roots, tuple(rewritten)
         self._opaque, self._in_functions = opaque, in_functions
 
@@ -231,19 +241,20 @@ class Snapshot:
         """
         with _AS_IT_IS():
             for container, items, _ in self._held:
-                put_back(container, items)
-            lost = [".".join(map(str, copy.path[1:])) for copy in self._tensors if not restored(copy, waits)]
-        for put_back_state in self._random:
-            put_back_state()
+                _put_back(container, items)
+            lost = [".".join(map(str, copy.path[1:])) for copy in self._tensors if not _restore(copy, waits)]
+        self._random.restore()
         return lost[0] if lost else ""
 
     def first_nan(self) -> str:
         """Return the name of a tensor that held NaN; "" if none did."""
         with _AS_IT_IS():
             for _, _, held, _, path in self._tensors:  # None: too large to be copied
-                if held is None or not held.is_floating_point():
-                    continue
-                if (held.float() if held.itemsize < 2 else held).isnan().any():
+                if (
+                    held is not None
+                    and held.is_floating_point()
+                    and (held.float() if held.itemsize < 2 else held).isnan().any()
+                ):
                     return ".".join(map(str, path[1:]))
         return ""
 
@@ -267,12 +278,13 @@ class Snapshot:
             after.restore()
 
     @property
-    def dtypes(self) -> Dtypes:
-        """Those that were."""
+    def dtypes(self) -> dict[Path, torch.dtype]:
+        """The dtype of each tensor, by its path, when the snapshot was taken."""
         with _AS_IT_IS():
             return {copy.path: copy.alias.dtype for copy in self._tensors}
 
-    def dtypes_now(self) -> Dtypes:
+    def dtypes_now(self) -> dict[Path, torch.dtype]:
+        """Return the present dtype of each tensor, by its path."""
         with _AS_IT_IS():
             return {path: tensor.dtype for tensor, path in self._now().tensors.values()}
 
@@ -280,7 +292,9 @@ class Snapshot:
         """Return the ids of the snapshot's tensors."""
         return {id(copy.tensor) for copy in self._tensors}
 
-    def cast_to_half(self, dtypes: Dtypes, otherwise: torch.dtype | None = None, but: Collection[int] = ()) -> None:
+    def cast_to_half(
+        self, dtypes: dict[Path, torch.dtype], otherwise: torch.dtype | None = None, but: Collection[int] = ()
+    ) -> None:
         """Cast float32 tensors that an fp32 call left to the dtype that a half-precision call leaves, if they fit.
 
         dtypes: of the tensors that such a call left, by path.
@@ -288,31 +302,44 @@ class Snapshot:
         but: ids of tensors to keep.
         """
         with _AS_IT_IS():
-            for held in self._now().held.values():
-                narrow_held(held, dtypes, otherwise, but)
+            for container, items, path in self._now().held.values():
+                for key, value in items.items() if isinstance(items, dict) else enumerate(items):
+                    if (narrowed := _cast_to_half(value, (*path, key), dtypes, otherwise, but)) is value:
+                        continue
+                    if isinstance(container, (dict, list, deque)):
+                        container[key] = narrowed
+                    elif isinstance(container, types.CellType):
+                        container.cell_contents = narrowed
+                    elif not isinstance(container, set):
+                        object.__setattr__(container, str(key), narrowed)
 
-    def _now(self) -> Reachable:
-        found = Reachable(self._opaque, functions=[] if self._in_functions else None)
+    def _now(self) -> _Reachable:
+        found = _Reachable(self._opaque, functions=[] if self._in_functions else None)
         found.walk((*self._roots, *self._rewritten))
         found.walk_functions()
         return found
 
 
-def _random_state(generators: Iterable[Any], devices: Iterable[torch.device]) -> list[Callable[[], Any]]:
-    """Return what puts back the state of each generator that a call may draw from: PyTorch's, Python's and NumPy's, and
-    those in reach."""
-    pairs: list[tuple[Any, Any]] = [(random.getstate, random.setstate), (torch.get_rng_state, torch.set_rng_state)]
-    if numpy := sys.modules.get("numpy.random"):
-        pairs.append((numpy.get_state, numpy.set_state))
-    for device in devices:
-        its: Any = torch.get_device_module(device) if device.type != "cpu" else None
-        if hasattr(its, "get_rng_state"):
-            where = {} if device.type == "mps" else {"device": device}
-            pairs.append((partial(its.get_rng_state, **where), partial(its.set_rng_state, **where)))
-    for each in generators:
-        python = isinstance(each, random.Random)
-        pairs.append((each.getstate, each.setstate) if python else (each.get_state, each.set_state))
-    return [partial(put, get()) for get, put in pairs]
+class _RandomState:
+    """The state of all random generators that a call may use: PyTorch's, Python's, NumPy's, and those it can reach."""
+
+    def __init__(self, generators: Iterable[Any], devices: Iterable[torch.device]):
+        pairs: list[tuple[Any, Any]] = [(random.getstate, random.setstate), (torch.get_rng_state, torch.set_rng_state)]
+        if numpy := sys.modules.get("numpy.random"):
+            pairs.append((numpy.get_state, numpy.set_state))
+        for device in devices:
+            its: Any = torch.get_device_module(device) if device.type != "cpu" else None
+            if hasattr(its, "get_rng_state"):
+                where = {} if device.type == "mps" else {"device": device}
+                pairs.append((partial(its.get_rng_state, **where), partial(its.set_rng_state, **where)))
+        for each in generators:
+            python = isinstance(each, random.Random)
+            pairs.append((each.getstate, each.setstate) if python else (each.get_state, each.set_state))
+        self._states = [(put, get()) for get, put in pairs]
+
+    def restore(self) -> None:
+        for put, before in self._states:
+            put(before)
 
 
 def _own(state: dict[str, Any]) -> dict[str, Any]:
@@ -331,7 +358,7 @@ def _slots(kind: type) -> list[str]:
     return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
-def copied(
+def _copy_tensors(
     entries: Iterable[tuple[torch.Tensor, Path]], left: int, *, only_what_fits: bool = False
 ) -> Generator[_Copy]:
     for tensor, path in entries:
@@ -347,10 +374,10 @@ def copied(
 
 def copies(*roots: Any) -> list[torch.Tensor]:
     """Return the copies that a Snapshot of the roots makes, for tensors on "meta" too."""
-    found = Reachable((), on_meta=True)
+    found = _Reachable((), on_meta=True)
     with _AS_IT_IS():
         found.walk(roots)
-        return [copy.values for copy in copied(found.tensors.values(), COPIED) if copy.values is not None]
+        return [copy.values for copy in _copy_tensors(found.tensors.values(), COPIED) if copy.values is not None]
 
 
 def _distinct(tensor: torch.Tensor) -> torch.Tensor:
@@ -374,7 +401,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.itemsize])
 
 
-def restored(copy: _Copy, waits: bool) -> bool:
+def _restore(copy: _Copy, waits: bool) -> bool:
     """Restore a tensor. Returns whether that was possible: without a copy, only if it did not change."""
     tensor, alias, values, mark, _ = copy
     if values is None:
@@ -396,7 +423,7 @@ def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     return looks[0] == looks[1]
 
 
-def put_back(container: Any, items: Any) -> None:
+def _put_back(container: Any, items: Any) -> None:
     if isinstance(container, types.CellType):
         _put_back_cell(container, items)
     elif isinstance(container, torch.nn.Module):
@@ -432,30 +459,20 @@ def _put_back_cell(cell: types.CellType, items: dict[str, Any]) -> None:
 
 
 def _put_back_names(state: dict[Any, Any], now: dict[Any, Any], items: dict[Any, Any]) -> None:
+    # the class's own, since a subclass may forbid it
+    delete: Any = OrderedDict.__delitem__ if isinstance(state, OrderedDict) else dict.__delitem__
     for added in now.keys() - items.keys():
-        dict.__delitem__(state, added)  # a subclass may forbid it
+        delete(state, added)
     for name, value in items.items():
         if state.get(name, _ABSENT) is not value:
             state[name] = value
 
 
-def narrow_held(held: Held, dtypes: Dtypes, otherwise: torch.dtype | None, but: Collection[int]) -> None:
-    """Bring the tensors that a container holds to half precision, as Snapshot.cast_to_half has it."""
-    container, items, path = held
-    for key, value in items.items() if isinstance(items, dict) else enumerate(items):
-        if (made := narrowed(value, (*path, key), dtypes, otherwise, but)) is value:
-            continue
-        if isinstance(container, (dict, list, deque)):
-            container[key] = made
-        elif isinstance(container, types.CellType):
-            container.cell_contents = made
-        elif not isinstance(container, set):
-            object.__setattr__(container, str(key), made)
-
-
-def narrowed(value: Any, path: Path, dtypes: Dtypes, otherwise: torch.dtype | None, but: Collection[int]) -> Any:
+def _cast_to_half(
+    value: Any, path: Path, dtypes: dict[Path, torch.dtype], otherwise: torch.dtype | None, but: Collection[int]
+) -> Any:
     if isinstance(value, tuple):
-        made = [narrowed(each, (*path, at), dtypes, otherwise, but) for at, each in enumerate(value)]
+        made = [_cast_to_half(each, (*path, at), dtypes, otherwise, but) for at, each in enumerate(value)]
         if all(new is old for new, old in zip(made, value, strict=True)):
             return value
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
@@ -464,8 +481,8 @@ def narrowed(value: Any, path: Path, dtypes: Dtypes, otherwise: torch.dtype | No
         return value
     if id(value) in but:
         return value
-    half = value.to(dtype)
-    return half if torch.isfinite(half).all() else value
+    narrowed = value.to(dtype)
+    return narrowed if torch.isfinite(narrowed).all() else value
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -102,7 +102,7 @@ def test_what_a_rerun_leaves_is_narrowed_where_half_precision_left_it_so(dtypes:
     it.made, it.Kept.made, it.cache["new"] = torch.ones(2), torch.ones(2), [torch.ones(2), torch.full((2,), 1e6)]
     it.cache["one"] = torch.ones(2)
     known = before.dtypes_now() if dtypes else {}
-    PackVariables([it]).narrow(known, otherwise, before.holds())
+    PackVariables([it]).narrow(known, otherwise, before.tensors)
     expected = torch.float16 if otherwise and not dtypes else torch.float32
     assert {it.made.dtype, it.Kept.made.dtype, it.cache["new"][0].dtype, it.cache["one"].dtype} == {expected}
     assert it.cache["new"][1].dtype is it.cache["last"].dtype is torch.float32, "beyond fp16, and there before"

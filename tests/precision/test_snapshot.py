@@ -7,7 +7,7 @@ import copy
 import gc
 import random
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -62,6 +62,7 @@ class Remembers(nn.Module):
         self.inner.seen = []
         self.calls, self.cached = 0, None
         self.kept: Any = {"sum": torch.zeros(2, 4), "nested": [{"n": 0}], "set": set(), "queue": deque(maxlen=2)}
+        self.kept["ordered"] = OrderedDict(first=0)
         self.cache, self.slots = Cache(), InSlots()
         self.generator = torch.Generator().manual_seed(3)
         self.python = random.Random(3)
@@ -108,7 +109,9 @@ def containers(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
     self.kept["nested"][0]["n"] += 1
     self.kept["set"].add(len(self.kept["set"]))
     self.kept["queue"].append(self.calls)
-    return x * self.kept["nested"][0]["n"] * len(self.kept["set"]) * len(self.kept["queue"]) + self.kept["sum"]
+    self.kept["ordered"][self.calls, len(self.kept["ordered"])] = 1
+    times = self.kept["nested"][0]["n"] * len(self.kept["set"]) * len(self.kept["queue"])
+    return x * times * len([*self.kept["ordered"]]) + self.kept["sum"]
 
 
 def in_float(drawn: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -153,7 +156,7 @@ def latents(scale: float = 100.0) -> torch.Tensor:
 
 def state(module: Any, arguments: Any) -> Any:
     """All that a call may have changed, as values."""
-    kept = {**module.kept, "queue": [*module.kept["queue"]]}
+    kept = {**module.kept, "queue": [[*module.kept["queue"]], [*module.kept["ordered"].items()]]}
     tensors = [module.total, module.kept["sum"], module.cached, getattr(module, "pair", None), module.cache.layers]
     tensors += [module._buffers, module.slots._InSlots__secret, module.slots.made, module.inner.seen, arguments]
     plain = [module.calls, kept["nested"], kept["set"], kept["queue"], vars(module.inner).get("late")]
@@ -330,7 +333,7 @@ def test_what_functions_and_methods_keep_is_put_back_where_they_are_looked_into(
 
 
 def test_a_container_that_is_too_large_to_be_looked_at_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comfyui_onediff_guard.precision.snapshot.Reachable.left", 50)
+    monkeypatch.setattr("comfyui_onediff_guard.precision.snapshot._Reachable._left", 50)
     large, small = {number: number for number in range(100)}, {"a": 1}
     before = Snapshot(large, small)
     small["a"] = 2

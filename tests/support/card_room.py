@@ -93,6 +93,11 @@ class Room:
         with mock.patch.object(StageGuard, "__call__", guarded):
             yield
 
+    def close(self) -> None:
+        if self._store:
+            self._store.empty()
+        stores._STORES.clear()
+
     def taken_by(self, run: Callable[[], Any]) -> tuple[Any, int]:
         """What it gives, and the most that was there at once beside what was there before."""
         _settle()

@@ -43,3 +43,4 @@ def room(card: Any) -> Generator[Any]:
     found = Room(card)
     with found.calls_watched():
         yield found
+    found.close()

@@ -134,7 +134,7 @@ def test_room_is_asked_for_what_comes_not_for_the_whole(room: Room, monkeypatch:
     _, report = sampled(handle, "2b")
     weights = handle.store.components["transformer"].offloaded
     assert weights
-    total = sum(tensor.nbytes for tensor in tensors_of(weights.component))
+    total = sum(tensor.nbytes for tensor in tensors_of(weights.made_for[0]))
     assert asked.count(weights.most_bytes) == 1 and total not in asked
     assert report.memory.weights == weights.most_bytes < total
 

@@ -130,7 +130,7 @@ def test_each_is_copied_from_where_it_is_and_page_locked_again_after_it_rested(c
         assert not runtime.registered, "at rest"
         offloaded = handle.store.components["transformer"].offloaded
         assert offloaded
-        at.append([tensor.data_ptr() for tensor in tensors_of(offloaded.component)])
+        at.append([tensor.data_ptr() for tensor in tensors_of(offloaded.made_for[0])])
     assert at[0] == at[1]
 
 
