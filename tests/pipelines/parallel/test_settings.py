@@ -37,7 +37,7 @@ def cases(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
             found[f"{model} with offload {offload}"] = case(model, folder, offload=offload)
         found[f"{model} with a step cache"] = case(model, folder, cache=True, steps=CACHED)
         if model in WITH_LORA:
-            lora = train_lora(tmp_path_factory.mktemp(model), folder, ["to_q", "to_out.0"])
+            lora = train_lora(tmp_path_factory.mktemp(model), folder, layers=("to_q", "to_out.0"))
             found[f"{model} with a LoRA"] = case(model, folder, lora=lora.path)
     without = [words for words in found if words.startswith(("5b", "wan"))]
     return found | {f"{words}, without guidance": replace(found[words], guidance=1.0) for words in without}
