@@ -52,13 +52,13 @@ class Apart(group_offloading.ModuleGroup):
 def weights_apart() -> Iterator[None]:
     """Inside, what an offload in parts does not bring is not there."""
     gc.collect()
-    reaches = scaled_products.reaches
+    bounds = scaled_products.output_bounds
     with ExitStack() as held:
         held.enter_context(mock.patch.object(group_offloading, "ModuleGroup", Apart))
         for module in (handles, offloading, stores):
             held.enter_context(mock.patch.object(module, "brings_parts_to", return_value=True))
         Apart.here, Apart.at_rest = set(), {}
-        at_rest = lambda weight: reaches(Apart.at_rest.get(weight, weight))  # noqa: E731
-        held.enter_context(mock.patch.object(scaled_products, "reaches", at_rest))  # once, in main memory
+        at_rest = lambda weight: bounds(Apart.at_rest.get(weight, weight))  # noqa: E731
+        held.enter_context(mock.patch.object(scaled_products, "output_bounds", at_rest))  # once, in main memory
         yield
     Apart.here, Apart.at_rest = set(), {}
