@@ -237,7 +237,7 @@ def _kept(variable: str, what: str) -> Path:
     return Path.home() / ".onediff-guard" / what
 
 
-profiles_directory = partial(_kept, PROFILES_VARIABLE, "profiles")  # of what runs taught
+profiles_directory = partial(_kept, PROFILES_VARIABLE, "profiles")  # of precision overrides
 compiled_directory = partial(_kept, COMPILED_VARIABLE, "compiled")
 selftest_directory = partial(_kept, SELFTEST_VARIABLE, "selftest")
 

@@ -1,4 +1,4 @@
-"""Precision overrides: what failures taught about a module, the diagnosis of a failing call, the escalation that
+"""Precision overrides: what a module needs after failures, the diagnosis of a failing call, the escalation that
 follows, and the profile that keeps it for later runs. Pure data, without torch: decided from measured peaks."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_FP16_ERROR = 0.005
 
 @dataclass(frozen=True)
 class PrecisionOverrides:
-    """What failures taught about a module in one half-precision dtype."""
+    """What a module needs after failures, in one half-precision dtype."""
 
     whole_run_fp32: bool = False  # half precision is not tried any more
     all_layers_scaled: bool = False  # every layer of the module is scaled

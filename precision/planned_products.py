@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -94,8 +93,6 @@ class _Fp16Input:
 class LayerTrackingMode(ScaledHalfMatmulMode):
     """Tracks which layer a call belongs to: by its weight, or by the layer that a weight was last cast for."""
 
-    _rollback_names: tuple[str, ...] = ("position",)
-
     def __init__(self, kernel_of: KernelOf = no_kernel):
         super().__init__(FP16, kernel_of)
         self._cast_layer: Any = None
@@ -126,9 +123,13 @@ class LayerTrackingMode(ScaledHalfMatmulMode):
         self.on_layer_end(*self.position)
 
     def rollback_point(self) -> Callable[[], None]:
-        """Return what takes back, once, all that is noted from here on."""
-        before = {name: copy(vars(self)[name]) for name in self._rollback_names}
-        return lambda: vars(self).update(before)
+        """Return a function that undoes, once, all that is recorded from here on."""
+        position = self.position
+
+        def back() -> None:
+            self.position = position
+
+        return back
 
     def clear(self) -> None:
         """Drop all references to the call's tensors."""
@@ -153,7 +154,6 @@ class PlannedMode(LayerTrackingMode):
     """Computes each layer as its plan says."""
 
     is_first = False
-    _noted = (*LayerTrackingMode._rollback_names, "_mismatch", "_underflows", "_row_peaks", "_gate_peaks", "_extremes")
 
     def __init__(self, plan: dict[Key, Scale], pattern: CallPattern, kernel_of: KernelOf = no_kernel):
         super().__init__(kernel_of)
@@ -186,6 +186,17 @@ class PlannedMode(LayerTrackingMode):
         super().end()
         if self._mismatch:
             raise PlanMismatch(self._mismatch)
+
+    def rollback_point(self) -> Callable[[], None]:
+        above, mismatch = super().rollback_point(), self._mismatch
+        checks = [*self._underflows], [*self._row_peaks], [*self._gate_peaks], [*self._extremes]
+
+        def back() -> None:
+            above()
+            self._mismatch = mismatch
+            self._underflows, self._row_peaks, self._gate_peaks, self._extremes = checks
+
+        return back
 
     def clear(self) -> None:
         self._mismatch = ""

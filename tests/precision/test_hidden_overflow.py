@@ -140,3 +140,28 @@ HIDES: dict[str, Callable[[torch.Tensor], Any]] = {  # beside what the functions
 @pytest.mark.parametrize("hides", HIDES.values(), ids=HIDES)
 def test_what_hides_an_infinity_is_looked_at(hides: Callable[[torch.Tensor], Any]) -> None:
     assert is_noticed(lambda x: hides(x), lambda x: (x,), torch.where(LEFT, math.inf, VALUES))
+
+
+UNDONE: dict[str, Callable[[PlannedMode, torch.Tensor], object]] = {
+    "an infinity that a function hides": lambda _, x: torch.reciprocal(x / 0),
+    "a row that is too small for fp16": lambda mode, x: mode._record_rows(x * 2.0**-20),
+    "a gate that is too small for fp16": lambda mode, x: mode._record_gated_rows(x * 0),
+    "a constant scale that underflowed": lambda mode, _: mode._underflows.append(torch.tensor(True)),
+    "a call that the plan does not cover": lambda mode, _: mode._mismatch_error("another call"),
+    "a position": lambda mode, _: mode.next_key(torch.add),
+}
+
+
+@pytest.mark.parametrize("undone", [True, False])
+@pytest.mark.parametrize("do", UNDONE.values(), ids=UNDONE)
+def test_what_is_taken_back_leaves_no_check(do: Callable[[PlannedMode, torch.Tensor], object], undone: bool) -> None:
+    """As of another pack's attention, which is tried and left out."""
+    mode, x = PlannedMode({}, CallPattern(writes=True)), torch.ones(2, 4)
+    mode.begin(x)
+    back, before = mode.rollback_point(), mode.position
+    with mode:
+        do(mode, x)
+    if undone:
+        back()
+    passed = mode.nan_if_failed(torch.ones(3)).isfinite().all() and not mode._mismatch and mode.position == before
+    assert bool(passed) is undone
