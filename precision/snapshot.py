@@ -109,7 +109,9 @@ class _Reachable:
         return _Reachable._object
 
     def _tensor(self, value: torch.Tensor, path: Path) -> Iterable[tuple[Any, Any]]:
-        if (value.device.type != "meta" or self.on_meta) and value.layout is torch.strided:
+        # others cannot be copied: sparse and nested tensors, and PyTorch's own quantised kinds, which are weights
+        strided = value.layout is torch.strided and not value.is_nested and not value.is_quantized
+        if strided and (value.device.type != "meta" or self.on_meta):
             self.tensors[id(value)] = value, path
         return ()
 
@@ -397,6 +399,7 @@ def _mark(tensor: torch.Tensor) -> Any:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bits as integers, so that NaN equals itself."""
+    tensor = tensor.resolve_conj().resolve_neg()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor.view(_BITS[tensor.itemsize])
 

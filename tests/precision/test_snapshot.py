@@ -249,6 +249,30 @@ def test_what_changed_is_put_back_without_waiting_for_the_device(write: Any, inf
         assert +reads.reads, "which it does by default"
 
 
+KINDS: dict[str, Callable[[], torch.Tensor]] = {
+    "conjugated": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.ones(2, dtype=torch.complex64).conj().imag,
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+    "quantised by channel": lambda: torch.quantize_per_channel(
+        torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint8
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's own quantised kinds are deprecated
+@pytest.mark.parametrize("kind", KINDS)
+def test_snapshot_takes_every_kind_of_tensor(kind: str) -> None:
+    kept = {"kind": KINDS[kind](), "plain": torch.ones(2)}
+    found = Snapshot(kept)
+    if kept["kind"].is_complex():
+        kept["kind"].zero_()
+    kept["plain"].zero_()
+    assert found.restore() == found.first_nan() == ""
+    assert kept["plain"].all() and (not kept["kind"].is_complex() or kept["kind"].all())
+
+
 def test_what_did_not_change_is_not_touched_and_weights_are_not_copied() -> None:
     module = built(WRITES["buffer"])
     found = Snapshot(module)
