@@ -218,16 +218,15 @@ _AGAIN = "Delete it, and a run will make it anew; or import a whole one."
 
 
 class BadProfile(Told, ValueError):
-    """A profile of what was learned that cannot be used."""
+    """A profile cannot be used."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was learned, and of what. It can be shared like a workflow: it belongs to a model by a fingerprint of its
-    weights, to its LoRAs, an architecture, a dtype, and the versions that computed it. One that does not fit is left
-    alone."""
+    """Precision overrides, and the setup that they were learned in: weights (by fingerprint), LoRAs, architecture,
+    dtype and package versions. It can be shared like a workflow. In another setup it is ignored."""
 
-    model: str  # for people: its folder, file or hub id
+    model: str  # its folder, file or hub id, for messages
     weights: str  # fingerprint of the denoiser's safetensors files
     loras: tuple[str, ...]  # fingerprint and scale of each
     architecture: str  # "sm75"
@@ -237,17 +236,17 @@ class Profile:
 
     @property
     def name(self) -> str:
-        """The name of its file: the same for the same model, LoRAs, architecture and dtype."""
+        """Return the name of its file, without ".json": the same for the same model, LoRAs, architecture and dtype."""
         facts = json.dumps([self.weights, self.loras, self.architecture, self.dtype])
-        sizes = ((self.model, 160), (self.architecture, 32), (self.dtype, 32))  # in bytes: a file's name takes 255
+        sizes = ((self.model, 160), (self.architecture, 32), (self.dtype, 32))  # in bytes: a file's name holds 255
         words = (for_file_name(text, limit=limit) for text, limit in sizes)
         return f"{'-'.join(words)}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
     def text(self) -> str:
-        """The profile as JSON, for a file or for a node's input."""
+        """Return the profile as JSON, for a file or for a node's input."""
         facts = {"kind": _KIND, "format": FORMAT, **asdict(self)}
         facts["learned"] = {name: facts["learned"][name] for name in _LearnedPart.model_fields}
-        if not self.learned.unquantised:  # of a run that quantises nothing, which readers before it know
+        if not self.learned.unquantised:  # older versions of this pack do not know the key
             del facts["learned"]["unquantised"]
         if self.learned.fp16_error is None:
             del facts["learned"]["fp16_error"]
@@ -262,7 +261,7 @@ class Profile:
         return joined("; ", parts) if len(parts) > 1 else Message("{}; nothing needs protection", parts[0])
 
     def misfit(self, here: Profile) -> str:
-        """Why it cannot be used `here`, "" where it can."""
+        """Return why it cannot be used in the setup `here`; "" if it can."""
         if self.weights != here.weights:
             return Message("it is of another model's weights")
         if self.loras != here.loras:
@@ -277,7 +276,8 @@ class Profile:
 
 
 def _one_line(text: str) -> str:
-    """Not `isprintable`, which refuses what joins letters, and what this Python's Unicode does not know yet."""
+    """Return the text. Raises ValueError if it has control characters. (`isprintable` would also refuse joiners, and
+    characters newer than this Python's Unicode.)"""
     if text.split("\n") != [for_terminal(text)] or "\t" in text:
         raise ValueError("a control character")
     return text
@@ -293,7 +293,7 @@ _Text = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_one_
 
 
 class _LearnedPart(Foreign):
-    """That a run went on in fp32 is of that run alone, and not here."""
+    """The overrides of a profile. `whole_run_fp32` is not among them: it concerns one run."""
 
     all_layers_scaled: bool = False
     unquantised: Annotated[list[_Text], Field(max_length=1000)] = []
@@ -315,10 +315,10 @@ class _ProfileJson(Foreign):
 
 
 def read(file: Path) -> Profile:
-    """Raises BadProfile."""
+    """Read a profile. Raises BadProfile."""
     where = shown(file.name, 100)
     try:
-        if not file.is_file():  # opening a pipe waits for whoever writes into it
+        if not file.is_file():  # opening a named pipe would wait for a writer
             raise BadProfile("The profile '{}' cannot be read: there is no such file. {}", where, _AGAIN)
         return _fitting(foreign.read(file, limit=_MAX_BYTES))
     except Unreadable as error:
@@ -328,7 +328,7 @@ def read(file: Path) -> Profile:
 
 
 def parse(text: str, where: str) -> Profile:
-    """A profile from its JSON. where: what to call it in messages. Raises BadProfile."""
+    """Parse a profile's JSON. where: its name in messages. Raises BadProfile."""
     try:
         if len(text) > _MAX_BYTES:
             raise Unreadable(f"it is longer than {_MAX_BYTES:,} characters")
@@ -349,13 +349,13 @@ def _bad(where: str, found: Unreadable) -> BadProfile:
 
 
 def write(folder: Path, profile: Profile) -> Path:
-    """Into the folder, whole or not at all. Raises OSError."""
+    """Write a profile into the folder, atomically, and return its path. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     return write_whole(folder / f"{profile.name}.json", profile.text().encode())
 
 
 def read_all(folder: Path) -> Iterator[tuple[Path, Profile | BadProfile]]:
-    """Every profile of a folder, by name; in place of one that cannot be used, why."""
+    """Yield each profile of a folder with its path, by name; for one that cannot be used, the error."""
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
             found = read(file)
@@ -368,12 +368,12 @@ def read_all(folder: Path) -> Iterator[tuple[Path, Profile | BadProfile]]:
 class ProfileFile:
     """The profile of one model, card and dtype, on disk or given by the user."""
 
-    here: Profile  # while nothing is known
-    folder: Path | None  # in which profiles are kept; None: nowhere
-    given: Profile | None = None  # by the user, in place of a kept one
+    here: Profile  # of this setup, with no overrides
+    folder: Path | None  # of profiles; None: none are kept
+    given: Profile | None = None  # by the user; used instead of the one on disk
 
     def load(self) -> tuple[PrecisionOverrides, tuple[str, ...]]:
-        """What a profile says, and lines for the report: what it brought, or why it was left alone."""
+        """Return the profile's overrides, and lines for the report: the overrides, or why the profile is ignored."""
         try:
             found = self.given or self._on_disk()
         except BadProfile as error:
@@ -386,7 +386,7 @@ class ProfileFile:
         return found.learned, (Message("from a profile: {}", found.in_words()),)
 
     def save(self, learned: PrecisionOverrides) -> None:
-        """Write it, unless the given profile or the kept one says it. A disk that refuses is logged."""
+        """Write the overrides, unless the profile given or on disk has them already. Errors of the disk are logged."""
         profile, given = replace(self.here, learned=learned.to_share), self.given
         is_given = given is not None and given.learned == profile.learned and not given.misfit(profile)
         if self.folder is None or is_given:
@@ -401,7 +401,7 @@ class ProfileFile:
             logger.warning("The profile %s could not be kept in %s: %s", profile.name, self.folder, error)
 
     def _on_disk(self) -> Profile | None:
-        """The kept one, else one of the same weights that had another name."""
+        """Return this setup's profile; if there is none, one of the same weights under another model name."""
         if self.folder is None or not self.folder.is_dir():
             return None
         own, facts = self.folder / f"{self.here.name}.json", self.here.name.rpartition("-")[2]
