@@ -460,6 +460,7 @@ STEPS: dict[str, Case] = {
         lambda s, x: F.interpolate(s.l[0](x)[:, None], size=(4, 32), mode="bilinear", antialias=True)
     ),
     "bits": case(behind(lambda h: h.view(torch.int32).view(torch.float32).view_as(h))),
+    "how many bytes": case(behind(lambda h: h * h.view(torch.uint8).shape[-1])),
     "complex numbers": case(behind(
         lambda h: torch.view_as_real(torch.view_as_complex(h.float().unflatten(-1, (-1, 2))).exp()).flatten(-2)
     )),
@@ -643,6 +644,25 @@ def test_what_is_right_is_no_reason_for_another_plan(make: Any, stored: Any, sha
             found = products.run(module, x)
         assert error(found, run_in_fp32(module, x)) < 2e-3
     assert products._planned
+
+
+WRITES_EXACTLY: dict[str, Any] = {
+    "zeros": lambda h: h[:, :2].zero_(),
+    "a number": lambda h: put(h, (0, 0), 3.0),
+    "minus infinity": lambda h: h.masked_fill_(h.new_zeros(64, dtype=torch.bool), -torch.inf),
+    "indices": lambda h: put(h, (0, 0), torch.arange(64)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES_EXACTLY.values(), ids=WRITES_EXACTLY)
+def test_exact_writes_leave_layer_output_in_fp16(write: Any) -> None:
+    def network(s: Any, x: torch.Tensor) -> torch.Tensor:
+        h = s.l[0](x)
+        write(h)
+        return s.l[1](h)
+
+    module = built(partial(Fn, network))
+    assert planned(follow(module, noise(2, 8, 64)))[id(module.l[0].weight), 0, ""].fp16
 
 
 def follow(call: Any, *inputs: torch.Tensor) -> LearnedProducts:
