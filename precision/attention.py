@@ -23,7 +23,7 @@ from .upcast import TraceableMode
 
 SAGE = "sage"
 SAGE_CHANNELS = 128  # of a head, at most
-# PyTorch's name of each kernel. A new one is one row, at the end: their names stand in people's workflow files.
+# PyTorch's name of each kernel. Add new ones at the end: the names are saved in users' workflow files.
 KERNELS: dict[str, SDPBackend | None] = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,

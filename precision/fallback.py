@@ -117,7 +117,7 @@ def build_half_precision_forward(
 
 @dataclass(eq=False)
 class FallbackAdapter:
-    """The attempt of a stage, rebuilt after each failure with what was learned."""
+    """A stage's attempt in half precision, rebuilt after each failure with the new overrides."""
 
     module: torch.nn.Module  # the unchanged original, which the rerun calls
     dtype: str

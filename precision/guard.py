@@ -177,7 +177,7 @@ class StageGuard:
     def _with_new_weights(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Repeat a call after its weights were loaded again."""
         logger.warning("%s: NaN or infinite in fp32 too, so its weights were loaded again", self._call_name())
-        call = self._begun(args, kwargs)  # its buffers may be loaded anew, too
+        call = self._begun(args, kwargs)  # its buffers may have been reloaded too
         try:
             output = self._call(call)
         except _BrokenInFp32:

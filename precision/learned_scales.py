@@ -94,7 +94,7 @@ def choose_scale(seen: LayerPeaks, *, convolves: bool, float32_products: bool, s
         return Scale(fp16=True, weight_scale=seen.weight_scale, checked=looks)
     if not seen.min_output_inv:  # nothing comes out
         return None
-    faint = seen.min_input_inv * seen.weight_scale  # of what it multiplies
+    faint = seen.min_input_inv * seen.weight_scale  # 1 / the smallest row maximum that enters the product
     if convolves:  # its product is fp16, and its output has the bias as well
         usual = seen.input * seen.spread / seen.min_output_inv
         most = min(seen.output, usual * _MAX_RATIO) or seen.output
@@ -178,7 +178,7 @@ class LearningMode(LayerTrackingMode):
             if getattr(func, "__name__", "") not in _OVERWRITING or not all(map(fp16_safe.is_exact, args[1:])):
                 makers = (self._producers.get(storage_of(each)) for each in changed)
                 self.pattern.in_place |= {maker for maker in makers if maker}
-        # what reads bytes tells what this call made from what was there, too
+        # reading bytes shows a tensor's real dtype, as a write does
         self.pattern.writes |= fp16_safe.reads_bytes(func, args, kwargs)
         self.pattern.uses_pointers |= func in fp16_safe.POINTERS
         made = self.compute(func, args, kwargs)
@@ -289,7 +289,7 @@ class LearnedProducts:
                 if not _can_be_marked(made):
                     raise PlanMismatch("the network returns something else than in the first step")
                 return pytree.tree_map_only(torch.Tensor, self._planned.nan_if_failed, made)
-            except RerunUnsupported as error:  # of what is fp16 by the plan
+            except RerunUnsupported as error:  # of a tensor that the plan made fp16
                 raise PlanMismatch(str(error)) from error
             finally:
                 self._planned.clear()
@@ -372,7 +372,7 @@ def _peak(x: torch.Tensor) -> torch.Tensor:
     return absmax(x, tuple(range(x.ndim))).reshape(())
 
 
-# functions that hand on fp16 for fp16 without a plan of their own: writes to their output count for its producer
+# functions that return fp16 for fp16 and have no plan of their own: a write to their output counts for its producer
 _STAYS_FP16 = fp16_safe.NO_MATH | fp16_safe.KEEPS_RANGE | fp16_safe.CASTS | fp16_safe.CASTS_LIKE
 _STAYS_FP16 |= fp16_safe.PRODUCTS | fp16_safe.QUOTIENTS
 _PRODUCTS = {func.__name__ for func in fp16_safe.PRODUCTS}

@@ -238,7 +238,7 @@ def _count_small(named: _Weights, shares: _Shares, stored: Stored) -> Iterator[s
     for weight in suspects:
         values = stored(named[weight]).float()  # fp8 cannot be compared
         narrowed = values.half()
-        small = (values.abs() < LEAST_NORMAL) & (values != narrowed)  # what is stored in few digits may lose none
+        small = (values.abs() < LEAST_NORMAL) & (values != narrowed)  # values of few digits may lose none
         lost[named[weight][0]] = int(torch.count_nonzero(small))
         flushed += int(torch.count_nonzero(small & (narrowed == 0)))
     count = sum(lost.values())

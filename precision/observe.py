@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .overrides import Peak
 
-SAMPLED = 256  # rows of a layer's input that stand for all of them: half evenly spaced, half the largest
+SAMPLED = 256  # rows of a layer's input that are sampled: half evenly spaced, half the largest
 
 # all-reduce: float32 values [n] of this process → max |x| over all processes, NaN where any has NaN
 Agree = Callable[[torch.Tensor], torch.Tensor]

@@ -214,7 +214,7 @@ class ClipDetector(TraceableMode):
     def __init__(self, dtype: str, may_clip: Callable[..., bool] = lambda _closely, *_, **__: False) -> None:
         super().__init__()
         self._may_clip = may_clip
-        # the largest |x| that was clipped: one tensor, since compiled code would be made anew for each length of a list
+        # the largest |x| that was clipped: one tensor, since a list would recompile for each of its lengths
         self.peak = torch.zeros(())
         self._needed = False
         self._off, self._idle = dtype != "fp16", False

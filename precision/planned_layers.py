@@ -116,7 +116,7 @@ class LayeredNetwork:
     def __post_init__(self) -> None:
         network, blocks = self.network, self.blocks
         self._device = self.device or next(network.parameters()).device
-        self._planned_parts: dict[str, torch.nn.Module] | None = None  # blocks, and what is outside of them
+        self._planned_parts: dict[str, torch.nn.Module] | None = None  # blocks, and the modules outside of them
         called = ((name, part) for name, part in network.named_modules() if not isinstance(part, _LISTS))
         names = (name for name, _ in called if not any(covers(name, block) for block in ("", *blocks)))
         self._outside = outermost(name for name in names if not covered(name, blocks))

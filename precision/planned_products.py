@@ -52,7 +52,7 @@ _CHANGES_NONE |= fp16_safe.NORMS | fp16_safe.SUMS | fp16_safe.QUOTIENTS | fp16_s
 _LAYERS_AND_ATTENTION = LAYER_CALLS | {F.scaled_dot_product_attention}
 # A call: the id of the last layer's weight (or of the layer), how many other functions were called since, the last one
 Key = tuple[int, int, str]
-BROADCAST: Key = 0, 0, "sum"  # stands for all sums of tensors whose shapes differ, or may differ in another call
+BROADCAST: Key = 0, 0, "sum"  # for all sums of tensors whose shapes differ, or may differ in another call
 
 
 class PlanMismatch(RuntimeError):
@@ -166,7 +166,7 @@ class PlannedMode(LayerTrackingMode):
         self._extremes: list[tuple[torch.Tensor, torch.Tensor]] = []  # (min, max) of inputs that may hide overflow
         self._on_device = False
         self._inputs: set[int] = set()  # ids of the tensors that the call is given
-        self._shared_inputs: dict[tuple[int, float], _Fp16Input] = {}  # by the id of what it is of, and the factor
+        self._shared_inputs: dict[tuple[int, float], _Fp16Input] = {}  # by the input's id, and the factor
         self._may_share = True  # False once foreign code may hold a tensor's memory
 
     def begin(self, inputs: Any) -> None:
@@ -236,7 +236,7 @@ class PlannedMode(LayerTrackingMode):
             for each in [made] if isinstance(made, torch.Tensor) else made if fp16_safe.is_rope_kernel(func) else ():
                 of = storage_of(each)
                 is_view = bool(args) and isinstance(args[0], torch.Tensor) and storage_of(args[0]) == of
-                if each.dtype is FP16 and not is_view:  # a view of a weight is of what was there before
+                if each.dtype is FP16 and not is_view:  # a view of a weight is not this call's
                     self._fp16_storages.add(of)
         return made
 

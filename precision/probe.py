@@ -56,7 +56,7 @@ class Probed:
 
     blocks: tuple[str, ...]
     steps: tuple[Mapping[str, Peak], ...]  # name of a layer or block → peak, in the order in which they ran
-    # Layers whose scaled fp16 product has a larger error than bf16's, since small values underflow beside large ones →
+    # Layers whose scaled fp16 product has a larger error than bf16's, since small values next to large ones underflow →
     # the ratio of the errors, the largest first.
     too_far_apart: Mapping[str, float] = field(default_factory=dict)
 

@@ -170,7 +170,7 @@ class DenoiserHistory:
     controller: StepCacheController
     weights: GuidanceWeights = (1.0,)  # the sampler's factors of a step's outputs
     own: _Change = lambda tensor: tensor  # returns the share of the first block's input that this process computes with
-    whole: _Change = lambda tensor: tensor  # returns a call's whole output, of what is made of it in this process
+    whole: _Change = lambda tensor: tensor  # returns a call's whole output, given this process's share
 
     def __post_init__(self) -> None:
         self.history: dict[int, tuple[_Values, ...]] = {}  # call of a step → values of the latest steps

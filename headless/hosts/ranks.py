@@ -123,12 +123,12 @@ def _run_rank(number: int, job: _RankRun, channel: Any) -> None:
 
     threading.Thread(target=_beat, args=(tell,), daemon=True).start()
     with cleaned_output(), Path(os.devnull).open("w") as nowhere:
-        if number:  # rank 0's messages stand for all
+        if number:  # only rank 0 prints
             sys.stderr = nowhere
         try:
             _see_one_gpu(number, job)
             _compute(number, job, tell, channel)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, who watches is told
+        except BaseException as error:  # noqa: BLE001 - the watching process reports it
             with suppress(OSError):
                 tell(_failed(error))
             os._exit(1)  # skips clean-up that could wait for other ranks

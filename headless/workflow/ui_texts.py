@@ -39,7 +39,7 @@ _NO_FILE_NAME = re.compile(r'[/?<>\\:*|"\x00-\x1f\x7f]')
 
 
 def chosen(graph: Graph) -> Graph:
-    """Return a copy with the choices of its prompts made again: the same seeds make the same choices. Raises
+    """Return a copy in which the choices in prompts ("{a|b}") are made: the same seeds make the same choices. Raises
     WorkflowError if choices are nested too deep."""
     values = [node.inputs.get(name) for node in graph.nodes.values() for name in SEED_NAMES]
     seeds = sorted(number for value in values for number in _numbers(graph, value))

@@ -100,8 +100,8 @@ class CompileOptions:
 
 
 def choose_backend(request: str, device: torch.device) -> BackendChoice:
-    """Resolve 'auto' to the first backend that works here; check one that was asked for. Raises BackendUnavailable
-    where the one asked for does not work, saying what is missing."""
+    """Resolve 'auto' to the first backend that works here; check one that was asked for by name. Raises
+    BackendUnavailable, with what is missing, if that one does not work."""
     if request == "eager":
         return BackendChoice("eager", "as you chose: not compiled")
     if request in _PROBES:
@@ -131,9 +131,8 @@ def backend_states(device: torch.device) -> dict[str, str | None]:
 
 
 def for_dtype(choice: BackendChoice, architecture: Architecture, dtype: str) -> BackendChoice:
-    """The backend for a plan's dtype: no compiler makes bf16 code for a device that only emulates it, and 'auto'
-    chooses none that came out wrong in the card's self-test. Raises BackendUnavailable where a compiler was asked for
-    by name."""
+    """Return the backend for a plan's dtype. No compiler makes bf16 code for a device that only emulates bf16, and
+    'auto' skips compilers that failed the card's self-test. Raises BackendUnavailable if one was asked for by name."""
     if choice.automatic and choice.name != EAGER and COMPILED in architecture.failed:
         why = failure(architecture, COMPILED)
         return BackendChoice(EAGER, Message("auto: {} is there, but {}", choice.name, why), automatic=True)
@@ -150,12 +149,12 @@ def compiled(
     parts: tuple[str, ...],
     choice: BackendChoice,
     how: CompileOptions | None = None,
-    inside: Callable[[Any], Any] | None = None,  # makes of a block what is compiled, or runs where nothing compiles it
+    inside: Callable[[Any], Any] | None = None,  # block → the module that is compiled or runs eagerly
     *,
     device: torch.device | None = None,  # if not the CPU; other backends are tried there where one of 'auto' fails
 ) -> torch.nn.Module:
-    """A shell of the denoiser in which the named parts are compiled, a list block by block; the denoiser itself for
-    'eager'. Raises what a backend raises that was asked for by name."""
+    """Return a shallow copy of the denoiser in which the named parts are compiled, a list block by block; the denoiser
+    itself for 'eager'. Errors of a backend that was asked for by name pass."""
     if choice.name == EAGER:
         return replace_submodules(denoiser, dict.fromkeys(parts, _each(inside))) if inside else denoiser
     shared = Compiling(_compilers(choice, how or CompileOptions(), device or torch.device("cpu")), inside)

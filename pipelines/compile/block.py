@@ -87,31 +87,30 @@ def _counters() -> Any:
 
 @dataclass
 class Compiler:
-    """A backend, as it compiles one block after another."""
+    """A backend that compiles one block after another."""
 
     name: str
     compile_block: Callable[[torch.nn.Module], Run]
-    replaceable: bool  # where it fails, the next one takes its place
-    blocks: list[Run] = field(default_factory=list)  # what it made of each
-    met: list[set[Any]] = field(default_factory=list)  # the sizes at which each was called
+    replaceable: bool  # if it fails, the next compiler replaces it
+    blocks: list[Run] = field(default_factory=list)  # the compiled blocks
+    met: list[set[Any]] = field(default_factory=list)  # for each block, the sizes at which it was called
 
 
 class Compiling:
-    """What the compiled blocks of one denoiser share.
+    """The state that the compiled blocks of one denoiser share.
 
-    Where a compiler fails, at compiling or when a block is first called at a size, all blocks go on with the next one,
-    also those that it had compiled. Not where a block fails uncompiled too: that is the model's error or its input's.
+    If a compiler fails, while compiling or at a block's first call at a size, all blocks switch to the next compiler,
+    compiled ones too. If the block fails uncompiled too, the error is the model's or its input's, and is raised.
 
-    Where as many sizes as `COMPILED_SIZES` had something compiled for them, blocks run uncompiled at sizes that are new
-    to them. That limit is ours: dynamo's is lifted. It counts graphs for one piece of code, which blocks of several
-    kinds share in a UNet, and falls back without a word.
+    After `COMPILED_SIZES` sizes, blocks run uncompiled at further sizes. That limit is ours. Dynamo's is lifted: it
+    counts graphs of one code object, which a UNet's blocks of several kinds share, and it falls back silently.
     """
 
     def __init__(self, compilers: Iterator[Compiler], inside: Callable[[Any], Any] | None = None):
         self.given_up: list[str] = []  # why earlier compilers were replaced
         self.sizes = 0  # number of sizes with new graphs
-        self._compilers = compilers  # the one to begin with, then those to go on with, looked for when they are needed
-        self._inside = inside  # makes of a block what is compiled
+        self._compilers = compilers  # the first, then its fallbacks, searched when needed
+        self._inside = inside  # block → the module that is compiled
         self._originals: list[torch.nn.Module] = []
         self._in_use: Compiler  # set by `compile`
         self._swapping = threading.Lock()

@@ -231,20 +231,18 @@ class Guidance:
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """How ranks share a call of the denoiser: where tokens are split, and where they come together.
+    """How ranks share a call of the denoiser: which arguments are split by tokens.
 
-    Between, each rank has its share of the tokens. All that is not attention treats tokens apart, and needs no other
-    rank.
+    Each rank computes its share of the tokens. Only attention needs the other ranks' tokens.
     """
 
     tokens: Callable[[Config, tuple[int, ...]], int]  # (denoiser config, shape of its `hidden_states`) → the blocks'
-    # arguments of the first block whose tokens are split, and the dimension that they are in. It hands on what is
-    # split, so that the other blocks get it so
+    # arguments of the first block that are split, with the dimension of the tokens; later blocks get its split output
     first: Mapping[str, int]
-    every: Mapping[str, int] = field(default_factory=dict)  # of each block, the same for what all of them get whole
-    # of the denoiser itself, for what has a token's timestep each; left alone where it has one dimension
+    every: Mapping[str, int] = field(default_factory=dict)  # the same of every block: arguments that each gets whole
+    # the same of the denoiser: a timestep for each token; not split if it has one dimension
     given: Mapping[str, int] = field(default_factory=dict)
-    text: str = ""  # the argument that carries text, where that is split too
+    text: str = ""  # the argument with text tokens, if they are split too
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def decode(
     request: Precision | None = None,
     backend: str = "auto",  # "auto": the pipeline's own, where compiling pays; else one by its name
     made_by: str | None = None,  # the diffusers pipeline whose latents they are, where that is known
-    progress: CallTold | None = None,  # is told each call of the decoder: one for every tile and chunk of frames
+    progress: CallTold | None = None,  # called at each call of the decoder: one per tile and chunk of frames
 ) -> tuple[torch.Tensor, RunReport]:
     """Decode latents, in the family's layout, to [frames or images, height, width, 3] in 0..1, float32.
 

@@ -104,9 +104,9 @@ def ways_to_run(
 ) -> Iterator[ExecutionOption]:
     """Yield the ways to make the calls of a denoiser or a text encoder in a run, the fastest first.
 
-    inputs: of a call. features: of the run. savings: that are made already. take: is given the stage, and what its
-    features do to take less memory. ranks: that make the calls together. They count alike, by the one that takes most:
-    what they have to agree on may hang on the way.
+    inputs: a call's arguments. features: of the run. savings: those in use already. take: called with the stage and
+    the features' memory savings. ranks: the processes that make the calls together. All use the largest estimate, so
+    that they choose the same option.
     """
     more = [each for feature in features if (each := feature.saving(stage, inputs)) and each not in savings]
     for offload, kind in stage.ways():

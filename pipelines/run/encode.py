@@ -28,7 +28,7 @@ def encode_prompts(
     handle: PipelineHandle,
     prompts: list[str],
     request: Precision | None = None,
-    progress: CallTold | None = None,  # is told each prompt that is new
+    progress: CallTold | None = None,  # called for each prompt that is not cached
 ) -> tuple[list[torch.Tensor], RunReport]:
     """Encode a positive prompt, then negative ones. Returns float32 embeddings [1, tokens, channels] in the host's
     memory, and the report.

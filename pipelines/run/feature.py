@@ -47,7 +47,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class DenoiserSetup:
-    """How a denoiser is set up: once in a run, and anew where memory ran out."""
+    """How a denoiser is set up: once in a run, and again when memory runs out."""
 
     stage: ComponentStage
     inputs: Mapping[str, Any]  # arguments, by name, of the next guarded call

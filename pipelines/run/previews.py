@@ -46,8 +46,8 @@ class Previews:
 
 
 class PreviewedRun(Feature):
-    """A run goes on without previews where they do not work, or nobody has published which colours the model's latents
-    have (CogView's). frames: of the video; 1 for images."""
+    """The run feature of previews. Without published factors (CogView's), or if previews fail, the run has none.
+    frames: of the video; 1 for images."""
 
     def __init__(self, previews: Previews, handle: PipelineHandle, frames: int):
         self._previews, self._handle, self._frames = previews, handle, frames

@@ -59,9 +59,9 @@ class LoadedComponent:
     dtype: str
     module: torch.nn.Module
     loras: tuple[LoraKey, ...] = ()  # the latest
-    adapted: torch.nn.Module | None = None  # a shell of the module, with what they add
-    offloaded: BlockOffload | None = None  # brings its weights to the device in parts
-    laid_out: bool = False  # its convolutions have been channels last
+    adapted: torch.nn.Module | None = None  # a shallow copy of the module, with the LoRAs added
+    offloaded: BlockOffload | None = None  # moves its weights to the device in parts
+    laid_out: bool = False  # its convolutions were made channels last once
 
     def forget_parts(self) -> None:
         if self.offloaded:
@@ -86,7 +86,7 @@ class ComponentStore:
         self.learned: dict[MemoryKey, PrecisionOverrides] = {}  # overrides of a denoiser
         self.profiles: dict[tuple[str, str, tuple[LoraKey, ...], str], Profile] = {}  # without overrides
         self.recalled: set[MemoryKey] = set()  # keys whose overrides came from a profile on disk
-        # by what tells calls apart: what one takes beside its component's weights, and why more than with lean kernels
+        # signature of a call → its activation memory in bytes, and why it needs more than with lean kernels
         self.room: dict[Any, tuple[int, str]] = {}
         self.network_calls: dict[Any, list[Any]] = {}  # signatures of a VAE's calls of its network, by plan and dry run
         self.failed_estimates: dict[str, list[FailedEstimate]] = {}  # by component
@@ -125,7 +125,7 @@ class ComponentStore:
         loras: tuple[Lora, ...] = (),
         *,
         place: bool = True,  # False leaves it where it is
-        beside: int = 0,  # bytes that are to be free on the device, beside its weights
+        beside: int = 0,  # bytes to keep free on the device besides its weights
     ) -> torch.nn.Module:
         """Return the component, loaded in `dtype` ("fp16", "bf16", "fp32") if it is not there already, or a shell of it
         with LoRAs added. It is on its device, or in main memory where `offload` brings its weights in parts. Raises

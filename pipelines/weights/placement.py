@@ -241,10 +241,10 @@ class NoRoom(Told, torch.OutOfMemoryError):
 class ExecutionOption(NamedTuple):
     """A way to run a stage."""
 
-    said: str  # how, for the report
-    weights: int  # bytes that are on the device at once
-    beside: int  # the same of what is no weight
-    take: Callable[[], object] = lambda: None  # makes the calls that follow run like this
+    said: str  # its name in the report
+    weights: int  # most bytes of weights that are on the device at once
+    beside: int  # most bytes of everything else
+    take: Callable[[], object] = lambda: None  # switches later calls to it
 
     @property
     def takes(self) -> int:
