@@ -21,8 +21,8 @@ class Compile(PipelineChange):
     CATEGORY = inputs.LOAD
     SEARCH_ALIASES = ["torch.compile", "inductor", "OneFlow", "nexfort", "speed up", "attention"]
     DESCRIPTION = (
-        "Says how OneDiff compiles the denoiser. Pipelines are compiled without this node too, as their loader's "
-        "backend says; it is here to change how. Nothing is compiled before a step needs it."
+        "Sets how OneDiff compiles the denoiser. Pipelines without this node are compiled too, with the loader's "
+        "backend. Compiling starts when a step first needs it."
     )
 
     @classmethod
@@ -32,33 +32,33 @@ class Compile(PipelineChange):
                 "pipeline": inputs.pipeline(),
                 "backend": inputs.choice(
                     (inputs.INHERIT, *inputs.BACKENDS),
-                    "inherit: as the loader says. auto: the first that works here, where compiling pays. eager: not "
-                    "compiled.",
+                    "inherit: the loader's backend. auto: the first that works here, once compiling pays off. eager: "
+                    "not compiled.",
                 ),
                 "dynamic": inputs.choice(
                     tuple(DYNAMIC),
-                    "auto: fine for most. on: one graph for all sizes; takes longer to compile, once. off: one "
+                    "auto: fine for most. on: one graph for all sizes; compiles longer, but only once. off: one "
                     "graph for each size; fastest if the size never changes.",
                     advanced=True,
                 ),
                 "mode": inputs.choice(
                     inputs.COMPILE_MODES,
-                    "inductor's. max-autotune-no-cudagraphs: tries more kernels, which takes minutes, once.",
+                    "For inductor. max-autotune-no-cudagraphs: tries more kernels, which takes minutes, once.",
                     advanced=True,
                 ),
             },
             "optional": {
                 "attention": inputs.choice(
                     inputs.ATTENTIONS,
-                    "auto: PyTorch's own choice; measured, of earlier versions, is the same. The others: that one, "
-                    "wherever it takes the call. sage has to be installed, and rounds more.",
+                    "auto: PyTorch's choice; measured, from earlier versions, means the same. The others: that "
+                    "kernel, wherever it supports the call. sage must be installed, and rounds more.",
                     advanced=True,
                 ),
                 "layout": inputs.choice(
                     inputs.LAYOUTS,
-                    "Of 2D convolutions, in the UNet and the VAE. channels-last: as tensor cores compute them; may "
-                    "be faster and take more memory. auto: as they were read, or as ComfyUI's "
-                    "--force-channels-last says.",
+                    "Memory layout of 2D convolutions in the UNet and the VAE. channels-last: the layout of tensor "
+                    "cores; may be faster and take more memory. auto: unchanged, or channels-last with ComfyUI's "
+                    "--force-channels-last.",
                     advanced=True,
                 ),
             },

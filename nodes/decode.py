@@ -19,9 +19,7 @@ class DecodeLatents(Node):
     TITLE = "Decode Latents"
     CATEGORY = inputs.SAMPLE
     SEARCH_ALIASES = ["VAE decode", "tiled decode", "black image", "black video", *inputs.PRECISION_WORDS]
-    DESCRIPTION = (
-        "Decodes latents to frames with the pipeline's VAE; decoded again in fp32 if the result is NaN or infinite."
-    )
+    DESCRIPTION = "Decodes latents to frames with the pipeline's VAE. A NaN or infinite result is recomputed in fp32."
     RETURN_TYPES = ("IMAGE",)
     RETURN_NAMES = ("images",)
     OUTPUT_TOOLTIPS = ("The frames or images, for Create Video, Save Image or any node that takes images.",)
@@ -35,14 +33,14 @@ class DecodeLatents(Node):
         return {
             "required": {
                 "pipeline": inputs.pipeline(),
-                "latents": ("LATENT", {"tooltip": "From a sampler, with the same pipeline."}),
+                "latents": ("LATENT", {"tooltip": "From a sampler with the same pipeline."}),
                 "tiling": inputs.flag(
                     False,
-                    "Decode in overlapping tiles: much less memory, slower. Off, it is done where the loader's offload "
-                    "is auto and the card has no room otherwise.",
+                    "Decode in overlapping tiles: much less memory, slower. Off: tiles are used only if memory "
+                    "runs short.",
                 ),
                 "slicing": inputs.flag(
-                    False, "Decode the videos of a batch one after the other: less memory.", advanced=True
+                    False, "Decode the videos of a batch one at a time: less memory.", advanced=True
                 ),
                 "precision": inputs.precision(inherit=True),
             },
@@ -50,9 +48,9 @@ class DecodeLatents(Node):
                 "chunk": inputs.integer(0, 0, 1024, 1, chunk_tip, advanced=True),
                 "backend": inputs.choice(
                     inputs.BACKENDS,
-                    "How the VAE is compiled. auto: as the pipeline is, where that pays. eager: not compiled. The "
-                    "others: that one, at once. Tiles of one size, and chunks of as many frames, share one graph; "
-                    "what is left at the edges runs as it is.",
+                    "How the VAE is compiled. auto: with the pipeline's backend, once that pays off. eager: not "
+                    "compiled. The others: with that backend, at once. Full tiles and full chunks share one graph; "
+                    "the rest runs uncompiled.",
                     advanced=True,
                 ),
             },

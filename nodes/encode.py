@@ -22,13 +22,13 @@ class EncodePrompt(Node):
     SEARCH_ALIASES = ["T5", "GLM", "text encoder", "CLIP text encode", *inputs.PRECISION_WORDS]
     DESCRIPTION = (
         "Encodes a prompt and a negative prompt with the pipeline's text encoder, which is loaded for this and "
-        "offloaded afterwards. Prompts are remembered: another seed, or a prompt used before, loads nothing."
+        "offloaded afterwards. Results are cached: a new seed or an earlier prompt loads nothing."
     )
     RETURN_TYPES = ("CONDITIONING", "CONDITIONING")
     RETURN_NAMES = ("positive", "negative")
     OUTPUT_TOOLTIPS = (
-        "Of the prompt. Wire it to a sampler of this category; it does not fit KSampler.",
-        "Of the negative prompt. Wire it to a sampler of this category; it does not fit KSampler.",
+        "The encoded prompt. Wire it to a sampler of this category; it does not fit KSampler.",
+        "The encoded negative prompt. Wire it to a sampler of this category; it does not fit KSampler.",
     )
     FUNCTION = "encode"
     TOGETHER = True

@@ -30,13 +30,13 @@ class NaNGuard(PipelineChange):
     CATEGORY = inputs.GUARD
     SEARCH_ALIASES = [*WORDS]
     DESCRIPTION = (
-        "Says what happens when a step comes out NaN or infinite. Pipelines are guarded without this node too "
-        "(rerun); it is here to change the policy. It does not apply to precision 'fp16 (plain)'."
+        "Sets what happens when a step is NaN or infinite. Pipelines without this node are guarded too (rerun). "
+        "It does not apply to precision 'fp16 (plain)'."
     )
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        give_up_tip = "In scope learned: after so many failing steps, the rest of the run is in fp32."
+        give_up_tip = "For scope learned: after this many failing steps, the rest of the run is in fp32."
         return {
             "required": {
                 "pipeline": inputs.pipeline(),
@@ -47,12 +47,12 @@ class NaNGuard(PipelineChange):
                 "scope": inputs.choice(
                     inputs.SCOPES,
                     "learned (recommended): recompute the step, and protect the model from then on, also in later "
-                    "runs. step: recompute the failing step alone. run: the rest of the run is in fp32.",
+                    "runs. step: recompute only the failing step. run: the rest of the run is in fp32.",
                     default="learned",
                 ),
                 "give_up_after": inputs.integer(3, 1, 1000, 1, give_up_tip, advanced=True),
                 "report_each_step": inputs.flag(
-                    True, "On: the report has a line for every step. Off: the summary alone.", advanced=True
+                    True, "On: the report has a line for every step. Off: only the summary.", advanced=True
                 ),
                 "profile": inputs.profile(advanced=True),
             },

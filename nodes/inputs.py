@@ -39,12 +39,12 @@ PRECISION_WORDS = ("fp16", "bf16", "fp32", "precision")  # words by which nodes 
 _NONE = "none found: "  # prefix of the only entry in a list that would be empty, which ComfyUI cannot use
 
 FROM_ENCODE_PROMPT = "From Encode Prompt."
-REPORT = "As text: which precision was used and why, and what was rerun. For nodes that show or save text."
-PROBED_STEPS = "Steps of a whole schedule, from noise to result, all measured. More take longer."
+REPORT = "Text for nodes that show or save text: which precision was used and why, and what was recomputed."
+PROBED_STEPS = "Steps of a full schedule, from noise to result. Each one is measured. More steps take longer."
 
 _PRECISION_TIP = (
-    "auto (best for most): the right one for this card and model; the report says why. bf16, fp16: guarded and "
-    "protected against overflow; a failing step is recomputed in fp32. fp16 (plain): no protection, for comparison. "
+    "auto (best for most): the right one for this card and model; the report says why. bf16, fp16: a failing step is "
+    "recomputed in fp32; fp16 also has overflow protection. fp16 (plain): no protection, for comparison. "
     "fp32: slow, twice the memory. fp8 (RTX 40 and newer), int8 (RTX 30 and newer): faster, with quantised weights; "
     "needs torchao."
 )
@@ -52,15 +52,16 @@ _PRECISION_TIP = (
 
 def precision(*, inherit: bool = False, **more: Any) -> tuple[list[str], dict[str, Any]]:
     if inherit:
-        return choice((INHERIT, *PRECISIONS), f"inherit: as the loader says. {_PRECISION_TIP}", **more)
+        return choice((INHERIT, *PRECISIONS), f"inherit: the loader's precision. {_PRECISION_TIP}", **more)
     return choice(PRECISIONS, _PRECISION_TIP, **more)
 
 
 def profile(*, wired: bool = False, **more: Any) -> tuple[str, dict[str, Any]]:
     """A guard's profile as text. wired: it comes through a socket and cannot be typed into the node."""
+    probe = "Numerics Probe (MODEL)" if wired else "Numerics Probe"
     tip = (
-        "Paste or wire what another machine learned (`onediff-guard profile show`). Optional; used where it fits this "
-        "model and card."
+        f"Optional profile, from {probe} or another machine (`onediff-guard profile show`). Ignored if it does not fit "
+        "this model and card."
     )
     return "STRING", {"default": "", "tooltip": tip, "forceInput" if wired else "multiline": True, **more}
 
@@ -68,8 +69,8 @@ def profile(*, wired: bool = False, **more: Any) -> tuple[str, dict[str, Any]]:
 def native_precision() -> tuple[list[str], dict[str, Any]]:
     """The precision of ComfyUI's own models."""
     tip = (
-        "inherit: leave ComfyUI's choice. auto (best for RTX 20 and older): the fastest precision that is safe on this "
-        "card. fp16: fast, protected against overflow. bf16: the same in bf16. fp16 (plain): ComfyUI's own, no "
+        "inherit: ComfyUI's choice. auto (best for RTX 20 and older): the fastest precision that is safe on this card. "
+        "fp16: fast, with overflow protection. bf16: fp32's range, fewer digits. fp16 (plain): ComfyUI's own fp16, no "
         "protection, for comparison. fp32: slow."
     )
     return choice((INHERIT, *NATIVE_PRECISIONS), tip)
@@ -91,7 +92,7 @@ def entry(files: Mapping[str, Path], name: object) -> Path | None:
 
 
 def pipeline() -> tuple[str, dict[str, Any]]:
-    return "ONEDIFF_PIPELINE", {"tooltip": "From Load Pipeline, or through a NaN Guard."}
+    return "ONEDIFF_PIPELINE", {"tooltip": "From Load Pipeline, or a node after it such as NaN Guard."}
 
 
 def choice(options: tuple[str, ...], tooltip: str, default: str = "", **more: Any) -> tuple[list[str], dict[str, Any]]:
@@ -173,7 +174,7 @@ def steps(default: int) -> tuple[str, dict[str, Any]]:
 
 
 def guidance(default: float) -> tuple[str, dict[str, Any]]:
-    return number(default, 0.0, 100.0, 0.1, "1 or less: off, half the work.")
+    return number(default, 0.0, 100.0, 0.1, "1 or less: no guidance, half the compute.")
 
 
 def seed() -> tuple[str, dict[str, Any]]:
@@ -184,7 +185,7 @@ def seed() -> tuple[str, dict[str, Any]]:
 def on_failure() -> tuple[list[str], dict[str, Any]]:
     return choice(
         ON_FAILURE,
-        "rerun: recompute the failing step in fp32 and go on. stop: end the run with the reason. "
+        "rerun: recompute the failing step in fp32 and continue. stop: end the run and say why. "
         "off: only watch and report.",
     )
 
@@ -197,8 +198,8 @@ def exact_fp32() -> tuple[str, dict[str, Any]]:
 def fit() -> tuple[list[str], dict[str, Any]]:
     return choice(
         FITS,
-        "Where the image has another size. crop: keep its aspect, cut off at the sides. stretch: do not keep it. "
-        "refuse: end with an error.",
+        "For an image of another size. crop: keep the aspect ratio and cut off the edges. stretch: change the aspect "
+        "ratio. refuse: end with an error.",
         advanced=True,
     )
 

@@ -33,7 +33,7 @@ class LoadPipeline(Node):
     DESCRIPTION = (
         "Opens a model of CogVideoX, CogView3-Plus, CogView4, Wan or Stable Video Diffusion (SVD), and chooses the "
         "precision for this card. Choose a folder in diffusers format (or SVD's single file), or write a Hugging Face "
-        "name into hub_id to download it. Weights are read when a later node first needs them."
+        "name into hub_id to download a model. Weights are read when a later node first needs them."
     )
     RETURN_TYPES = ("ONEDIFF_PIPELINE",)
     RETURN_NAMES = ("pipeline",)
@@ -58,35 +58,34 @@ class LoadPipeline(Node):
         models = cls.listed() or [inputs.none_found("diffusers", _FILES, otherwise=", or fill in hub_id")]
         where = "A folder with model_index.json below models/diffusers, or SVD's single file in models/checkpoints."
         hub_id = (
-            "A model on the Hugging Face Hub as owner/name or as its page's address, used in place of model. Empty: "
-            "model is used. Files go to the Hub's own cache; after an interrupt, complete files are kept."
+            "A model on the Hugging Face Hub, as owner/name or the address of its page. It replaces model. Empty: "
+            "model is used. Files go to the Hub's own cache. An interrupt keeps complete files."
         )
-        revision = "Of hub_id: a branch, a tag or a commit. Empty: main."
-        download = "Of hub_id. On: downloads what the cache lacks, newer commits too. Off: uses the cache alone."
+        revision = "Branch, tag or commit of hub_id. Empty: main."
+        download = "For hub_id. On: download missing files, also those of newer commits. Off: use only the cache."
         return {
             "required": {"model": (models, {"tooltip": where}), "precision": inputs.precision()},
             "optional": {
                 "hub_id": ("STRING", {"default": "", "tooltip": hub_id}),
                 "backend": inputs.choice(
                     inputs.BACKENDS,
-                    "What OneDiff compiles with. auto: the first that works here, where compiling pays; the "
-                    "report says which and why. eager: nothing.",
+                    "The compiler that OneDiff uses. auto: the first that works here, once compiling pays off; the "
+                    "report says which and why. eager: not compiled.",
                     advanced=True,
                 ),
                 "offload": inputs.choice(
                     inputs.OFFLOADS,
-                    "auto: the fastest that fits the card, chosen before each stage; the report says why. none: "
-                    "the model stays on the card between nodes. model: in system RAM when idle. group: the "
-                    "denoiser and the text encoder stay there, and blocks are streamed to the GPU as they run. "
-                    "sequential: layer by layer; slowest, least memory.",
+                    "auto: the fastest mode that fits the card, chosen before each stage; the report says why. none: "
+                    "the model stays on the card between nodes. model: in system RAM when idle. group: the denoiser "
+                    "and the text encoder stay in system RAM; blocks are streamed to the card as they run. "
+                    "sequential: the same layer by layer; slowest, least memory.",
                     default="auto",
                     advanced=True,
                 ),
                 "accumulation": inputs.choice(
                     inputs.ACCUMULATIONS,
-                    "Leave on auto. fast: a little faster, may turn frames black on some cards (OneFlow). fp16: "
-                    "faster on GeForce RTX with precision fp16; switched off if the first step shows that it is "
-                    "too far off.",
+                    "Leave on auto. fast: a little faster with OneFlow, may turn frames black on some cards. fp16: "
+                    "faster on GeForce RTX with precision fp16; turned off if the first step differs too much.",
                     advanced=True,
                 ),
                 "revision": ("STRING", {"default": "", "tooltip": revision, "advanced": True}),

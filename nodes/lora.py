@@ -21,8 +21,8 @@ class LoadLoRA(PipelineChange):
     CATEGORY = inputs.LOAD
     SEARCH_ALIASES = ["adapter", "fine-tune", "CogVideoX LoRA", "Wan LoRA", "CogView4 LoRA"]
     DESCRIPTION = (
-        "Adds a LoRA to CogVideoX, Wan or CogView4. Several in a row add up. The model's weights stay as they are: "
-        "without this node they run unchanged again, with nothing to reload."
+        "Adds a LoRA to CogVideoX, Wan or CogView4. Several of these nodes in a row add up. The model's weights are "
+        "not changed, so nothing is reloaded when you remove this node."
     )
     FUNCTION = "add"
 
@@ -34,14 +34,14 @@ class LoadLoRA(PipelineChange):
                 "pipeline": inputs.pipeline(),
                 "lora": (files, {"tooltip": "A .safetensors file in models/loras, trained on this model."}),
                 "strength": inputs.number(  # some need 1/rank, as 0.0039, and pages round to the step's digits
-                    1.0, -10.0, 10.0, 0.0001, "1: as it was trained. 0: not at all."
+                    1.0, -10.0, 10.0, 0.0001, "1: as trained. 0: no effect."
                 ),
             },
             "optional": {
                 "transformer": inputs.choice(
                     tuple(inputs.TRANSFORMERS),
-                    "Which transformer it is added to, where a model has two, as Wan 2.2 A14B: its LoRAs are one for "
-                    "high noise and one for low noise, a node each.",
+                    "For models with two transformers, such as Wan 2.2 A14B. Its LoRAs come in pairs, for high noise "
+                    "and for low noise: use a node for each.",
                 )
             },
         }

@@ -25,9 +25,9 @@ class NaNGuardNative(Node):
     CATEGORY = inputs.NATIVE
     SEARCH_ALIASES = [*guard.WORDS, "Flux", "SDXL", "SVD", "VAE decode"]
     DESCRIPTION = (
-        "Guards any of ComfyUI's own models and VAEs (SD1.5, SDXL, Flux, SVD and others): a sampling step, an encoding "
-        "or a decoding that comes out NaN or infinite (a black picture) is recomputed in fp32 from the same weights. "
-        "Wire a model, a VAE or both through it. What it did is shown on this node."
+        "Guards any of ComfyUI's own models and VAEs (SD1.5, SDXL, Flux, SVD and others). A sampling step, encoding or "
+        "decoding that is NaN or infinite (a black picture) is recomputed in fp32 from the same weights. Wire a model, "
+        "a VAE or both through it. This node shows what it did."
     )
     RETURN_TYPES = ("MODEL", "VAE")
     RETURN_NAMES = ("model", "vae")
@@ -39,11 +39,14 @@ class NaNGuardNative(Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        model = "From a loader, a LoRA or another node that changes it. It stays as it is; what comes out is guarded."
-        vae = "From a loader. It stays as it is; what comes out is guarded."
+        model = (
+            "From a loader, a LoRA or another node that changes the model. The input is not changed; the output is "
+            "guarded."
+        )
+        vae = "From a loader. The input is not changed; the output is guarded."
         scope = (
-            "step: recompute what failed alone. run: the rest of the run is in fp32. learned: where fp16 failed, every "
-            "layer has overflow protection from the next call on, in later runs too."
+            "step: recompute only what failed. run: the rest of the run is in fp32. learned: once fp16 fails, every "
+            "layer has overflow protection from the next call on, also in later runs."
         )
         return {
             "required": {},  # ComfyUI 0.0.1 needs the key
@@ -108,16 +111,16 @@ class NumericsProbeModel(Node):
     CATEGORY = inputs.DIAGNOSE
     SEARCH_ALIASES = ["NaN", "overflow", "black image", *inputs.PRECISION_WORDS, "dynamic range", "heat map"]
     DESCRIPTION = (
-        "Runs a few sampling steps of any of ComfyUI's own models in fp32, measures what every layer reaches, draws it "
-        "against the ranges of fp16 and bf16, and recommends a dtype for this model on this card. Wire it as a "
-        "KSampler. Nothing else is changed or slowed down by it."
+        "Runs a few sampling steps of any of ComfyUI's own models in fp32, and draws every layer's largest values "
+        "against the ranges of fp16 and bf16. Recommends a dtype for this model on this card. Wire it like a KSampler. "
+        "Other runs are not changed or slowed down."
     )
     RETURN_TYPES = ("IMAGE", "STRING", "STRING")
     RETURN_NAMES = ("images", "recommendation", "profile")
     OUTPUT_TOOLTIPS = (
         PICTURE,
         TEXT,
-        "Wire it to NaN Guard (native)'s profile, with scope learned. Empty where nothing needs protection.",
+        "Wire it to NaN Guard (native)'s profile, with scope learned. Empty unless overflow protection is recommended.",
     )
     OUTPUT_NODE = True
     EXPERIMENTAL = True  # its recommendations have not been tried on many cards and models yet
@@ -126,13 +129,13 @@ class NumericsProbeModel(Node):
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         samplers, schedulers = host.samplers()
-        cfg_tip = "As in KSampler. 1: off, half the work."
+        cfg_tip = "As in KSampler. 1: no guidance, half the compute."
         latent_tip = (
-            "As in KSampler: an empty one, or what to start from. Smaller is faster, and reaches much the same."
+            "As in KSampler: empty, or what to start from. Smaller is faster and reaches nearly the same values."
         )
         return {
             "required": {
-                "model": ("MODEL", {"tooltip": "From a loader, a LoRA or another node that changes it."}),
+                "model": ("MODEL", {"tooltip": "From a loader, a LoRA or another node that changes the model."}),
                 "positive": ("CONDITIONING", {"tooltip": "As in KSampler."}),
                 "negative": ("CONDITIONING", {"tooltip": "As in KSampler."}),
                 "latent_image": ("LATENT", {"tooltip": latent_tip}),

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ..precision.report import RunReport
 
 
-PICTURE = "A heat map: layers by step and by block, the ranges' ends in its colour bar, the largest values named."
-TEXT = "What to set and why, the largest values, and what the measurement cost, as text."
+PICTURE = "A heat map of each layer's largest values, by step and by block. Its colour bar marks where dtypes end."
+TEXT = "Text: what to set and why, the largest values, and how long the measurement took."
 
 
 def shown(result: ProbeResult, text: str, node_id: str | None, *more: Any) -> dict[str, Any]:
@@ -45,16 +45,16 @@ class NumericsProbe(Node):
         *("NaN", "overflow", "black image", "black video", *inputs.PRECISION_WORDS, "dynamic range", "heat map")
     ]
     DESCRIPTION = (
-        "Runs a few sampling steps in fp32, measures what every layer reaches, draws it against the ranges of fp16 and "
-        "bf16, and recommends how to run this model on this card: precision, and overflow protection. "
-        "Nothing else is changed or slowed down by it."
+        "Runs a few sampling steps in fp32, and draws every layer's largest values against the ranges of fp16 and "
+        "bf16. Recommends precision and overflow protection for this model on this card. Other runs are not changed or "
+        "slowed down."
     )
     RETURN_TYPES = ("IMAGE", "STRING", "STRING")
     RETURN_NAMES = ("images", "recommendation", "profile")
     OUTPUT_TOOLTIPS = (
         PICTURE,
         TEXT,
-        "Wire it to the NaN Guard's profile, with scope learned. Empty where fp32 is recommended.",
+        "Wire it to the NaN Guard's profile, with scope learned. Empty if fp32 is recommended.",
     )
     OUTPUT_NODE = True
     FUNCTION = "probe"
@@ -64,16 +64,16 @@ class NumericsProbe(Node):
     def INPUT_TYPES(cls) -> dict[str, Any]:
         from ..precision.arch import ARCHITECTURES
 
-        other_tip = "Recommend for another card. It is measured on this one all the same."
-        save_tip = "On: the profile is kept too, for all later runs with the NaN Guard's scope learned."
-        size_tip = "Pixels. 0: what the model was made for. Smaller is faster, and reaches much the same values."
+        other_tip = "Recommend for another card. The measurement still runs on this one."
+        save_tip = "On: also keep the profile for all later runs with scope learned, which is the default."
+        size_tip = "Pixels. 0: the model's own size. Smaller is faster and reaches nearly the same values."
         return {
             "required": {
                 "pipeline": inputs.pipeline(),
                 "steps": inputs.integer(4, 1, 1000, 1, inputs.PROBED_STEPS),
                 "width": inputs.integer(0, 0, 4096, 16, size_tip),
                 "height": inputs.integer(0, 0, 4096, 16, size_tip),
-                "frames": inputs.integer(0, 0, 1025, 1, "0: what the model was made for."),
+                "frames": inputs.integer(0, 0, 1025, 1, "0: the model's own length."),
                 "guidance_scale": inputs.guidance(6.0),
                 "seed": inputs.seed(),
             },

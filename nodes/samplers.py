@@ -22,12 +22,12 @@ class SampleCogVideoX(Sampler):
     DESCRIPTION = (
         "Runs CogVideoX's denoising steps: from a prompt, from a start image (with an image-to-video model, I2V), or "
         "from a video (with a text-to-video model). Each step is checked, and recomputed in fp32 if it fails. The "
-        "report says which precision was used and why, and what each step did."
+        "report says which precision was used and why, and how each step went."
     )
 
     @classmethod
     def settings(cls, sizes: SizeRule) -> dict[str, Any]:
-        length = "49 for 2B and 5B, 81 for 1.5. Of a wired video, at most so many frames are used, from the first."
+        length = "49 for 2B and 5B, 81 for 1.5. A longer wired video is cut to this length."
         return {
             **inputs.conditioning(),
             **inputs.pixels(sizes, 720, 480, "720×480 (2B, 5B) and 1360×768 (1.5)"),
@@ -35,13 +35,13 @@ class SampleCogVideoX(Sampler):
             "steps": inputs.steps(50),
             "guidance_scale": inputs.guidance(6.0),
             "seed": inputs.seed(),
-            "scheduler": inputs.choice(inputs.SCHEDULERS, "DPM is advised for 5B and 1.5, DDIM for 2B."),
+            "scheduler": inputs.choice(inputs.SCHEDULERS, "DPM is recommended for 5B and 1.5, DDIM for 2B."),
             "precision": inputs.precision(inherit=True, advanced=True),
         }
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        strength = "Of a wired video, how much is made anew: 0.8 runs the last 80 % of the steps; 1 keeps little of it."
+        strength = "How much of a wired video is redone. 0.8 runs the last 80 % of the steps; 1 keeps little of it."
         optional = {
             "image": ("IMAGE", {"tooltip": "The first frame. Only for image-to-video models (I2V), which need one."}),
             "video": ("IMAGE", {"tooltip": "Frames of a video to start from. Only for text-to-video models."}),
@@ -57,7 +57,7 @@ class SampleCogView(Sampler):
     SEARCH_ALIASES = ["KSampler", "text to image", "black image", "CogView3", "CogView4", *inputs.PRECISION_WORDS]
     DESCRIPTION = (
         "Runs the denoising steps of CogView3-Plus or CogView4. Each step is checked, and recomputed in fp32 if it "
-        "fails or clips. The report says which precision was used and why, and what each step did."
+        "fails or clips. The report says which precision was used and why, and how each step went."
     )
 
     @classmethod
@@ -78,23 +78,23 @@ class SampleStableVideoDiffusion(Sampler):
     DIFFUSERS = {"noise_augmentation": "noise_aug_strength"}
     SEARCH_ALIASES = ["SVD", "SVD-XT", "KSampler", "image to video", "img2vid", "black video", *inputs.PRECISION_WORDS]
     DESCRIPTION = (
-        "Makes a video from an image with Stable Video Diffusion. Image encoder, VAE encoder and every step are "
-        "checked, and recomputed in fp32 if they fail. The report says which precision was used and why."
+        "Makes a video from an image with Stable Video Diffusion. The image encoder, the VAE encoder and every step "
+        "are checked, and recomputed in fp32 if they fail. The report says which precision was used and why."
     )
 
     @classmethod
     def settings(cls, sizes: SizeRule) -> dict[str, Any]:
-        last_tip = "Of the last frame. 1 or less: no guidance, half the work."
-        noise_tip = "Noise added to the image. More makes it less like the image, with more motion."
+        last_tip = "Guidance of the last frame. 1 or less: no guidance, half the compute."
+        noise_tip = "Noise added to the image. More noise: less like the image, more motion."
         return {
-            "image": ("IMAGE", {"tooltip": "What the video starts from."}),
+            "image": ("IMAGE", {"tooltip": "The image that the video starts from."}),
             **inputs.pixels(sizes, 1024, 576, "1024×576"),
             "frames": inputs.frames(sizes, 25, "14 for SVD, 25 for SVD-XT."),
             "steps": inputs.steps(25),
-            "min_guidance_scale": inputs.number(1.0, 0.0, 100.0, 0.1, "Of the first frame.", advanced=True),
+            "min_guidance_scale": inputs.number(1.0, 0.0, 100.0, 0.1, "Guidance of the first frame.", advanced=True),
             "max_guidance_scale": inputs.number(3.0, 0.0, 100.0, 0.1, last_tip),
             "fps": inputs.integer(7, 1, 120, 1, "Frames per second that the motion is made for.", advanced=True),
-            "motion_bucket_id": inputs.integer(127, 1, 1023, 1, "More makes more motion."),
+            "motion_bucket_id": inputs.integer(127, 1, 1023, 1, "A larger value makes more motion."),
             "noise_augmentation": inputs.number(0.02, 0.0, 10.0, 0.01, noise_tip, advanced=True),
             "seed": inputs.seed(),
             "fit": inputs.fit(),
@@ -108,7 +108,7 @@ class SampleWan(Sampler):
     SEARCH_ALIASES = ["KSampler", "text to video", "black video", "Wan2.1", "Wan2.2", *inputs.PRECISION_WORDS]
     DESCRIPTION = (
         "Runs the denoising steps of Wan 2.1 or 2.2. Each step is checked, and recomputed in fp32 if it fails. "
-        "The report says which precision was used and why, and what each step did."
+        "The report says which precision was used and why, and how each step went."
     )
 
     @classmethod
@@ -125,7 +125,7 @@ class SampleWan(Sampler):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        tip = "Of the second transformer, for low noise, of 2.2 A14B. 0: the same as the first one's."
+        tip = "For 2.2 A14B: guidance of the second transformer (low noise). 0: the same as the first."
         scale = inputs.number(0.0, 0.0, 100.0, 0.1, tip, advanced=True)
         return {**super().INPUT_TYPES(), "optional": {"guidance_scale_2": scale}}
 

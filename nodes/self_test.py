@@ -20,14 +20,14 @@ class SelfTest(Node):
         *("black image", "black video"),
     ]
     DESCRIPTION = (
-        "Checks in about a minute whether this card computes right what runs rely on: products, convolutions and "
-        "attention in each precision, the guard's rerun, overflow protection, compiled code and offload, against "
-        "float64. Nothing is downloaded. Later runs with precision 'auto' do not choose what came out wrong here. "
-        "Says too what runs here and why: card, driver, packages, compile backends, half-precision switches."
+        "Checks in about a minute whether this card computes correctly: matrix products, convolutions and attention in "
+        "each precision, the guard's rerun, overflow protection, compiled code and offload, compared with float64. "
+        "Downloads nothing. Later runs with precision or backend 'auto' avoid what failed here. The report also lists "
+        "card, driver, packages, compile backends and half-precision switches."
     )
     RETURN_TYPES = ("STRING",)
     RETURN_NAMES = ("report",)
-    OUTPUT_TOOLTIPS = ("A line for each check, right or wrong, times, and what runs here and why, as text.",)
+    OUTPUT_TOOLTIPS = ("Text: a line for each check (right or wrong), times, and what runs here and why.",)
     OUTPUT_NODE = True
     FUNCTION = "check"
 

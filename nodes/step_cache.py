@@ -20,8 +20,8 @@ class StepCache(PipelineChange):
     SEARCH_ALIASES = ["TeaCache", "FBCache", "First Block Cache", "DeepCache", "TaylorSeer", "cache-dit", "speed up"]
     DESCRIPTION = (
         "Reuses the denoiser's outputs on predictable steps, as long as the estimated change of the result stays "
-        "within 'error'. An estimate is no guarantee. The report says which steps were cached, and how much the "
-        "result changed as estimated. Not for Stable Video Diffusion, where the estimate did not hold."
+        "within 'error'. The estimate is no guarantee. The report says which steps were cached, and the estimated "
+        "change of the result. Not for Stable Video Diffusion, where the estimate did not hold."
     )
 
     @classmethod
@@ -29,7 +29,7 @@ class StepCache(PipelineChange):
         error_tip = (
             "Quality loss you accept, as a share of the latents' norm. 0.02: barely visible. 0: nothing is cached."
         )
-        check_tip = "Of the steps that could be cached, at least one in this many is computed and compared."
+        check_tip = "At least one in this many cacheable steps is computed, and compared with the cache."
         return {
             "required": {
                 "pipeline": inputs.pipeline(),

@@ -42,7 +42,7 @@ BLUEPRINTS = (
     Blueprint(
         "Guarded CogVideoX Text to Video",
         "CogVideoX 2B text to video - no NaN or black frames in fp16",
-        "A prompt → frames, with CogVideoX: precision chosen by card, and a failing step recomputed in fp32.",
+        "Prompt → frames, with CogVideoX. Precision is chosen for your card; a failing step is recomputed in fp32.",
         {
             "OneDiffGuardLoadPipeline": ("model", "precision"),
             "OneDiffGuardNaNGuard": (),
@@ -54,7 +54,7 @@ BLUEPRINTS = (
     Blueprint(
         "Guarded SVD Image to Video",
         "SVD image to video - no NaN or black frames in fp16",
-        "An image → frames, with Stable Video Diffusion: precision chosen by card, and a failing step recomputed "
+        "Image → frames, with Stable Video Diffusion. Precision is chosen for your card; a failing step is recomputed "
         "in fp32.",
         {
             "OneDiffGuardLoadPipeline": ("model", "precision"),
@@ -65,8 +65,8 @@ BLUEPRINTS = (
     Blueprint(
         "Guarded KSampler and VAE Decode",
         "SD 1.5 native text to image - no NaN or black image in fp16",
-        "KSampler and VAE Decode for any of ComfyUI's own models, guarded: what comes out NaN or infinite is "
-        "recomputed in fp32.",
+        "Guarded KSampler and VAE Decode for any of ComfyUI's own models: a NaN or infinite result is recomputed in "
+        "fp32.",
         {
             "OneDiffGuardNaNGuardNative": ("precision",),
             "KSampler": ("seed", "steps", "cfg", "sampler_name", "scheduler", "denoise"),
