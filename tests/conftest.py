@@ -1,4 +1,4 @@
-"""What all tests share: tiers, the repository's root, and a process of its own for what must start from nothing."""
+"""Fixtures and hooks of all tests: tiers, a clean process and caches for each test, a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ import reliability
 import shared_models
 import tiers
 
-# Before a folder's own conftest.py imports torch, which reads it then: threads that wait for each other's cores cost
-# many times more, and a forked child waits forever for those that it does not have.
+# Set before any conftest.py imports torch, which reads it at import. More threads than cores make tests many times
+# slower, and a forked child would wait forever for threads that it does not have.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
-SERVED = (
+SERVER_MODULES = (
     "in_comfyui",
     "in_browser",
     "cached_reports",
     "hundred_prompts",
     "in_old_comfyui",
-)  # modules of tests/comfyui with one server for each ComfyUI
+)  # test modules of tests/comfyui that share one server per ComfyUI
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,8 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test is imported: what is drawn is drawn anew in `make test-all` alone, and inductor's cache is the
-    run's, not the machine's. A shell has what it starts with `&` ignore Ctrl+C, which tests send to what they start."""
+    """Set the tier, hypothesis' profile (random examples in `make test-all` only) and cache folders for this run alone.
+    A shell makes commands that it starts with `&` ignore Ctrl+C, but tests send Ctrl+C to what they start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     tier = config.getoption("--tier")
@@ -53,14 +53,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[tiers.VARIABLE] = tier
     if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):  # without this, PyTorch's attention raises in bf16
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
-    if not hasattr(config, "workerinput"):  # else a process of a run whose folders stand in the environment
-        for variable, what in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), (shared_models.VARIABLE, "models")):
-            folder = os.environ[variable] = tempfile.mkdtemp(prefix=f"onediff-guard-{what}-")
+    if not hasattr(config, "workerinput"):  # a worker of xdist inherits the folders of the run
+        for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), (shared_models.VARIABLE, "models")):
+            folder = os.environ[variable] = tempfile.mkdtemp(prefix=f"onediff-guard-{name}-")
             config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file of which the tier runs nothing, and no conftest.py of a folder of which it runs nothing."""
+    """Skip files and folders in which the tier runs nothing, and so their conftest.py."""
     listed = tiers.files(config.getoption("--tier"))
     if listed is None or not (collection_path.match("test_*.py") or collection_path.is_dir()):
         return None
@@ -70,7 +70,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the tier does not run."""
+    """Deselect tests that are not in the tier."""
     tier, names = config.getoption("--tier"), [item.nodeid for item in items]
     selected = tiers.selected(tier, names)
     if tier == "slow":
@@ -78,24 +78,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     whole = config.args == config.getini("testpaths")
     whole = whole and not config.getoption("keyword") and not config.getoption("ignore")
     if whole and (wrong := tiers.unfitting(tier, names)):
-        raise pytest.UsageError(f"tests/tiers.toml names what is no test: {', '.join(sorted(wrong))}")
+        raise pytest.UsageError(f"tests/tiers.toml names unknown tests: {', '.join(sorted(wrong))}")
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in selected])
     items[:] = [item for item in items if item.nodeid in selected]
-    tests_in = Counter(_one_process(item.nodeid) for item in items)
-    items.sort(  # what shares a server takes longest, and files of few tests have the longest of them
-        key=lambda item: (not _one_process(item.nodeid).startswith("server"), tests_in[_one_process(item.nodeid)])
+    tests_in = Counter(_process_of(item.nodeid) for item in items)
+    items.sort(  # tests that share a server take longest, then tests in files with few tests
+        key=lambda item: (not _process_of(item.nodeid).startswith("server"), tests_in[_process_of(item.nodeid)])
     )
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A run fails whose tests changed a model that they share."""
+    """Fail the run if a test changed a shared model."""
     if not hasattr(session.config, "workerinput") and shared_models.changed():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print what tests measured of reliability, and write it down where that was asked for."""
-    if hasattr(config, "workerinput"):  # a process of a run that has another one to tell of it all
+    """Print the reliability figures that tests measured, and write them with --write-figures."""
+    if hasattr(config, "workerinput"):  # a worker of xdist: the main process prints for all
         return
     if figures := reliability.found(terminalreporter.stats.get("passed", [])):
         terminalreporter.section("figures")
@@ -109,11 +109,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.write_line(f"changed by a test, though all tests share it: {name}", red=True)
 
 
-def _one_process(nodeid: str) -> str:
-    """What goes to one process: a module's tests in one ComfyUI, and all that share a server of it."""
+def _process_of(nodeid: str) -> str:
+    """The name of the process for a test: by module and ComfyUI; tests that share a server share a process."""
     module = nodeid.partition("::")[0]
-    what = "server" if any(name in module for name in SERVED) else module
-    return f"{what} {tiers.leg_of(nodeid)}"
+    group = "server" if any(name in module for name in SERVER_MODULES) else module
+    return f"{group} {tiers.leg_of(nodeid)}"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -122,24 +122,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByModule(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _one_process(nodeid)
+            return _process_of(nodeid)
 
-    config.option.loadscopereorder = False  # what is collected first runs first
+    config.option.loadscopereorder = False  # run tests in the order of collection
     return ByModule(config, log)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen_modules() -> list[int]:
-    """How many modules were imported at the last `gc.freeze` of a test file; see `_leave_modules_out`."""
+    """Number of imported modules at the last `gc.freeze` in a test file; see `_freeze_modules`."""
     return [0]
 
 
 @pytest.fixture(autouse=True)
-def _leave_modules_out(_frozen_modules: list[int]) -> None:
-    """Leave what imported modules hold out of garbage collection: at the first test of a file, and after imports.
+def _freeze_modules(_frozen_modules: list[int]) -> None:
+    """Exclude the objects of imported modules from garbage collection: at the first test of a file, and after imports.
 
-    A component that is loaded or dropped is followed by a collection, which looked at all of it each time: a third of
-    the time of tests that run models.
+    Loading or dropping a component starts a collection, which scanned all of them each time: a third of the time of
+    tests that run models.
     """
     if len(sys.modules) > _frozen_modules[0] + 20:
         gc.collect()
@@ -148,8 +148,8 @@ def _leave_modules_out(_frozen_modules: list[int]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def process_as_before(_leave_modules_out: None) -> Iterator[None]:
-    """A test leaves the process as it found it: nothing patched, set, open or running that was not."""
+def process_as_before(_freeze_modules: None) -> Iterator[None]:
+    """Fail a test that leaves anything patched, set, open or running."""
     modules, before = [*sys.modules], process_state.read()
     yield
     if left := process_state.left_behind(before, modules):
@@ -158,21 +158,21 @@ def process_as_before(_leave_modules_out: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def _profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for each test that asks, by its number: pytest's own are numbered by a look at all there are."""
+    """Numbered folders, one for each test: `tmp_path_factory.mktemp` would list all existing ones each time."""
     parent = tmp_path_factory.mktemp("profiles")
     return (parent / str(number) for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
-def _kept_elsewhere(
+def _isolate_caches(
     process_as_before: None,
     _profiles: Iterator[Path],
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a test's runs load, learn and compile is not kept for the next test, nor for whoever runs the tests."""
+    """Keep no model, profile or compiled code of a test for the next test or for the user."""
     if stores := sys.modules.get("comfyui_onediff_guard.pipelines.weights.components"):
-        stores._STORES.clear()  # one that a reference cycle keeps is not found again
+        stores._STORES.clear()  # a store that a reference cycle keeps alive must not be used again
     monkeypatch.setenv("ONEDIFF_GUARD_PROFILES", str(next(_profiles)))
     monkeypatch.setenv("ONEDIFF_GUARD_SELFTEST", str(tmp_path_factory.getbasetemp() / "no self-test was run"))
     monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "0")
@@ -180,7 +180,7 @@ def _kept_elsewhere(
 
 @pytest.fixture
 def figure(record_property: Callable[[str, object], None]) -> Callable[[str, object], None]:
-    """figure(line, value): what a test measured, for docs/reliability.md."""
+    """figure(line, value): record a measured value for docs/reliability.md."""
 
     def record(line: str, value: object) -> None:
         record_property(f"{reliability.PREFIX}{line}", str(value))
@@ -196,7 +196,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def fresh_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Runs code in a new interpreter, away from the repository's root; returns its stdout, fails with its stderr."""
+    """Run code in a new interpreter outside the repository; return its stdout, or fail with its stderr."""
     elsewhere = tmp_path_factory.mktemp("fresh")
 
     def run(code: str, *arguments: str, **environment: str) -> str:
@@ -216,5 +216,5 @@ def fresh_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
 
 @pytest.fixture(scope="session")
 def model_folder() -> Callable[..., Path]:
-    """model_folder(variant, overflow) → a folder that all tests of the run share, see shared_models.model_folder."""
+    """model_folder(variant, overflow) → a folder that all tests share, see shared_models.model_folder."""
     return shared_models.model_folder

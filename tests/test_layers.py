@@ -1,4 +1,4 @@
-"""The design's layers hold: each imports only from those below it, and importing the pack loads nothing heavy."""
+"""Layers import only from lower layers, and importing the pack loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMFYUI = {
     *("folder_paths", "latent_preview", "nodes", "server"),
 }
 COMPILERS = {"onediff", "onediffx", "oneflow", "nexfort"}
-BELOW = {  # layer → those of ours that it may import from
+LOWER_LAYERS = {  # layer → our layers that it may import from
     "": {"demo", "headless", "nodes"},
     "demo": {"headless", "comfyui_host"},
     "headless": {"nodes", "comfyui_host", "pipelines", "precision", "trust"},
@@ -31,21 +31,21 @@ BELOW = {  # layer → those of ours that it may import from
     "precision": {"trust"},
     "trust": set(),
 }
-# ray is an extra, of `batch`. demo/ builds a model's folder from their own classes; headless/ has them show no bars
+# ray is an optional extra for `batch`. demo/ builds models from library classes; headless/ hides their progress bars
 LIBRARIES_FOR = {
     "diffusers": {"demo", "headless", "pipelines"},
     "ray": {"headless"},
     "torchao": {"precision"},
     "transformers": {"demo", "headless", "pipelines"},
 }
-UNKNOWN = "?"  # in place of a name that only shows when it runs
+UNKNOWN = "?"  # stands for a module name that is known only at run time
 
 
 @dataclass(frozen=True)
 class Import:
     file: str  # path from the root, with /
     line: int
-    module: str  # 'torch.nn', or of ours '.pipelines.load'
+    module: str  # 'torch.nn', or for our own '.pipelines.load'
     for_types: bool = False  # under TYPE_CHECKING: never runs
     looked_up: bool = False  # read from sys.modules, which loads nothing
 
@@ -68,33 +68,33 @@ class Import:
 def package_files() -> list[str]:
     """Every Python file of the package, as a path from the root."""
     files = [ROOT / "__init__.py", ROOT / "__main__.py"]
-    for layer in filter(None, BELOW):
+    for layer in filter(None, LOWER_LAYERS):
         files += (ROOT / layer).rglob("*.py")
     return sorted(file.relative_to(ROOT).as_posix() for file in files)
 
 
 def file_of(parts: Sequence[str]) -> str:
-    """The file of one of our modules or packages, "" where it is none."""
+    """The file of one of our modules or packages, "" if there is none."""
     path = "/".join(parts)
     return next((file for file in (f"{path}.py", f"{path}/__init__.py") if (ROOT / file).is_file()), "")
 
 
 def imports_of(file: str, source: str) -> Iterator[Import]:
-    """All imports of a file, by statement, by importlib and by sys.modules; a relative one is resolved to
-    '.<path from the package's root>'. UNKNOWN where the name of what is imported cannot be read here."""
+    """All imports of a file, by statement, importlib and sys.modules. A relative one is resolved to
+    '.<path from the package's root>'. A module whose name is not a literal is UNKNOWN."""
     folder = file.split("/")[:-1]
     tree = ast.parse(source)
     under_types = [
         node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
     ]
     for_types = {inner for node in under_types for statement in node.body for inner in ast.walk(statement)}
-    read: set[ast.AST] = set()
+    used: set[ast.AST] = set()
 
-    def climbed(level: int) -> list[str]:
-        assert len(folder) >= level - 1, f"{file} climbs out of the package"
+    def parents(level: int) -> list[str]:
+        assert len(folder) >= level - 1, f"{file} imports from outside the package"
         return folder[: len(folder) - (level - 1)]
 
-    def named(node: ast.AST) -> Iterator[tuple[str, bool]]:
+    def modules_in(node: ast.AST) -> Iterator[tuple[str, bool]]:
         """(module, whether it is only looked up)"""
         match node:
             case ast.Import(names=names):
@@ -103,14 +103,14 @@ def imports_of(file: str, source: str) -> Iterator[Import]:
                 hidden = module == "sys" and "modules" in [name.name for name in names]
                 yield UNKNOWN if hidden else module, False
             case ast.ImportFrom(level=level, module=module, names=names):
-                parts = [*climbed(level), *(module.split(".") if module else [])]
+                parts = [*parents(level), *(module.split(".") if module else [])]
                 for name in names:  # `from . import x` names a module, `from .x import y` most often not
                     whole = not module or file_of([*parts, name.name])
                     yield "." + ".".join([*parts, name.name] if whole else parts), False
             case ast.Call(func=ast.Name("import_module" | "__import__") | ast.Attribute(attr="import_module")):
-                name = written(node.args[0])
+                name = literal_name(node.args[0])
                 level = len(name) - len(name.lstrip("."))
-                yield ".".join(["", *climbed(level), name[level:]]) if level else name, False
+                yield ".".join(["", *parents(level), name[level:]]) if level else name, False
             case (
                 ast.Subscript(value=ast.Attribute(attr="modules") as modules, slice=key)
                 | ast.Call(
@@ -118,18 +118,18 @@ def imports_of(file: str, source: str) -> Iterator[Import]:
                 )
                 | ast.Compare(left=key, comparators=[ast.Attribute(attr="modules") as modules])
             ) if ast.unparse(modules) == "sys.modules":
-                read.add(modules)
-                yield written(key), True
-            case ast.Attribute(attr="modules") if ast.unparse(node) == "sys.modules" and node not in read:
+                used.add(modules)
+                yield literal_name(key), True
+            case ast.Attribute(attr="modules") if ast.unparse(node) == "sys.modules" and node not in used:
                 yield UNKNOWN, True
 
-    for node in ast.walk(tree):  # parents before what is in them
-        for module, looked_up in named(node):
+    for node in ast.walk(tree):  # parents before children
+        for module, looked_up in modules_in(node):
             yield Import(file, getattr(node, "lineno", 0), module, node in for_types, looked_up)
 
 
-def written(name: ast.expr) -> str:
-    """A module's name as far as it is written down."""
+def literal_name(name: ast.expr) -> str:
+    """A module's name, as far as it is a literal."""
     match name:
         case ast.Constant(value=str(text)):
             return text
@@ -138,72 +138,70 @@ def written(name: ast.expr) -> str:
     return UNKNOWN
 
 
-ALL = [found for file in package_files() for found in imports_of(file, (ROOT / file).read_text(encoding="utf-8"))]
+IMPORTS = [found for file in package_files() for found in imports_of(file, (ROOT / file).read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize("layer", BELOW)
-def test_a_layer_imports_only_from_those_below_it(layer: str) -> None:
-    allowed = BELOW[layer] | {layer}
-    wrong = [str(f) for f in ALL if f.layer == layer and f.ours and f.module != "." and f.top not in allowed]
+@pytest.mark.parametrize("layer", LOWER_LAYERS)
+def test_layer_imports_only_from_lower_layers(layer: str) -> None:
+    allowed = LOWER_LAYERS[layer] | {layer}
+    wrong = [str(f) for f in IMPORTS if f.layer == layer and f.ours and f.module != "." and f.top not in allowed]
     assert not wrong, f"{layer or '__init__.py'} may import from {sorted(allowed)}"
 
 
 RULES: dict[str, Callable[[Import], bool]] = {
-    "the package is imported absolutely: ComfyUI has it under another name, and would load it twice": lambda f: (
+    "imports of the package are relative: ComfyUI renames it, and an absolute one would load it twice": lambda f: (
         f.top == PACKAGE
     ),
-    # headless/hosts/checkout.py starts one in a process of its own, and core_nodes.py stands in for six of its nodes
-    "ComfyUI is known outside of comfyui_host": lambda f: f.top in COMFYUI and f.layer != "comfyui_host",
-    "ComfyUI is imported, not looked up: a process that has it is not one that it runs in": lambda f: (
+    # headless/hosts/checkout.py starts ComfyUI as another process, and core_nodes.py replaces six of its nodes
+    "only comfyui_host imports ComfyUI": lambda f: f.top in COMFYUI and f.layer != "comfyui_host",
+    "ComfyUI is read from sys.modules, not imported: an installed ComfyUI may not be running": lambda f: (
         f.top in COMFYUI and not f.looked_up
     ),
-    # in comfyui_host, names of ComfyUI's modules stand in tables
-    "a name that cannot be read is a way round the layers": lambda f: f.top == UNKNOWN and f.layer != "comfyui_host",
-    "a compiler is known outside of backends.py": lambda f: (
-        f.top in COMPILERS and f.file != "pipelines/compile/backends.py"
-    ),
-    "a library is known outside of its layers": lambda f: f.layer not in LIBRARIES_FOR.get(f.top, {f.layer}),
+    # comfyui_host reads names of ComfyUI's modules from tables
+    "only comfyui_host imports by computed names": lambda f: f.top == UNKNOWN and f.layer != "comfyui_host",
+    "only backends.py imports compilers": lambda f: f.top in COMPILERS and f.file != "pipelines/compile/backends.py",
+    "libraries are imported only by their layers": lambda f: f.layer not in LIBRARIES_FOR.get(f.top, {f.layer}),
 }
 
 
-@pytest.mark.parametrize("wrong", RULES)
-def test_nothing_else_is_imported(wrong: str) -> None:
-    assert not [str(found) for found in ALL if not found.ours and RULES[wrong](found)], wrong
+@pytest.mark.parametrize("rule", RULES)
+def test_no_import_breaks_rule(rule: str) -> None:
+    assert not [str(found) for found in IMPORTS if not found.ours and RULES[rule](found)], rule
 
 
-def test_no_module_imports_itself_in_the_end() -> None:
-    """Imports in functions are counted, what is for types alone not."""
+def test_imports_have_no_cycle() -> None:
+    """Imports in functions count; imports under TYPE_CHECKING do not."""
     after: dict[str, set[str]] = {}
-    for found in ALL:
+    for found in IMPORTS:
         target = file_of(found.module[1:].split(".")) if found.ours and not found.for_types else ""
         after.setdefault(found.file, set()).update({target} - {""})
-    TopologicalSorter(after).prepare()  # raises what names the circle
+    TopologicalSorter(after).prepare()  # raises an error that names the circle
 
 
-def test_the_search_path_is_left_alone() -> None:
-    """ComfyUI has modules named `nodes` and `server`: the pack's root on sys.path would shadow or lose to them."""
+def test_package_does_not_extend_sys_path() -> None:
+    """ComfyUI has modules named `nodes` and `server`, which ours would conflict with if the root were on sys.path."""
     sources = {file: (ROOT / file).read_text(encoding="utf-8") for file in package_files()}
     wrong = [file for file, text in sources.items() if "sys.path.append" in text or "sys.path.insert" in text]
     assert not wrong
 
 
-MOST_ENTERED = {"first": (35, 16), "later": (30, 16)}  # by a sampling run: files of ours, frames on its deepest stack
-MOST_LOADED = 42  # modules of ours, by NaN Guard (MODEL)
+RUN_LIMITS = {"first": (35, 16), "later": (30, 16)}  # a sampling run: its files of ours, frames on its deepest stack
+MAX_GUARD_MODULES = 42  # modules of ours that NaN Guard (MODEL) loads
 
 
-def test_what_a_run_enters_and_the_guard_loads_stays_small() -> None:
+def test_run_depth_and_guard_modules_stay_within_limits() -> None:
     command = [sys.executable, "scripts/run_depth.py"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for which, most in MOST_ENTERED.items():
-        (counts,) = re.findall(rf"A {which} run: (\d+) files, (\d+) frames", said)
-        assert all(int(now) <= limit for now, limit in zip(counts, most, strict=True)), said
-    (loaded,) = re.findall(r"loads (\d+) modules", said)
-    assert int(loaded) <= MOST_LOADED
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for run, limits in RUN_LIMITS.items():
+        (counts,) = re.findall(rf"A {run} run: (\d+) files, (\d+) frames", output)
+        assert all(int(count) <= limit for count, limit in zip(counts, limits, strict=True)), output
+    (loaded,) = re.findall(r"loads (\d+) modules", output)
+    assert int(loaded) <= MAX_GUARD_MODULES
 
 
 IMPORT = """
 import json, sys
-sys.dont_write_bytecode = True  # that of a source that is newer is written, and renamed
+sys.dont_write_bytecode = True  # else bytecode of a changed source is written and renamed
 before, events = set(sys.modules), []
 sys.addaudithook(lambda name, values: events.append((name, str(values[0]) if values else "")))
 import comfyui_onediff_guard
@@ -212,15 +210,15 @@ modules, told = sorted(set(sys.modules) - before), list(events)
 import comfyui_onediff_guard.__main__
 print(json.dumps([modules, sorted(set(sys.modules) - before), told]))
 """
-IMPORTED_MODULES = 40  # of ours; more than the nodes need at import would be late where a disk is slow
-BY_THE_IMPORT_SYSTEM = {"import", "open", "compile", "exec", "os.listdir", "os.scandir", "marshal.loads"}
+IMPORTED_MODULES = 40  # of ours, at most; more would make the start slow on a slow disk
+IMPORT_EVENTS = {"import", "open", "compile", "exec", "os.listdir", "os.scandir", "marshal.loads"}
 
 
-def test_importing_the_pack_loads_its_nodes_and_does_nothing_else(fresh_python: Callable[..., str]) -> None:
-    """Then it is quick, on any machine: no library, no folder of models, no process and no network is waited for."""
+def test_import_loads_only_pack_modules_and_has_no_side_effects(fresh_python: Callable[..., str]) -> None:
+    """The import is quick on any machine: it waits for no library, model folder, process or network."""
     modules, with_command, events = json.loads(fresh_python(IMPORT))
     assert {name.split(".")[0] for name in with_command} - sys.stdlib_module_names == {PACKAGE}
     assert len([name for name in modules if name.startswith(PACKAGE)]) <= IMPORTED_MODULES
     assert all(value.endswith((".py", ".pyc")) for name, value in events if name == "open")
-    others = {name for name, _ in events} - BY_THE_IMPORT_SYSTEM
+    others = {name for name, _ in events} - IMPORT_EVENTS
     assert not {name for name in others if name.startswith(("os.", "shutil.", "socket.", "subprocess.", "urllib."))}

@@ -1,4 +1,4 @@
-"""What is handed out is whole: the wheel, ComfyUI-Manager's requirements, the registry's fields, a quick import."""
+"""What users install: the wheel, requirements.txt, the registry's fields and files, and what the native guard loads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REGISTRY_CLASSIFIERS = {  # https://docs.comfy.org/registry/specifications
     *("Environment :: NPU :: Huawei Ascend", "Environment :: GPU :: Apple Metal"),
 }
 NOT_SOURCE = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__")  # neither environments nor caches
-NOT_BUILT = {"build", "dist", "input", "models", "output", "tests"}  # in the root
+NOT_BUILT = {"build", "dist", "input", "models", "output", "tests"}  # in the root folder
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def project(root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel, built from a copy so that the tree stays as it is."""
+    """The wheel, built from a copy, so that the repository stays unchanged."""
     folder = tmp_path_factory.mktemp("wheel")
 
     def ignored(where: str, names: list[str]) -> set[str]:
@@ -59,8 +59,8 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFi
     return zipfile.ZipFile(file)
 
 
-def shipped(root: Path) -> set[str]:
-    """What a clone has and a wheel must have, as paths from the root."""
+def shipped_files(root: Path) -> set[str]:
+    """The files that a wheel must have, as paths from the root."""
     files = [root / "__init__.py", root / "__main__.py"]
     for folder in ("comfyui_host", "demo", "headless", "nodes", "pipelines", "precision", "trust"):
         files += (root / folder).rglob("*.py")
@@ -69,26 +69,26 @@ def shipped(root: Path) -> set[str]:
     return {file.relative_to(root).as_posix() for file in files}
 
 
-def test_the_wheel_is_whole_and_brings_nothing_else(root: Path, wheel: zipfile.ZipFile) -> None:
+def test_wheel_contains_exactly_shipped_files(root: Path, wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     inside = {name.removeprefix(f"{PACKAGE}/") for name in names if name.startswith(f"{PACKAGE}/")}
-    assert inside == shipped(root), "list the folder or the file type under [tool.setuptools] in pyproject.toml"
+    assert inside == shipped_files(root), "list the folder or the file type under [tool.setuptools] in pyproject.toml"
     others = {name.split(".dist-info/")[-1]: name for name in names if not name.startswith(f"{PACKAGE}/")}
     assert all(".dist-info/" in name for name in others.values()) and "licenses/LICENSE" in others
     assert f"onediff-guard = {PACKAGE}.__main__:main" in wheel.read(others["entry_points.txt"]).decode()
 
 
-def test_requirements_txt_is_the_dependencies(root: Path, project: dict[str, Any]) -> None:
+def test_requirements_txt_matches_pyproject_dependencies(root: Path, project: dict[str, Any]) -> None:
     lines = (root / "requirements.txt").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line and not line.startswith("#")] == project["project"]["dependencies"]
 
 
-def test_nothing_that_users_install_names_torch(project: dict[str, Any]) -> None:
+def test_dependencies_do_not_include_torch(project: dict[str, Any]) -> None:
     names = {Requirement(line).name for line in project["project"]["dependencies"]}
     assert not {name for name in names if name.startswith(("torch", "nvidia"))}
 
 
-NOT_RUN = {"protobuf", "packaging"}  # lower bounds that pyproject.toml says are not
+UNTESTED_BOUNDS = {"protobuf", "packaging"}  # pyproject.toml says that their lower bounds are untested
 
 
 def pins(root: Path, constraints: str) -> dict[str, list[Version]]:
@@ -101,9 +101,7 @@ def pins(root: Path, constraints: str) -> dict[str, list[Version]]:
     return found
 
 
-def test_the_pinned_environments_run_the_dependencies_and_their_lower_bounds(
-    root: Path, project: dict[str, Any]
-) -> None:
+def test_pinned_environments_cover_dependencies_and_lower_bounds(root: Path, project: dict[str, Any]) -> None:
     environments = {file.name: pins(root, file.name) for file in (root / "constraints").glob("*.txt")}
     assert {"test.txt", "comfyui-0.0.1.txt"} <= {*environments}
     for wanted in map(Requirement, project["project"]["dependencies"]):
@@ -113,12 +111,12 @@ def test_the_pinned_environments_run_the_dependencies_and_their_lower_bounds(
             assert found and all(map(wanted.specifier.contains, found)), f"{wanted}: constraints/{file} has {found}"
         oldest = min(version for found in environments.values() for version in found.get(name, []))
         for bound in wanted.specifier:
-            if bound.operator == ">=" and wanted.name not in NOT_RUN:
+            if bound.operator == ">=" and wanted.name not in UNTESTED_BOUNDS:
                 lowest = Version(bound.version)
                 assert lowest <= oldest and lowest.release[:2] == oldest.release[:2], f"{wanted}: {oldest} is run"
 
 
-def test_the_comfy_registry_finds_its_fields(root: Path, project: dict[str, Any]) -> None:
+def test_pyproject_has_comfy_registry_fields(root: Path, project: dict[str, Any]) -> None:
     table = project["project"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", table["version"])
     assert re.fullmatch(r"[a-z0-9-]+", table["name"])
@@ -138,7 +136,7 @@ def test_the_comfy_registry_finds_its_fields(root: Path, project: dict[str, Any]
             assert picture.size == (width, height), "a square, and 21:9"
 
 
-ANOTHER_NAME = """
+IMPORT_BY_PATH = """
 import importlib.util, sys
 import comfyui_onediff_guard as installed
 root = sys.argv[1]
@@ -151,11 +149,10 @@ print(*pack.NODE_CLASS_MAPPINGS)
 """
 
 
-def test_what_the_registry_leaves_out_no_install_needs(
+def test_published_files_load_all_nodes_and_exclude_tests(
     root: Path, tmp_path: Path, fresh_python: Callable[..., str]
 ) -> None:
-    """The files that are published, imported by path as ComfyUI does it, beside the installed pack: every node is
-    there, and every shipped workflow and page."""
+    """Import a copy of the published files by path, as ComfyUI does, beside the installed pack."""
     lines = (root / ".comfyignore").read_text(encoding="utf-8").splitlines()
     patterns = [line.rstrip("/") for line in lines if line and not line.startswith("#")]
     target = tmp_path / "ComfyUI-OneDiff-Guard"
@@ -170,18 +167,18 @@ def test_what_the_registry_leaves_out_no_install_needs(
         )
 
     shutil.copytree(root, target, ignore=ignored)
-    told = fresh_python(ANOTHER_NAME, str(target))
-    assert set(told.split()) == set(NODE_CLASS_MAPPINGS)
+    output = fresh_python(IMPORT_BY_PATH, str(target))
+    assert set(output.split()) == set(NODE_CLASS_MAPPINGS)
     for name in NODE_CLASS_MAPPINGS:
         assert (target / "web" / "docs" / f"{name}.md").is_file()
     assert (target / "workflows" / "api").is_dir() and (target / "LICENSE").is_file()
     assert not (target / "tests").exists() and not (target / "scripts").exists()
 
 
-def test_one_address_stands_everywhere(root: Path, project: dict[str, Any]) -> None:
+def test_repository_address_is_consistent(root: Path, project: dict[str, Any]) -> None:
     readme = (root / "README.md").read_text(encoding="utf-8")
     address, publisher = project["project"]["urls"]["Repository"], project["tool"]["comfy"]["PublisherId"]
-    assert re.findall(r"^git clone (.*)$", readme, re.MULTILINE) == [address], "README.md's is not pyproject.toml's"
+    assert re.findall(r"^git clone (.*)$", readme, re.MULTILINE) == [address], "README.md and pyproject.toml differ"
     assert f"git clone {address}\n" in (root / "README.zh.md").read_text(encoding="utf-8")
     assert address.endswith("/ComfyUI-OneDiff-Guard"), "the folder that README.md's next command expects"
     unpublished = ["__OWNER__" in text for text in (address, publisher)] + ["has no public address yet" in readme]
@@ -198,7 +195,7 @@ from comfyui_onediff_guard.precision.guard import GuardPolicy
 
 class Network(torch.nn.Linear):
     def decode(self, x):
-        return self(self(x)) / 1e6  # of 1e4: 2.5e5 on the way, which fp16 does not hold
+        return self(self(x)) / 1e6  # from 1e4 by way of 2.5e5, which overflows fp16
     encode = decode
 
 class Vae:
@@ -210,7 +207,7 @@ class Vae:
         return self.first_stage_model.decode(x.half()).float()
     decode_tiled = encode = encode_tiled = decode
 
-class Executor(Vae):  # of ComfyUI's chain of wrappers, and a BaseModel
+class Executor(Vae):  # stands in for a WrapperExecutor and a BaseModel
     manual_cast_dtype, model_config, current_patcher = torch.float16, None, None
     def __call__(self, x, *_):
         return self.decode(x)
@@ -246,21 +243,19 @@ through_nodes = run(*nodes["OneDiffGuardNaNGuardNative"]().apply(Patcher(), Vae(
 import comfyui_onediff_guard.comfyui_host.probe
 print(json.dumps([imported, ran, through_nodes, loaded()]))
 """
-NATIVE_MODULES = 45  # of ours, at the most
+NATIVE_MODULES = 45  # of ours, at most
 
 
-def test_a_guard_of_comfyuis_own_models_loads_nothing_of_pipelines(
-    fresh_python: Callable[..., str], tmp_path: Path
-) -> None:
-    """At import, after a rerun of a MODEL and a VAE, after one through the nodes, and with the probe."""
+def test_native_guard_loads_no_pipelines_module(fresh_python: Callable[..., str], tmp_path: Path) -> None:
+    """Checked at import, after reruns of a MODEL and a VAE, through the nodes, and with the probe."""
     found = json.loads(fresh_python(NATIVE, ONEDIFF_GUARD_PROFILES=str(tmp_path)))
     assert max(map(len, found[:2])) <= NATIVE_MODULES
     assert not [name for names in found for name in names if name.startswith(f"{PACKAGE}.pipelines")]
-    assert len([*tmp_path.iterdir()]) == 2, "a profile of each: something was learned"
+    assert len([*tmp_path.iterdir()]) == 2, "one profile each"
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (Path(__file__).parents[1] / "web").glob("*.js")))
-def test_what_the_page_loads_parses(script: str, root: Path, tmp_path: Path) -> None:
+def test_web_script_has_valid_syntax(script: str, root: Path, tmp_path: Path) -> None:
     if not (node := shutil.which("node")):
         pytest.skip("node: not on PATH")
     module = shutil.copy(root / "web" / script, tmp_path / "script.mjs")

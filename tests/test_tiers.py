@@ -1,4 +1,4 @@
-"""What each make target runs: the list in tests/tiers.toml."""
+"""Which tests each make target runs, by the list in tests/tiers.toml."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tiers
 LINES = [(section, rule) for section, lines in tiers.SECTIONS.items() for rule in lines]
 
 
-def test_every_test_runs_in_test_or_slow_or_needs_a_checkout_or_is_left_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiers_select_tests_and_report_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
     lists = {"check": {"tests/a.py": ""}, "test": {"tests/b.py": ""}, "slow": {"tests/b.py::*[2]": ""}}
     monkeypatch.setattr(tiers, "SECTIONS", lists | {"all": {"tests/c.py": ""}})
     names = {"tests/a.py::t", "tests/b.py::t[1]", "tests/b.py::t[2]", "tests/b.pyx::t", "tests/c.py::t"}
@@ -25,10 +25,10 @@ def test_every_test_runs_in_test_or_slow_or_needs_a_checkout_or_is_left_to_all(m
     assert tiers.unfitting("slow", ["tests/a.py::t"]) == {"tests/b.py", "tests/b.py::*[2]", "tests/c.py"}
 
 
-def test_each_line_says_what_it_would_catch_and_nothing_that_another_says() -> None:
+def test_tier_lines_do_not_overlap_and_have_reasons() -> None:
     for (section, line), (inner_section, inner) in itertools.permutations(LINES, 2):
         if (section, inner_section) != ("test", "slow"):
             assert not tiers.fits(line, inner), f"{line} and {inner}"
-    whole = tiers.SECTIONS["test"]
-    assert not [rule for rule in tiers.SECTIONS["slow"] if not any(tiers.fits(line, rule) for line in whole)]
+    test_lines = tiers.SECTIONS["test"]
+    assert not [rule for rule in tiers.SECTIONS["slow"] if not any(tiers.fits(line, rule) for line in test_lines)]
     assert not [rule for section, rule in LINES if len(tiers.SECTIONS[section][rule].split()) < 3]
