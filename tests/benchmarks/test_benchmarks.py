@@ -1,4 +1,4 @@
-"""The benchmarks run, on small models, and write what they measured."""
+"""The benchmarks run on small models and write their figures."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_benchmark_writes_its_figures(root: Path, tmp_path: Path, name: str) -> None:
+def test_benchmark_writes_figures_without_errors(root: Path, tmp_path: Path, name: str) -> None:
     figures: list[float] = []
     errors: list[str] = []
 
-    def noted(found: dict[str, Any]) -> dict[str, Any]:
+    def collect_errors(found: dict[str, Any]) -> dict[str, Any]:
         errors.extend(value for key, value in found.items() if key == "error" and isinstance(value, str))
         return found
 
-    def number(text: str) -> float:
+    def collect_figure(text: str) -> float:
         figures.append(float(text))
         return figures[-1]
 
@@ -37,5 +37,5 @@ def test_a_benchmark_writes_its_figures(root: Path, tmp_path: Path, name: str) -
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     (file,) = tmp_path.glob("*.json")
-    json.loads(file.read_text(encoding="utf-8"), object_hook=noted, parse_float=number)
+    json.loads(file.read_text(encoding="utf-8"), object_hook=collect_errors, parse_float=collect_figure)
     assert len(figures) > 5 and not errors, errors
