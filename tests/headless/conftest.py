@@ -1,4 +1,4 @@
-"""Stand-ins for the headless tests: small classic nodes, a server, a console, and batches of toys."""
+"""Fixtures for the headless tests: small nodes, a stand-in server, a console, and batches of toy jobs."""
 
 # ruff: noqa: N802 - ComfyUI's names
 
@@ -100,10 +100,10 @@ def comfy() -> Iterator[FakeComfy]:
 
 @pytest.fixture
 def console(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """console(*arguments of onediff-guard) → (exit status, what it printed, and to stderr)."""
+    """console(*arguments of onediff-guard) → (exit code, stdout, stderr)."""
 
     def run(*arguments: Any) -> tuple[int, str, str]:
-        capsys.readouterr()  # what building a model printed
+        capsys.readouterr()  # discard what building a model printed
         code = cli.main([*map(str, arguments)])
         out, err = capsys.readouterr()
         return code, out, err
@@ -113,7 +113,7 @@ def console(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
 
 @pytest.fixture
 def here(tmp_path: Path, workflow: dict[str, Any], classes: dict[str, type], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder with workflow.json, where the stand-in nodes are what this process knows."""
+    """Change to a folder with workflow.json; the stand-in nodes are the only known nodes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(local, "default_classes", lambda: classes)
     (tmp_path / "workflow.json").write_text(json.dumps(workflow))
@@ -139,7 +139,7 @@ def there(
 
 @pytest.fixture
 def jobs_file(tmp_path: Path) -> Callable[..., Any]:
-    """jobs_file(lines) → the file of them as a batch reads it, of toys."""
+    """jobs_file(lines) → a JobsFile of toy jobs."""
     import toy_jobs
     from comfyui_onediff_guard.headless.batch.jobs import JobsFile
 
@@ -163,7 +163,7 @@ with connected(None, workers=4) as ray:
 
 @pytest.fixture(scope="session")
 def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a Ray for toys, shared by all tests but those of how one is started and ended."""
+    """The address of a Ray that tests share, except those that test its start and its end."""
     _skip_without_ray()
     from batch_runs import surroundings
 
@@ -180,7 +180,7 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def toy_batch(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """toy_batch(lines, *options) → a command on toy jobs, under a Ray of its own; it is gone at the end."""
+    """toy_batch(lines, *options) → a batch command on toy jobs with its own Ray; both end with the test."""
     _skip_without_ray()
     import toy_jobs
     from batch_runs import Batch, surroundings
@@ -201,7 +201,7 @@ def toy_batch(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def joined_batch(toy_batch: Callable[..., Any], ray_address: str) -> Iterator[Callable[..., Any]]:
-    """The same under the shared Ray, on which it leaves no worker."""
+    """Like toy_batch, but on the shared Ray, on which no worker is left at the end."""
     made = []
 
     def make(lines: list[dict[str, Any]], *options: str, **more: Any) -> Any:

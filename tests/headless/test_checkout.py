@@ -20,12 +20,12 @@ from waiting import wait_until
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout whose main.py only answers."""
+    """A checkout whose main.py only answers requests."""
     monkeypatch.setattr(checkout, "_has_accelerator", lambda python: False)
     return write_checkout(tmp_path, monkeypatch)
 
 
-def test_it_is_started_and_the_whole_tree_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkout_starts_and_its_process_tree_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMFYUI_ARGS", "--extra 1")
     with checkout.started(folder, models=[folder / "m"], input_dir=folder / "in") as running:
         assert urlopen(running.url + "/queue").status == 200
@@ -38,13 +38,13 @@ def test_it_is_started_and_the_whole_tree_is_stopped(folder: Path, monkeypatch: 
     assert argv[argv.index("--listen") + 1] == "127.0.0.1"
     assert argv[argv.index("--input-directory") + 1] == str((folder / "in").resolve())
     assert {"--database-url", "--cpu", "--extra"} <= set(argv)
-    assert "--disable-api-nodes" not in argv, "an older ComfyUI knows no such argument"
+    assert "--disable-api-nodes" not in argv, "unknown to older versions of ComfyUI"
     for pid in seen["pids"]:
         wait_until(lambda pid=pid: not is_running(pid), "a process outlives the checkout that started it")
     assert not temporary.exists()
 
 
-def test_it_is_stopped_when_the_run_raises(folder: Path) -> None:
+def test_checkout_is_stopped_when_run_raises(folder: Path) -> None:
     seen: list[checkout.Running] = []
 
     def interrupted_run() -> None:
@@ -58,13 +58,13 @@ def test_it_is_stopped_when_the_run_raises(folder: Path) -> None:
         urlopen(seen[0].url + "/queue", timeout=2)
 
 
-def test_one_that_never_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def once_it_has_some(log: Path, tail: Callable[[Path], str] = checkout._tail) -> str:
+def test_checkout_that_never_answers_fails_with_end_of_log(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tail_of_nonempty(log: Path, tail: Callable[[Path], str] = checkout._tail) -> str:
         wait_until(lambda: log.stat().st_size, "its log")
         return tail(log)
 
     monkeypatch.setattr(checkout, "START_SECONDS", 0.5)
-    monkeypatch.setattr(checkout, "_tail", once_it_has_some)
+    monkeypatch.setattr(checkout, "_tail", tail_of_nonempty)
     (folder / "main.py").write_text("import time; print('thinking', flush=True); time.sleep(60)")
     with pytest.raises(HostError, match=r"(?s)did not answer within.*thinking"), checkout.started(folder):
         pytest.fail("it started")
@@ -77,13 +77,13 @@ FAILS = "raise SystemExit('no module named sun')"
     ("files", "variables", "error", "message"),
     [
         ({"main.py": FAILS}, {}, HostError, r"(?s)did not start: it ended with code 1.*no module named sun"),
-        ({}, {"COMFYUI_PYTHON": "main.py"}, HostError, r"(?s)ended with code 127.*cannot be run"),  # no program
+        ({}, {"COMFYUI_PYTHON": "main.py"}, HostError, r"(?s)ended with code 127.*cannot be run"),  # not a program
         ({}, {"COMFYUI_ARGS": "--extra 'x"}, WorkflowError, r"COMFYUI_ARGS.*No closing quotation"),
         ({"main.py": None}, {}, WorkflowError, "there is no main.py"),
         ({"comfy/cli_args.py": None}, {}, WorkflowError, "there is no comfy/cli_args.py"),
     ],
 )
-def test_what_cannot_be_started_is_told(
+def test_checkout_that_cannot_start_reports_reason(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     files: dict[str, str | None],
@@ -101,7 +101,7 @@ def test_what_cannot_be_started_is_told(
 
 
 @pytest.mark.parametrize("place", [".venv/bin/python", "venv/Scripts/python.exe"])
-def test_the_interpreter_is_the_checkouts_own(folder: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_is_taken_from_variable_or_venv(folder: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkout.find_interpreter(folder) == sys.executable
     (folder / place).parent.mkdir(parents=True)
     (folder / place).touch()
@@ -122,7 +122,7 @@ def test_the_interpreter_is_the_checkouts_own(folder: Path, place: str, monkeypa
         ("empty", None, False),
     ],
 )
-def test_a_copy_of_the_pack_is_recognised(tmp_path: Path, name: str, project: str | None, found: bool) -> None:
+def test_installed_pack_is_detected(tmp_path: Path, name: str, project: str | None, found: bool) -> None:
     pack = tmp_path / "custom_nodes" / name
     pack.mkdir(parents=True)
     if project:
@@ -130,7 +130,7 @@ def test_a_copy_of_the_pack_is_recognised(tmp_path: Path, name: str, project: st
     assert checkout.has_pack(tmp_path) is found
 
 
-def test_the_stub_brings_the_packs_nodes(tmp_path: Path) -> None:
+def test_stub_exports_pack_nodes(tmp_path: Path) -> None:
     stub = checkout._write_stub(tmp_path / "custom_nodes") / checkout.PACK / "__init__.py"
     code = f"import runpy; print(sorted(runpy.run_path({str(stub)!r})['NODE_CLASS_MAPPINGS']))"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -140,7 +140,7 @@ def test_the_stub_brings_the_packs_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands in for the interpreter")
 @pytest.mark.parametrize(("rights", "reason"), [(0o755, "no torch here"), (0o644, "Permission denied")])
-def test_an_interpreter_without_torch_is_named(tmp_path: Path, rights: int, reason: str) -> None:
+def test_interpreter_that_cannot_import_torch_is_rejected(tmp_path: Path, rights: int, reason: str) -> None:
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\necho no torch here >&2\nexit 1\n")
     fake.chmod(rights)

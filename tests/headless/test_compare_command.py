@@ -21,11 +21,11 @@ from PIL import Image
 
 API = Path(__file__).resolve().parents[2] / "workflows" / "api"
 HEADER = ["precision", "plan", "PSNR (dB)", "max error", "seconds", "reruns", "finite frames"]
-ERRORS = {"fp32": 0.0, "bf16": 3 / 64, "fp16": 1 / 256, "auto": 0.0}  # what the stand-in is off by
+ERRORS = {"fp32": 0.0, "bf16": 3 / 64, "fp16": 1 / 256, "auto": 0.0}  # error of the stand-in's frames
 
 
 class Painter:
-    """Frames of noise, off by what its precision is off by, with a report as the samplers give it."""
+    """Frames of noise with the error of their precision, and a report like that of the samplers."""
 
     RETURN_TYPES = ("IMAGE",)
     FUNCTION = "paint"
@@ -54,7 +54,7 @@ class Painter:
 
 @pytest.fixture
 def here(here: Path, classes: dict[str, type]) -> Path:
-    """A current folder with workflow.json, where the stand-in nodes are what this process knows."""
+    """Change to a folder with a workflow of Painter, and register Painter as a known node."""
     classes["Painter"] = Painter
     workflow = {
         "1": {"class_type": "Painter", "inputs": {"precision": "auto", "frames": 3}},
@@ -70,14 +70,14 @@ def compare(console: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple
 
 
 def rows(out: str) -> dict[str, list[str]]:
-    """The table by precision, in cells."""
+    """The cells of the table by precision."""
     header, *lines = out.splitlines()
     starts = [header.index(name) for name in HEADER]
     cells = [[line[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)] for line in lines[:4]]
     return {row[0]: row[1:] for row in cells}
 
 
-def test_a_table_for_people(here: Path, compare: Any) -> None:
+def test_table_shows_plan_errors_time_and_reruns(here: Path, compare: Any) -> None:
     code, out, err = compare("workflow.json", "--precisions", 'bf16,fp16,"fp16 (plain)"')
     assert code == 0
     assert rows(out) == {
@@ -94,22 +94,22 @@ def test_a_table_for_people(here: Path, compare: Any) -> None:
     ]  # fmt: skip
     assert sorted(path.name for path in (here / "output" / "compare").iterdir()) == sorted(
         ["compare.png", "compare.webp", "compare.json"]
-    ), "nothing else is left"
+    ), "no other file is left"
 
 
-def test_one_json_object_and_a_file_that_says_the_same(here: Path, compare: Any) -> None:
+def test_json_output_matches_json_file(here: Path, compare: Any) -> None:
     code, out, _ = compare("workflow.json", "--precisions", "fp32,fp16,fp16 (plain)", "--json", "--out", "o")
-    told = json.loads(out, parse_constant=pytest.fail)
-    assert (code, told["status"], told["reference"]) == (0, "done", "fp32")
-    reference, fp16, plain = told["runs"]
+    answer = json.loads(out, parse_constant=pytest.fail)
+    assert (code, answer["status"], answer["reference"]) == (0, "done", "fp32")
+    reference, fp16, plain = answer["runs"]
     assert reference["psnr_db"] == "inf" and reference["max_error"] == 0
     assert fp16["psnr_db"] == pytest.approx(20 * math.log10(256), abs=1e-4)
     assert (fp16["seconds"], fp16["median_step_seconds"], fp16["reruns"]) == (1.0, 0.5, 1)
     assert (plain["psnr_db"], plain["max_error"], plain["frame_psnr_db"]) == (None, None, [None] * 3)
     assert (plain["finite_frames"], plain["calls_not_finite"]) == (0, 2)
-    files = told.pop("files")
-    assert told.pop("status") == "done"
-    assert json.loads(Path(files[2]).read_text(), parse_constant=pytest.fail) == told
+    files = answer.pop("files")
+    assert answer.pop("status") == "done"
+    assert json.loads(Path(files[2]).read_text(), parse_constant=pytest.fail) == answer
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_one_json_object_and_a_file_that_says_the_same(here: Path, compare: Any)
         (["saturated", "non-finite"], "NaN/inf in steps"),
     ],
 )
-def test_what_went_wrong_in_steps_is_told_where_the_frames_are_finite(outcomes: list[str], verdict: str) -> None:
+def test_verdict_names_bad_steps_although_frames_are_finite(outcomes: list[str], verdict: str) -> None:
     steps = [{"stage": "denoiser", "outcome": outcome, "seconds": 0.5} for outcome in outcomes]
     stage = {"plan": {"component": "denoiser", "dtype": "fp16", "guarded": False}, "steps": steps, "protection": ""}
     result: Any = SimpleNamespace(stages=lambda: [stage], seconds=1.0, results={"2": None})
@@ -129,7 +129,7 @@ def test_what_went_wrong_in_steps_is_told_where_the_frames_are_finite(outcomes: 
     assert PrecisionOutcome.of("fp16 (plain)", result, frames + 0.1, frames).run.verdict == verdict
 
 
-def test_the_picture_and_the_animation(here: Path, compare: Any) -> None:
+def test_picture_and_animation_are_written_and_not_overwritten(here: Path, compare: Any) -> None:
     compare("workflow.json", "--precisions", "bf16,fp16 (plain)", "--out", "o")
     with Image.open("o/compare.png") as still, Image.open("o/compare.webp") as moving:
         assert still.width <= 1600 and moving.n_frames == 3
@@ -138,11 +138,11 @@ def test_the_picture_and_the_animation(here: Path, compare: Any) -> None:
     first = {path.name: path.read_bytes() for path in Path("o").iterdir()}
     compare("workflow.json", "--precisions", "bf16", "--set", "1.frames=1", "--out", "o")
     more = [path.name for path in sorted(Path("o").iterdir()) if path.name not in first]
-    assert more == ["compare_00001_.json", "compare_00001_.png"], "one frame does not move"
-    assert all(Path("o", name).read_bytes() == data for name, data in first.items()), "never over another file"
+    assert more == ["compare_00001_.json", "compare_00001_.png"], "one frame is not animated"
+    assert all(Path("o", name).read_bytes() == data for name, data in first.items()), "no file is overwritten"
 
 
-def test_a_precision_that_fails_loses_none_of_the_others(here: Path, compare: Any) -> None:
+def test_failing_precision_does_not_stop_others(here: Path, compare: Any) -> None:
     code, out, err = compare("workflow.json", "--precisions", "broken,bf16", "--out", "o")
     assert code == 4
     assert "broken     failed: node 1 (Painter) failed: RuntimeError: this precision is broken" in out
@@ -150,12 +150,12 @@ def test_a_precision_that_fails_loses_none_of_the_others(here: Path, compare: An
     assert "Not every precision ran" in err and "this precision is broken" in err
     assert len(list(Path("o").iterdir())) == 3
     code, out, _ = compare("workflow.json", "--precisions", "broken,bf16", "--out", "o", "--json")
-    told = json.loads(out)
-    assert (code, told["status"], told["exit_code"], len(told["files"])) == (4, "error", 4, 3)
-    assert [set(run) == {"precision", "error"} for run in told["runs"]] == [False, True, False]
+    answer = json.loads(out)
+    assert (code, answer["status"], answer["exit_code"], len(answer["files"])) == (4, "error", 4, 3)
+    assert [set(run) == {"precision", "error"} for run in answer["runs"]] == [False, True, False]
 
 
-def test_frames_of_another_number_are_a_failure(here: Path, compare: Any, monkeypatch: Any) -> None:
+def test_different_frame_count_is_reported_as_failure(here: Path, compare: Any, monkeypatch: Any) -> None:
     paint = Painter.paint
     monkeypatch.setattr(Painter, "paint", lambda self, precision, frames: paint(self, precision, len(precision)))
     code, out, _ = compare("workflow.json", "--precisions", "fp16,auto,fp16 (plain)")
@@ -164,18 +164,18 @@ def test_frames_of_another_number_are_a_failure(here: Path, compare: Any, monkey
 
 
 @pytest.mark.parametrize(
-    ("paint", "precisions", "code", "says"),
+    ("paint", "precisions", "code", "message"),
     [  # without fp32 there is nothing to compare with
         (lambda self, precision, frames: 1 / 0, "bf16", 4, "ZeroDivisionError"),
         (None, "bf16,Ctrl-C,fp16", 130, ""),
     ],
 )
-def test_what_ends_it_leaves_nothing(
-    here: Path, compare: Any, monkeypatch: Any, paint: Any, precisions: str, code: int, says: str
+def test_failed_reference_or_ctrl_c_ends_compare_without_file(
+    here: Path, compare: Any, monkeypatch: Any, paint: Any, precisions: str, code: int, message: str
 ) -> None:
     monkeypatch.setattr(Painter, "paint", paint or Painter.paint)
     found, out, err = compare("workflow.json", "--precisions", precisions, "--out", "o", "--json")
-    assert (found, json.loads(out)["exit_code"]) == (code, code) and says in err
+    assert (found, json.loads(out)["exit_code"]) == (code, code) and message in err
     assert f"in {precisions.rpartition(',')[2]}:" not in err and list(Path("o").iterdir()) == []
 
 
@@ -189,21 +189,21 @@ def test_what_ends_it_leaves_nothing(
         (["workflow.json", "--out", "workflow.json"], 5, "Cannot write"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_runs(
+def test_invalid_arguments_are_rejected_before_any_node_runs(
     here: Path, workflow: dict[str, Any], compare: Any, arguments: list[str], code: int, message: str
 ) -> None:
     (here / "noise.json").write_text(json.dumps(workflow))
     before = sorted(here.iterdir())
     found, out, err = compare(*arguments, "--json")
     assert found == code
-    told = json.loads(out)
-    assert (told["status"], told["exit_code"]) == ("error", code)
-    assert message in told["error"] and message in err
+    answer = json.loads(out)
+    assert (answer["status"], answer["exit_code"]) == ("error", code)
+    assert message in answer["error"] and message in err
     assert "node 2 (SaveImage)" not in err and [p for p in sorted(here.iterdir()) if p.is_file()] == before
 
 
 @pytest.fixture
-def painting(comfy: FakeComfy, tmp_path: Path) -> FakeComfy:
+def painter_server(comfy: FakeComfy, tmp_path: Path) -> FakeComfy:
     """A server whose Painter gives PNG files: noise in fp32 and bf16, black in plain fp16."""
     comfy.object_info["Painter"] = {"input": json.loads(json.dumps(Painter.INPUT_TYPES())), "output": ["IMAGE"]}
     comfy.object_info["SaveImage"]["output_node"] = True
@@ -225,17 +225,17 @@ def painting(comfy: FakeComfy, tmp_path: Path) -> FakeComfy:
     return comfy
 
 
-def test_a_server_gives_files(here: Path, painting: FakeComfy, compare: Any) -> None:
+def test_compare_on_server_uses_png_files(here: Path, painter_server: FakeComfy, compare: Any) -> None:
     code, out, err = compare(
-        "workflow.json", "--server", painting.url, "--precisions", "bf16,fp16 (plain)", "--out", "o"
+        "workflow.json", "--server", painter_server.url, "--precisions", "bf16,fp16 (plain)", "--out", "o"
     )
     assert code == 0, err
     assert "errors: from 8-bit PNG files, whose steps are 1/255" in out
-    told = json.loads(Path("o/compare.json").read_text())
-    reference, bf16, plain = told["runs"]
+    answer = json.loads(Path("o/compare.json").read_text())
+    reference, bf16, plain = answer["runs"]
     assert bf16["max_error"] == pytest.approx(12 / 255) and reference["psnr_db"] == "inf"
-    assert (plain["finite_frames"], plain["black_frames"], plain["psnr_db"]) == (0, 2, None), "told by the report"
-    prompts = [body["prompt"] for path, body in painting.requests if path == "prompt"]
+    assert (plain["finite_frames"], plain["black_frames"], plain["psnr_db"]) == (0, 2, None), "taken from the report"
+    prompts = [body["prompt"] for path, body in painter_server.requests if path == "prompt"]
     assert [prompt["1"]["inputs"]["precision"] for prompt in prompts] == ["fp32", "bf16", "fp16 (plain)"]
     assert all(prompt[SHOWN]["class_type"] == "PreviewImage" and "2" not in prompt for prompt in prompts)
     assert len(list(Path("o").iterdir())) == 3
@@ -249,13 +249,13 @@ def test_a_server_gives_files(here: Path, painting: FakeComfy, compare: Any) -> 
     ],
     ids=["2b", "cogview4"],
 )
-def test_a_model_that_overflows_is_black_in_plain_fp16_alone(
+def test_overflowing_model_has_no_finite_frame_in_plain_fp16_only(
     compare: Any, model_folder: Any, tmp_path: Path, workflow: str, variant: str, nodes: tuple[str, str], frames: int
 ) -> None:
     (load, sample), model = nodes, model_folder(variant, "stream")
     changes = {f"{load}.model": model.name, f"{load}.backend": "eager", "Decode Latents.tiling": "false"}
     changes |= {f"{sample}.{name}": value for name, value in (("width", 96), ("height", 64), ("steps", 2))}
-    if frames > 1:  # of a video: fp16 convolutions are slow here
+    if frames > 1:  # a video: fp16 convolutions are slow on CPUs
         changes |= {f"{sample}.frames": frames, "Decode Latents.precision": "fp32"}
     sets = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
     folders = ("--models", str(model.parent), "--out", str(tmp_path))

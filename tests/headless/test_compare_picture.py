@@ -1,4 +1,4 @@
-"""The picture of a comparison: one scale for all, NaN in a colour of its own, failures in words."""
+"""The picture of a comparison: one colour scale for all runs, NaN in grey, failures in words."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ def flat(value: float) -> np.ndarray:
     return np.full((100, 160), value)
 
 
-def shares(picture: Image.Image, colour: object) -> float:
-    """How many of the picture's pixels have this colour."""
+def share_of(picture: Image.Image, colour: object) -> float:
+    """The share of the picture's pixels that have this colour."""
     return float((np.asarray(picture) == np.array(colour, np.uint8)).all(-1).mean())
 
 
-def test_the_scale_is_the_same_whatever_else_is_shown() -> None:
+def test_error_colour_does_not_depend_on_other_runs() -> None:
     low, high = (tuple(pictures._coloured(flat(value))[0, 0]) for value in (1e-3, 1e-1))
     for other in (1e-4, 1.0):
         picture = grid(None, flat(1e-3), flat(other))
-        assert shares(picture, low) > 0.08
-    assert shares(grid(None, flat(1e-1)), high) > 0.1
-    assert shares(grid(None, flat(1e-1)), low) < 0.01
+        assert share_of(picture, low) > 0.08
+    assert share_of(grid(None, flat(1e-1)), high) > 0.1
+    assert share_of(grid(None, flat(1e-1)), low) < 0.01
 
 
-def test_nan_is_grey_pixel_by_pixel() -> None:
+def test_nan_pixels_are_grey() -> None:
     half = flat(1.0)
     half[:50] = np.nan
-    grey, none = (shares(grid(None, difference), pictures.NEUTRAL) for difference in (half, flat(1.0)))
+    grey, none = (share_of(grid(None, difference), pictures.NEUTRAL) for difference in (half, flat(1.0)))
     assert 0.05 < grey - none < 0.2
     assert (pictures._coloured(half)[:50] == pictures.NEUTRAL).all()
 
 
-def test_a_run_that_failed_says_why_in_its_own_column() -> None:
+def test_failed_run_shows_error_within_its_column() -> None:
     error = "node 4 (Sample CogVideoX) failed: OutOfMemoryError: " + "a_very_long_word_without_a_space" * 9
     failed = pictures.PicturedRun("fp16", "failed", pictures.BAD, error, pictures.NO_FRAMES)
     picture = grid(None, None, flat(0.1), runs=[RUN, failed, RUN])
@@ -56,4 +56,4 @@ def test_a_run_that_failed_says_why_in_its_own_column() -> None:
     column = pictures.MARGIN + 2 * (pictures.CELL_WIDTH + pictures.GAP) - pictures.GAP
     assert picture.size == (clean.shape[1], clean.shape[0])
     assert (np.asarray(picture)[:, column:] == clean[:, column:]).all(), "nothing reaches into the next column"
-    assert shares(picture, pictures.BAD) > 0.001
+    assert share_of(picture, pictures.BAD) > 0.001

@@ -1,4 +1,4 @@
-"""`onediff-guard`: exit codes, stdout for people and for scripts, errors without a traceback."""
+"""`onediff-guard`: exit codes, output for people and for scripts, errors without a traceback."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from comfyui_onediff_guard.pipelines.errors import BadSize, DeviceGone, LibraryF
 Console = Callable[..., tuple[int, str, str]]
 
 
-def test_files_and_summary_for_people(here: Path, console: Console) -> None:
+def test_run_prints_files_and_summary(here: Path, console: Console) -> None:
     code, out, err = console("run", "workflow.json", "--set", "1.text=a fox")
     files = [str(Path("output", "pictures", f"noise_0000{n}_.png")) for n in (1, 2, 3)]
     assert (code, out.splitlines()) == (0, [*files, "1: 32 px, a fox"])
     assert err.splitlines() == ["node 1 (Some Noise)", "node 2 (SaveImage)"]
 
 
-def test_one_json_object_for_scripts(here: Path, console: Console) -> None:
+def test_json_option_prints_one_json_object(here: Path, console: Console) -> None:
     code, out, _ = console("run", "workflow.json", "--json", "--out", "elsewhere")
-    told = json.loads(out, parse_constant=pytest.fail)
-    assert (code, told["status"]) == (0, "done")
-    assert all(Path(path).is_file() for path in told["files"])
-    assert told["outputs"]["1"]["onediff_guard"] == [{"peak": "inf"}]
+    answer = json.loads(out, parse_constant=pytest.fail)
+    assert (code, answer["status"]) == (0, "done")
+    assert all(Path(path).is_file() for path in answer["files"])
+    assert answer["outputs"]["1"]["onediff_guard"] == [{"peak": "inf"}]
 
 
-def test_a_console_without_the_character_is_no_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unencodable_character_is_replaced(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console = TextIOWrapper(BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", console)
     assert cli.main(["run", "workflow.json", "--set", "1.text=fp16 \u2192 fp32"]) == 0
@@ -54,15 +54,15 @@ def test_a_console_without_the_character_is_no_error(here: Path, monkeypatch: py
         (["workflow.json", "--out", "workflow.json"], 5, "Cannot write"),
     ],
 )
-def test_exit_codes(
+def test_failed_run_gives_exit_code_and_message(
     here: Path, workflow: dict[str, Any], console: Console, arguments: list[str], code: int, message: str
 ) -> None:
     broken = workflow | {"2": {"class_type": "Broken", "inputs": {"images": ["1", 0]}}}
     (here / "broken.json").write_text(json.dumps(broken))
     found, out, err = console("run", *arguments, "--json")
-    told = json.loads(out)
-    assert (found, told["status"], told["exit_code"]) == (code, "error", code)
-    assert message in told["error"] and message in err and "Traceback" not in err
+    answer = json.loads(out)
+    assert (found, answer["status"], answer["exit_code"]) == (code, "error", code)
+    assert message in answer["error"] and message in err and "Traceback" not in err
     assert "Traceback" in console("run", *arguments, "--verbose")[2]
 
 
@@ -82,14 +82,14 @@ def test_exit_codes(
         ["doctor", "--vram", "12", "--size", "720"],
     ],
 )
-def test_bad_usage(arguments: list[str]) -> None:
+def test_invalid_usage_exits_with_code_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as error:
         cli.main(arguments)
     assert error.value.code == 2
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "message"),
     [
         (LibraryFailed("transformers cannot be imported."), 4, "transformers cannot be imported."),
         (DeviceGone("cuda:0 gives no answer any more."), 4, "cuda:0 gives no answer any more."),
@@ -98,17 +98,17 @@ def test_bad_usage(arguments: list[str]) -> None:
         (KeyboardInterrupt(), 130, "Interrupted."),
     ],
 )
-def test_an_error_meant_for_people_is_said_as_it_is(error: BaseException, code: int, said: str, capsys: Any) -> None:
+def test_exception_gives_exit_code_and_message(error: BaseException, code: int, message: str, capsys: Any) -> None:
     def main(_args: Any) -> cli.Answer:
         raise error
 
     command = cli.Subcommand("fly", "", lambda: SimpleNamespace(add_arguments=lambda _parser: None, main=main))
     assert cli.main(["fly"], [command]) == code
-    assert capsys.readouterr().err.strip() == f"onediff-guard: {said}"
+    assert capsys.readouterr().err.strip() == f"onediff-guard: {message}"
 
 
 @pytest.mark.parametrize(("command", "option"), [("run", "--set"), ("doctor", "--arch")])
-def test_help_imports_nothing_heavy(fresh_python: Callable[..., str], command: str, option: str) -> None:
+def test_help_imports_no_heavy_library(fresh_python: Callable[..., str], command: str, option: str) -> None:
     code = (
         "import sys; from comfyui_onediff_guard.headless.commands import cli\n"
         f"try: cli.main(['{command}', '--help'])\n"

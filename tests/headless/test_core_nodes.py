@@ -1,4 +1,4 @@
-"""The closed list of core nodes: what they write is what ComfyUI would write."""
+"""The core nodes of the local host read and write files as ComfyUI does."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def webp(**changes: Any) -> dict[str, Any]:
     return {"2": {"class_type": "SaveAnimatedWEBP", "inputs": inputs | {"method": "fastest"} | changes}}
 
 
-def test_mp4(run: Run, workflow: dict[str, Any], tmp_path: Path) -> None:
+def test_save_video_writes_mp4_with_prompt(run: Run, workflow: dict[str, Any], tmp_path: Path) -> None:
     result = run(workflow | video())
     assert result.files == [tmp_path / "out" / "video" / "ComfyUI_00001_.mp4"]
     assert result.outputs["2"]["animated"] == (True,)
@@ -51,7 +51,7 @@ def test_mp4(run: Run, workflow: dict[str, Any], tmp_path: Path) -> None:
         assert len(list(file.decode(stream))) == 3
 
 
-def test_create_video_takes_the_bit_depth_that_newer_pages_export(run: Run, workflow: dict[str, Any]) -> None:
+def test_create_video_accepts_bit_depth_8_and_rejects_10(run: Run, workflow: dict[str, Any]) -> None:
     graph = workflow | video()
     graph["5"]["inputs"]["bit_depth"] = 8
     assert run(graph).files
@@ -61,7 +61,7 @@ def test_create_video_takes_the_bit_depth_that_newer_pages_export(run: Run, work
 
 
 @pytest.mark.parametrize(
-    "chosen",
+    "inputs",
     [
         {"format": "mp4", "codec": "h264"},
         {"format": "auto", "format.codec": "h264"},
@@ -69,22 +69,22 @@ def test_create_video_takes_the_bit_depth_that_newer_pages_export(run: Run, work
         {"format": "mp4", "format.codec": "h264", "format.codec.encoding": "auto", "codec": "auto"},
     ],
 )
-def test_format_and_codec_as_comfyui_had_and_has_them(
-    run: Run, workflow: dict[str, Any], chosen: dict[str, str]
+def test_save_video_accepts_old_and_new_format_inputs(
+    run: Run, workflow: dict[str, Any], inputs: dict[str, str]
 ) -> None:
     nodes = video()
-    nodes["2"]["inputs"] = {"video": ["5", 0], "filename_prefix": "v", **chosen}
+    nodes["2"]["inputs"] = {"video": ["5", 0], "filename_prefix": "v", **inputs}
     assert [file.name for file in run(workflow | nodes).files] == ["v_00001_.mp4"]
 
 
-def test_a_codec_that_is_not_written_here_is_refused(run: Run, workflow: dict[str, Any]) -> None:
+def test_unsupported_codec_is_rejected(run: Run, workflow: dict[str, Any]) -> None:
     nodes = video()
     nodes["2"]["inputs"]["format.codec"] = "av1"
     with pytest.raises(WorkflowError, match=r"'format.codec' is 'av1', expected one of 'auto', 'h264'"):
         run(workflow | nodes)
 
 
-def test_mp4_with_odd_sides_keeps_its_pixels() -> None:
+def test_mp4_with_odd_sides_is_padded_and_keeps_pixels() -> None:
     frames = np.full((2, 15, 17, 3), 200, np.uint8)
     data = core_nodes.encode_mp4(frames, 7.5)
     with av.open(BytesIO(data)) as file:
@@ -107,7 +107,7 @@ def test_webp_is_lossless(run: Run, workflow: dict[str, Any]) -> None:
     ("prefix", "subfolder", "stem"), [("x", "", "x"), ("a/x", "a", "x"), ("a\\b\\x", "a/b", "x"), ("./x", "", "x")]
 )
 @pytest.mark.parametrize(("kind", "root"), [("output", Path()), ("temp", Path("temp"))])
-def test_a_saved_file_is_listed_as_comfyui_does(
+def test_saved_file_is_listed_as_in_comfyui(
     tmp_path: Path, prefix: str, subfolder: str, stem: str, kind: str, root: Path
 ) -> None:
     saver = core_nodes.SaveImage() if kind == "output" else core_nodes.PreviewImage()
@@ -118,7 +118,7 @@ def test_a_saved_file_is_listed_as_comfyui_does(
 
 
 @pytest.mark.parametrize("saver", [video(), webp(), {}], ids=["mp4", "webp", "png"])
-def test_nan_is_black_and_nobody_warns(
+def test_nan_frames_are_saved_black_and_logged(
     run: Run, workflow: dict[str, Any], saver: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     workflow["1"]["inputs"]["kind"] = "nan"
@@ -135,7 +135,7 @@ def test_nan_is_black_and_nobody_warns(
     assert "3 of 3 frames hold NaN" in caplog.text
 
 
-def test_bytes_are_comfyuis() -> None:
+def test_uint8_conversion_matches_comfyui() -> None:
     values = torch.tensor([-1.0, 0.0, 0.5, 0.999, 1.0, 7.0, torch.inf, -torch.inf, torch.nan])
     images = values.reshape(1, 1, -1, 1)
     assert core_nodes.to_uint8(images).ravel().tolist() == [0, 0, 127, 254, 255, 255, 255, 0, 0]
@@ -143,7 +143,7 @@ def test_bytes_are_comfyuis() -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "I;16"])
-def test_load_image(run: Run, tmp_path: Path, mode: str) -> None:
+def test_load_image_returns_pixels_and_mask(run: Run, tmp_path: Path, mode: str) -> None:
     (tmp_path / "input").mkdir()
     Image.new(mode, (10, 6)).save(tmp_path / "input" / "a.png")
     images, mask = run(picture("a.png", upload="image")).results["1"]
@@ -169,15 +169,15 @@ def gradient(top: float, dtype: Any) -> np.ndarray:
         ("dark.tiff", np.zeros((2, 2), np.float32)),
     ],
 )
-def test_grey_of_more_than_8_bits_keeps_its_values(run: Run, tmp_path: Path, name: str, values: np.ndarray) -> None:
-    """16 bits: the same as ComfyUI 0.33 reads with PyAV."""
+def test_grey_image_of_more_than_8_bits_keeps_values(run: Run, tmp_path: Path, name: str, values: np.ndarray) -> None:
+    """16-bit values equal those that ComfyUI 0.33 reads with PyAV."""
     (tmp_path / "input").mkdir()
     Image.fromarray(values).save(tmp_path / "input" / name)
     images, mask = run(picture(name)).results["1"]
     top = 65535 if values.dtype.kind in "iu" else max(1, 255 * (np.nanmax(values) > 1))
-    wanted = np.clip(np.nan_to_num(values.astype(np.float64)) / top, 0, 1)
+    expected = np.clip(np.nan_to_num(values.astype(np.float64)) / top, 0, 1)
     assert images.dtype == torch.float32
-    assert np.abs(images[0].numpy() - wanted[..., None]).max() < 1e-6
+    assert np.abs(images[0].numpy() - expected[..., None]).max() < 1e-6
     assert not mask.any()
     if name in {"grey16.png", "grey16.tiff"}:
         with av.open(tmp_path / "input" / name) as file:
@@ -185,7 +185,7 @@ def test_grey_of_more_than_8_bits_keeps_its_values(run: Run, tmp_path: Path, nam
         assert np.abs(images[0].numpy() - read).max() < 1e-6
 
 
-def test_16_bits_with_a_transparent_grey(run: Run, tmp_path: Path) -> None:
+def test_transparent_grey_of_16_bit_image_becomes_mask(run: Run, tmp_path: Path) -> None:
     (tmp_path / "input").mkdir()
     values = gradient(65535, np.uint16)
     Image.fromarray(values).save(tmp_path / "input" / "a.png", transparency=int(values[2, 3]))
@@ -205,7 +205,7 @@ def test_16_bits_with_a_transparent_grey(run: Run, tmp_path: Path) -> None:
         (".", "no image"),
     ],
 )
-def test_load_image_that_it_may_not_or_cannot_read(run: Run, tmp_path: Path, name: Any, message: str) -> None:
+def test_load_image_rejects_missing_or_unreadable_file(run: Run, tmp_path: Path, name: Any, message: str) -> None:
     folder = tmp_path / "input"
     folder.mkdir()
     (folder / "empty.png").touch()
@@ -216,7 +216,7 @@ def test_load_image_that_it_may_not_or_cannot_read(run: Run, tmp_path: Path, nam
         run(picture(name))
 
 
-def test_load_image_with_more_frames_than_memory(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_image_limits_pixels_of_all_frames(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "input").mkdir()
     pictures = [Image.new("L", (8, 8), shade) for shade in range(0, 250, 10)]
     pictures[0].save(tmp_path / "input" / "a.gif", save_all=True, append_images=pictures[1:])
@@ -227,13 +227,13 @@ def test_load_image_with_more_frames_than_memory(run: Run, tmp_path: Path, monke
 
 
 def png_head(width: int, height: int) -> bytes:
-    """A PNG that promises this size and has no pixels."""
+    """The header of a PNG of this size, without pixels."""
     data = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + data + struct.pack(">I", zlib.crc32(data))
 
 
 @pytest.mark.parametrize("saver", [video("../x"), webp(filename_prefix="/x")], ids=["mp4", "webp"])
-def test_a_prefix_that_leads_out_is_found_before_anything_runs(
+def test_prefix_outside_output_folder_is_rejected_before_run(
     run: Run, workflow: dict[str, Any], saver: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(WorkflowError, match="out of the output folder"):
@@ -242,7 +242,7 @@ def test_a_prefix_that_leads_out_is_found_before_anything_runs(
 
 
 @pytest.mark.parametrize("saver", [video(), webp(), {}], ids=["mp4", "webp", "png"])
-def test_disk_full(
+def test_full_disk_leaves_no_file_and_next_run_works(
     run: Run, workflow: dict[str, Any], saver: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_descriptor: int) -> None:

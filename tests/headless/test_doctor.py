@@ -1,4 +1,4 @@
-"""`onediff-guard doctor`: for people, for scripts, and at bad input."""
+"""`onediff-guard doctor`: output for people and for scripts, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def doctor(console: Doctor) -> Doctor:
     return partial(console, "doctor")
 
 
-def strictly(text: str) -> Any:
-    """One JSON object, without the NaN and Infinity that Python's parser would take."""
+def strict_json(text: str) -> Any:
+    """Parse one JSON object; reject NaN and Infinity, which Python would accept."""
     return json.loads(text, parse_constant=pytest.fail)
 
 
-LEFT_OUT = ("This machine", "packages: ", "Compile backends", ATTENTION_SWITCH, "was trained in", "Never run by")
+VERBOSE_ONLY = ("This machine", "packages: ", "Compile backends", ATTENTION_SWITCH, "was trained in", "Never run by")
 SM90 = arch.named("sm90")
 
 
-def test_all_variants_on_one_screen_and_the_rest_on_demand(doctor: Doctor) -> None:
+def test_summary_lists_all_variants_and_verbose_adds_details(doctor: Doctor) -> None:
     code, out, err = doctor()
     assert (code, err) == (0, "")
     whole = doctor("--verbose")[1]
     assert all(name in one_line(text) for name in table.VARIANTS for text in (out, whole))
-    assert [part for part in LEFT_OUT if part in whole and part not in out] == [*LEFT_OUT]
+    assert [part for part in VERBOSE_ONLY if part in whole and part not in out] == [*VERBOSE_ONLY]
     assert "OneFlow's special builds and nexfort: neither has been available" in whole
     assert "doctor --verbose" in out
 
@@ -88,32 +88,32 @@ PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
         "Backend inductor, which compiles the denoiser when that pays: once its eager calls have taken 60 s, or at "
         "once where the compile cache has it Self-test passed (today)",
     ),
-    "nothing runs": (
+    "no PyTorch": (
         lambda found: with_advice(found, Obstacle("PyTorch is not installed. Get it from there")),
         "No. First do what 'To fix' says.",
         "To fix PyTorch is not installed. Get it from there Next Run `onediff-guard doctor` again",
     ),
-    "a card that is not used": (
+    "unused card": (
         lambda found: with_advice(found, "The driver is too old"),
         "with PyTorch 2.9. But see 'To fix'.",
         "To fix The driver is too old Next Run `onediff-guard doctor` again",
     ),
-    "all refused": (
+    "all components refused": (
         lambda found: replace(found, models=(replace(found.models[0], plans=(), refused={"denoiser": "no bf16"}),)),
         "No, not on cuda:0: Card 0, sm90 (Hopper) with precision 'auto': see 'Refused'.",
         "Refused no bf16",
     ),
-    "one refused": (
+    "one component refused": (
         lambda found: replace(found, models=(replace(found.models[0], refused={"denoiser": "no bf16"}),)),
         "No, not on cuda:0: Card 0, sm90 (Hopper) with precision 'auto': see 'Refused'.",
         "Refused no bf16",
     ),
-    "never verified": (
+    "no self-test": (
         lambda found: with_card(found, tested=""),
         "Yes, ",
         "not run yet with this card, driver and PyTorch Next `onediff-guard selftest` checks",
     ),
-    "a wrong result": (
+    "failed self-test": (
         lambda found: with_card(found, failed=("fp16", COMPILED)),
         "Yes, ",
         "eager, so nothing is compiled: inductor is there, but compiled code came out wrong in this card's self-test "
@@ -121,28 +121,28 @@ PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
         "fp16, compiled code came out WRONG, so 'auto' does not choose it (today) Next Update the driver",
     ),
     "no compiler": (without_compiler, "Yes, ", "Backend eager, so nothing is compiled: inductor needs a C++ compiler"),
-    "no quantiser": (
+    "no torchao": (
         lambda found: replace(found, missing="It needs torchao", notes=("It needs torchao",)),
         "No, precision 'auto' lacks a package: see 'To fix'.",
         "To fix It needs torchao Next Run `onediff-guard doctor` again",
     ),
-    "no room for a stage": (
+    "stage does not fit": (
         lambda found: replace(found, runs=(run_in(4, decode=False),)),
         "with PyTorch 2.9, but not on a card of 4 GiB: no room for decode.",
         "no room",
     ),
-    "no room for a model": (
+    "model does not fit": (
         lambda found: replace(found, runs=(run_in(4), run_in(4, decode=False))),
         "with PyTorch 2.9, but not 1 of 2 models on a card of 4 GiB: see 'no room' below.",
         "no room",
     ),
-    "room for all": (lambda found: replace(found, runs=(run_in(4),)), "with PyTorch 2.9.", "a card of 4 GiB"),
-    "no backend could be asked": (
+    "all stages fit": (lambda found: replace(found, runs=(run_in(4),)), "with PyTorch 2.9.", "a card of 4 GiB"),
+    "unknown backend": (
         lambda found: replace(found, backends=Backends((BackendState("eager", True, ""),), "eager", "")),
         "Yes, ",
         "Backend unknown: no compile backend could be asked what it needs",
     ),
-    "bf16 that is emulated": (
+    "emulated bf16": (
         lambda found: with_card(found, bf16="emulated"),
         "Yes, ",
         "Backend eager, so nothing is compiled: inductor cannot compile bf16 for sm90 (Hopper)",
@@ -152,14 +152,14 @@ PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
         "Yes, ",
         "Backend inductor compiles the denoiser in its first run, since it is quantised",
     ),
-    "another card": (lambda found: replace(found, here=False), "Yes, on sm90 (Hopper).", "bf16, guarded"),
-    "a note": (lambda found: replace(found, notes=("sm130: little is known of it",)), "Yes, ", "Note sm130: little is"),
-    "a switch against advice": (
+    "other card": (lambda found: replace(found, here=False), "Yes, on sm90 (Hopper).", "bf16, guarded"),
+    "note": (lambda found: replace(found, notes=("sm130: little is known of it",)), "Yes, ", "Note sm130: little is"),
+    "switch set against advice": (
         lambda found: replace(found, switches=(Switch("A", "1", "user", "respected, although it is NaN"),)),
         "Yes, ",
         "Note A = 1: respected, although it is NaN",
     ),
-    "a flag without effect": (
+    "flag without effect": (
         lambda found: replace(found, comfyui=ComfyUI("0.33.0", (), (Flag("--fast", "no effect", "choose X", ""),))),
         "Yes, ",
         "Note ComfyUI's --fast has no effect on this pack's pipelines: choose X",
@@ -168,44 +168,44 @@ PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_what_is_wrong_stands_on_the_one_screen(problem: str) -> None:
-    ill, verdict, said = PROBLEMS[problem]
+def test_summary_states_verdict_and_problem(problem: str) -> None:
+    change, verdict, message = PROBLEMS[problem]
     examined = examine(architecture="sm90")
     machine = replace(examined.machine, torch="2.9", torch_works=True, device="cuda:0", advice=())
     healthy = replace(examined, here=True, notes=(), machine=replace(machine, gpus=(Gpu(0, "Card 0", SM90, 80.0),)))
     inductor = Backends((BackendState("inductor", True, ""), BackendState("eager", True, "")), "inductor", "")
-    found = ill(with_card(replace(healthy, backends=inductor), tested="today"))
+    found = change(with_card(replace(healthy, backends=inductor), tested="today"))
     text = summary(found)
     lines = text.split("\n\n")[0].splitlines()
-    assert verdict in one_line("\n".join(lines[:2])) and said in one_line(text)
-    assert len(lines) <= 22 and max(map(len, lines)) < 80, "a terminal that nobody has widened"
-    assert found.here or not [said for said in ("Backend", "Self-test", "PyTorch") if said in text], "this machine's"
+    assert verdict in one_line("\n".join(lines[:2])) and message in one_line(text)
+    assert len(lines) <= 22 and max(map(len, lines)) < 80, "fits a terminal of 80 columns"
+    assert found.here or not [part for part in ("Backend", "Self-test", "PyTorch") if part in text], "only if here"
     if problem == "none":
         assert not [label for label in ("To fix", "Refused", "Note") if label in "\n".join(lines)]
 
 
-@pytest.mark.parametrize(("value", "told"), [("1", True), ("0", False)])
-def test_a_switch_that_is_set_to_what_is_unsafe(
-    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, value: str, told: bool
+@pytest.mark.parametrize(("value", "reported"), [("1", True), ("0", False)])
+def test_unsafe_attention_switch_is_reported(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, value: str, reported: bool
 ) -> None:
     monkeypatch.setenv(ATTENTION_SWITCH, value)
-    assert (f"{ATTENTION_SWITCH} = {value}: set before this run" in one_line(doctor("--arch", "sm80")[1])) == told
+    assert (f"{ATTENTION_SWITCH} = {value}: set before this run" in one_line(doctor("--arch", "sm80")[1])) == reported
 
 
-def test_a_model_on_another_card(doctor: Doctor, model_folder: Callable[..., Path]) -> None:
+def test_model_is_planned_for_another_card(doctor: Doctor, model_folder: Callable[..., Path]) -> None:
     asked = ("--arch", "7.5", "--model", model_folder("5b"))
     code, out, _ = doctor(*asked)
     assert code == 0 and len(out.splitlines()) <= 22
     for part in ("Yes, on sm75 (Turing)", "fp16, guarded: VAE decoder", "has no native bf16", "unknown variant"):
         assert part in out
-    assert "Self-test" not in out, "that of this card"
+    assert "Self-test" not in out, "of this card only"
     out = doctor(*asked, "--verbose")[1]
     assert "Plan for 5b-none: CogVideoX-5B on sm75 (Turing), precision auto" in out
     assert "fp16, since sm75 (Turing) has no native bf16" in out
 
 
 @pytest.mark.parametrize(("missing", "verdict"), [("It needs torchao", "No, precision 'int8' "), ("", "Yes, on sm80")])
-def test_a_precision_whose_package_is_not_installed(
+def test_missing_package_of_precision_is_reported(
     doctor: Doctor, monkeypatch: pytest.MonkeyPatch, missing: str, verdict: str
 ) -> None:
     monkeypatch.setattr(quantised, "lacking", lambda _: missing)
@@ -213,27 +213,27 @@ def test_a_precision_whose_package_is_not_installed(
     assert verdict in out and ("It needs torchao" in out) == bool(missing)
 
 
-def test_one_json_object(doctor: Doctor, model_folder: Callable[..., Path]) -> None:
+def test_json_option_prints_one_json_object(doctor: Doctor, model_folder: Callable[..., Path]) -> None:
     asked = ("--model", model_folder("2b"), "--arch", "sm86", "--precision", "fp16 (plain)", "--accumulation", "fast")
     code, out, err = doctor("--json", *asked)
-    told = strictly(out)
-    assert (code, err, told["status"]) == (0, "", "done")
-    assert told["architecture"]["name"] == "sm86" and told["here"] is False
-    assert (told["precision"], told["accumulation"]) == ("fp16 (plain)", "fast")
-    (model,) = told["models"]
+    answer = strict_json(out)
+    assert (code, err, answer["status"]) == (0, "", "done")
+    assert answer["architecture"]["name"] == "sm86" and answer["here"] is False
+    assert (answer["precision"], answer["accumulation"]) == ("fp16 (plain)", "fast")
+    (model,) = answer["models"]
     assert [plan["component"] for plan in model["plans"]] == ["text_encoder", "vae_encode", "denoiser", "vae_decode"]
     assert {plan["dtype"] for plan in model["plans"]} == {"fp16"} and not any(p["guarded"] for p in model["plans"])
-    assert told["not_run"] and told["machine"]["packages"]["diffusers"]
+    assert answer["not_run"] and answer["machine"]["packages"]["diffusers"]
 
 
-def test_a_card_of_so_much_memory(doctor: Doctor, model_folder: Callable[..., Path]) -> None:
+def test_vram_option_estimates_each_stage(doctor: Doctor, model_folder: Callable[..., Path]) -> None:
     asked = ("--model", str(model_folder("2b")), "--arch", "sm75", "--size", "64x48x9")
     code, out, _ = doctor(*asked, "--vram", "12")
-    told = out[out.index("What would run on a card of 12 GiB") :]
-    assert code == 0 and max(map(len, told.splitlines())) <= 96
+    estimate = out[out.index("What would run on a card of 12 GiB") :]
+    assert code == 0 and max(map(len, estimate.splitlines())) <= 96
     for part in ("text encoder", "64×48×9", "denoiser", "decode", "none", "whole"):
-        assert part in told
-    (run,) = strictly(doctor(*asked, "--vram", "1", "--json")[1])["runs"]
+        assert part in estimate
+    (run,) = strict_json(doctor(*asked, "--vram", "1", "--json")[1])["runs"]
     assert run["memory"] == 2**30 and [stage["stage"] for stage in run["stages"]] == [
         "text encoder",
         "denoiser",
@@ -242,20 +242,20 @@ def test_a_card_of_so_much_memory(doctor: Doctor, model_folder: Callable[..., Pa
     assert all(stage["fits"] and stage["beside"] > 0 for stage in run["stages"])
 
 
-def test_in_which_comfyui_it_is(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nowhere = {"version": "", "tested": list(host.TESTED), "flags": [], "plans_memory": False}
-    assert strictly(doctor("--json")[1])["comfyui"] == nowhere
+def test_comfyui_version_is_reported(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = {"version": "", "tested": list(host.TESTED), "flags": [], "plans_memory": False}
+    assert strict_json(doctor("--json")[1])["comfyui"] == unknown
     assert f"ComfyUI: none here; this release was tested in {', '.join(host.TESTED)}" in doctor("--verbose")[1]
     monkeypatch.setattr(host, "__file__", str(tmp_path / "custom_nodes" / "pack" / "nodes" / "host.py"))
     (tmp_path / "comfyui_version.py").write_text('__version__ = "0.45.0"\n')
     assert "ComfyUI: 0.45.0;" in doctor("--verbose")[1]
     monkeypatch.setitem(sys.modules, "folder_paths", ModuleType("folder_paths"))
     assert host.version() == "of an unknown version"
-    monkeypatch.setitem(sys.modules, "comfyui_version", SimpleNamespace(__version__="0.33.0"))  # what runs here counts
+    monkeypatch.setitem(sys.modules, "comfyui_version", SimpleNamespace(__version__="0.33.0"))  # the running one
     assert host.version() == "0.33.0"
 
 
-def test_the_readme_names_the_comfyuis_of_this_release(root: Path) -> None:
+def test_readme_names_tested_comfyui_versions(root: Path) -> None:
     *others, last = host.TESTED
     readme = (root / "README.md").read_text(encoding="utf-8")
     assert f"Tested in ComfyUI {', '.join(others)} and {last}." in readme
@@ -280,7 +280,7 @@ def test_the_readme_names_the_comfyuis_of_this_release(root: Path) -> None:
         (["--size", "720x480x49"], "--size is of no use alone: say with --vram how many GiB the card has"),
     ],
 )
-def test_bad_input(
+def test_invalid_arguments_are_rejected(
     doctor: Doctor,
     model_folder: Callable[..., Path],
     tmp_path: Path,
@@ -296,12 +296,12 @@ def test_bad_input(
     next((tmp_path / "cut" / "vae").glob("*.safetensors")).write_bytes(b"1234")
     code, out, err = doctor(*arguments, "--json")
     assert message in err and "Traceback" not in err
-    told = strictly(out)
-    assert (code, told["status"], told["exit_code"]) == (2, "error", 2)
-    assert message in told["error"]
+    answer = strict_json(out)
+    assert (code, answer["status"], answer["exit_code"]) == (2, "error", 2)
+    assert message in answer["error"]
 
 
-def test_a_model_that_may_not_be_read(
+def test_unreadable_model_is_reported(
     doctor: Doctor, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -312,16 +312,16 @@ def test_a_model_that_may_not_be_read(
     assert code == 2 and "cannot be read: [Errno 13] Permission denied" in err
 
 
-def test_a_fresh_process_away_from_the_repository(tmp_path: Path) -> None:
+def test_doctor_runs_in_fresh_process_outside_repository(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "comfyui_onediff_guard", "doctor", "--json"]
     environment = {**os.environ, ATTENTION_SWITCH: "maybe", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    told = strictly(done.stdout)
-    assert told["machine"]["gpus"] == [] and told["status"] == "done"
+    answer = strict_json(done.stdout)
+    assert answer["machine"]["gpus"] == [] and answer["status"] == "done"
 
 
-def test_a_pytorch_that_cannot_be_imported_is_told(tmp_path: Path, model_folder: Callable[..., Path]) -> None:
+def test_failed_import_of_pytorch_is_reported(tmp_path: Path, model_folder: Callable[..., Path]) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(
         "raise OSError('[WinError 126] c10.dll or one of its dependencies')"

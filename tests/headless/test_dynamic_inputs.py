@@ -1,4 +1,4 @@
-"""Inputs that bring others along: a drop-down's option does (`format.codec`), a list grows (`images.image0`)."""
+"""Dynamic inputs: an option of a drop-down adds inputs (`format.codec`), and a list grows (`images.image0`)."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def convert(widgets: Any, *inputs: tuple[str, int]) -> dict[str, Any]:
         ),
     ],
 )
-def test_the_inputs_of_the_chosen_option_follow_it(widgets: Any, expected: Json) -> None:
+def test_widget_values_are_assigned_to_inputs_of_chosen_option(widgets: Any, expected: Json) -> None:
     assert convert(widgets) == expected
 
 
-def test_links_to_inputs_that_others_bring_keep_their_names() -> None:
+def test_links_to_dynamic_inputs_keep_their_names() -> None:
     inputs = convert(["gif", "cold", "p"], ("format.like", 5), ("images.image1", 6))
     assert (inputs["format.like"], inputs["images.image1"]) == (Link("2", 0), Link("2", 0))
 
@@ -111,11 +111,11 @@ AUTO = {"format": "auto", "format.codec": "auto"}
         (["Save.images.image2=null"], {**AUTO, "images.image2": None}),
     ],
 )
-def test_set_takes_their_names(changes: list[str], expected: Json) -> None:
+def test_set_accepts_dotted_input_names(changes: list[str], expected: Json) -> None:
     assert changed(AUTO, *changes) == expected
 
 
-def test_links_stay_where_another_option_has_the_same_input() -> None:
+def test_links_stay_with_same_option_and_go_with_another() -> None:
     linked = {"format": "gif", "format.palette": Link("2", 0), "format.like": Link("2", 0)}
     assert changed(linked, "Save.format=gif") == linked
     assert changed(linked, "Save.format=auto") == AUTO
@@ -132,12 +132,12 @@ def test_links_stay_where_another_option_has_the_same_input() -> None:
         ("Load.format.codec=1", "no node 'Load.format'"),
     ],
 )
-def test_what_no_input_is_called(change: str, message: str) -> None:
+def test_set_rejects_unknown_dotted_names(change: str, message: str) -> None:
     with pytest.raises(WorkflowError, match=message):
         changed(AUTO, change)
 
 
-def test_a_name_that_two_nodes_have_is_told_for_a_dotted_input_too() -> None:
+def test_ambiguous_node_name_before_dotted_input_is_rejected() -> None:
     graph = Graph({"1": GraphNode("1", "Save", {}), "2": GraphNode("2", "Save", {})})
     with pytest.raises(WorkflowError, match="'Save' names 2 nodes"):
         settings.apply(graph, [Setting.parse("Save.format.codec=h264")], {"Save": SAVE})
@@ -152,12 +152,12 @@ def test_a_name_that_two_nodes_have_is_told_for_a_dotted_input_too() -> None:
         (combo(a={"required": {"b" * 2000: ["INT"]}}), "more than 1,000 letters"),
     ],
 )
-def test_what_a_server_may_not_tell_of_them(declared: Any, message: str) -> None:
+def test_invalid_schema_of_dynamic_input_is_rejected(declared: Any, message: str) -> None:
     with pytest.raises(Unreadable, match=message):
         schema.from_object_info("Save", {"input": {"required": {"format": declared}}})
 
 
-def test_lists_that_grow_without_end_are_cut() -> None:
+def test_endless_growing_lists_are_cut_or_rejected() -> None:
     endless = [schema.AUTOGROW, {"template": {"input": {"required": {"image": ["IMAGE"]}}, "max": 10**9}}]
     assert len(schema.from_object_info("x", {"input": {"required": {"a": endless}}}).inputs_with({})) == 100
     many = {f"a{n}": endless for n in range(200)}

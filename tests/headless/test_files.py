@@ -1,4 +1,4 @@
-"""Result files: whole or not at all, counted as ComfyUI does, inside the output folder."""
+"""Result files: complete or absent, numbered as in ComfyUI, inside the output folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_named(folder: Path, name: str, data: bytes) -> Path:
     return file.path
 
 
-def test_files_are_counted_on_across_types(tmp_path: Path) -> None:
+def test_file_counter_continues_across_types(tmp_path: Path) -> None:
     (tmp_path / "a_00041_.webp").touch()
     (tmp_path / "ab_00099_.png").touch()
     assert write_counted(tmp_path, "a", ".png", b"1").name == "a_00042_.png"
@@ -33,7 +33,7 @@ def test_files_are_counted_on_across_types(tmp_path: Path) -> None:
     assert write_counted(tmp_path, "a_00001", ".png", b"3").name == "a_00001_00001_.png"
 
 
-def test_writers_in_parallel_never_share_a_name(tmp_path: Path) -> None:
+def test_parallel_writers_get_distinct_names(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         paths = list(pool.map(lambda n: write_counted(tmp_path, "a", ".bin", bytes([n])), range(64)))
     assert len(set(paths)) == 64
@@ -41,7 +41,7 @@ def test_writers_in_parallel_never_share_a_name(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 64
 
 
-def test_names_are_kept_where_they_are_free(tmp_path: Path) -> None:
+def test_file_keeps_its_name_unless_taken(tmp_path: Path) -> None:
     written = [write_named(tmp_path / "new", "v_00007_.mp4", b"").name for _ in range(3)]
     assert written == ["v_00007_.mp4", "v_00008_.mp4", "v_00009_.mp4"]
     assert [write_named(tmp_path, "plain.png", b"").name for _ in range(2)] == ["plain.png", "plain_00001_.png"]
@@ -49,9 +49,7 @@ def test_names_are_kept_where_they_are_free(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
-def test_a_failed_write_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, code: int
-) -> None:
+def test_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, code: int) -> None:
     def fail(*_args: Any) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -65,7 +63,7 @@ def test_a_failed_write_leaves_nothing_behind(
     assert names(tmp_path) == []
 
 
-def test_a_folder_without_hard_links_is_written_to_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_written_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_args: Any) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -74,13 +72,13 @@ def test_a_folder_without_hard_links_is_written_to_as_well(tmp_path: Path, monke
     assert names(tmp_path) == ["a.png", "a_00001_.png"]
 
 
-def test_what_a_killed_process_left_is_removed_a_day_later(tmp_path: Path) -> None:
-    left, others = tmp_path / f".onediff-guard-{'a' * 32}.tmp", [".onediff-guard-mine.tmp", f".{'a' * 32}.tmp"]
-    for name in (left.name, *others):
+def test_old_temporary_files_are_removed(tmp_path: Path) -> None:
+    stale, others = tmp_path / f".onediff-guard-{'a' * 32}.tmp", [".onediff-guard-mine.tmp", f".{'a' * 32}.tmp"]
+    for name in (stale.name, *others):
         (tmp_path / name).touch()
     atomic_files._remove_stale.cache_clear()
     files.ensure_writable(tmp_path)
-    assert left.exists(), "it may be in use"
+    assert stale.exists(), "it may be in use"
     for name in names(tmp_path):
         os.utime(tmp_path / name, (0, 0))
     atomic_files._remove_stale.cache_clear()
@@ -88,7 +86,7 @@ def test_what_a_killed_process_left_is_removed_a_day_later(tmp_path: Path) -> No
     assert set(names(tmp_path)) == set(others)
 
 
-def test_a_file_that_arrives_bit_by_bit_is_there_when_it_is_whole(tmp_path: Path) -> None:
+def test_file_written_in_parts_appears_when_complete(tmp_path: Path) -> None:
     with files.arriving(tmp_path, "a.bin") as file:
         file.write(b"wrong")
         file.start_again()
@@ -108,13 +106,13 @@ def test_a_file_that_arrives_bit_by_bit_is_there_when_it_is_whole(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["a_" + "9" * 240 + "_.png", "a_99999999999_.png", "_00001_", "[a-_00002_.png", "*"])
-def test_names_that_only_look_counted(tmp_path: Path, name: str) -> None:
+def test_names_that_resemble_counters_are_not_overwritten(tmp_path: Path, name: str) -> None:
     first, second = (write_named(tmp_path, name[-250:], bytes([n])) for n in range(2))
     assert first.name == name and first.read_bytes() == b"\0"
     assert second.read_bytes() == b"\1" and len(names(tmp_path)) == 2
 
 
-def test_files_that_belong_together_have_one_number(tmp_path: Path) -> None:
+def test_grouped_files_share_one_number(tmp_path: Path) -> None:
     def write(*suffixes: str) -> list[str]:
         return [path.name for path in write_together(tmp_path, "a", dict.fromkeys(suffixes, b"1"))]
 
@@ -123,11 +121,11 @@ def test_files_that_belong_together_have_one_number(tmp_path: Path) -> None:
     assert write(".json") == ["a_00002_.json"]
 
 
-def test_of_files_that_belong_together_all_are_written_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fsync, left = os.fsync, iter(range(2))
+def test_failed_write_of_grouped_files_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, successes = os.fsync, iter(range(2))
 
     def full(descriptor: int) -> None:
-        if next(left, None) is None:
+        if next(successes, None) is None:
             raise OSError(errno.ENOSPC, "No space left on device")
         fsync(descriptor)
 
@@ -137,7 +135,7 @@ def test_of_files_that_belong_together_all_are_written_or_none(tmp_path: Path, m
     assert names(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_folder_below_file_is_not_writable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="Cannot write"):
         files.ensure_writable(tmp_path / "file" / "out")
@@ -153,7 +151,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         *((empty, "", "") for empty in ("", ".", "./")),
     ],
 )
-def test_prefixes(tmp_path: Path, prefix: str, folder: str, stem: str) -> None:
+def test_prefix_resolves_to_folder_and_stem(tmp_path: Path, prefix: str, folder: str, stem: str) -> None:
     assert resolve_prefix(tmp_path, prefix, width=64, height=32) == (tmp_path / folder, stem)
 
 
@@ -161,12 +159,12 @@ def test_prefixes(tmp_path: Path, prefix: str, folder: str, stem: str) -> None:
     "prefix",
     ["../x", "a/../../x", "/etc/x", "\\x", "..\\x", "a\\..\\..\\x", "a\0b", "x" * 250, "日" * 84, "a/" * 600, "\ud800"],
 )
-def test_prefixes_that_lead_out(tmp_path: Path, prefix: str) -> None:
+def test_prefix_outside_output_folder_is_rejected(tmp_path: Path, prefix: str) -> None:
     with pytest.raises(WorkflowError, match="out of the output folder"):
         resolve_prefix(tmp_path, prefix)
 
 
-def test_a_link_out_of_the_folder_is_no_way_out(tmp_path: Path) -> None:
+def test_prefix_through_symlink_out_of_folder_is_rejected(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     try:
@@ -180,7 +178,7 @@ def test_a_link_out_of_the_folder_is_no_way_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("subfolder", "filename"), [("..", "a"), ("/etc", "a"), ("", "../a"), ("", "/a"), ("", ""), ("", ".")]
 )
-def test_entries_that_lead_out(tmp_path: Path, subfolder: str, filename: str) -> None:
+def test_entry_outside_output_folder_is_rejected(tmp_path: Path, subfolder: str, filename: str) -> None:
     with pytest.raises(OutputError, match="outside the output folder"):
         FileEntry(filename, subfolder).folder_in(tmp_path)
 

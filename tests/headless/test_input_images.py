@@ -1,4 +1,4 @@
-"""Which files a workflow of somebody else's can name: images in the input folder, and nothing else."""
+"""An untrusted workflow can read or send images in the input folder, and no other file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAA\n"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An input folder with an image and much that is none, below a folder with a secret and a picture of others."""
+    """An input folder with images and other files, below a folder with a secret and a private picture."""
     folder = tmp_path / "home" / "in"
     (folder / "sub").mkdir(parents=True)
     (tmp_path / "home" / "id_rsa").write_bytes(SECRET)
@@ -75,7 +75,7 @@ def sent(comfy: Any) -> dict[str, list[Any]]:
         "x" * 5000,
     ],
 )
-def test_a_file_outside_the_input_folder_is_neither_read_nor_sent(
+def test_file_outside_input_folder_is_rejected_and_not_sent(
     comfy: Any, send: Callable[..., RunResult], folder: Path, name: str
 ) -> None:
     with pytest.raises(WorkflowError, match=r"node 1 \(LoadImage\): '.*Images are read from the input folder"):
@@ -84,21 +84,21 @@ def test_a_file_outside_the_input_folder_is_neither_read_nor_sent(
 
 
 @pytest.mark.parametrize("name", ["key.png", "short.png", "flipped.png", "empty.png", "eps.png", "xbm.png"])
-def test_a_file_that_is_no_image_is_not_sent(comfy: Any, send: Callable[..., RunResult], name: str) -> None:
+def test_file_that_is_not_an_image_is_not_sent(comfy: Any, send: Callable[..., RunResult], name: str) -> None:
     with pytest.raises(WorkflowError, match=r"is no image \(PNG, .*It was not sent, and nothing ran"):
         send(name)
     assert comfy.requests == []
 
 
 @pytest.mark.parametrize("name", ["a.png", "b.jpg", "c.webp", "d.gif", "e.bmp", "f.tiff", "sub/g.png", "own.png"])
-def test_images_in_the_folder_are_sent_as_they_are(
+def test_image_in_input_folder_is_sent_unchanged(
     comfy: Any, send: Callable[..., RunResult], folder: Path, name: str
 ) -> None:
     send(name)
     assert sent(comfy)["upload"] == [(folder / name).read_bytes()]
 
 
-def test_an_image_that_is_larger_than_comfyui_takes_is_not_sent(
+def test_image_above_size_limit_is_not_sent(
     comfy: Any, send: Callable[..., RunResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(input_images, "MAX_IMAGE_BYTES", 60)
@@ -108,13 +108,13 @@ def test_an_image_that_is_larger_than_comfyui_takes_is_not_sent(
 
 
 @pytest.mark.parametrize("name", ["theirs.png", "a.png [output]", "a.png [temp]", "sub", "", "pipe.png"])
-def test_what_lies_on_the_server_stays_as_it_is(comfy: Any, send: Callable[..., RunResult], name: str) -> None:
+def test_names_without_input_file_are_sent_unchanged(comfy: Any, send: Callable[..., RunResult], name: str) -> None:
     send(name)
     assert "upload" not in sent(comfy)
     assert sent(comfy)["prompt"][0]["prompt"]["1"]["inputs"]["image"] == name
 
 
-def test_the_folder_that_stands_behind_a_name_is_no_part_of_it(comfy: Any, send: Callable[..., RunResult]) -> None:
+def test_folder_annotation_is_not_part_of_file_name(comfy: Any, send: Callable[..., RunResult]) -> None:
     send("a.png [input]")
     send("x [draft.png")
     names = [body["prompt"]["1"]["inputs"]["image"] for body in sent(comfy)["prompt"]]
@@ -131,7 +131,7 @@ def test_the_folder_that_stands_behind_a_name_is_no_part_of_it(comfy: Any, send:
         ({}, 0),
     ],
 )
-def test_other_nodes_that_take_uploaded_images(
+def test_image_is_uploaded_if_node_declares_image_upload(
     comfy: Any, send: Callable[..., RunResult], declared: dict[str, Any], uploads: int
 ) -> None:
     comfy.object_info["Other"] = {"input": {"required": {"image": [[], {}], "file": ["COMBO", declared]}}}
@@ -139,7 +139,7 @@ def test_other_nodes_that_take_uploaded_images(
     assert len(sent(comfy).get("upload", ())) == uploads
 
 
-def test_an_image_that_two_nodes_name_is_sent_once(comfy: Any, folder: Path, tmp_path: Path) -> None:
+def test_image_named_by_several_nodes_is_sent_once(comfy: Any, folder: Path, tmp_path: Path) -> None:
     loads = {str(n): {"class_type": "LoadImage", "inputs": {"image": "a.png"}} for n in range(3)}
     run_on_server(loads, url=comfy.url, output_dir=tmp_path / "out", input_dir=folder)
     assert len(sent(comfy)["upload"]) == 1
@@ -161,7 +161,7 @@ def test_an_image_that_two_nodes_name_is_sent_once(comfy: Any, folder: Path, tmp
         None,
     ],
 )
-def test_the_name_that_a_server_gives_an_image_is_checked(
+def test_invalid_upload_answer_is_rejected(
     comfy: Any, send: Callable[..., RunResult], monkeypatch: pytest.MonkeyPatch, answer: Any
 ) -> None:
     monkeypatch.setattr(comfy, "uploaded", answer)
@@ -172,10 +172,8 @@ def test_the_name_that_a_server_gives_an_image_is_checked(
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("path", ["/upload/image", "/prompt", "/object_info/LoadImage", "/view"])
-def test_no_redirect_takes_an_image_or_a_workflow_elsewhere(
-    comfy: Any, send: Callable[..., RunResult], status: int, path: str
-) -> None:
-    """The other address is this same server's, under another path: whatever comes there was sent after a redirect."""
+def test_redirects_are_not_followed(comfy: Any, send: Callable[..., RunResult], status: int, path: str) -> None:
+    """The redirect leads to another path of the same server, which records each request."""
     arrived: list[str] = []
 
     def answer(request: web.Request) -> web.StreamResponse | None:
@@ -193,10 +191,10 @@ def test_no_redirect_takes_an_image_or_a_workflow_elsewhere(
 
 
 @pytest.mark.parametrize("name", ["../id_rsa", "{home}/private.png", "link.png", "../../x [temp]"])
-def test_a_checkout_is_not_asked_to_read_outside_its_folder(
+def test_checkout_is_not_asked_for_image_outside_input_folder(
     comfy: Any, folder: Path, tmp_path: Path, name: str
 ) -> None:
-    """Of 0.3.64 `get_annotated_filepath` joins whatever a workflow names."""
+    """In ComfyUI 0.3.64, `get_annotated_filepath` accepts any path that a workflow names."""
     running = checkout.Running(comfy.url, tmp_path / "log", folder)
     (tmp_path / "log").touch()
     with pytest.raises(WorkflowError, match="Images are read from the input folder"):
@@ -206,7 +204,7 @@ def test_a_checkout_is_not_asked_to_read_outside_its_folder(
 
 
 @pytest.mark.parametrize("name", ["{home}/private.png", "../private.png", "link.png", "up/private.png", "a\0.png"])
-def test_this_process_reads_no_image_outside_its_folder(
+def test_local_host_rejects_image_outside_input_folder(
     run: Callable[..., RunResult], folder: Path, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "input").symlink_to(folder)
@@ -215,7 +213,7 @@ def test_this_process_reads_no_image_outside_its_folder(
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.png [input]", "b.png [output]", "c.png [temp]"])
-def test_this_process_reads_from_the_folder_behind_a_name(
+def test_local_host_reads_image_from_annotated_folder(
     run: Callable[..., RunResult], folder: Path, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "input").symlink_to(folder)
@@ -226,8 +224,8 @@ def test_this_process_reads_from_the_folder_behind_a_name(
 
 
 @pytest.mark.parametrize(("kind", "frames"), [("MPO", 1), ("GIF", 2), ("TIFF", 2), ("WEBP", 2)])
-def test_further_pictures_of_a_camera_are_no_batch(tmp_path: Path, kind: str, frames: int) -> None:
-    """ComfyUI makes one image of an MPO, which has the name of a JPEG, and a batch of what is animated or has pages."""
+def test_mpo_gives_one_frame_and_animations_give_all(tmp_path: Path, kind: str, frames: int) -> None:
+    """ComfyUI reads one image from an MPO, a camera's JPEG, and a batch from a file with animation or pages."""
     colours = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     colours[0].save(tmp_path / "a.jpg", format=kind, save_all=True, append_images=colours[1:])
     assert len(input_images.frames(input_images.read(tmp_path / "a.jpg"))) == frames

@@ -1,4 +1,4 @@
-"""The host in this process: everything is checked first, then only what is needed runs."""
+"""The local host: it checks the whole workflow first, then runs only the needed nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from PIL import Image
 Run = Callable[..., RunResult]
 
 
-def test_a_run_gives_files_outputs_and_results(run: Run, workflow: dict[str, Any], tmp_path: Path) -> None:
+def test_run_returns_files_outputs_and_results(run: Run, workflow: dict[str, Any], tmp_path: Path) -> None:
     seen: list[RunProgress] = []
     result = run(workflow, on_progress=seen.append)
     assert [path.name for path in result.files] == [f"noise_0000{n}_.png" for n in (1, 2, 3)]
@@ -45,7 +45,7 @@ def test_a_run_gives_files_outputs_and_results(run: Run, workflow: dict[str, Any
 def test_nodes_run_in_inference_mode_and_only_if_needed(
     run: Run, workflow: dict[str, Any], classes: dict[str, type]
 ) -> None:
-    workflow["3"] = {"class_type": "Noise", "inputs": {"width": 99999}}  # would not even validate
+    workflow["3"] = {"class_type": "Noise", "inputs": {"width": 99999}}  # invalid
     result = run(workflow)
     assert "3" not in result.results
     assert result.results["1"][0].is_inference()
@@ -69,7 +69,7 @@ def test_nodes_run_in_inference_mode_and_only_if_needed(
         ({"mask": 3}, "input 'mask' takes a link to a node that gives MASK, found the value 3"),
     ],
 )
-def test_bad_values_are_named_before_anything_runs(
+def test_invalid_input_value_is_reported_before_run(
     run: Run, workflow: dict[str, Any], inputs: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     del workflow["1"]["_meta"]
@@ -79,7 +79,7 @@ def test_bad_values_are_named_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
-def test_all_faults_are_told_at_once(run: Run, workflow: dict[str, Any]) -> None:
+def test_all_faults_are_reported_together(run: Run, workflow: dict[str, Any]) -> None:
     del workflow["1"]["inputs"]["seed"]
     workflow["1"]["inputs"]["width"] = 1
     workflow["2"]["inputs"]["images"] = ["1", 1]
@@ -91,19 +91,19 @@ def test_all_faults_are_told_at_once(run: Run, workflow: dict[str, Any]) -> None
     assert "input 'images' takes IMAGE, but node 1 (Some Noise) gives STRING" in text
 
 
-def test_a_slot_that_is_not_there(run: Run, workflow: dict[str, Any]) -> None:
+def test_link_to_missing_output_is_rejected(run: Run, workflow: dict[str, Any]) -> None:
     workflow["2"]["inputs"]["images"] = ["1", 2]
     with pytest.raises(WorkflowError, match=r"linked to output 2 of node 1 \(Some Noise\), which has 2"):
         run(workflow)
 
 
-def test_numbers_may_come_as_text(run: Run, workflow: dict[str, Any]) -> None:
+def test_numbers_given_as_text_are_accepted(run: Run, workflow: dict[str, Any]) -> None:
     workflow["1"]["inputs"] |= {"width": "16", "gain": "0.5", "seed": 3.0}
     assert run(workflow).results["1"][0].shape[2] == 16
 
 
 @pytest.mark.parametrize(("number", "fault"), [(12, None), (3, "number 3 is odd, use 4")])
-def test_a_node_that_checks_an_input_itself_has_the_say(
+def test_validate_inputs_overrides_declared_range(
     run: Run, workflow: dict[str, Any], number: int, fault: str | None
 ) -> None:
     workflow["3"] = {"class_type": "Picky", "inputs": {"images": ["1", 0], "number": number}}
@@ -115,7 +115,7 @@ def test_a_node_that_checks_an_input_itself_has_the_say(
             run(workflow)
 
 
-def test_unknown_types_are_all_named_with_a_way_out(run: Run, workflow: dict[str, Any]) -> None:
+def test_unknown_node_types_are_listed_with_server_hint(run: Run, workflow: dict[str, Any]) -> None:
     workflow["8"] = {"class_type": "VHS_VideoCombine", "inputs": {}}
     workflow["9"] = {"class_type": "KSampler", "inputs": {}}
     with pytest.raises(UnknownNodesError, match=r"no node type KSampler, VHS_VideoCombine.*--server") as error:
@@ -123,13 +123,13 @@ def test_unknown_types_are_all_named_with_a_way_out(run: Run, workflow: dict[str
     assert error.value.exit_code == 2
 
 
-def test_a_workflow_without_output(run: Run, workflow: dict[str, Any]) -> None:
+def test_workflow_without_output_node_is_rejected(run: Run, workflow: dict[str, Any]) -> None:
     del workflow["2"]
     with pytest.raises(WorkflowError, match="no output node"):
         run(workflow)
 
 
-def test_a_node_that_raises_is_named(run: Run, workflow: dict[str, Any]) -> None:
+def test_failing_node_is_named(run: Run, workflow: dict[str, Any]) -> None:
     workflow["2"] = {"class_type": "Broken", "inputs": {"images": ["1", 0]}}
     with pytest.raises(RunFailedError, match=r"node 2 \(Broken\) failed: RuntimeError: the GPU is on fire"):
         run(workflow)
@@ -155,13 +155,13 @@ def patient_node(started: threading.Event) -> type:
     return Wait
 
 
-@pytest.mark.parametrize(("how", "error"), [("signal", InterruptedRunError), ("timeout", RunFailedError)])
-def test_a_run_is_stopped_between_two_steps(how: str, error: type[HeadlessError], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("cause", "error"), [("signal", InterruptedRunError), ("timeout", RunFailedError)])
+def test_ctrl_c_or_timeout_stops_run_between_steps(cause: str, error: type[HeadlessError], tmp_path: Path) -> None:
     from comfyui_onediff_guard.headless.hosts.local import run_local
 
     started = threading.Event()
     handler = signal.getsignal(signal.SIGINT)
-    if how == "signal":
+    if cause == "signal":
 
         def press_ctrl_c() -> None:
             started.wait(HANG_SECONDS)
@@ -175,12 +175,12 @@ def test_a_run_is_stopped_between_two_steps(how: str, error: type[HeadlessError]
             input_dir=tmp_path,
             output_dir=tmp_path,
             classes={"Wait": patient_node(started)},
-            timeout=0.3 if how == "timeout" else None,
+            timeout=0.3 if cause == "timeout" else None,
         )
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_ui_format_runs_too(run: Run, workflow: dict[str, Any]) -> None:
+def test_ui_format_gives_same_result_as_api_format(run: Run, workflow: dict[str, Any]) -> None:
     ui = {
         "nodes": [
             {"id": 1, "type": "Noise", "widgets_values": [32, 1, "fixed", "uniform", "cat", 1.0]},

@@ -1,4 +1,4 @@
-"""What sets a workflow's precision, what is held, and which frames are compared."""
+"""`compare`: which inputs set the precision, which stay fixed, and which frames are compared."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from comfyui_onediff_guard.headless.workflow.settings import Setting
 
 API = Path(__file__).resolve().parents[2] / "workflows" / "api"
 PRECISIONS = ("fp32", "fp16 (plain)", "fp16", "bf16")
-NEED_COMFYUI = ("cogvideox_video_to_video", "native_")  # nodes of ComfyUI's
+NEED_COMFYUI = ("cogvideox_video_to_video", "native_")  # use ComfyUI's own nodes
 LOCAL = sorted(path.stem for path in API.glob("*.json") if not path.stem.startswith(NEED_COMFYUI))
 
 
-def subject(name: str = "cogvideox_text_to_video", *changes: str) -> Comparable:
+def load(name: str = "cogvideox_text_to_video", *changes: str) -> Comparable:
     graph, schemas = read_local(read_json(API / f"{name}.json"))
     return comparable(graph, schemas, [Setting.parse(change) for change in changes], PRECISIONS)
 
@@ -30,8 +30,8 @@ def values(found: Comparable, precision: str, name: str = "precision") -> dict[s
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_every_shipped_workflow_can_be_compared(name: str) -> None:
-    found = subject(name)
+def test_shipped_workflow_can_be_compared(name: str) -> None:
+    found = load(name)
     graph = found.in_precision("bf16")
     assert graph.nodes[SHOWN].inputs == {"images": found.frames}
     assert graph.nodes[found.frames.node].class_type == "OneDiffGuardDecodeLatents"
@@ -41,8 +41,8 @@ def test_every_shipped_workflow_can_be_compared(name: str) -> None:
     assert not {"SaveVideo", "SaveImage", "SaveAnimatedWEBP"} & graph.class_types()
 
 
-def test_nothing_but_the_precision_changes() -> None:
-    one, other = (subject().in_precision(precision) for precision in ("fp32", "bf16"))
+def test_compared_graphs_differ_only_in_precision() -> None:
+    one, other = (load().in_precision(precision) for precision in ("fp32", "bf16"))
     assert one.with_inputs({"1": {"precision": "bf16"}}) == other
     assert other.nodes["4"].inputs["seed"] == 42
 
@@ -57,20 +57,20 @@ def test_nothing_but_the_precision_changes() -> None:
         (["Decode Latents.precision=fp32"], "bf16", "precision", "LoadPipeline", "bf16"),
     ],
 )
-def test_what_is_set_for_a_precision_and_what_is_held(
+def test_precision_sets_inputs_unless_user_set_them(
     changes: list[str], precision: str, name: str, node: str, value: str
 ) -> None:
-    assert values(subject("cogvideox_text_to_video", *changes), precision, name)[f"OneDiffGuard{node}"] == value
+    assert values(load("cogvideox_text_to_video", *changes), precision, name)[f"OneDiffGuard{node}"] == value
 
 
-def test_a_precision_of_a_nodes_own_is_set_too() -> None:
+def test_precision_of_decoder_in_workflow_is_replaced() -> None:
     workflow = dict(read_json(API / "cogvideox_text_to_video.json"))
     workflow["5"]["inputs"]["precision"] = "fp32"
     found = comparable(*read_local(workflow), [], PRECISIONS)
     assert values(found, "bf16")["OneDiffGuardDecodeLatents"] == "bf16"
 
 
-def test_the_frames_are_those_that_hang_on_the_precision() -> None:
+def test_compared_frames_are_those_that_depend_on_precision() -> None:
     workflow = dict(read_json(API / "cogvideox_image_to_video.json"))
     first = {"class_type": "PreviewImage", "inputs": {"images": ["image", 0]}}
     workflow = {"image": {"class_type": "LoadImage", "inputs": {"image": "a.png"}}, "first": first, **workflow}
@@ -80,7 +80,7 @@ def test_the_frames_are_those_that_hang_on_the_precision() -> None:
     assert "first" not in found.in_precision("bf16").nodes
 
 
-def test_a_workflow_of_comfyuis_own_models_is_refused_and_told_why() -> None:
+def test_native_workflow_is_rejected_with_reason() -> None:
     kinds = {
         "CheckpointLoaderSimple": {"input": {"required": {"ckpt_name": [["a"]]}}, "output": ["MODEL", "CLIP", "VAE"]},
         "UNETLoader": {"input": {"required": {"weight_dtype": [["default", "fp4"]]}}, "output": ["MODEL"]},
@@ -90,7 +90,7 @@ def test_a_workflow_of_comfyuis_own_models_is_refused_and_told_why() -> None:
         comparable(graph, {kind: from_object_info(kind, info) for kind, info in kinds.items()}, [], PRECISIONS)
 
 
-def test_a_workflow_that_shows_nothing_is_refused() -> None:
+def test_workflow_without_pictures_is_rejected() -> None:
     workflow = {key: node for key, node in read_json(API / "cogvideox_text_to_video.json").items() if key in "123"}
     workflow["4"] = {"class_type": "OneDiffGuardSelfTest", "inputs": {}}
     graph, schemas = read_local(workflow)

@@ -1,4 +1,4 @@
-"""`onediff-guard profile`."""
+"""`onediff-guard profile`: list, show, export and import."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def command(console):
     return partial(console, "profile")
 
 
-def test_list_names_good_ones_and_bad_ones(folder, command):
+def test_list_names_usable_and_broken_profiles(folder, command):
     code, out, _ = command("list")
     assert code == 0 and f"No profiles in {folder}" in out
     write(folder, PROFILE)
@@ -40,18 +40,18 @@ def test_list_names_good_ones_and_bad_ones(folder, command):
     _, out, _ = command("list")
     assert "CogVideoX-5b, sm75, fp16; 'blocks.3' unquantised" in out
     assert "broken\n    'broken.json' is no profile that can be used" in out
-    told = json.loads(command("list", "--json")[1])
-    assert [entry["name"] for entry in told["profiles"]] == [PROFILE.name, "broken"]
-    assert told["profiles"][0]["learned"]["unquantised"] == ["blocks.3"] and "error" in told["profiles"][1]
+    answer = json.loads(command("list", "--json")[1])
+    assert [entry["name"] for entry in answer["profiles"]] == [PROFILE.name, "broken"]
+    assert answer["profiles"][0]["learned"]["unquantised"] == ["blocks.3"] and "error" in answer["profiles"][1]
 
 
-def test_show_prints_what_a_node_takes(folder, command):
+def test_show_prints_profile_text(folder, command):
     write(folder, PROFILE)
     code, out, _ = command("show", "CogVideoX")
     assert code == 0 and out == PROFILE.text()
 
 
-def test_export_and_import_elsewhere(folder, command, tmp_path):
+def test_exported_profile_can_be_imported(folder, command, tmp_path):
     write(folder, PROFILE)
     shared = tmp_path / "shared.json"
     assert command("export", "CogVideoX", shared)[:2] == (0, f"{shared}\n")
@@ -61,7 +61,7 @@ def test_export_and_import_elsewhere(folder, command, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "message"),
     [
         (["show", "Cog"], 2, "The name of one profile must start with 'Cog', and these do: CogVideoX-5b-sm75-fp16-"),
         (["show", "x"], 2, "these do: none. Looked in"),
@@ -70,27 +70,27 @@ def test_export_and_import_elsewhere(folder, command, tmp_path):
         (["import", "absent.json"], 2, "The profile 'absent.json' cannot be read"),
     ],
 )
-def test_bad_input(folder, command, arguments, code, says):
+def test_invalid_arguments_are_rejected(folder, command, arguments, code, message):
     write(folder, PROFILE)
     write(folder, replace(PROFILE, architecture="sm80"))
     found, _, err = command(*arguments)
-    assert found == code and says in err
+    assert found == code and message in err
 
 
-def test_a_bad_file_is_not_imported(folder, command, tmp_path):
+def test_profile_of_unknown_format_is_not_imported(folder, command, tmp_path):
     (tmp_path / "bad.json").write_text(PROFILE.text().replace('"format": 3', '"format": 7'))
     code, _, err = command("import", tmp_path / "bad.json")
     assert code == 2 and "format is 7" in err and not folder.exists()
 
 
-def test_what_a_terminal_would_obey_is_not_printed(folder, command):
+def test_control_characters_are_not_printed(folder, command):
     write(folder, PROFILE)
     (folder / "a\x1b[2J.json").write_text("{")
     code, out, _ = command("list")
     assert code == 0 and "\x1b" not in out and "a�[2J" in out
 
 
-def test_of_many_names_some_are_named(folder, command):
+def test_long_list_of_names_is_shortened(folder, command):
     folder.mkdir()
     for number in range(300):
         (folder / f"x{number:03}.json").touch()
@@ -98,7 +98,7 @@ def test_of_many_names_some_are_named(folder, command):
     assert "x000, x001" in err and "and 290 more" in err and len(err) < 500 + len(str(folder))
 
 
-def test_where_profiles_are(folder, monkeypatch, tmp_path):
+def test_profiles_folder_comes_from_variable_or_home(folder, monkeypatch, tmp_path):
     assert profiles_directory() == folder
     monkeypatch.delenv(PROFILES_VARIABLE)
     monkeypatch.setenv("HOME", str(tmp_path))

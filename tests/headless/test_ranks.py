@@ -1,4 +1,4 @@
-"""`--gpus N`: a run over processes, here on the CPU. Files are one process's, and what ends one ends the run."""
+"""`--gpus N`: a run over several ranks, here on the CPU: results as of one process, and a failed rank ends the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from waiting import HANG_SECONDS
 
 @pytest.fixture(scope="module")
 def workflow(tmp_path_factory: pytest.TempPathFactory, model_folder: Callable[..., Path]) -> Path:
-    """CogVideoX from a prompt to PNG files, beside its model."""
+    """A folder with a model and a workflow of CogVideoX that writes PNG files."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "models").mkdir()
     (folder / "models" / "small").symlink_to(model_folder("2b"))
@@ -55,20 +55,22 @@ def pictures(folder: Path) -> np.ndarray:
 
 
 @pytest.fixture
-def there(workflow: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cwd(workflow: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(workflow)
     return workflow
 
 
-def test_its_files_are_those_of_one_process(there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_match_one_process_within_1_of_255(
+    cwd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["run", "workflow.json", "--json", "--out", str(tmp_path / "one")]) == 0
-    told, lines = capsys.readouterr()
-    one = json.loads(told)
+    out, lines = capsys.readouterr()
+    one = json.loads(out)
     stages = [line for line in lines.splitlines() if not line.startswith("node ")]
     assert "\r" not in lines and stages[-3:] == ["encoding prompt 2 of 2", "step 2/2 · fp32", "decoding part 1 of 1"]
     assert cli.main(["run", "workflow.json", "--json", "--out", str(tmp_path / "two"), "--gpus", "2"]) == 0
-    told, lines = capsys.readouterr()
-    two = json.loads(told)
+    out, lines = capsys.readouterr()
+    two = json.loads(out)
     assert [Path(file).name for file in two["files"]] == [Path(file).name for file in one["files"]]
     assert len(list((tmp_path / "two").iterdir())) == len(two["files"]) == 9
     assert abs(pictures(tmp_path / "one") - pictures(tmp_path / "two")).max() <= 1
@@ -76,35 +78,35 @@ def test_its_files_are_those_of_one_process(there: Path, tmp_path: Path, capsys:
     report = two["outputs"]["sample"]["onediff_guard"][0]
     shared = "each half of guidance is computed by a GPU, at the same time as the other"
     assert shared in report["notes"] and len(report["steps"]) == 2
-    told = [line.split()[1] for line in lines.splitlines() if line.startswith("node")]
-    assert told == ["load", "encode", "sample", "decode", "save"]
+    nodes = [line.split()[1] for line in lines.splitlines() if line.startswith("node")]
+    assert nodes == ["load", "encode", "sample", "decode", "save"]
 
 
-def test_precisions_are_compared_over_ranks(there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_runs_over_two_ranks(cwd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--precisions", "bf16", "--json", "--out", str(tmp_path / "out"), "--gpus", "2"]
     assert cli.main(["compare", "workflow.json", *options]) == 0
-    told = json.loads(capsys.readouterr().out)
-    found = [(run["precision"], run["steps"], run["finite_frames"]) for run in told["runs"]]
+    answer = json.loads(capsys.readouterr().out)
+    found = [(run["precision"], run["steps"], run["finite_frames"]) for run in answer["runs"]]
     assert found == [("fp32", 2, 9), ("bf16", 2, 9)]
-    assert told["errors_from"].startswith("8-bit") and told["runs"][1]["psnr_db"] > 20
-    for run in told["runs"]:
+    assert answer["errors_from"].startswith("8-bit") and answer["runs"][1]["psnr_db"] > 20
+    for run in answer["runs"]:
         notes = [note for stage in run["stages"] for note in stage["notes"]]
         assert any("each half of guidance is computed by a GPU" in note for note in notes)
 
 
-def test_an_error_of_the_workflow_is_the_same(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = []
+def test_workflow_error_is_same_with_and_without_ranks(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    errors = []
     for options in ([], ["--gpus", "2"]):
         assert cli.main(["run", "workflow.json", "--set", "sample.steps=0", *options]) == 2
-        told.append(capsys.readouterr().err)
-    assert told[0] == told[1] and "steps" in told[0]
+        errors.append(capsys.readouterr().err)
+    assert errors[0] == errors[1] and "steps" in errors[0]
 
 
 @pytest.fixture
 def running(
     workflow: Path, tmp_path: Path
 ) -> Iterator[Callable[..., tuple[subprocess.Popen[str], list[psutil.Process]]]]:
-    """Starts a run that would take minutes, over two ranks. Returns it and its ranks once they compute."""
+    """Start a run of minutes over two ranks; return its process and its ranks once they compute."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*options: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
@@ -127,20 +129,20 @@ def running(
         run.stderr.close()
 
 
-def ended(run: subprocess.Popen[str]) -> tuple[int, str]:
-    """Its exit code, and the last line that it said."""
+def wait_for_end(run: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for the end of a run; return its exit code and its last line on stderr."""
     code = run.wait(HANG_SECONDS)
     assert run.stderr
     return code, (run.stderr.read().strip().splitlines() or [""])[-1]
 
 
-def none_is_left(processes: list[psutil.Process]) -> bool:
+def all_ended(processes: list[psutil.Process]) -> bool:
     _, alive = psutil.wait_procs(processes, HANG_SECONDS)
     return not alive
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_is_killed_ends_the_run_and_is_named(
+def test_killed_rank_ends_run_and_is_named(
     killed: int, running: Callable[..., Any], tmp_path: Path, figure: Callable[[str, object], None]
 ) -> None:
     run, processes = running()
@@ -150,25 +152,25 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(
             assert connection.laddr.ip == "127.0.0.1"
     processes[killed].kill()
     began = time.monotonic()
-    code, said = ended(run)
+    code, line = wait_for_end(run)
     seconds = time.monotonic() - began
     figure(f"rank {killed} of 2 killed: seconds until the run ended with its name", f"{seconds:.1f}")
-    assert code == 4 and f"Rank {killed} of 2 (on the CPU) was killed by SIGKILL" in said
-    assert none_is_left(processes) and not list(tmp_path.iterdir())
+    assert code == 4 and f"Rank {killed} of 2 (on the CPU) was killed by SIGKILL" in line
+    assert all_ended(processes) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)])
-def test_no_rank_outlives_the_command(
+def test_no_rank_outlives_command(
     number: signal.Signals, code: int, running: Callable[..., Any], tmp_path: Path
 ) -> None:
     run, processes = running()
     os.kill(run.pid, number)
-    found, said = ended(run)
-    assert found == code and (code < 0 or "Interrupted" in said)
-    assert none_is_left(processes) and not list(tmp_path.iterdir())
+    found, line = wait_for_end(run)
+    assert found == code and (code < 0 or "Interrupted" in line)
+    assert all_ended(processes) and not list(tmp_path.iterdir())
 
 
-def test_a_timeout_ends_it(there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_timeout_ends_run_and_ranks(cwd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--gpus", "2", "--timeout", "1", "--out", str(tmp_path)]
     assert cli.main(["run", "workflow.json", *options]) == 4
     assert "was not done after 1 s" in capsys.readouterr().err
@@ -176,29 +178,29 @@ def test_a_timeout_ends_it(there: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rank_that_is_stopped_ends_the_run_and_is_named(running: Callable[..., Any]) -> None:
+def test_suspended_rank_ends_run_and_is_named(running: Callable[..., Any]) -> None:
     run, processes = running()
     processes[1].suspend()
-    code, said = ended(run)
-    assert code == 4 and "Rank 1 of 2 (on the CPU) gave no sign of life for 60 s" in said and none_is_left(processes)
+    code, line = wait_for_end(run)
+    assert code == 4 and "Rank 1 of 2 (on the CPU) gave no sign of life for 60 s" in line and all_ended(processes)
 
 
-def test_a_rank_is_slow_as_long_as_it_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_rank_with_heartbeat_is_not_reported_as_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "BEAT", 0.1)
     monkeypatch.setattr(ranks, "SILENT", 1.0)
     slow, stopped = rank("slow", None), rank("stopped", None)
-    slow.channel, there = multiprocessing.Pipe()
-    stopped.channel, nowhere = multiprocessing.Pipe()
+    slow.channel, sender = multiprocessing.Pipe()
+    stopped.channel, silent = multiprocessing.Pipe()
     over = threading.Event()
 
-    def tell(message: Any) -> None:
+    def send(message: Any) -> None:
         if over.is_set():
             raise SystemExit
-        there.send(message)
+        sender.send(message)
 
     def beat() -> None:
         with suppress(SystemExit):
-            ranks._beat(tell)
+            ranks._beat(send)
 
     beating = threading.Thread(target=beat)
     beating.start()
@@ -210,39 +212,41 @@ def test_a_rank_is_slow_as_long_as_it_gives_signs_of_life(monkeypatch: pytest.Mo
     finally:
         over.set()
         beating.join()
-    nowhere.close()
+    silent.close()
 
 
 @pytest.mark.parametrize("host", [["--server", "127.0.0.1:9"], ["--comfyui", "."]])
-def test_not_in_comfyuis_process(there: Path, host: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpus_option_needs_local_host(cwd: Path, host: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "workflow.json", "--gpus", "2", *host]) == 2
     assert "none may be ComfyUI's" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "65", "²"])
-def test_what_is_no_number_of_gpus(text: str) -> None:
+def test_invalid_gpu_count_is_rejected(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected 'auto'"):
         chosen._gpus(text)
 
 
 @pytest.mark.parametrize(
-    ("asked", "have", "number"),
+    ("asked", "available", "expected"),
     [("auto", 0, 1), ("auto", 1, 1), ("auto", 8, 8), ("1", 0, 1), ("4", 8, 4), ("2", 0, 2), ("4", 2, None)],
 )
-def test_how_many(asked: str, have: int, number: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "gpus_here", lambda: have)
-    refused = pytest.raises(WorkflowError, match=f"--gpus is {asked}, but PyTorch sees {have} GPUs here")
-    with refused if number is None else nullcontext():
-        assert ranks.chosen_number(asked) == number
+def test_gpu_count_is_resolved_or_rejected(
+    asked: str, available: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "gpus_here", lambda: available)
+    refused = pytest.raises(WorkflowError, match=f"--gpus is {asked}, but PyTorch sees {available} GPUs here")
+    with refused if expected is None else nullcontext():
+        assert ranks.chosen_number(asked) == expected
 
 
-def test_only_the_first_does_what_is_not_computed_together(workflow: Path) -> None:
+def test_only_shared_nodes_run_on_all_ranks(workflow: Path) -> None:
     classes = local.default_classes()
     nodes = json.loads((workflow / "workflow.json").read_text())
     assert local._together(plan(from_api(nodes), classes), classes) == ["load", "encode", "sample"]
     nodes["decode"]["inputs"]["chunk"] = 0
     assert local._together(plan(from_api(nodes), classes), classes) == ["load", "encode", "sample"]
-    nodes["decode"]["inputs"]["chunk"] = 8  # chunks of frames are shared out
+    nodes["decode"]["inputs"]["chunk"] = 8  # ranks share chunks of frames
     assert local._together(plan(from_api(nodes), classes), classes) == ["load", "encode", "sample", "decode"]
 
 
@@ -255,24 +259,24 @@ def rank(name: str, code: int | None, failed_at: float | None = None) -> ranks._
 @pytest.mark.parametrize(
     ("first", "second", "to_blame"),
     [
-        ((1, 5.0), (-9, None), "second"),  # what was killed comes before what failed,
-        ((1, 5.0), (1, 4.0), "second"),  # and what failed first before what failed later, since that waited for it
+        ((1, 5.0), (-9, None), "second"),  # a killed rank is blamed before a failed one,
+        ((1, 5.0), (1, 4.0), "second"),  # and the first failure before a later one, which only waited for it
         ((None, None), (1, 5.0), "second"),
         ((1, 4.0), (1, 5.0), "first"),
     ],
 )
-def test_who_is_to_blame(first: tuple[Any, Any], second: tuple[Any, Any], to_blame: str) -> None:
+def test_killed_or_first_failed_rank_is_blamed(first: tuple[Any, Any], second: tuple[Any, Any], to_blame: str) -> None:
     assert ranks._to_blame([rank("first", *first), rank("second", *second)]).name == to_blame
 
 
 @pytest.mark.parametrize(
-    ("code", "says", "memory"),
+    ("code", "message", "memory"),
     [
         (-signal.SIGKILL, "was killed by SIGKILL", True),
         (-signal.SIGSEGV, "was killed by SIGSEGV", False),
         (1, "ended with exit code 1", False),
     ],
 )
-def test_main_memory_is_blamed_for_the_systems_kill_alone(code: int, says: str, memory: bool) -> None:
-    told = str(rank("Rank 1 of 2", int(code)).error())
-    assert says in told and ("main memory ran out" in told) is memory
+def test_only_sigkill_is_blamed_on_main_memory(code: int, message: str, memory: bool) -> None:
+    error = str(rank("Rank 1 of 2", int(code)).error())
+    assert message in error and ("main memory ran out" in error) is memory

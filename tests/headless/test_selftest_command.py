@@ -1,4 +1,4 @@
-"""`onediff-guard selftest`: for people, for scripts, and at bad input."""
+"""`onediff-guard selftest`: output for people and for scripts, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from comfyui_onediff_guard.precision.self_test import CheckResult, SelfTestRepor
 
 Console = Callable[..., tuple[int, str, str]]
 NO_COMPILER = {"a compiled block"} if os.environ.get("ATEN_CPU_CAPABILITY") == "default" else set[str]()
-MADE_UP = SelfTestReport(
+REPORT = SelfTestReport(
     device="cuda:0",
     architecture=ARCHITECTURES["sm75"],
     machine={"device": "NVIDIA GeForce RTX 2080 Ti", "torch": "2.13.0+cu128", "driver": "610.2", "triton": ""},
@@ -33,13 +33,13 @@ MADE_UP = SelfTestReport(
 
 
 @pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """made_up(result) has the self-test come to that."""
+def fake_selftest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """fake_selftest(report): make the self-test return this report."""
     monkeypatch.setenv(SELFTEST_VARIABLE, str(tmp_path / "kept"))
     return lambda result: monkeypatch.setattr(module, "selftest", lambda *_: result)
 
 
-def test_it_runs_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, console: Console) -> None:
+def test_selftest_runs_on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, console: Console) -> None:
     monkeypatch.setenv(SELFTEST_VARIABLE, str(tmp_path))
     code, out, err = console("selftest", "--json")
     answer = json.loads(out, parse_constant=pytest.fail)
@@ -52,8 +52,8 @@ def test_it_runs_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, console: 
     assert "attention in bf16 …" in err.splitlines()
 
 
-def test_a_wrong_line_is_said_and_is_an_exit_code(made_up: Any, tmp_path: Path, console: Console) -> None:
-    made_up(MADE_UP)
+def test_wrong_result_is_printed_and_gives_exit_code_4(fake_selftest: Any, tmp_path: Path, console: Console) -> None:
+    fake_selftest(REPORT)
     code, out, _ = console("selftest")
     assert code == 4
     for part in (
@@ -65,47 +65,47 @@ def test_a_wrong_line_is_said_and_is_an_exit_code(made_up: Any, tmp_path: Path, 
         "not run  a compiled block ",
         "4096×4096 product in fp16: 2.1 ms",
         "Result: 1 of 2 lines are WRONG on this card. Precision and backend 'auto' choose no 'fp16' here.",
-        str(tmp_path / "kept" / f"{MADE_UP.key}.json"),
+        str(tmp_path / "kept" / f"{REPORT.key}.json"),
     ):
         assert part in out
-    made_up(replace(MADE_UP, lines=MADE_UP.lines[:1]))
+    fake_selftest(replace(REPORT, lines=REPORT.lines[:1]))
     code, out, _ = console("selftest")
     assert code == 0 and "Result: OK. All 1 lines that ran are right." in out
 
 
-def test_another_card_driver_or_pytorch_is_another_file() -> None:
-    names = {replace(MADE_UP, machine={**MADE_UP.machine, key: "other"}).key for key in MADE_UP.machine}
-    assert len(names | {MADE_UP.key}) == 1 + len(MADE_UP.machine)
+def test_report_key_depends_on_card_driver_and_pytorch() -> None:
+    names = {replace(REPORT, machine={**REPORT.machine, key: "other"}).key for key in REPORT.machine}
+    assert len(names | {REPORT.key}) == 1 + len(REPORT.machine)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "message"),
     [
         (["--device", "cuda:7"], 2, "--device cuda:7: PyTorch has no such device here"),
         (["--device", "card"], 2, "Found: cpu."),
         (["--out", "file/below.json"], 5, "Cannot write"),
     ],
 )
-def test_bad_input(
-    made_up: Any,
+def test_invalid_arguments_are_rejected(
+    fake_selftest: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     console: Console,
     arguments: Any,
     code: int,
-    says: str,
+    message: str,
 ) -> None:
-    made_up(MADE_UP)
+    fake_selftest(REPORT)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     found, _, err = console("selftest", *arguments)
-    assert found == code and says in err
+    assert found == code and message in err
 
 
-def test_a_device_that_goes_away_leaves_no_result(
-    monkeypatch: pytest.MonkeyPatch, made_up: Any, tmp_path: Path, console: Console
+def test_lost_device_leaves_no_report(
+    monkeypatch: pytest.MonkeyPatch, fake_selftest: Any, tmp_path: Path, console: Console
 ) -> None:
-    made_up(MADE_UP)
+    fake_selftest(REPORT)
 
     def gone(*_: Any) -> SelfTestReport:
         raise DeviceGone("{} gives no answer any more after the check '{}' ({}).", "cuda:0", "attention", "Xid 79")

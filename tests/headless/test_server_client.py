@@ -1,4 +1,4 @@
-"""The client for a running ComfyUI, against a stand-in server that speaks as old and new versions do."""
+"""The client for a running ComfyUI, with a stand-in server that behaves like old and new versions."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from PIL import Image
 from waiting import HANG_SECONDS
 
 RunThere = Callable[..., RunResult]
-TIME = 2.0  # seconds that are up while a run hangs: a busy machine has sent it by then
+TIME = 2.0  # timeout in s of a run that hangs: even a busy machine has submitted it by then
 
 
 async def silent_success(server: Any) -> None:
-    """The websocket misses everything."""
+    """The websocket sends nothing."""
     server.finish({"2": {}})
 
 
@@ -81,7 +81,7 @@ async def interrupted_in_the_fork(server: Any) -> None:
 
 
 async def vanish(server: Any) -> None:
-    """Somebody deletes it, or the server was restarted."""
+    """Somebody deletes the run, or the server restarts."""
     server.running.clear()
 
 
@@ -89,7 +89,7 @@ async def hang(server: Any) -> None:
     await server.send("executing", node="1")
 
 
-def test_a_run_is_followed_and_its_files_fetched(comfy: Any, there: RunThere, tmp_path: Path) -> None:
+def test_run_reports_progress_and_fetches_files(comfy: Any, there: RunThere, tmp_path: Path) -> None:
     seen: list[RunProgress] = []
 
     async def succeed_once_told(server: Any) -> None:
@@ -107,10 +107,10 @@ def test_a_run_is_followed_and_its_files_fetched(comfy: Any, there: RunThere, tm
     assert comfy.requests[0][1]["prompt"]["1"]["inputs"]["width"] == 16
 
 
-def test_a_server_is_asked_to_guard_a_workflow(comfy: Any, there: RunThere) -> None:
+def test_guard_option_needs_pack_and_is_sent_to_server(comfy: Any, there: RunThere) -> None:
     with pytest.raises(UnknownNodesError, match="no node type OneDiffGuardNaNGuardNative"):
         there(guard=True)
-    assert not comfy.requests, "without the pack there, nothing ran"
+    assert not comfy.requests, "nothing runs on a server without the pack"
     comfy.object_info[follow.GUARD] = {"input": {"required": {}}}
     there(guard=True)
     there()
@@ -129,7 +129,7 @@ def test_a_server_is_asked_to_guard_a_workflow(comfy: Any, there: RunThere) -> N
         (None, ()),
     ],
 )
-def test_what_inserted_guards_said_is_in_the_summary(prompt: Any, guards: tuple[str, ...]) -> None:
+def test_summary_contains_lines_of_inserted_guards(prompt: Any, guards: tuple[str, ...]) -> None:
     entry = foreign.fitting(HistoryEntry, {"outputs": {}, "prompt": prompt})
     assert entry.guards() == guards
     assert RunResult({}, {}, [], 0.0, entry.guards()).summaries() == [*guards]
@@ -137,7 +137,7 @@ def test_what_inserted_guards_said_is_in_the_summary(prompt: Any, guards: tuple[
 
 
 @pytest.mark.parametrize("script", [silent_success, broken_socket, success_in_the_fork])
-def test_the_history_counts_not_the_websocket(comfy: Any, there: RunThere, script: Any) -> None:
+def test_result_is_read_from_history_if_websocket_fails(comfy: Any, there: RunThere, script: Any) -> None:
     comfy.script = script
     assert there().outputs == {"2": {}}
 
@@ -152,7 +152,7 @@ def test_the_history_counts_not_the_websocket(comfy: Any, there: RunThere, scrip
         (vanish, RunFailedError, "no longer knows the run the-prompt"),
     ],
 )
-def test_runs_that_fail(comfy: Any, there: RunThere, script: Any, error: type[HeadlessError], message: str) -> None:
+def test_failed_runs_raise(comfy: Any, there: RunThere, script: Any, error: type[HeadlessError], message: str) -> None:
     comfy.script = script
     with pytest.raises(error, match=message):
         there()
@@ -170,7 +170,7 @@ async def wait_in_line(server: Any) -> None:
         (wait_in_line, False, ["queue"]),
     ],
 )
-def test_a_run_out_of_time_is_taken_from_the_server_by_its_id(
+def test_timed_out_run_is_cancelled_by_its_id(
     comfy: Any, there: RunThere, script: Any, cancels: bool, asked: list[str]
 ) -> None:
     comfy.script, comfy.cancels = script, cancels
@@ -182,12 +182,12 @@ def test_a_run_out_of_time_is_taken_from_the_server_by_its_id(
 
 @pytest.fixture
 def others() -> list[Any]:
-    """A queue as a shared server has it: more of others' workflows than are read."""
+    """The queue of a shared server: more workflows of other users than the client reads."""
     large = {"extra_pnginfo": {"workflow": "x" * 250_000}}
     return [[number, f"others-{number}", {}, {"client_id": "somebody", **large}, []] for number in range(1, 100)]
 
 
-def test_a_run_waits_in_a_queue_that_is_too_long_to_be_read(comfy: Any, there: RunThere, others: list[Any]) -> None:
+def test_run_waits_in_queue_too_long_to_read(comfy: Any, there: RunThere, others: list[Any]) -> None:
     asked: list[str] = []
 
     async def wait_in_a_long_line(server: Any) -> None:
@@ -202,7 +202,7 @@ def test_a_run_waits_in_a_queue_that_is_too_long_to_be_read(comfy: Any, there: R
     assert there(patience=0.0).outputs == {"2": {}}
 
 
-def test_a_refusal_names_nodes_and_reasons(comfy: Any, there: RunThere) -> None:
+def test_rejection_names_nodes_and_reasons(comfy: Any, there: RunThere) -> None:
     comfy.refuse = True
     comfy.node_errors = {"1": {"errors": [{"message": "Value too small", "details": "width"}]}}
     with pytest.raises(WorkflowError, match=r"node 1 \(Some Noise\): Value too small: width"):
@@ -212,7 +212,7 @@ def test_a_refusal_names_nodes_and_reasons(comfy: Any, there: RunThere) -> None:
         there()
 
 
-def test_a_refusal_of_one_output_of_several_stops_the_rest(comfy: Any, there: RunThere) -> None:
+def test_rejection_of_one_output_interrupts_the_others(comfy: Any, there: RunThere) -> None:
     comfy.node_errors = {"2": {"errors": [{"message": "Value not in list", "details": "model"}]}}
     comfy.script = hang
     with pytest.raises(WorkflowError, match=r"node 2 \(SaveImage\): Value not in list: model"):
@@ -220,14 +220,14 @@ def test_a_refusal_of_one_output_of_several_stops_the_rest(comfy: Any, there: Ru
     assert comfy.requests[-1][0] == "interrupt"
 
 
-def test_unknown_types_are_named_and_nothing_is_sent(comfy: Any, there: RunThere) -> None:
+def test_unknown_node_types_are_named_and_nothing_is_sent(comfy: Any, there: RunThere) -> None:
     del comfy.object_info["Noise"]
     with pytest.raises(UnknownNodesError, match="has no node type Noise"):
         there()
     assert comfy.requests == []
 
 
-def test_node_types_are_together_as_long_as_one_answer_may_be(
+def test_schemas_of_all_node_types_share_one_size_limit(
     comfy: Any, there: RunThere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def break_off(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -244,12 +244,12 @@ def test_node_types_are_together_as_long_as_one_answer_may_be(
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "file:///x"])
-def test_addresses_that_are_none(workflow: dict[str, Any], tmp_path: Path, url: str) -> None:
+def test_invalid_server_address_is_rejected(workflow: dict[str, Any], tmp_path: Path, url: str) -> None:
     with pytest.raises(WorkflowError, match="expected an address like"):
         run_on_server(workflow, url=url, output_dir=tmp_path)
 
 
-def test_a_server_that_goes_away(comfy: Any, there: RunThere) -> None:
+def test_lost_server_ends_run(comfy: Any, there: RunThere) -> None:
     async def die(server: Any) -> None:
         await server._runner.sites.copy().pop().stop()
         for socket in list(server.sockets):
@@ -262,14 +262,14 @@ def test_a_server_that_goes_away(comfy: Any, there: RunThere) -> None:
 
 
 @pytest.mark.parametrize("path", ["/queue", "/history/the-prompt"])
-def test_a_server_that_answers_one_of_two_questions(comfy: Any, there: RunThere, path: str) -> None:
-    """As one behind a proxy that wants a login for it."""
+def test_server_that_refuses_one_endpoint_ends_run(comfy: Any, there: RunThere, path: str) -> None:
+    """As behind a proxy that requires a login for it."""
     comfy.script, comfy.first = hang, lambda request: web.Response(status=403) if request.path == path else None
     with pytest.raises(RunFailedError, match=r"does not answer any more.*HTTP 403"):
         there(patience=0.3, timeout=10)
 
 
-def test_a_server_that_names_files_outside_is_not_obeyed(comfy: Any, there: RunThere, tmp_path: Path) -> None:
+def test_result_file_outside_output_folder_is_rejected(comfy: Any, there: RunThere, tmp_path: Path) -> None:
     async def evil(server: Any) -> None:
         server.files["x.png"] = b""
         server.finish({"2": {"images": [{"filename": "x.png", "subfolder": "../..", "type": "output"}]}})
@@ -281,7 +281,7 @@ def test_a_server_that_names_files_outside_is_not_obeyed(comfy: Any, there: RunT
 
 
 @pytest.mark.parametrize("name", ["Bild ä (1) 100%.png", "絵.png", 'a"b.png'])
-def test_images_keep_their_names(comfy: Any, there: RunThere, tmp_path: Path, name: str) -> None:
+def test_uploaded_images_keep_their_names(comfy: Any, there: RunThere, tmp_path: Path, name: str) -> None:
     (tmp_path / "in").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "in" / name)
     load = {"class_type": "LoadImage", "inputs": {"image": name}}
@@ -289,8 +289,8 @@ def test_images_keep_their_names(comfy: Any, there: RunThere, tmp_path: Path, na
     assert dict(comfy.requests)["prompt"]["prompt"]["1"]["inputs"]["image"] == f"uploaded {name}"
 
 
-def test_ui_format_is_converted_with_the_servers_schemas(comfy: Any, there: RunThere) -> None:
-    """Of the types of muted nodes, too, which file names read."""
+def test_ui_format_is_converted_with_server_schemas(comfy: Any, there: RunThere) -> None:
+    """Muted nodes need their schemas too: file names read their values."""
     muted = [{"id": 1, "type": "Noise", "mode": 2, "widgets_values": [48]}, {"id": 3, "type": "OfAPack", "mode": 2}]
     save = {"id": 2, "type": "SaveImage", "widgets_values": ["%Noise.width%_%OfAPack.width%"]}
     ui = {"nodes": [*muted, save], "links": []}
@@ -300,8 +300,8 @@ def test_ui_format_is_converted_with_the_servers_schemas(comfy: Any, there: RunT
     assert body["extra_data"]["extra_pnginfo"]["workflow"] == ui
 
 
-def test_a_run_whose_submission_was_not_answered_is_taken_from_the_server(comfy: Any, there: RunThere) -> None:
-    """Found in the queue by the client's id: the prompt's own never came."""
+def test_run_with_unanswered_submission_is_cancelled(comfy: Any, there: RunThere) -> None:
+    """The client finds it in the queue by its client id, since it never got the id of the prompt."""
 
     async def hang_before_the_answer(request: web.Request, handler: Any) -> web.StreamResponse:
         answer = await handler(request)
@@ -317,9 +317,7 @@ def test_a_run_whose_submission_was_not_answered_is_taken_from_the_server(comfy:
     assert comfy.requests[-1] == ("interrupt", {"prompt_id": comfy.prompt_id})
 
 
-def test_a_time_that_is_up_does_not_stop_what_takes_the_run_back(
-    comfy: Any, there: RunThere, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timeout_does_not_stop_cancellation(comfy: Any, there: RunThere, monkeypatch: pytest.MonkeyPatch) -> None:
     async def slow_queue(request: web.Request, handler: Any) -> web.StreamResponse:
         if request.path == "/queue":
             await asyncio.sleep(TIME)
@@ -334,7 +332,7 @@ def test_a_time_that_is_up_does_not_stop_what_takes_the_run_back(
     assert comfy.requests[-1] == ("interrupt", {"prompt_id": comfy.prompt_id})
 
 
-def test_a_password_in_the_address_is_used_and_never_told(comfy: Any, there: RunThere, tmp_path: Path) -> None:
+def test_password_in_address_is_sent_but_not_shown(comfy: Any, there: RunThere, tmp_path: Path) -> None:
     seen: set[str] = set()
 
     def note(request: web.Request) -> None:
@@ -353,11 +351,11 @@ def test_a_password_in_the_address_is_used_and_never_told(comfy: Any, there: Run
     with pytest.raises(WorkflowError) as wrong:
         there(url=f"ftp://{login}host")
     for error in (refused, unreachable, wrong):
-        told = "".join(traceback.format_exception(error.value))
-        assert "cret" not in told.replace('se%40cret@127.0.0.1:9")', "") and "user:" not in str(error.value)
+        shown = "".join(traceback.format_exception(error.value))
+        assert "cret" not in shown.replace('se%40cret@127.0.0.1:9")', "") and "user:" not in str(error.value)
 
 
-def test_what_is_told_the_progress_may_end_the_run(comfy: Any, there: RunThere) -> None:
+def test_exception_in_progress_callback_ends_run(comfy: Any, there: RunThere) -> None:
     class Enough(Exception): ...
 
     def stop(progress: RunProgress) -> None:
@@ -370,24 +368,24 @@ def test_what_is_told_the_progress_may_end_the_run(comfy: Any, there: RunThere) 
 
 
 @pytest.mark.parametrize("wrong", [{"plan": 5}, {"steps": 5}, {"steps": [{"seconds": "x"}]}, {"before": [1]}])
-def test_reports_that_no_node_wrote(comfy: Any, there: RunThere, wrong: dict[str, Any]) -> None:
+def test_malformed_stage_report_is_rejected(comfy: Any, there: RunThere, wrong: dict[str, Any]) -> None:
     step = {"seconds": 1.0, "stage": "denoiser", "outcome": "ok"}
     report = {"plan": {"component": "denoiser", "dtype": "fp16", "guarded": True}, "steps": [step]}
 
-    async def report_it(there: Any) -> None:
-        there.finish({"2": {"onediff_guard": [report, {**report, **wrong}, 5], "text": ["fine", 5]}, "3": {"text": 5}})
+    async def send_report(server: Any) -> None:
+        server.finish({"2": {"onediff_guard": [report, {**report, **wrong}, 5], "text": ["fine", 5]}, "3": {"text": 5}})
 
-    comfy.script = report_it
+    comfy.script = send_report
     result = there()
     assert result.summaries() == ["fine"]
     with pytest.raises(RunFailedError, match="report of a stage is not what this pack's nodes write"):
         result.stages()
 
 
-# --- result files: whole under their own names, or not at all --------------------------------------------------------
+# --- result files: complete and under free names, or absent ----------------------------------------------------------
 
 
-def test_files_that_are_there_already_stay(comfy: Any, there: RunThere, tmp_path: Path) -> None:
+def test_existing_file_is_not_overwritten(comfy: Any, there: RunThere, tmp_path: Path) -> None:
     mine = tmp_path / "out" / "sub" / "a_00001_.png"
     mine.parent.mkdir(parents=True)
     mine.write_bytes(b"mine")
@@ -395,13 +393,13 @@ def test_files_that_are_there_already_stay(comfy: Any, there: RunThere, tmp_path
     assert mine.read_bytes() == b"mine"
 
 
-def test_a_download_that_fails(comfy: Any, there: RunThere) -> None:
+def test_failed_download_is_reported(comfy: Any, there: RunThere) -> None:
     comfy.files.clear()
     with pytest.raises(RunFailedError, match=r"does not hand out its result sub/a_00001_\.png: HTTP 404"):
         there()
 
 
-def test_a_download_that_breaks_off_is_fetched_again(comfy: Any, there: RunThere, tmp_path: Path) -> None:
+def test_failed_download_is_tried_3_times(comfy: Any, there: RunThere, tmp_path: Path) -> None:
     tries: list[str] = []
 
     def answer(request: web.Request) -> web.StreamResponse | None:
@@ -421,7 +419,7 @@ def test_a_download_that_breaks_off_is_fetched_again(comfy: Any, there: RunThere
     assert [path.name for path in (tmp_path / "out" / "sub").iterdir()] == ["a_00001_.png"]
 
 
-def test_a_download_by_drops_is_given_up(comfy: Any, there: RunThere, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_download_is_given_up(comfy: Any, there: RunThere, monkeypatch: pytest.MonkeyPatch) -> None:
     async def drip(request: web.Request, handler: Any) -> web.StreamResponse:
         if request.path != "/view":
             return await handler(request)
@@ -444,7 +442,7 @@ def test_a_download_by_drops_is_given_up(comfy: Any, there: RunThere, monkeypatc
         ("FREE_BYTES", 2**80, OutputError, "does not fit the disk"),
     ],
 )
-def test_a_file_that_is_too_large(
+def test_file_that_is_too_large_is_rejected(
     comfy: Any,
     there: RunThere,
     tmp_path: Path,

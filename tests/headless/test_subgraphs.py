@@ -1,4 +1,4 @@
-"""Subgraphs are unfolded as the page does it: ids "1:2:3", links in and out of them, and widgets shown on them."""
+"""Subgraphs are unfolded as in the browser: ids "1:2:3", links in and out of them, and widgets shown on them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ OUTER = subgraph(
     {"t": [3]},
     [4],
 )
-ONE = [link(5, 1, 2)]  # from a subgraph node to what saves
+ONE = [link(5, 1, 2)]  # from a subgraph node to a saver
 
 
 def convert(nodes: list[Json], links: list[Json], *subgraphs: Json, **more: Any) -> Graph:
     return convert_file(nodes, *links, definitions={"subgraphs": list(subgraphs)}, **more)
 
 
-def test_the_nodes_in_a_subgraph_have_its_id_before_theirs() -> None:
+def test_inner_node_ids_start_with_subgraph_id() -> None:
     graph = convert([host(1, "maker"), save(5)], ONE, MAKER)
     assert set(graph.nodes) == {"1:11", "2"}
     assert graph.nodes["2"].inputs["images"] == Link("1:11", 0)
@@ -54,7 +54,7 @@ def test_the_nodes_in_a_subgraph_have_its_id_before_theirs() -> None:
     assert graph.nodes["2"].label == "node 2 (SaveImage)"
 
 
-def test_subgraphs_in_subgraphs_and_one_used_twice() -> None:
+def test_nested_and_reused_subgraphs_are_unfolded() -> None:
     pair = subgraph(
         "pair",
         [host(21, "maker"), host(22, "maker", title="Second"), node(23, "Picky", [2], [("images", "IMAGE", 3)])],
@@ -83,14 +83,14 @@ def test_subgraphs_in_subgraphs_and_one_used_twice() -> None:
         ({"widgets_values": ["a dog"], "properties": {"proxyWidgets": "[["}}, "a dog"),
     ],
 )
-def test_a_widget_shown_on_a_subgraph_holds_the_value(shown: Json, text: str) -> None:
-    """Of the file, in both ways that pages have written it; what the node in it holds where there is none."""
+def test_widget_of_subgraph_node_sets_inner_value(shown: Json, text: str) -> None:
+    """In both formats of ComfyUI's page. Without a value on the subgraph, the inner node keeps its own."""
     graph = convert([host(1, "maker") | shown, save(5)], ONE, MAKER)
     assert graph.nodes["1:11"].inputs["text"] == text
 
 
-def test_a_widget_that_only_the_old_way_shows() -> None:
-    """Of a primitive, too. Another of the same subgraph keeps its own."""
+def test_proxy_widgets_set_inner_values() -> None:
+    """Also the value of a primitive. A second use of the same subgraph keeps its own values."""
     inside = [noise(11, ("width", "INT", None), ("text", "STRING", 3)), node(12, "PrimitiveNode", ["a fox"])]
     folded = subgraph("box", inside, [link(2, 11, OUT), link(3, 12, 11)], {}, [2])
     properties = {"proxyWidgets": [["11", "width"], ["12", "value"]]}
@@ -108,12 +108,12 @@ def test_a_widget_that_only_the_old_way_shows() -> None:
         (host(1, "outer", ("t", "*", 6), widgets=["a dog"]), Link("9", 1)),
     ],
 )
-def test_what_a_subgraph_shows_or_is_linked_to_reaches_the_nodes_in_it(outside: Json, expected: Any) -> None:
+def test_outer_widget_or_link_sets_input_of_nested_node(outside: Json, expected: Any) -> None:
     graph = convert([noise(9), outside, save(5)], [*ONE, link(6, 9, 1, 1)], OUTER, MAKER)
     assert graph.nodes["1:21:11"].inputs["text"] == expected
 
 
-def test_muted_and_bypassed_subgraphs() -> None:
+def test_muted_subgraph_is_removed_and_bypassed_one_passes_link() -> None:
     passing = subgraph("passing", [noise(11)], [link(2, 11, OUT)], {"images": []}, [2])
     bypassed = host(1, "passing", ("images", "IMAGE", 6), mode=4)
     nodes = [noise(9), bypassed, save(5), host(3, "passing", mode=2), save(7, node_id=4)]
@@ -123,7 +123,7 @@ def test_muted_and_bypassed_subgraphs() -> None:
     assert "images" not in graph.nodes["4"].inputs
 
 
-def test_reroutes_primitives_and_bypassed_nodes_in_a_subgraph() -> None:
+def test_reroutes_primitives_and_bypasses_resolve_in_subgraph() -> None:
     nodes = [
         noise(11, ("width", "INT", 1)),
         node(12, "PrimitiveNode", [24, "fixed"]),
@@ -137,7 +137,7 @@ def test_reroutes_primitives_and_bypassed_nodes_in_a_subgraph() -> None:
     assert graph.nodes["2"].inputs["images"] == Link("1:11", 0)
 
 
-def test_an_id_that_a_file_has_twice_is_changed_as_the_page_does_it() -> None:
+def test_duplicate_ids_are_renumbered_as_in_browser() -> None:
     again = subgraph("again", [noise(2), noise(11)], [link(4, 2, OUT)], {}, [4])
     nodes = [host(1, "maker"), save(5), host(3, "again"), save(6, node_id=4)]
     graph = convert(nodes, [*ONE, link(6, 3, 4)], MAKER, again, last_node_id=30)
@@ -171,14 +171,14 @@ PASSES = subgraph(
 @pytest.mark.parametrize(
     ("nodes", "subgraphs", "expected"),
     [
-        ([*SET, host(5, "sets")], [NONE, INNER], {"5:21:12": "1"}),  # from a canvas around its own
+        ([*SET, host(5, "sets")], [NONE, INNER], {"5:21:12": "1"}),  # from an outer canvas
         ([host(5, "sets")], [SETS, INNER], {"5:21:12": "5:22"}),
         ([*SET, *GET, save(9), host(5, "sets", ("in", "IMAGE", 8))], [PASSES], {"5:12": "1", "2": "1"}),
         ([SET[0], *GET, save(9), host(5, "sets", ("in", "IMAGE", 8))], [PASSES], {"5:12": "1", "2": None}),
-        ([SET[0], host(5, "sets", ("in", "IMAGE", 8))], [FED, INNER], {"5:21:12": None}),  # as KJNodes has it
+        ([SET[0], host(5, "sets", ("in", "IMAGE", 8))], [FED, INNER], {"5:21:12": None}),  # as in KJNodes
     ],
 )
-def test_a_get_node_takes_from_its_own_canvas_else_from_those_around_it(
+def test_get_node_reads_own_canvas_before_outer_ones(
     nodes: list[Json], subgraphs: list[Json], expected: dict[str, str | None]
 ) -> None:
     graph = convert(nodes, [link(1, 1, 3), link(9, 4, 2), link(8, 1, 5)], *subgraphs)
@@ -232,12 +232,12 @@ CIRCLE = subgraph("big", [reroute(8, 4)], [link(4, IN, 8), link(3, 8, OUT)], {"a
         ),
     ],
 )
-def test_broken_and_hostile_subgraphs(
+def test_invalid_subgraphs_are_rejected(
     nodes: list[Json], links: list[Json], subgraphs: list[Json], message: str
 ) -> None:
     with pytest.raises(WorkflowError, match=message):
         convert(nodes, links, *subgraphs)
 
 
-def test_an_output_that_a_subgraph_has_not_gives_nothing() -> None:
+def test_link_from_missing_subgraph_output_is_dropped() -> None:
     assert "images" not in convert([host(1, "maker"), save(5)], [link(5, 1, 2, 7)], MAKER).nodes["2"].inputs

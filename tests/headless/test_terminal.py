@@ -1,4 +1,4 @@
-"""Other people's words, printed: a terminal shows them and obeys none."""
+"""Untrusted text is printed without control characters, and closed or full streams end no command with a traceback."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from PIL import Image
 
 Console = Callable[..., tuple[int, str, str]]
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\b\rgone"
-OBEYED = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 
 
 @pytest.fixture
@@ -59,45 +59,47 @@ def hostile(here: Path, workflow: dict[str, Any]) -> Path:
         ["run", "w.json", "--timeout", HOSTILE, HOSTILE],
     ],
 )
-def test_nothing_printed_is_obeyed(hostile: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+def test_output_contains_no_control_characters(
+    hostile: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
     with suppress(SystemExit):
         cli.main(arguments)
     out, err = capsys.readouterr()
     assert out + err
-    assert not OBEYED.search(out + err)
+    assert not CONTROL.search(out + err)
     if "--json" in arguments:
         json.loads(out)
 
 
-def test_what_is_logged_goes_through_the_gate_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_output_contains_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     with cleaned_output():
         handler = logging.StreamHandler()
         handler.emit(logging.LogRecord("x", logging.WARNING, "", 0, HOSTILE, None, None))
         print(HOSTILE, file=sys.stderr)
         sys.stderr.writelines([HOSTILE, "\n"])
-    said = capsys.readouterr().err
-    assert said.count("evil") == 3
-    assert not OBEYED.search(said)
+    err = capsys.readouterr().err
+    assert err.count("evil") == 3
+    assert not CONTROL.search(err)
 
 
-def test_a_line_of_progress_may_be_written_again() -> None:
+def test_carriage_return_of_progress_line_is_kept() -> None:
     stream = io.StringIO(newline="")
     Cleaned(stream).write("\r  3 of 10\r\n\r\n")
     Cleaned(stream).write("\r\nx")
     assert stream.getvalue() == "\r  3 of 10\n\n\nx"
 
 
-def test_the_streams_are_put_back() -> None:
+def test_output_streams_are_restored() -> None:
     before = sys.stdout, sys.stderr
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     assert (sys.stdout, sys.stderr) == before
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="pipes there break otherwise")
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes break differently on Windows")
 @pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["profile", "list"]])
-def test_a_reader_that_goes_away_ends_a_command_silently(arguments: list[str], tmp_path: Path) -> None:
-    """As `| head` does once it has its lines."""
+def test_closed_pipe_ends_command_silently(arguments: list[str], tmp_path: Path) -> None:
+    """As `| head` closes its pipe once it has its lines."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "comfyui_onediff_guard", *arguments]
@@ -108,7 +110,7 @@ def test_a_reader_that_goes_away_ends_a_command_silently(arguments: list[str], t
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 @pytest.mark.parametrize("arguments", [["profile", "list"], ["profile", "list", "--json"]])
-def test_a_disk_that_is_full_under_standard_output_is_said(arguments: list[str], tmp_path: Path) -> None:
+def test_full_disk_at_stdout_is_reported(arguments: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "comfyui_onediff_guard", *arguments]
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, check=False)
@@ -116,10 +118,10 @@ def test_a_disk_that_is_full_under_standard_output_is_said(arguments: list[str],
     assert ended.stderr.startswith(b"onediff-guard: Cannot print what came of it") and ended.stderr.count(b"\n") == 1
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="a shell there closes nothing")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
 @pytest.mark.parametrize("closed", ["2>&-", "0<&- 1>&- 2>&-"])
-def test_streams_that_are_closed_take_nothing_away(closed: str, tmp_path: Path) -> None:
-    """Nor does a result get what would have been printed."""
+def test_closed_streams_do_not_change_result(closed: str, tmp_path: Path) -> None:
+    """Printed lines do not end up in a result file either."""
     (tmp_path / "input").mkdir()
     Image.new("RGB", (8, 8), "red").save(tmp_path / "input" / "a.png")
     (tmp_path / "w.json").write_text(json.dumps(picture()))
@@ -130,8 +132,8 @@ def test_streams_that_are_closed_take_nothing_away(closed: str, tmp_path: Path) 
         assert saved.getpixel((0, 0)) == (255, 0, 0)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="arguments there are text")
-def test_set_is_utf_8_in_an_ascii_locale(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform == "win32", reason="arguments are text on Windows")
+def test_set_is_read_as_utf_8_in_ascii_locale(tmp_path: Path) -> None:
     code = (
         "import sys; from comfyui_onediff_guard.headless.workflow.settings import Setting\n"
         "print(ascii(Setting.parse(sys.argv[1]).text), ascii(Setting.parse('1.a=\\xe9').text))"
@@ -142,8 +144,8 @@ def test_set_is_utf_8_in_an_ascii_locale(tmp_path: Path) -> None:
     assert ended.stdout == r"'\xe9t\xe9 \U0001f388' '\xe9'" + "\n"
 
 
-def test_a_command_in_another_thread(tmp_path: Path, console: Console) -> None:
-    """Which may not set signals."""
+def test_command_runs_in_another_thread(tmp_path: Path, console: Console) -> None:
+    """Such a thread may not set signal handlers."""
     ended: list[tuple[int, str, str]] = []
     thread = threading.Thread(target=lambda: ended.append(console("profile", "--dir", tmp_path, "list")))
     thread.start()

@@ -1,4 +1,4 @@
-"""UI-format workflows become what ComfyUI's page sends for them: widgets, links, prompts, file names."""
+"""UI-format workflows are converted as ComfyUI's page converts them: widgets, links, prompts, file names."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ DEFAULTS = {"width": 32, "seed": 0, "kind": "uniform", "text": "", "gain": 1.0}
     [
         ("Noise", [48, 7, "randomize", "nan", "a cat", 0.5], CAT),
         ("Noise", [48, 7, "nan", "a cat", 0.5], CAT),
-        ("Noise", [48, 7, True, "nan", "a cat", 0.5], CAT),  # as the first files have the control of a seed
+        ("Noise", [48, 7, True, "nan", "a cat", 0.5], CAT),  # the control of a seed in the oldest files
         ("Noise", [48, 7, "fixed"], {**DEFAULTS, "width": 48, "seed": 7}),
         ("Noise", None, DEFAULTS),
         ("Noise", {"width": 48, "videopreview": {}}, {**DEFAULTS, "width": 48}),
@@ -127,20 +127,20 @@ DEFAULTS = {"width": 32, "seed": 0, "kind": "uniform", "text": "", "gain": 1.0}
         ("Sockets", [49, 30, 7, "fixed", None, 2.0, 0.5], {"steps": 30, "seed": 7, "last": 0.5}),
         ("Sockets", [30, 7, "fixed", 0.5], {"steps": 30, "seed": 7, "last": 0.5}),
         (
-            "VHS_VideoCombine",  # whose pack makes widgets as the format asks for
+            "VHS_VideoCombine",  # whose pack adds widgets by format
             {"format": "video/h265-mp4", "crf": 11, "choose video to upload": "image", "images": 5},
             {"frame_rate": 8, "filename_prefix": "AnimateDiff", "format": "video/h265-mp4", "crf": 11},
         ),
     ],
 )
-def test_widgets_are_named(kind: str, widgets: Any, expected: Json) -> None:
+def test_widget_values_are_assigned_to_inputs(kind: str, widgets: Any, expected: Json) -> None:
     graph = convert([node(1, kind, widgets)])
     assert graph.nodes["1"].inputs == expected
     assert graph.workflow is not None
 
 
-def test_what_tools_write_otherwise_than_the_page_means_the_same() -> None:
-    """Every number a float, `extra` a list, and links as lists."""
+def test_float_numbers_and_list_links_are_accepted() -> None:
+    """As some tools write them: every number a float, `extra` a list, and links as lists."""
     nodes = [noise(), save(1), noise(3, mode=2)]
     floats = json.loads(json.dumps([nodes, [1, 1, 0, 2, 0, "IMAGE"]]), parse_int=float)
     assert "1.0" in repr(floats)
@@ -149,13 +149,13 @@ def test_what_tools_write_otherwise_than_the_page_means_the_same() -> None:
     assert graph.nodes["2"].inputs == {"filename_prefix": "x", "images": Link("1", 0)}
 
 
-def test_a_converted_widget_takes_its_link_and_keeps_the_places_of_the_others() -> None:
+def test_linked_widget_keeps_positions_of_other_widgets() -> None:
     target = noise(1, ("text", "STRING", 6), ("width", "INT", None))
     graph = convert([target, noise(3), save(5)], link(5, 1, 2), link(6, 3, 1, 1))
     assert graph.nodes["1"].inputs == {**CAT, "text": Link("3", 1)}
 
 
-def test_what_no_reader_of_json_takes_is_not_saved_with_the_pictures() -> None:
+def test_infinity_is_saved_as_null_in_workflow() -> None:
     graph = convert([noise(), save(5)], link(5, 1, 2), config={"scale": math.inf})
     assert graph.workflow and graph.workflow["config"] == {"scale": None}
 
@@ -199,7 +199,7 @@ FEEDS, FEED = [link(1, 1, 6), link(2, 5, 6)], [link(1, 1, 3)]
         ([empty(), reroute(7, 3), reroute(8, 4)], [link(3, 1, 7), link(4, 7, 8)], 8, True),
         ([empty(), reroute(7, 3, mode=4)], [link(3, 1, 7)], 7, True),
         ([empty(), reroute(7, 3, mode=2)], [link(3, 1, 7)], 7, False),
-        # a bypassed node hands on the type that is asked for, behind others too
+        # a bypassed node passes on the requested type, also behind other nodes
         (BYPASSED, FEEDS, 6, True),
         ([*BYPASSED, reroute(7, 3)], [*FEEDS, link(3, 6, 7)], 7, True),
         ([*BYPASSED, reroute(7, 3, kind="Reroute (rgthree)")], [*FEEDS, link(3, 6, 7)], 7, True),
@@ -213,16 +213,16 @@ FEEDS, FEED = [link(1, 1, 6), link(2, 5, 6)], [link(1, 1, 3)]
         ),
         (WIDE, FEEDS, 6, True),
         ([empty(), LOADER, node(6, "OfAPack", None, ANY_PART, ["IMAGE"], mode=4)], FEEDS, 6, True),
-        ([*BYPASSED, reroute(7, 3, mode=4)], [*FEEDS, link(3, 6, 7)], 7, "5"),  # which asks for anything: a model
+        ([*BYPASSED, reroute(7, 3, mode=4)], [*FEEDS, link(3, 6, 7)], 7, "5"),  # which requests any type: a model
         ([NO_IMAGE], [], 6, False),
         ([empty(), *LONG[0]], LONG[1], 1299, True),
-        # KJNodes: a Get node gets what the Set node of its name does
+        # KJNodes: a Get node reads the Set node of the same name
         ([*SET, *GET], FEED, 4, True),
         ([*GET, *reversed(SET)], FEED, 4, True),
-        ([empty(), set_node(3, "pic", 1, mode=2), *GET], FEED, 4, True),  # which has no say in it
+        ([empty(), set_node(3, "pic", 1, mode=2), *GET], FEED, 4, True),  # a muted Set node still sets
         (SET, FEED, 3, True),  # from the Set node itself
         ([*SET, get_node(5, "pic"), set_node(6, "two", 2), get_node(4, "two")], [*FEED, link(2, 5, 6)], 4, True),
-        ([*SET, set_node(5, "pic", 2)], FEED, 1, True),  # of two that have one name none is used
+        ([*SET, set_node(5, "pic", 2)], FEED, 1, True),  # two Set nodes of one name, neither is read
         ([empty(mode=2), set_node(3, "pic", 1), *GET], FEED, 4, False),
         *(([*SET, get_node(4, name)], FEED, 4, False) for name in ("other", "", 5, ["pic"])),
         ([*SET, get_node(4, "pic", mode=2)], FEED, 4, False),
@@ -230,7 +230,7 @@ FEEDS, FEED = [link(1, 1, 6), link(2, 5, 6)], [link(1, 1, 3)]
         ([empty(), set_node(3, "pic", None), *GET], [], 4, False),
     ],
 )
-def test_an_input_gets_what_stands_at_the_end_of_its_links(
+def test_input_is_linked_to_source_at_end_of_chain(
     between: list[Json], links: list[Any], source: int, found: bool | str
 ) -> None:
     graph = convert([*between, save(99), node(20, "Note", ["hi"])], *links, link(99, source, 2))
@@ -239,14 +239,14 @@ def test_an_input_gets_what_stands_at_the_end_of_its_links(
     assert {each.class_type for each in graph.nodes.values()} <= {"Empty", "SaveImage", "UpscaleLoader"}
 
 
-def test_two_that_ask_behind_one_reroute_get_what_each_asks_for() -> None:
+def test_inputs_behind_one_reroute_get_source_of_their_type() -> None:
     target = upscale(0, model=8, image=9, node_id=3)
     nodes = [empty(), LOADER, upscale(outputs=["*"]), reroute(7, 3), target]
     graph = convert(nodes, *FEEDS, link(3, 6, 7), link(8, 7, 3), link(9, 7, 3))
     assert graph.nodes["3"].inputs == {"upscale_model": Link("5", 0), "image": Link("1", 0)}
 
 
-def test_a_primitive_reaches_the_node_beside_it_and_none_behind_a_bypassed_one() -> None:
+def test_primitive_sets_direct_target_but_none_behind_bypassed_node() -> None:
     primitive, bypassed = node(3, "PrimitiveNode", [24]), node(6, "Words", ["x"], [("value", "STRING", 1)], ["STRING"])
     targets = [noise(1, ("width", "INT", 2)), node(2, "Encode", ["x"], [("text", "STRING", 3)])]
     links = [link(1, 3, 6), link(2, 3, 1), link(3, 6, 2)]
@@ -254,7 +254,7 @@ def test_a_primitive_reaches_the_node_beside_it_and_none_behind_a_bypassed_one()
     assert (graph.nodes["1"].inputs["width"], graph.nodes["2"].inputs["text"]) == (24, "x")
 
 
-# What is refused
+# Invalid workflows
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_a_primitive_reaches_the_node_beside_it_and_none_behind_a_bypassed_one()
                 ({"mode": 4, "outputs": None}, "A link takes output 0 of node 1, which has 0"),
             )
         ),
-        # what only the browser can do
+        # nodes of the browser
         ([node(1, "Load3D", ["a.glb", "", "", "clear", "", 1024, 768])], [], "Node 1 is a 'Load3D', whose pictures"),
         ([node(1, "Camera", [""])], [], "Node 1 is a 'Camera', whose pictures"),
         (
@@ -298,13 +298,13 @@ def test_a_primitive_reaches_the_node_beside_it_and_none_behind_a_bypassed_one()
         ([node(1, "workflow>mine")], [], r"Node 1 is a group node.*Export \(API\)"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_its_place(nodes: list[Json], links: list[Any], message: str) -> None:
+def test_invalid_workflow_is_rejected_with_location(nodes: list[Json], links: list[Any], message: str) -> None:
     with pytest.raises(WorkflowError, match=message) as refused:
         convert(nodes, *links)
     assert isinstance(refused.value, UnknownNodesError) == ("no node type" in message)
 
 
-def test_what_only_the_browser_can_do_is_not_missed_where_it_is_muted_or_linked() -> None:
+def test_browser_only_nodes_are_accepted_if_muted_or_linked() -> None:
     assert not convert([node(n, kind, mode=2) for n, kind in enumerate(["Label (rgthree)", "Load3D", "Camera"])]).nodes
     linked = node(2, "Camera", [""], [("image", "IMAGE", 1)])
     assert convert([empty(), linked], link(1, 1, 2)).nodes["2"].inputs == {"image": Link("1", 0)}
@@ -314,7 +314,7 @@ def test_what_only_the_browser_can_do_is_not_missed_where_it_is_muted_or_linked(
 
 
 def sent(text: str, seed: int = 1) -> str:
-    """What an encoder beside a sampler of this seed gets."""
+    """The text that an encoder gets beside a sampler of this seed."""
     graph = convert([node(1, "Encode", [text]), node(2, "Sampler", [seed, "randomize"])])
     return graph.nodes["1"].inputs["text"]
 
@@ -329,7 +329,7 @@ def sent(text: str, seed: int = 1) -> str:
         ("a {boat} at {sea", "a boat at sea"),
         ("a } b | c", "a } b | c"),
         (r"\{a\|b\} {c\|d|c\|d}", "{a|b} c|d"),
-        # an option loses one backslash before a brace for each choice that it stands in
+        # an option loses one backslash before a brace for each choice around it
         (r"\\{a} {\{|\{} {\\\{|\\\{} {{\\\{}}", r"\\a { \{ {"),
         ("ends in \\", "ends in \\undefined"),
         ("a boat /* old\none */ at sea // harbour\nat noon", "a boat  at sea \nat noon"),
@@ -341,7 +341,7 @@ def sent(text: str, seed: int = 1) -> str:
         ("{" * 100 + "a", "a"),
     ],
 )
-def test_prompts_lose_their_comments_and_have_their_choices_made(text: str, expected: str) -> None:
+def test_prompt_comments_are_removed_and_choices_made(text: str, expected: str) -> None:
     assert sent(text) == expected
 
 
@@ -352,19 +352,19 @@ def test_prompts_lose_their_comments_and_have_their_choices_made(text: str, expe
         ("a \ud83d cat", r"node 1 \(Encode\): input 'text' holds half a character"),
     ],
 )
-def test_prompts_that_are_refused(text: str, message: str) -> None:
+def test_invalid_prompts_are_rejected(text: str, message: str) -> None:
     with pytest.raises(WorkflowError, match=message):
         sent(text)
 
 
-def test_texts_that_are_no_prompts_stay_as_they_are() -> None:
+def test_texts_that_are_not_prompts_stay_unchanged() -> None:
     stays = "{a|b} // c"
     graph = convert([node(1, "Encode", ["x", stays]), node(3, "Words", [stays]), node(4, "SaveText", [stays, "md"])])
     values = [value for each in graph.nodes.values() for value in each.inputs.values()]
     assert values == ["x", stays, stays, stays, "md"]
 
 
-def test_choices_hang_on_the_seed_that_the_run_has_in_the_end() -> None:
+def test_prompt_choices_depend_on_final_seed() -> None:
     text = "{" + "|".join(map(str, range(1000))) + "}"
     assert sent(text) == sent(text)
     assert len({sent(text, seed) for seed in range(20)}) > 10
@@ -375,7 +375,7 @@ def test_choices_hang_on_the_seed_that_the_run_has_in_the_end() -> None:
         return settings.apply(graph, list(map(Setting.parse, changes)), SCHEMAS).nodes["1"].inputs["text"]
 
     assert made("2.seed=5") == sent(text, 5)
-    assert made("1.text={a|b}") == "{a|b}"  # as it was typed
+    assert made("1.text={a|b}") == "{a|b}"  # unchanged
     linked = [node(1, "Encode", [text]), node(2, "Sampler", [1, "fixed"], [("seed", "INT", 9)])]
     by_source = {
         convert([*linked, empty(3, (seed, 1, 1, 1))], link(9, 3, 2)).nodes["1"].inputs["text"] for seed in range(9)
@@ -406,20 +406,20 @@ def noon(monkeypatch: pytest.MonkeyPatch) -> None:
         ("%date:yyyy.MM.dd%", "2026"),
         ("%date%_%year%_%width%", "%date%_%year%_%width%"),
         ("%Folder.value%/%Empty.width%", "my set/64"),
-        ("%Empty Image.height%", "32"),  # by the title that a new node has
+        ("%Empty Image.height%", "32"),  # by the default title
         ("%Muted.value%_%Words.value%", "a_b_my set"),
         ("%Titled.width%", "1"),  # the first of two
         ("%Empty.nothing%_%Nobody.width%_%%_100%", "%Empty.nothing%_%Nobody.width%_%%_100%"),
         ("%Odd.value%", "a_b_c__ d"),
         ("%Note.text%-%Primitive.value%", "hello-%Empty.height%"),
         ("%Inside.width%", "7"),
-        ("%Red.width%", "%Red.width%"),  # of a pack that the host does not have
-        ("%Picky.number%_%Off.width%_%My box.size%", "4_8_9"),  # all muted: no other is of their types
-        ("%Fed.value%", "fox"),  # by a primitive
+        ("%Red.width%", "%Red.width%"),  # of a pack that is not installed
+        ("%Picky.number%_%Off.width%_%My box.size%", "4_8_9"),  # all muted: no other node has their types
+        ("%Fed.value%", "fox"),  # set by a primitive
     ],
 )
 @pytest.mark.usefixtures("noon")
-def test_patterns_in_file_names(prefix: str, expected: str) -> None:
+def test_file_name_patterns_are_filled_in(prefix: str, expected: str) -> None:
     inside = {"id": "s", "nodes": [empty(9, (7, 7, 1, 0), title="Inside", properties={"Node name for S&R": "In"})]}
     nodes = [
         empty(),
@@ -451,10 +451,10 @@ def test_patterns_in_file_names(prefix: str, expected: str) -> None:
         ("SaveImage", "filename_prefix", True, "32_a // b"),
         ("SaveText", "filename_prefix", False, "%Words.value%_a // b"),
         ("SaveText", "filename_prefix", True, "%Empty.height%_a // b"),
-        ("Encode", "text", False, "%Words.value%_a "),  # a prompt, though it comes from one
+        ("Encode", "text", False, "%Words.value%_a "),  # a prompt, although from a primitive
     ],
 )
-def test_patterns_through_a_primitive(kind: str, name: str, fills_in: bool, expected: str) -> None:
+def test_pattern_in_primitive_is_filled_in_if_enabled(kind: str, name: str, fills_in: bool, expected: str) -> None:
     properties = {"Run widget replace on values": fills_in}
     primitive = node(3, "PrimitiveNode", ["%Words.value%_a // b", "fixed"], (), ["STRING"], properties=properties)
     nodes = [
@@ -467,14 +467,14 @@ def test_patterns_through_a_primitive(kind: str, name: str, fills_in: bool, expe
     assert graph.nodes["2"].inputs[name] == expected
 
 
-def test_a_pattern_reads_what_a_primitive_puts_into_a_widget() -> None:
+def test_pattern_reads_widget_value_set_by_primitive() -> None:
     target, primitive = node(1, "Empty", [64, 32, 1, 0], [("width", "INT", 1)]), node(2, "PrimitiveNode", [48, "fixed"])
     graph = convert([target, primitive, save(None, "%Empty.width%", 3)], link(1, 2, 1))
     assert graph.nodes["3"].inputs["filename_prefix"] == "48"
 
 
 @pytest.mark.usefixtures("noon")
-def test_a_date_in_a_file_name_does_not_make_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_date_in_file_name_does_not_change_content_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     def content(*changes: str) -> str:
         graph = settings.apply(convert([save(None, "%date:yyyy%")]), list(map(Setting.parse, changes)), SCHEMAS)
         return content_of(graph, SCHEMAS, None)
@@ -490,7 +490,7 @@ def test_a_date_in_a_file_name_does_not_make_another_job(monkeypatch: pytest.Mon
 
 
 def as_set(nodes: list[Json], *links: Any, changes: list[str], **more: Any) -> tuple[Graph, Json | None]:
-    """The graph with inputs set, and the nodes of the workflow that results have with them, by id."""
+    """The graph with inputs set, and the widget values by node id in the workflow that results contain."""
     graph = settings.apply(convert(nodes, *links, **more), list(map(Setting.parse, changes)), SCHEMAS)
     if graph.workflow is None:
         return graph, None
@@ -508,9 +508,9 @@ INSIDE = {"id": "s", "nodes": [empty(9)]}
         ([noise()], ["1.width=7", "1.gain=1"], {"1": [7, 7, "randomize", "nan", "a cat", 1]}),
         ([noise()], ["1.seed=8", "1.seed=9"], {"1": [48, 9, "randomize", "nan", "a cat", 0.5]}),
         ([noise()], ["1.seed=7"], {"1": [48, 7, "randomize", "nan", "a cat", 0.5]}),
-        ([empty()], ["1.batch=32"], {"1": [64, 32, 32, 0]}),  # which another widget holds
+        ([empty()], ["1.batch=32"], {"1": [64, 32, 32, 0]}),  # also the value of another widget
         ([node(1, "VHS_VideoCombine", COMBINED)], ["1.frame_rate=9"], {"1": COMBINED | {"frame_rate": 9}}),
-        ([node(1, "Noise", [48])], ["1.gain=2"], None),  # the file has no place for it
+        ([node(1, "Noise", [48])], ["1.gain=2"], None),  # the file has no value at its place
         (
             [node(1, "Empty", [64, 32, 1, 0], [("width", "INT", 1)]), node(2, "PrimitiveNode", [48])],
             ["1.width=5"],
@@ -518,7 +518,7 @@ INSIDE = {"id": "s", "nodes": [empty(9)]}
         ),
         ([node(1, "s")], ["1:9.width=5"], None),  # in a subgraph
         ([empty(), node(2, "Sampler", [1, "fixed"])], ['2.image=["1",0]'], None),  # a link
-        ([node(1, "Encode", ["x"])], ["1.text={a|b}"], None),  # the page would choose
+        ([node(1, "Encode", ["x"])], ["1.text={a|b}"], None),  # the page would make a choice
         (
             [node(1, "Encode", ["{a|b}"]), noise(2)],
             ["2.seed=8"],
@@ -526,7 +526,7 @@ INSIDE = {"id": "s", "nodes": [empty(9)]}
         ),
     ],
 )
-def test_the_workflow_in_a_result_has_what_was_set_or_is_left_out(
+def test_saved_workflow_has_set_values_or_is_left_out(
     nodes: list[Json], changes: list[str], expected: Json | None
 ) -> None:
     linked = [link(1, 2, 1)] if nodes[0]["inputs"] else []
@@ -544,19 +544,19 @@ DATED = "%date:yyyy%_%Empty.width%"
         (DATED, ["1.width=5"], "2026_5"),
         (DATED, ["1.height=5"], "2026_64"),
         (DATED, ["2.filename_prefix=mine"], "mine"),
-        (DATED, ["2.filename_prefix=%Empty.width%"], "%Empty.width%"),  # as it was typed
+        (DATED, ["2.filename_prefix=%Empty.width%"], "%Empty.width%"),  # unchanged
         (DATED, ["1.width=5", "1.width=6"], "2026_6"),
-        (DATED, ["1.width=5", "4:10.height=7"], "2026_5"),  # though no widget of the file's holds all
+        (DATED, ["1.width=5", "4:10.height=7"], "2026_5"),  # although the file cannot hold all values
         # of nodes in a subgraph
         ("%Noise.width%", ["3:9.width=5"], "5"),
-        ("%Noise.seed%", ["3:9.seed=6"], "6"),  # which a primitive fed
+        ("%Noise.seed%", ["3:9.seed=6"], "6"),  # which a primitive set in the file
         ("%Noise.seed%_%Noise.width%", ["3:9.gain=1"], "11_4"),  # as in the file
-        ("%Box.size%", ["3:9.width=5"], "5"),  # which the subgraph's node shows as its own
+        ("%Box.size%", ["3:9.width=5"], "5"),  # shown as a widget of the subgraph node
         ("%Box.size%_%Noise.width%", ["3:9.width=5", "3:9.width=6"], "6_6"),
     ],
 )
 @pytest.mark.usefixtures("noon")
-def test_file_names_have_what_was_set(pattern: str, changes: list[str], name: str) -> None:
+def test_file_name_patterns_use_set_values(pattern: str, changes: list[str], name: str) -> None:
     inner = node(9, "Noise", [4, 7, "fixed", "nan", "", 1], [("width", "INT", 1), ("seed", "INT", 2)])
     box = {
         "id": "box", "name": "My box", "nodes": [inner, node(8, "PrimitiveNode", [11])],
@@ -577,13 +577,13 @@ def test_file_names_have_what_was_set(pattern: str, changes: list[str], name: st
         (['2.image=["1",0]'], "64"),
     ],
 )
-def test_file_names_have_what_is_set_wherever_a_subgraph_is_used(changes: list[str], name: str) -> None:
+def test_file_name_uses_set_value_if_all_subgraph_uses_agree(changes: list[str], name: str) -> None:
     nodes = [save(None, "%Empty.width%", 1), node(3, "s"), node(4, "s"), node(2, "Sampler", [1, "fixed"])]
     graph, _ = as_set(nodes, changes=changes, definitions={"subgraphs": [INSIDE]})
     assert graph.nodes["1"].inputs["filename_prefix"] == name
 
 
-def test_a_batch_names_files_by_what_it_sets_in_subgraphs(tmp_path: Path) -> None:
+def test_batch_file_names_use_values_set_in_subgraphs(tmp_path: Path) -> None:
     nodes = [empty(), save(1, "%Empty.width%_%Noise.seed%"), node(3, "box", [])]
     box = {"id": "box", "name": "My box", "nodes": [noise(9)]}
     line = {
@@ -602,14 +602,14 @@ def test_a_batch_names_files_by_what_it_sets_in_subgraphs(tmp_path: Path) -> Non
     assert names == ["5_8", "6_8"]
 
 
-def test_settings_in_turn_come_to_the_same_as_together() -> None:
+def test_settings_applied_in_turn_equal_settings_applied_together() -> None:
     nodes, changes = [empty(), save(1, "%Empty.width%_%Empty.height%")], ["1.width=5", "1.height=6"]
     at_once = as_set(nodes, link(1, 1, 2), changes=changes)[0]
     in_turn = settings.apply(as_set(nodes, link(1, 1, 2), changes=changes[:1])[0], [Setting.parse(changes[1])], SCHEMAS)
     assert at_once == in_turn and at_once.nodes["2"].inputs["filename_prefix"] == "5_6"
 
 
-def test_file_names_that_grow_without_end_are_refused() -> None:
+def test_file_name_of_more_than_100000_letters_is_rejected() -> None:
     words = node(1, "Words", ["w" * 10_000])
     with pytest.raises(WorkflowError, match=r"more than 100,000 letters"):
         convert([words, save(None, "%Words.value%" * 100)])
@@ -632,12 +632,12 @@ def test_file_names_that_grow_without_end_are_refused() -> None:
         ({}, "[object Object]"),
     ],
 )
-def test_values_as_the_page_writes_them(value: Any, expected: str) -> None:
+def test_values_are_written_as_in_browser(value: Any, expected: str) -> None:
     assert ui_texts.as_page_text(value) == expected
 
 
 @pytest.mark.parametrize("part", ["{", "}", "|", "\\", "/", "/*a", "{a|", "{\\|", "{{\\{", "{a|b}", "%", "%a.b%", "//"])
-def test_long_texts_take_time_in_proportion(part: str) -> None:
+def test_long_texts_do_not_hang(part: str) -> None:
     text = (part * 300_000)[:300_000]
     with no_hang("a text of 300,000 characters"), suppress(WorkflowError):
         ui_texts.choose(text, lambda: 0.5)
@@ -646,11 +646,11 @@ def test_long_texts_take_time_in_proportion(part: str) -> None:
 
 
 @pytest.mark.parametrize("stray", [{"name": "foo"}, {"promoted": [["1", "x"]]}, {"fills_in": True}])
-def test_what_a_tool_keeps_on_a_node_is_not_one_of_its_properties(stray: Json) -> None:
+def test_unknown_node_fields_are_ignored(stray: Json) -> None:
     node = {"id": 1, "type": "KSampler"}
     assert fitting(UiNode, {**node, **stray}) == fitting(UiNode, node)
 
 
-def test_a_name_that_is_no_text_refuses_no_workflow() -> None:
+def test_node_name_that_is_not_text_is_ignored() -> None:
     properties = {"Node name for S&R": float("nan")}
     assert fitting(UiNode, {"id": 1, "type": "KSampler", "properties": properties}).name is None

@@ -1,4 +1,4 @@
-"""API-format JSON in, order and JSON out; `--set`."""
+"""API-format workflows: reading, order of nodes, writing, and `--set`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chain(*links: tuple[str, str]) -> Graph:
     )
 
 
-def test_api_format_survives_a_round_trip(workflow: dict[str, Any]) -> None:
+def test_api_format_survives_round_trip(workflow: dict[str, Any]) -> None:
     workflow["1"]["inputs"]["list"] = {"__value__": ["1", 0]}
     graph = from_api(workflow)
     assert graph.nodes["2"].inputs["images"] == Link("1", 0)
@@ -37,7 +37,7 @@ def test_api_format_survives_a_round_trip(workflow: dict[str, Any]) -> None:
     assert from_api({"prompt": workflow, "client_id": "x"}).to_api() == workflow
 
 
-def test_only_what_targets_need_runs_and_in_order() -> None:
+def test_order_contains_only_needed_nodes() -> None:
     graph = chain(("a", "b"), ("b", "c"), ("a", "c"), ("a", "unneeded"))
     assert graph.order_for(["c"]) == ["a", "b", "c"]
 
@@ -50,7 +50,7 @@ def test_every_node_comes_after_its_sources(links: set[tuple[int, int]]) -> None
     assert all(order.index(str(source)) < order.index(str(target)) for source, target in links)
 
 
-def test_a_circle_and_a_link_to_nowhere_are_named() -> None:
+def test_circle_and_link_to_missing_node_are_rejected() -> None:
     with pytest.raises(WorkflowError, match=r"circle: node .* -> node"):
         chain(("a", "b"), ("b", "c"), ("c", "a")).order_for(["a"])
     lost = Graph({"2": GraphNode("2", "SaveImage", {"images": Link("9", 0)})})
@@ -66,7 +66,7 @@ def test_a_circle_and_a_link_to_nowhere_are_named() -> None:
         (None, "Cannot read the workflow"),
     ],
 )
-def test_files_that_are_no_workflow(tmp_path: Path, content: str | None, message: str) -> None:
+def test_invalid_workflow_file_is_rejected(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "w.json"
     if content is not None:
         path.write_text(content)
@@ -85,12 +85,12 @@ def test_files_that_are_no_workflow(tmp_path: Path, content: str | None, message
         ({"1": {"class_type": "X", "inputs": {"a": {"b": [math.nan]}}}}, "is nan: input should be a finite number"),
     ],
 )
-def test_objects_that_are_no_workflow(data: dict[str, Any], message: str) -> None:
+def test_invalid_workflow_object_is_rejected(data: dict[str, Any], message: str) -> None:
     with pytest.raises(WorkflowError, match=message):
         from_api(data)
 
 
-def test_a_node_may_be_called_prompt(workflow: dict[str, Any]) -> None:
+def test_node_id_may_be_prompt(workflow: dict[str, Any]) -> None:
     data = {"prompt": workflow["1"]}
     assert from_api(data).to_api() == data
     assert is_ui_format({"nodes": [], "links": []}) and not is_ui_format(data)
@@ -121,7 +121,7 @@ def apply(workflow: dict[str, Any], classes: dict[str, type], *arguments: str) -
         ('2.images=["1", 0]', "2", "images", Link("1", 0)),
     ],
 )
-def test_set(
+def test_set_changes_input_and_converts_type(
     workflow: dict[str, Any], classes: dict[str, type], argument: str, node: str, name: str, value: object
 ) -> None:
     changed = apply(workflow, classes, argument).nodes[node].inputs[name]
@@ -133,7 +133,7 @@ def test_set(
     ("text", "value"),
     [("true", True), ("False", False), ('"off"', False), ("0", 0), ('["2", 0]', Link("2", 0)), ("perhaps", None)],
 )
-def test_set_a_switch_of_which_comfyui_would_take_any_text_for_true(text: str, value: Any) -> None:
+def test_set_converts_text_to_boolean(text: str, value: Any) -> None:
     schemas = {"Switch": schema.from_object_info("Switch", {"input": {"required": {"on": ["BOOLEAN", {}]}}})}
     graph, setting = from_api({"1": {"class_type": "Switch"}}), Setting.parse(f"1.on={text}")
     if value is None:
@@ -155,7 +155,7 @@ def test_set_a_switch_of_which_comfyui_would_take_any_text_for_true(text: str, v
         ("SaveImage.filename_prefix=a", r"'SaveImage' names 2 nodes of the workflow \(2, 3\): use the node's id"),
     ],
 )
-def test_set_that_means_nothing(
+def test_invalid_set_is_rejected(
     workflow: dict[str, Any], classes: dict[str, type], argument: str, message: str
 ) -> None:
     workflow |= {"3": workflow["2"]} if "SaveImage" in argument else {}
@@ -164,14 +164,14 @@ def test_set_that_means_nothing(
 
 
 @pytest.mark.parametrize("value", ["a \ud83d cat", {"deep": ["\udd25"]}, {"__value__": ["\ud83d"]}])
-def test_half_a_character_is_found_before_anything_runs(workflow: dict[str, Any], value: Any) -> None:
+def test_lone_surrogate_in_input_is_rejected(workflow: dict[str, Any], value: Any) -> None:
     workflow["1"]["inputs"]["text"] = value
     with pytest.raises(WorkflowError, match=r"node 1 \(.*\): input 'text' holds half a character"):
         from_api(json.loads(json.dumps(workflow)))
 
 
 @pytest.mark.parametrize("half", [r"\ud83d", r"\ud83d b", r"\ud83d\u0041", r"\udd25"])
-def test_half_a_character_in_a_file_is_named(tmp_path: Path, half: str) -> None:
+def test_lone_surrogate_in_file_is_rejected_with_line(tmp_path: Path, half: str) -> None:
     (tmp_path / "w.json").write_text(f'{{"1": {{"class_type": "N", "inputs": {{"t": "a {half}"}}}}}}')
     with pytest.raises(WorkflowError, match=r"w.json .*half a character.* line 1"):
         read_json(tmp_path / "w.json")

@@ -1,4 +1,4 @@
-"""A file of jobs: what a line may say, what comes of it, and by which hash it is known."""
+"""A file of jobs: valid and invalid lines, the jobs that they give, and the hash that identifies a job."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def values(job: Any, *names: str) -> tuple[Any, ...]:
     return tuple(job.graph.nodes["1"].inputs[name] for name in names)
 
 
-def test_a_line_is_a_workflow_and_what_is_set_in_it(jobs_file: JobsOf, tmp_path: Path) -> None:
+def test_job_line_sets_workflow_inputs_and_name(jobs_file: JobsOf, tmp_path: Path) -> None:
     (tmp_path / "toy.json").write_text(json.dumps(toy_jobs.workflow()))
     file = jobs_file({"workflow": "toy.json", "set": ["1.seed=7", "Busy.model=b"], "name": "seven"}, line())
     first, second = file
@@ -49,7 +49,7 @@ def test_a_line_is_a_workflow_and_what_is_set_in_it(jobs_file: JobsOf, tmp_path:
     assert values(first, "seed", "model") == (7, "b") and values(second, "seed", "model") == (0, "a")
 
 
-def test_a_matrix_is_every_combination_and_what_is_compiled_changes_least_often(jobs_file: JobsOf) -> None:
+def test_matrix_yields_all_combinations_and_varies_seed_fastest(jobs_file: JobsOf) -> None:
     matrix = {"inputs": {"1.model": ["a", "b"], "Busy.width": [8, 16]}, "seeds": {"first": 5, "count": 3}}
     file = jobs_file(line(matrix=matrix, name="all"))
     found = list(file)
@@ -62,7 +62,7 @@ def test_a_matrix_is_every_combination_and_what_is_compiled_changes_least_often(
     assert len({job.cache_key for job in found}) == 4
 
 
-def test_the_axes_that_a_matrix_names_find_their_inputs(root: Path, tmp_path: Path) -> None:
+def test_named_matrix_axes_set_their_inputs(root: Path, tmp_path: Path) -> None:
     matrix = {
         "prompts": ['"quoted"', "1e3"],
         "seeds": [1, 2**63],
@@ -82,13 +82,13 @@ def test_the_axes_that_a_matrix_names_find_their_inputs(root: Path, tmp_path: Pa
         )
         for graph in found
     ]
-    sizes = [(96, 64, 9), (128, 96, 49)]  # the second says nothing of frames
+    sizes = [(96, 64, 9), (128, 96, 49)]  # the second size has no frames, so the default counts
     assert seen == [*itertools.product(("bf16", "fp32"), sizes, ('"quoted"', "1e3"), (1, 2**63))]
     assert {graph.nodes["4"].inputs["precision"] for graph in found} == {"inherit"}
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("{", "line 1: it is not JSON"),
         ("[]", "line 1: it is .*: input should be an object"),
@@ -121,18 +121,18 @@ def test_the_axes_that_a_matrix_names_find_their_inputs(root: Path, tmp_path: Pa
         ("", "holds no jobs"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_runs(jobs_file: JobsOf, text: str, says: str) -> None:
+def test_invalid_jobs_file_is_rejected_with_reason(jobs_file: JobsOf, text: str, message: str) -> None:
     file = jobs_file(text.replace("TOY", json.dumps(toy_jobs.workflow())))
-    with pytest.raises(WorkflowError, match=says):
+    with pytest.raises(WorkflowError, match=message):
         file.count()
 
 
 @pytest.mark.parametrize(
     ("text", "jobs"),
     [(b"\xef\xbb\xbfTOY\r\n\r\nTOY\r\n", 2), (b"TOY\nTOY\n \nTOY", 3)],
-    ids=["a byte order mark, and ends of lines of Windows", "the same line again, and no end of the last"],
+    ids=["byte order mark and Windows line ends", "repeated line and no final line end"],
 )
-def test_lines_are_read_as_editors_leave_them(jobs_file: JobsOf, text: bytes, jobs: int) -> None:
+def test_jobs_file_accepts_bom_crlf_and_blank_lines(jobs_file: JobsOf, text: bytes, jobs: int) -> None:
     file = jobs_file("")
     file.file.write_bytes(text.replace(b"TOY", json.dumps({"workflow": toy_jobs.workflow()}).encode()))
     assert file.count() == jobs
@@ -141,14 +141,14 @@ def test_lines_are_read_as_editors_leave_them(jobs_file: JobsOf, text: bytes, jo
 
 @given(text=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
 @settings(max_examples=drawn(500, 60), suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_a_file_holds_its_line_is_named(tmp_path: Path, text: bytes) -> None:
+def test_random_bytes_in_jobs_file_are_rejected(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "jobs").write_bytes(b"\n" + text)
     jobs = JobsFile(tmp_path / "jobs", workflows=tmp_path, input_dir=None, read=toy_jobs.read)
     with pytest.raises(WorkflowError, match=r"jobs, line [0-9]+: |holds no jobs"):
         jobs.count()
 
 
-def test_a_combination_that_is_no_job_is_told_and_the_others_run(tmp_path: Path) -> None:
+def test_invalid_matrix_combination_is_reported_and_others_are_queued(tmp_path: Path) -> None:
     line = {
         "workflow": picture(),
         "matrix": {"inputs": {"1.image": ["a.png", "../b.png", "c.png"]}},
@@ -173,7 +173,7 @@ VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dic
 
 @given(matrix=VALUES, changes=VALUES, more=st.dictionaries(WORDS, VALUES, max_size=2))
 @settings(max_examples=drawn(500, 60), suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_a_line_says_it_is_jobs_or_refused(tmp_path: Path, matrix: Any, changes: Any, more: Any) -> None:
+def test_random_job_line_gives_jobs_or_is_rejected(tmp_path: Path, matrix: Any, changes: Any, more: Any) -> None:
     line = {"workflow": toy_jobs.workflow(), **more, "matrix": matrix, "set": changes}
     file = toy_jobs.write_jobs(tmp_path / "jobs", [line])
     jobs = JobsFile(file, workflows=tmp_path, input_dir=None, read=toy_jobs.read)
@@ -181,7 +181,7 @@ def test_whatever_a_line_says_it_is_jobs_or_refused(tmp_path: Path, matrix: Any,
         assert jobs.count() >= 1 and next(iter(jobs))
 
 
-def test_a_file_that_is_none_is_refused(jobs_file: JobsOf, tmp_path: Path) -> None:
+def test_folder_or_overlong_line_is_rejected_as_jobs_file(jobs_file: JobsOf, tmp_path: Path) -> None:
     file = jobs_file("")
     file.file = tmp_path
     with pytest.raises(WorkflowError, match="Found no file of jobs"):
@@ -192,7 +192,7 @@ def test_a_file_that_is_none_is_refused(jobs_file: JobsOf, tmp_path: Path) -> No
         file.count()
 
 
-def test_jobs_are_made_when_they_are_asked_for(jobs_file: JobsOf) -> None:
+def test_jobs_are_generated_lazily(jobs_file: JobsOf) -> None:
     """A million jobs take no more memory than a few."""
     file = jobs_file(line(matrix={"seeds": {"count": 1_000_000}}))
     assert file.count() == 1_000_000
@@ -215,7 +215,7 @@ def hash_of(workflow: dict[str, Any], input_dir: Path | None = None) -> str:
     return content_of(*read_local(workflow), input_dir)
 
 
-def test_the_hash_is_of_what_the_outputs_hang_on(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_hash_ignores_titles_and_order_but_not_inputs(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def workflow(**sampler: Any) -> dict[str, Any]:
         made = json.loads((root / "workflows/api/cogvideox_text_to_video.json").read_text())
         made["4"]["inputs"].update(sampler)
@@ -237,7 +237,7 @@ def test_the_hash_is_of_what_the_outputs_hang_on(root: Path, monkeypatch: pytest
     assert hash_of(workflow()) != first
 
 
-def test_an_image_counts_by_its_bytes(tmp_path: Path) -> None:
+def test_content_hash_depends_on_image_bytes(tmp_path: Path) -> None:
     workflow = picture()
     missing = hash_of(workflow, tmp_path)
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png")

@@ -1,5 +1,4 @@
-"""A batch on a cluster of machines: one that joins gets work, one that leaves loses none, and a cluster that asks for a
-token gets it."""
+"""A batch on a Ray cluster of several machines: machines that join and leave, and clusters that require a token."""
 
 from __future__ import annotations
 
@@ -22,26 +21,26 @@ pytestmark = [
 
 
 @pytest.fixture
-def apart(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
-    """Two machines, of which none has a Ray yet, and to which nothing was told about tokens."""
+def two_machines(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
+    """Two machines without Ray and without settings for tokens."""
     with surroundings() as environment, tempfile.TemporaryDirectory(prefix="m-", dir="/tmp") as folder:
-        told = without_a_say(environment, tmp_path / "home")
-        del told["RAY_TMPDIR"]
-        with machines(["a", "b"], Path(folder), told) as (head, other):
+        clean = without_a_say(environment, tmp_path / "home")
+        del clean["RAY_TMPDIR"]
+        with machines(["a", "b"], Path(folder), clean) as (head, other):
             yield head, other
 
 
-def batch_on(head: Machine, here: Path, jobs: int = 1, **busy: Any) -> Batch:
-    (here / "models").mkdir(exist_ok=True)
-    line = {"workflow": toy_jobs.workflow(log=str(here / "log"), **busy), "matrix": {"seeds": {"count": jobs}}}
-    file, out = toy_jobs.write_jobs(here / "jobs.jsonl", [line]), Path(tempfile.mkdtemp(dir=here))
-    options = ("--models", str(here / "models"), "--ray", f"{head.address}:{PORT}")
-    return Batch(file, out, options, head.environment, log=here / "log", within=head.command)
+def batch_on(head: Machine, folder: Path, jobs: int = 1, **busy: Any) -> Batch:
+    (folder / "models").mkdir(exist_ok=True)
+    line = {"workflow": toy_jobs.workflow(log=str(folder / "log"), **busy), "matrix": {"seeds": {"count": jobs}}}
+    file, out = toy_jobs.write_jobs(folder / "jobs.jsonl", [line]), Path(tempfile.mkdtemp(dir=folder))
+    options = ("--models", str(folder / "models"), "--ray", f"{head.address}:{PORT}")
+    return Batch(file, out, options, head.environment, log=folder / "log", within=head.command)
 
 
-def test_a_machine_joins_and_leaves_and_comes_back(apart: tuple[Machine, Machine], tmp_path: Path) -> None:
-    """With one GPU and two, as far as Ray knows: a worker for each. Jobs end when the gate lets them."""
-    head, other = apart
+def test_no_job_is_lost_when_machines_join_and_leave(two_machines: tuple[Machine, Machine], tmp_path: Path) -> None:
+    """Ray is told of one and of two GPUs, and starts a worker for each. A job ends when the gate file allows it."""
+    head, other = two_machines
     head.environment["RAY_AUTH_MODE"] = other.environment["RAY_AUTH_MODE"] = "disabled"
     head.start_ray(head.address, gpus=1)
     jobs, gate = 12, tmp_path / "gate"
@@ -53,7 +52,7 @@ def test_a_machine_joins_and_leaves_and_comes_back(apart: tuple[Machine, Machine
         wait_until(condition, lambda: batch.told.read_text(), meanwhile=process)
 
     def workers() -> set[int]:
-        """The processes on the other machine that have begun a job."""
+        """The processes on the other machine that have started a job."""
         return {start["pid"] for start in batch.starts() if start["host"] == other.name}
 
     until(lambda: len(batch.whole()) == 2)
@@ -63,7 +62,7 @@ def test_a_machine_joins_and_leaves_and_comes_back(apart: tuple[Machine, Machine
     lost = workers()
     gate.write_text("8")
     until(lambda: len(batch.whole()) >= 4)
-    assert workers() == lost, "the one that is left goes on"
+    assert workers() == lost, "the remaining worker continues"
     other.start_ray(head.address, gpus=2)
     until(lambda: len(workers() - lost) == 2)
     gate.write_text(str(jobs))
@@ -75,7 +74,7 @@ def test_a_machine_joins_and_leaves_and_comes_back(apart: tuple[Machine, Machine
 
 
 @pytest.mark.parametrize(
-    ("asks", "cases"),
+    ("required", "cases"),
     [
         (
             True,
@@ -91,20 +90,20 @@ def test_a_machine_joins_and_leaves_and_comes_back(apart: tuple[Machine, Machine
             [("none", {}, ""), ("home", {}, "RAY_AUTH_MODE=disabled"), ("home", {"RAY_AUTH_MODE": "disabled"}, "")],
         ),
     ],
-    ids=["it asks for one", "it asks for none"],
+    ids=["token required", "no token required"],
 )
-def test_a_cluster_gets_the_token_that_it_asks_for_and_lets_nobody_else_in(
-    apart: tuple[Machine, Machine], tmp_path: Path, asks: bool, cases: list[tuple[str, dict[str, str], str]]
+def test_cluster_accepts_only_matching_token(
+    two_machines: tuple[Machine, Machine], tmp_path: Path, required: bool, cases: list[tuple[str, dict[str, str], str]]
 ) -> None:
-    """cases: in which home, with which variables, and which error comes of it."""
-    head, _ = apart
+    """cases: home folder, environment variables, expected error."""
+    head, _ = two_machines
     for home, token in (("home", "a" * 32), ("other", "b" * 32)):
         (tmp_path / home / ".ray").mkdir(parents=True)
         (tmp_path / home / ".ray" / "auth_token").write_text(token)
     (tmp_path / "none").mkdir()
-    if not asks:
+    if not required:
         head.environment["RAY_AUTH_MODE"] = "disabled"
-    head.start_ray(head.address)  # with the token that it finds
+    head.start_ray(head.address)  # with the token in its home folder
     head.environment.pop("RAY_AUTH_MODE", None)
     for home, variables, error in cases:
         batch = batch_on(head, tmp_path)

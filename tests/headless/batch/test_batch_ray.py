@@ -1,4 +1,4 @@
-"""A batch under a real Ray: workers and command killed, jobs that kill, who can reach it; and where there is no Ray."""
+"""A batch under a real Ray: killed workers, jobs that kill workers, full disks, access to Ray; and without Ray."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.errors import HostError
 from waiting import HANG_SECONDS, wait_until
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its signals are POSIX's")
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Ray's processes are others")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Ray has other processes elsewhere")
 
 BatchOf = Callable[..., Batch]
 
@@ -32,7 +32,7 @@ def jobs(count: int, log: Path, **busy: Any) -> list[dict[str, Any]]:
     return [{"workflow": toy_jobs.workflow(log=str(log), **busy), "matrix": {"seeds": {"count": count}}}]
 
 
-def test_workers_and_command_are_killed_and_every_output_is_there_once(toy_batch: BatchOf, tmp_path: Path) -> None:
+def test_killed_workers_and_command_lose_or_repeat_no_output(toy_batch: BatchOf, tmp_path: Path) -> None:
     log = tmp_path / "log"
     run = toy_batch(jobs(16, log, seconds=0.3, pause=0.1), "--workers", "2", "--attempts", "9", log=log)
     assert run.hurt(every=4, driver_at=9, jobs=16) == 2
@@ -48,7 +48,7 @@ def test_workers_and_command_are_killed_and_every_output_is_there_once(toy_batch
     assert Found.in_(again).begun == found.begun
 
 
-def test_a_job_that_kills_its_worker_is_parked_and_the_batch_goes_on(joined_batch: BatchOf, tmp_path: Path) -> None:
+def test_job_that_kills_its_worker_is_parked_and_batch_continues(joined_batch: BatchOf, tmp_path: Path) -> None:
     log = tmp_path / "log"
     faults = {"lethal": "dies", "faulty": "raises", "sound": "none"}
     lines = [
@@ -64,10 +64,10 @@ def test_a_job_that_kills_its_worker_is_parked_and_the_batch_goes_on(joined_batc
     assert sorted(start["seed"] for start in run.starts()) == [1, 1, 2, 3]
     assert len({start["pid"] for start in run.starts() if start["seed"] == 1}) == 2, "a fresh process each time"
     answer = run.run()
-    assert answer["code"] == 4 and answer["parked_before"] == 2 and len(run.starts()) == 4, "it is not tried again"
+    assert answer["code"] == 4 and answer["parked_before"] == 2 and len(run.starts()) == 4, "it is not retried"
 
 
-def test_ctrl_c_ends_all_and_the_same_command_goes_on(toy_batch: BatchOf, tmp_path: Path) -> None:
+def test_ctrl_c_ends_workers_and_same_command_resumes(toy_batch: BatchOf, tmp_path: Path) -> None:
     log, gate = tmp_path / "log", tmp_path / "gate"
     gate.write_text("2")
     run = toy_batch(jobs(6, log, gate=str(gate)), "--workers", "1", log=log)
@@ -85,8 +85,8 @@ def test_ctrl_c_ends_all_and_the_same_command_goes_on(toy_batch: BatchOf, tmp_pa
     assert found.seeds == list(range(6)) and found.redone == 0 and not found.broken
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="a small disk is made by root on Linux")
-def test_a_full_disk_ends_it_and_the_same_command_goes_on(joined_batch: BatchOf, tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root on Linux can mount a small disk")
+def test_full_disk_ends_batch_and_same_command_resumes(joined_batch: BatchOf, tmp_path: Path) -> None:
     log, out = tmp_path / "log", tmp_path / "out"
     out.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(out)], check=False)
@@ -114,10 +114,8 @@ def is_loopback(address: str) -> bool:
 
 
 @on_linux
-def test_a_ray_that_is_started_here_listens_to_this_machine_alone_lets_nobody_in_and_ends_with_its_command(
-    toy_batch: BatchOf, tmp_path: Path
-) -> None:
-    """Also where the command is killed."""
+def test_own_ray_is_local_requires_token_and_ends_with_command(toy_batch: BatchOf, tmp_path: Path) -> None:
+    """It ends even if the command is killed."""
     log = tmp_path / "log"
     run = toy_batch(jobs(1, log, seconds=900.0), "--workers", "1", log=log)
     run.environment = without_a_say(run.environment, tmp_path / "home")
@@ -145,34 +143,36 @@ def test_a_ray_that_is_started_here_listens_to_this_machine_alone_lets_nobody_in
     assert not alive
 
 
-@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX file modes")
 @pytest.mark.parametrize("mode", [0o600, 0o644, 0o640, 0o666])
-@pytest.mark.parametrize("whose", ["", "auth_token", "."], ids=["mine", "another's", "in another's folder"])
-def test_a_clusters_token_is_the_users_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, whose: str
+@pytest.mark.parametrize(
+    "foreign", ["", "auth_token", "."], ids=["own file", "other user's file", "other user's folder"]
+)
+def test_token_file_is_made_private_or_rejected_if_owned_by_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, foreign: str
 ) -> None:
-    if whose and os.geteuid():
+    if foreign and os.geteuid():
         pytest.skip("only root can give files away")
     file = tmp_path / ".ray" / "auth_token"
     file.parent.mkdir()
     file.write_text("a" * 32)
     file.parent.chmod(0o777)
     file.chmod(mode)
-    if whose:
-        os.chown(file.parent / whose, 65534, 65534)
+    if foreign:
+        os.chown(file.parent / foreign, 65534, 65534)
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     monkeypatch.setattr(os, "environ", own | {"RAY_AUTH_TOKEN_PATH": str(file), "RAY_AUTH_MODE": "token"})
     with (
-        pytest.raises(HostError, match="another user" if whose else "No Ray answers"),
+        pytest.raises(HostError, match="another user" if foreign else "No Ray answers"),
         ray_pool.connected("127.0.0.1:1"),
     ):
         pass
-    if not whose:
+    if not foreign:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600 and not file.parent.stat().st_mode & 0o022
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "says"),
+    ("options", "code", "messages"),
     [
         (["--ray", "127.0.0.1:1"], 3, ["No Ray answers at 127.0.0.1:1"]),
         (["--ray", "127.0.0.1"], 2, ["expected HOST:PORT"]),
@@ -182,19 +182,19 @@ def test_a_clusters_token_is_the_users_alone(
         (["--models", "nowhere"], 3, ["models have to be there on every machine"]),
     ],
 )
-def test_what_cannot_begin_is_told(
-    joined_batch: BatchOf, tmp_path: Path, options: list[str], code: int, says: list[str]
+def test_batch_that_cannot_start_reports_reason(
+    joined_batch: BatchOf, tmp_path: Path, options: list[str], code: int, messages: list[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")
     answer = joined_batch(jobs(1, tmp_path / "log"), *options).run()
-    assert answer["code"] == code and all(text in answer["error"] for text in says)
+    assert answer["code"] == code and all(text in answer["error"] for text in messages)
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_without_ray_the_command_says_what_to_install(
+def test_missing_ray_reports_install_command(
     console: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not there
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if Ray were not installed
     file = toy_jobs.write_jobs(tmp_path / "jobs.jsonl", jobs(1, tmp_path / "log"))
     code, out, err = console("batch", file, "--out", tmp_path / "out", "--json")
     assert code == 2 and ray_pool.INSTALL in err and ray_pool.INSTALL in json.loads(out)["error"]
@@ -202,23 +202,23 @@ def test_without_ray_the_command_says_what_to_install(
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (["--ray", "auto", "--server", "http://127.0.0.1:1"], "--ray has no meaning with --server"),
         (["--models", "x", "--server", "http://127.0.0.1:1"], "--models has no meaning with --server"),
         (["--workers", "2", "--server", "http://127.0.0.1:1"], "--workers has no meaning with --server"),
-        (["--guard"], "--guard has no meaning without --server"),  # pipelines are guarded
+        (["--guard"], "--guard has no meaning without --server"),  # pipelines are always guarded
     ],
 )
-def test_servers_have_their_own(
-    console: Callable[..., tuple[int, str, str]], tmp_path: Path, options: list[str], says: str
+def test_options_that_do_not_fit_server_mode_are_rejected(
+    console: Callable[..., tuple[int, str, str]], tmp_path: Path, options: list[str], message: str
 ) -> None:
     code, _, err = console("batch", tmp_path / "none", *options)
-    assert code == 2 and says in err
+    assert code == 2 and message in err
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "x", "99999999"])
-def test_a_number_of_workers_is_one(capsys: pytest.CaptureFixture[str], number: str, tmp_path: Path) -> None:
+def test_invalid_worker_count_is_rejected(capsys: pytest.CaptureFixture[str], number: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         cli.main(["batch", str(tmp_path), "--workers", number])
     assert "expected a number from 1" in capsys.readouterr().err

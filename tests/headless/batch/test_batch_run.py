@@ -1,4 +1,4 @@
-"""A batch with workers that do what a test tells them: who gets what, what is tried again, what is parked."""
+"""A batch with scripted workers: which worker gets which job, what is retried, and what is parked."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from comfyui_onediff_guard.headless.batch.worker_pool import End, JobOutcome, Re
 from comfyui_onediff_guard.headless.errors import HostError, OutputError
 from comfyui_onediff_guard.headless.workflow.graph import Graph
 
-Does = Callable[[Job, "Scripted"], JobOutcome]
+RunJob = Callable[[Job, "ScriptedWorker"], JobOutcome]
 
 
 def job(number: int, kind: str = "a") -> Job:
     return Job(f"job {number}", Graph({}), f"{number:032x}", CacheKey(kind, "", ""))
 
 
-def does(job: Job, worker: Scripted) -> JobOutcome:
+def succeed(job: Job, worker: ScriptedWorker) -> JobOutcome:
     folder = worker.pool.outputs.folder / job.content
     folder.mkdir(exist_ok=True)
     (folder / "job.json").touch()
     return JobOutcome(End.DONE)
 
 
-def ended(answer: Callable[[], Any]) -> Future[Any]:
+def finished_future(answer: Callable[[], Any]) -> Future[Any]:
     future: Future[Any] = Future()
     try:
         future.set_result(answer())
@@ -45,32 +45,32 @@ def ended(answer: Callable[[], Any]) -> Future[Any]:
 
 
 @dataclass
-class Scripted:
+class ScriptedWorker:
     pool: ScriptedPool
     name: str
     connected: int = 0
 
     def connect(self) -> Future[Any]:
         self.connected += 1
-        return self.pool.connects(self)
+        return self.pool.connect(self)
 
     def run(self, job: Job) -> Future[Any]:
-        self.pool.begun.append(job)
-        return ended(lambda: self.pool.does(job, self))
+        self.pool.started.append(job)
+        return finished_future(lambda: self.pool.run_job(job, self))
 
 
 @dataclass
 class ScriptedPool:
     outputs: Outputs
-    does: Does
-    connects: Callable[[Scripted], Future[Any]] = lambda worker: ended(lambda: Ready(worker.name))
-    workers: list[Scripted] = field(default_factory=list)
-    waves: list[int] = field(default_factory=list)  # how many workers come, at one look after the other
-    begun: list[Job] = field(default_factory=list)
+    run_job: RunJob
+    connect: Callable[[ScriptedWorker], Future[Any]] = lambda worker: finished_future(lambda: Ready(worker.name))
+    workers: list[ScriptedWorker] = field(default_factory=list)
+    waves: list[int] = field(default_factory=list)  # how many workers join, poll by poll
+    started: list[Job] = field(default_factory=list)
 
-    def new_workers(self) -> list[Scripted]:
+    def new_workers(self) -> list[ScriptedWorker]:
         number = self.waves.pop(0) if self.waves else 0
-        new = [Scripted(self, f"worker {len(self.workers) + each}") for each in range(number)]
+        new = [ScriptedWorker(self, f"worker {len(self.workers) + each}") for each in range(number)]
         self.workers += new
         return new
 
@@ -83,24 +83,24 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunOf:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.05)
 
-    def go(
-        jobs: Any, does: Does = does, workers: int = 2, retry: bool = False, attempts: int = 3, **of_pool: Any
+    def run_batch(
+        jobs: Any, run_job: RunJob = succeed, workers: int = 2, retry: bool = False, attempts: int = 3, **options: Any
     ) -> Any:
         outputs, stats = Outputs(tmp_path), BatchStats(0, io.StringIO())
         outputs.ensure()
-        pool = ScriptedPool(outputs, does, **{"waves": [workers], **of_pool})
+        pool = ScriptedPool(outputs, run_job, **{"waves": [workers], **options})
         BatchRun(JobQueue(jobs, outputs, stats, retry=retry), pool, outputs, stats, attempts).run()
         return stats, pool
 
-    return go
+    return run_batch
 
 
-def test_every_job_is_done_once_and_those_that_are_done_are_not(run: RunOf) -> None:
+def test_each_job_runs_once_and_done_jobs_are_skipped(run: RunOf) -> None:
     stats, pool = run([*map(job, range(20)), job(1)])
-    assert sorted(each.content for each in pool.begun) == [job(number).content for number in range(20)]
+    assert sorted(each.content for each in pool.started) == [job(number).content for number in range(20)]
     assert stats.done == 20 and stats.already_done == 1
     stats, pool = run(map(job, range(25)))
-    assert len(pool.begun) == 5 and stats.already_done == 20
+    assert len(pool.started) == 5 and stats.already_done == 20
 
 
 def test_jobs_are_sorted_by_cache_key_and_read_in_chunks(run: RunOf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,98 +112,98 @@ def test_jobs_are_sorted_by_cache_key_and_read_in_chunks(run: RunOf, monkeypatch
             read[0] += 1
             yield job(number, "abcd"[number % 4])
 
-    def measured(each: Job, worker: Scripted) -> JobOutcome:
-        ahead.append(read[0] - len(worker.pool.begun))
-        return does(each, worker)
+    def measured(each: Job, worker: ScriptedWorker) -> JobOutcome:
+        ahead.append(read[0] - len(worker.pool.started))
+        return succeed(each, worker)
 
     stats, pool = run(jobs(), measured, workers=1)
     assert stats.done == 40 and max(ahead) < 8
-    assert "".join(each.cache_key.model for each in pool.begun) == "aabbccdd" * 5
+    assert "".join(each.cache_key.model for each in pool.started) == "aabbccdd" * 5
 
 
-HALF = json.loads('"a cut-off emoji: \\ud83d"')
+LONE_SURROGATE = json.loads('"a cut-off emoji: \\ud83d"')
 
 
 @pytest.mark.parametrize(
-    ("outcome", "begun", "connected", "error"),
+    ("outcome", "attempts", "reconnected", "error"),
     [
         (JobOutcome(End.FAILED, "no"), 1, 0, "no"),
-        (JobOutcome(End.FAILED, HALF), 1, 0, "a cut-off emoji: "),
+        (JobOutcome(End.FAILED, LONE_SURROGATE), 1, 0, "a cut-off emoji: "),
         (JobOutcome(End.REFUSED, "no such model"), 2, 0, "no such model"),  # by each worker
         (JobOutcome(End.DIED, "segfault"), 3, 3, "It ended its worker 3 times, at last so: segfault"),
         (RuntimeError("\n segfault\n"), 3, 3, "It ended its worker 3 times, at last so: segfault"),
     ],
 )
-def test_a_job_that_fails_is_parked_and_the_others_are_done(
-    run: RunOf, tmp_path: Path, outcome: JobOutcome | Exception, begun: int, connected: int, error: str
+def test_failing_job_is_parked_and_other_jobs_complete(
+    run: RunOf, tmp_path: Path, outcome: JobOutcome | Exception, attempts: int, reconnected: int, error: str
 ) -> None:
-    def fails(each: Job, worker: Scripted) -> JobOutcome:
+    def fails(each: Job, worker: ScriptedWorker) -> JobOutcome:
         if each.content != job(3).content:
-            return does(each, worker)
+            return succeed(each, worker)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    jobs = [*map(job, range(3)), replace(job(3), name=HALF), job(4)]
+    jobs = [*map(job, range(3)), replace(job(3), name=LONE_SURROGATE), job(4)]
     stats, pool = run(jobs, fails)
-    assert (stats.done, stats.failed, stats.over, stats.workers_lost) == (4, 1, 5, connected)
-    assert sum(each.content == job(3).content for each in pool.begun) == begun
-    assert sum(worker.connected for worker in pool.workers) == 2 + connected
+    assert (stats.done, stats.failed, stats.over, stats.workers_lost) == (4, 1, 5, reconnected)
+    assert sum(each.content == job(3).content for each in pool.started) == attempts
+    assert sum(worker.connected for worker in pool.workers) == 2 + reconnected
     assert Outputs(tmp_path).parked(job(3).content).startswith(error)
     assert json.dumps(stats.facts()).encode() and stats.summary()
     stats, pool = run(jobs)
-    assert not pool.begun and stats.parked_before == 1 and len(stats.faults) == 1
+    assert not pool.started and stats.parked_before == 1 and len(stats.faults) == 1
     stats, pool = run(jobs, retry=True)
     assert stats.done == 1 and not Outputs(tmp_path).parked(job(3).content)
 
 
-def test_what_one_worker_refuses_goes_to_the_others(run: RunOf) -> None:
-    def lacks(each: Job, worker: Scripted) -> JobOutcome:
+def test_job_refused_by_one_worker_runs_on_another(run: RunOf) -> None:
+    def lacks(each: Job, worker: ScriptedWorker) -> JobOutcome:
         lacking = worker.name == "worker 0" and each.cache_key.model == "a"
-        return JobOutcome(End.REFUSED, "no such node") if lacking else does(each, worker)
+        return JobOutcome(End.REFUSED, "no such node") if lacking else succeed(each, worker)
 
     stats, _ = run([job(number, "ab"[number % 2]) for number in range(20)], lacks)
     assert stats.done == 20 and not stats.failed
 
 
-@pytest.mark.parametrize("other", [ended(lambda: Ready("worker 1", "it did not answer")), Future[Any]()])
-def test_what_waits_for_one_that_does_not_come_is_parked(run: RunOf, other: Future[Any]) -> None:
-    def connects(worker: Scripted) -> Future[Any]:
-        return other if worker.name == "worker 1" else ended(lambda: Ready(worker.name))
+@pytest.mark.parametrize("other", [finished_future(lambda: Ready("worker 1", "it did not answer")), Future[Any]()])
+def test_refused_job_is_parked_if_other_worker_never_connects(run: RunOf, other: Future[Any]) -> None:
+    def connect(worker: ScriptedWorker) -> Future[Any]:
+        return other if worker.name == "worker 1" else finished_future(lambda: Ready(worker.name))
 
-    stats, _ = run([job(0)], lambda *_: JobOutcome(End.REFUSED, "no such model"), connects=connects)
+    stats, _ = run([job(0)], lambda *_: JobOutcome(End.REFUSED, "no such model"), connect=connect)
     assert stats.failed == 1 and stats.faults[0]["error"] == "no such model"
 
 
-def test_workers_that_come_later_get_work(run: RunOf) -> None:
+def test_workers_that_join_later_get_jobs(run: RunOf) -> None:
     stats, pool = run(map(job, range(60)), waves=[1, 0, 2])
     assert stats.done == 60 and len(pool.workers) == 3 and all(worker.connected for worker in pool.workers)
 
 
-@pytest.mark.parametrize("reason", ["no answer", HALF])
-def test_a_worker_that_is_away_costs_the_job_no_attempt(run: RunOf, reason: str) -> None:
+@pytest.mark.parametrize("reason", ["no answer", LONE_SURROGATE])
+def test_unavailable_worker_costs_job_no_attempt(run: RunOf, reason: str) -> None:
     away = iter([JobOutcome(End.AWAY, reason)] * 5)
-    stats, pool = run([job(1)], lambda each, worker: next(away, None) or does(each, worker), attempts=1)
-    assert stats.done == 1 and stats.workers_lost == 0 and {each.attempts for each in pool.begun} == {0}
+    stats, pool = run([job(1)], lambda each, worker: next(away, None) or succeed(each, worker), attempts=1)
+    assert stats.done == 1 and stats.workers_lost == 0 and {each.attempts for each in pool.started} == {0}
 
 
-def test_outputs_that_cannot_be_written_end_it(run: RunOf) -> None:
+def test_unwritable_output_ends_batch(run: RunOf) -> None:
     with pytest.raises(OutputError, match="disk is full"):
         run([job(1)], lambda *_: JobOutcome(End.UNWRITABLE, "the disk is full"))
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_without_any_worker_left_it_ends(run: RunOf, raises: bool) -> None:
+def test_batch_ends_when_no_worker_is_left(run: RunOf, raises: bool) -> None:
     def answer() -> Ready:
         if raises:
             raise RuntimeError("no such folder")
         return Ready("w", "no such folder")
 
     with pytest.raises(HostError, match=r"No worker is left.*no such folder"):
-        run([job(1)], connects=lambda _: ended(answer))
+        run([job(1)], connect=lambda _: finished_future(answer))
 
 
-def test_lines_say_how_far_it_is() -> None:
+def test_progress_lines_show_count_rate_and_time_left() -> None:
     stream, clock = io.StringIO(), [0.0]
     stats = BatchStats(4, stream, lambda: clock[0])
     clock[0] = 1.0
@@ -219,8 +219,8 @@ def test_lines_say_how_far_it_is() -> None:
     assert stats.summary() == "4 jobs, 1 done, 1 already done, 1 failed in 2.0 s"
 
 
-def test_two_batches_into_one_folder_compute_each_job_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do not wait for each other while there are others to do. What one parks, the other does not try."""
+def test_two_batches_in_one_folder_run_each_job_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither waits for the other while jobs are left, and neither tries a job that the other parked."""
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
     begun: list[str] = []
     found: list[BatchStats] = []
@@ -230,11 +230,11 @@ def test_two_batches_into_one_folder_compute_each_job_once(tmp_path: Path, monke
         outputs, stats, first = Outputs(tmp_path), BatchStats(20, io.StringIO()), [True]
         outputs.ensure()
 
-        def once(each: Job, worker: Scripted) -> JobOutcome:
+        def once(each: Job, worker: ScriptedWorker) -> JobOutcome:
             begun.append(each.content)
             if first.pop() if first else False:
                 both.wait()
-            return JobOutcome(End.FAILED, "broken") if each.name == "job 7" else does(each, worker)
+            return JobOutcome(End.FAILED, "broken") if each.name == "job 7" else succeed(each, worker)
 
         found.append(stats)
         pool = ScriptedPool(outputs, once, waves=[1])

@@ -1,4 +1,4 @@
-"""The same queue feeding running ComfyUIs: two stand-in servers, one that is lost, one that comes back."""
+"""A batch on running ComfyUIs: two stand-in servers that share jobs, lose them, reject them or answer late."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Console = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def two(comfy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Two servers, each run of which has an id of its own."""
+def two_servers(comfy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Two servers whose runs have different ids."""
     monkeypatch.setattr(follow, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(follow, "RECONNECT_SECONDS", 0.05)
     monkeypatch.setattr(api, "PAUSE_SECONDS", 0.01)
@@ -43,38 +43,38 @@ def two(comfy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 @pytest.fixture
-def batch(two: list[Any], console: Console, workflow: dict[str, Any], tmp_path: Path) -> Callable[..., Any]:
-    """batch(seeds) → exit code, the answer, what was told."""
+def batch(two_servers: list[Any], console: Console, workflow: dict[str, Any], tmp_path: Path) -> Callable[..., Any]:
+    """batch(seeds) → exit code, JSON answer, stderr."""
 
     def run(seeds: int, *options: str, servers: list[Any] | None = None) -> tuple[int, dict[str, Any], str]:
         lines = [{"workflow": workflow, "matrix": {"seeds": {"count": seeds}}}]
         file = toy_jobs.write_jobs(tmp_path / "jobs.jsonl", lines)
-        urls = [word for server in (servers or two) for word in ("--server", server.url)]
+        urls = [word for server in (servers or two_servers) for word in ("--server", server.url)]
         code, out, err = console("batch", file, "--out", tmp_path / "out", *urls, *options, "--json")
         return code, json.loads(out), err
 
     return run
 
 
-def runs_of(server: Any) -> list[int]:
-    """The seeds of what was submitted to it."""
+def submitted_seeds(server: Any) -> list[int]:
+    """The seeds of the workflows that were submitted to a server."""
     return [body["prompt"]["1"]["inputs"]["seed"] for kind, body in server.requests if kind == "prompt"]
 
 
-def test_one_queue_feeds_both_and_needs_no_ray(batch: Callable[..., Any], two: list[Any], tmp_path: Path) -> None:
-    code, answer, told = batch(12)
-    assert code == 0 and answer["done"] == 12, told
-    first, second = map(runs_of, two)
+def test_jobs_are_shared_between_two_servers(batch: Callable[..., Any], two_servers: list[Any], tmp_path: Path) -> None:
+    code, answer, err = batch(12)
+    assert code == 0 and answer["done"] == 12, err
+    first, second = map(submitted_seeds, two_servers)
     assert first and second and sorted(first + second) == list(range(12))
     records = [json.loads(path.read_text()) for path in (tmp_path / "out").glob("*/job.json")]
-    assert {record["worker"] for record in records} == {server.url for server in two}
+    assert {record["worker"] for record in records} == {server.url for server in two_servers}
     assert all((tmp_path / "out" / record["content"] / "sub" / "a_00001_.png").is_file() for record in records)
     code, answer, _ = batch(12)
-    assert answer["already_done"] == 12 and sum(map(len, map(runs_of, two))) == 12
+    assert answer["already_done"] == 12 and sum(map(len, map(submitted_seeds, two_servers))) == 12
 
 
-def test_a_job_that_a_server_forgot_is_tried_again(batch: Callable[..., Any], two: list[Any]) -> None:
-    succeed = type(two[0]).succeed
+def test_job_lost_by_server_is_retried(batch: Callable[..., Any], two_servers: list[Any]) -> None:
+    succeed = type(two_servers[0]).succeed
     forgets = iter([True])
 
     async def script(server: Any) -> None:
@@ -83,48 +83,48 @@ def test_a_job_that_a_server_forgot_is_tried_again(batch: Callable[..., Any], tw
         else:
             await succeed(server)
 
-    for server in two:
+    for server in two_servers:
         server.script = script
-    code, answer, told = batch(4)
-    assert code == 0 and answer["done"] == 4 and answer["workers_lost"] == 1, told
-    assert sum(map(len, map(runs_of, two))) == 5
+    code, answer, err = batch(4)
+    assert code == 0 and answer["done"] == 4 and answer["workers_lost"] == 1, err
+    assert sum(map(len, map(submitted_seeds, two_servers))) == 5
 
 
-def test_a_job_that_fails_there_is_parked(batch: Callable[..., Any], two: list[Any], tmp_path: Path) -> None:
-    two[0].refuse = two[1].refuse = True
+def test_rejected_job_is_parked_until_retry(batch: Callable[..., Any], two_servers: list[Any], tmp_path: Path) -> None:
+    two_servers[0].refuse = two_servers[1].refuse = True
     code, answer, _ = batch(2)
     assert code == 4 and answer["failed"] == 2 and "failed validation" in answer["faults"][0]["error"]
     assert len([*(tmp_path / "out" / "parked").iterdir()]) == 2
-    two[0].refuse = two[1].refuse = False
+    two_servers[0].refuse = two_servers[1].refuse = False
     assert batch(2)[0] == 4
     code, answer, _ = batch(2, "--retry")
     assert code == 0 and answer["done"] == 2 and not [*(tmp_path / "out" / "parked").iterdir()]
 
 
-def test_a_server_that_does_not_answer_yet_gets_its_jobs_later(batch: Callable[..., Any], two: list[Any]) -> None:
+def test_batch_completes_when_server_answers_late(batch: Callable[..., Any], two_servers: list[Any]) -> None:
     silent = iter([True] * 5)
-    numbered = two[1].first
+    numbered = two_servers[1].first
 
     def first(request: web.Request) -> web.Response | None:
         if request.path == "/queue" and next(silent, False):
             return web.Response(status=503)
         return numbered(request)
 
-    two[1].first = first
-    code, answer, _ = batch(3, servers=[two[0], two[1]])
+    two_servers[1].first = first
+    code, answer, _ = batch(3, servers=[two_servers[0], two_servers[1]])
     assert code == 0 and answer["done"] == 3
-    code, answer, _ = batch(6, servers=[two[1]])
+    code, answer, _ = batch(6, servers=[two_servers[1]])
     assert code == 0 and answer["done"] == 3
 
 
-def test_without_any_server_nothing_runs(console: Console, workflow: dict[str, Any], tmp_path: Path) -> None:
+def test_unreachable_server_ends_batch(console: Console, workflow: dict[str, Any], tmp_path: Path) -> None:
     file = toy_jobs.write_jobs(tmp_path / "jobs.jsonl", [{"workflow": workflow}])
     code, _, err = console("batch", file, "--out", tmp_path / "out", "--server", "http://127.0.0.1:9")
     assert code == 3 and "No ComfyUI answers at http://127.0.0.1:9" in err
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_can_be_stopped_from_another_thread(there: Any, comfy: Any) -> None:
+def test_stop_event_interrupts_run(there: Any, comfy: Any) -> None:
     stop = threading.Event()
 
     async def never(server: Any) -> None:
@@ -133,4 +133,4 @@ def test_a_run_can_be_stopped_from_another_thread(there: Any, comfy: Any) -> Non
     comfy.script = never
     with pytest.raises(InterruptedRunError, match="was interrupted"):
         there(stop=stop)
-    assert ("interrupt" in dict(comfy.requests)) or ("queue" in dict(comfy.requests)), "it is taken from the server"
+    assert ("interrupt" in dict(comfy.requests)) or ("queue" in dict(comfy.requests)), "it is cancelled on the server"

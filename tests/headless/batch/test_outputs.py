@@ -1,5 +1,4 @@
-"""The folder of outputs: whole or not there, claimed by one command, and all that a batch knows. And what of a job a
-worker keeps."""
+"""The folder of outputs: complete or absent, and claimed by one command. And how long a worker keeps a model."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ CONTENT = "0123456789abcdef" * 2
 JOB = Job("a job", Graph({}), CONTENT, CacheKey("m", "p", "s"))
 
 
-def test_what_a_job_made_takes_its_place_at_once(tmp_path: Path) -> None:
-    def ran(graph: Graph, output_dir: Path) -> RunResult:
+def test_finished_job_is_published_and_not_run_again(tmp_path: Path) -> None:
+    def run_once(graph: Graph, output_dir: Path) -> RunResult:
         (output_dir / "sub").mkdir()
         (file := output_dir / "sub" / "a.txt").write_text("made")
         return RunResult({"1": {"text": ["a line"], "onediff_guard": [{}]}}, {}, [file], 1.5)
 
     outputs = Outputs(tmp_path / "out")
-    assert execute(JOB, outputs, ran, "here") == JobOutcome(End.DONE, seconds=1.5)
+    assert execute(JOB, outputs, run_once, "here") == JobOutcome(End.DONE, seconds=1.5)
     folder = tmp_path / "out" / CONTENT
     assert sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")) == ["job.json", "sub", "sub/a.txt"]
     record = json.loads((folder / "job.json").read_text())
@@ -42,13 +41,13 @@ def test_what_a_job_made_takes_its_place_at_once(tmp_path: Path) -> None:
     assert not [*(tmp_path / "out" / ".running").iterdir()]
 
     def never(*_: Any, **__: Any) -> RunResult:
-        raise AssertionError("it is done")
+        raise AssertionError("the job is done already")
 
     assert execute(JOB, outputs, never, "here").end is End.DONE
 
 
 @pytest.mark.parametrize(("error", "end"), [*ENDS, (RunFailedError, End.FAILED)])
-def test_a_job_that_fails_leaves_nothing(tmp_path: Path, error: type[HeadlessError], end: End) -> None:
+def test_failed_job_leaves_no_file(tmp_path: Path, error: type[HeadlessError], end: End) -> None:
     def fails(graph: Graph, output_dir: Path) -> RunResult:
         (output_dir / "half").write_text("half")
         raise error("no")
@@ -58,7 +57,7 @@ def test_a_job_that_fails_leaves_nothing(tmp_path: Path, error: type[HeadlessErr
     assert not outputs.has(CONTENT) and not [*tmp_path.rglob("half")]
 
 
-def test_the_second_of_two_that_made_the_same_gives_way(tmp_path: Path) -> None:
+def test_second_output_of_same_job_is_discarded(tmp_path: Path) -> None:
     outputs = Outputs(tmp_path)
     with outputs.arriving(CONTENT) as (late, _):
         (late / "by").write_text("the second")
@@ -68,7 +67,7 @@ def test_the_second_of_two_that_made_the_same_gives_way(tmp_path: Path) -> None:
     assert not [*(tmp_path / ".running").iterdir()]
 
 
-def test_a_folder_that_is_in_the_way_is_left_alone(tmp_path: Path) -> None:
+def test_unrelated_folder_at_output_path_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / CONTENT).mkdir()
     (tmp_path / CONTENT / "somebody's").touch()
     outputs = Outputs(tmp_path)
@@ -77,18 +76,18 @@ def test_a_folder_that_is_in_the_way_is_left_alone(tmp_path: Path) -> None:
     assert not outputs.has(CONTENT) and (tmp_path / CONTENT / "somebody's").exists()
 
 
-def test_why_a_job_is_parked_is_kept(tmp_path: Path) -> None:
+def test_parked_job_keeps_its_reason(tmp_path: Path) -> None:
     outputs, file = Outputs(tmp_path), tmp_path / "parked" / f"{CONTENT}.json"
     assert not outputs.parked(CONTENT)
     outputs.park(CONTENT, "a", "it dies", 3)
     assert outputs.parked(CONTENT) == "it dies" and json.loads(file.read_text())["attempts"] == 3
     file.write_text("{")
-    assert not outputs.parked(CONTENT), "what cannot be read is no reason"
+    assert not outputs.parked(CONTENT), "an unreadable file has no reason"
     outputs.unpark(CONTENT)
     outputs.unpark(CONTENT)
 
 
-def test_a_disk_that_fails_while_publishing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_while_publishing_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -109,7 +108,7 @@ time.sleep(3600)
 """
 
 
-def test_the_claim_of_a_killed_command_is_free_at_once(tmp_path: Path) -> None:
+def test_claim_of_killed_command_is_released(tmp_path: Path) -> None:
     outputs = Outputs(tmp_path)
     outputs.ensure()
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
@@ -122,7 +121,7 @@ def test_the_claim_of_a_killed_command_is_free_at_once(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob("*.claim")] and outputs.claim("c")
 
 
-def test_without_locks_no_job_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_succeeds_without_file_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "locked", lambda _: False)
     outputs = Outputs(tmp_path)
     outputs.ensure()
@@ -142,7 +141,7 @@ def graph(**changes: Any) -> Graph:
 
 
 @pytest.mark.parametrize(
-    ("changes", "differs"),
+    ("changes", "changed_fields"),
     [
         ({"seed": 2, "steps": 3, "text": "a cat", "sampler_name": "dpm"}, []),
         ({"model": "other"}, ["model"]),
@@ -152,21 +151,19 @@ def graph(**changes: Any) -> Graph:
         ({"frames": 17, "model": "other"}, ["model", "shape"]),
     ],
 )
-def test_the_key_is_of_what_is_loaded_and_compiled(changes: dict[str, Any], differs: list[str]) -> None:
+def test_cache_key_depends_on_model_plan_and_shape(changes: dict[str, Any], changed_fields: list[str]) -> None:
     before, after = cache_key_of(graph()), cache_key_of(graph(**changes))
-    assert [name for name in CacheKey._fields if getattr(before, name) != getattr(after, name)] == differs
+    assert [name for name in CacheKey._fields if getattr(before, name) != getattr(after, name)] == changed_fields
 
 
-def test_a_worker_keeps_its_last_model_for_as_long_as_the_plan_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_keeps_last_model_until_model_or_plan_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_pool, "_end_with", lambda _: None)  # a thread that waits for Ray's end
     loaded: dict[str, weakref.ref[Any]] = {}
-    left: list[set[str]] = []
+    alive: list[set[str]] = []
 
     def run(graph: Graph, output_dir: Path, **_: Any) -> RunResult:
-        """As it loads a model, which is its job's name."""
-        left.append({name for name, handle in loaded.items() if handle() is not None})
+        """Pretend to load the model that the job is named after."""
+        alive.append({name for name, handle in loaded.items() if handle() is not None})
         handle = object.__new__(PipelineHandle)
         loaded[model] = weakref.ref(handle)
         if model == "fails":
@@ -177,4 +174,4 @@ def test_a_worker_keeps_its_last_model_for_as_long_as_the_plan_stays(
     cases = [("a", "p", ""), ("a", "p", "larger"), ("b", "p", ""), ("b", "q", ""), ("b", "q", ""), ("fails", "q", "")]
     for number, (model, plan, shape) in enumerate([*cases, ("b", "q", "")]):
         actor.run(Job(model, Graph({}), f"{number:032x}", CacheKey(model, plan, shape)))
-    assert left == [set(), {"a"}, set(), set(), {"b"}, set(), set()]
+    assert alive == [set(), {"a"}, set(), set(), {"b"}, set(), set()]
