@@ -1,4 +1,4 @@
-"""Other people's JSON: parsed within bounds, and what does not fit is named with its place."""
+"""Untrusted JSON is parsed within limits, and mismatches are reported with their path."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Parent(Foreign):
         *("NaN", "-Infinity", '"\\ud800"', '"\ud800"', b"\xff\xfe"),
     ],
 )
-def test_what_is_no_json_is_refused(text: str | bytes) -> None:
+def test_invalid_json_is_rejected(text: str | bytes) -> None:
     with pytest.raises(Unreadable, match="it is not JSON"):
         parse(text)
 
 
-def test_json_of_python_has_nan_where_that_is_asked_for() -> None:
+def test_nan_option_accepts_nan_and_infinity() -> None:
     assert str(parse("[NaN, Infinity]", nan=True)) == "[nan, inf]"
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ({}, "children is missing"),
         ([], r"it is \[\]: input should be"),
@@ -51,23 +51,23 @@ def test_json_of_python_has_nan_where_that_is_asked_for() -> None:
         ({"children": {"a": {}, "b": {}}}, "children.a.name is missing .and 1 more"),
     ],
 )
-def test_what_does_not_fit_is_named_with_its_place(value: Any, said: str) -> None:
-    with pytest.raises(Unreadable, match=said):
+def test_mismatch_is_reported_with_its_path(value: Any, message: str) -> None:
+    with pytest.raises(Unreadable, match=message):
         fitting(Parent, value)
 
 
-def test_what_fits_is_a_model() -> None:
+def test_valid_json_becomes_model() -> None:
     parent = parse_as(Parent, '{"children": {"a": {"name": "x", "sizes": [1, 2]}}, "weight": 3, "unknown": null}')
     assert parent == Parent(children={"a": Child(name="x", sizes=[1, 2])}, weight=3.0)
 
 
-def test_plain_types_are_checked_too() -> None:
+def test_plain_types_are_checked() -> None:
     assert fitting(dict[str, list[str]], {"a": ["b"]}) == {"a": ["b"]}
     with pytest.raises(Unreadable, match=r"a\[0\] is 1: input should be a valid string"):
         fitting(dict[str, list[str]], {"a": [1]})
 
 
-def test_a_file_is_read_up_to_a_limit(tmp_path: Any) -> None:
+def test_file_above_size_limit_is_rejected(tmp_path: Any) -> None:
     (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf[1, 2]")
     assert read(tmp_path / "a.json") == [1, 2]
     with pytest.raises(Unreadable, match="it is larger than 8 bytes"):
@@ -75,13 +75,13 @@ def test_a_file_is_read_up_to_a_limit(tmp_path: Any) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_json_or_refused(data: bytes) -> None:
+def test_random_bytes_are_parsed_or_rejected(data: bytes) -> None:
     with suppress(Unreadable):
         json.dumps(parse(data))
 
 
 @pytest.mark.parametrize("value", [[], {}, {"a": {"b": [1, "x", None]}}, [[], [], {}], {"text": "a, b: [c]"}, 5])
-def test_values_are_counted_or_overcounted(value: Any) -> None:
+def test_value_count_is_never_too_low(value: Any) -> None:
     def count(value: Any) -> int:
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         return 1 + sum(map(count, inner))

@@ -1,4 +1,4 @@
-"""Other people's paths stay in the folder that they are meant for, or are refused."""
+"""Untrusted paths stay inside their folder or are rejected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 
 @pytest.mark.parametrize("name", ["a.png", "a/b.png", "a\\b.png", "...", "a..b", " a", "日本.png", "a" * 255])
-def test_a_name_below_the_folder_is_taken(tmp_path: Path, name: str) -> None:
+def test_name_below_folder_is_accepted(tmp_path: Path, name: str) -> None:
     assert inside(tmp_path, name) == tmp_path / name.replace("\\", "/")
 
 
@@ -24,13 +24,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "why"), [(name, why) for why, names in REFUSED.items() for name in names])
-def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str, why: str) -> None:
+def test_unsafe_name_is_rejected_with_reason(tmp_path: Path, name: str, why: str) -> None:
     with pytest.raises(Outside, match=why) as refused:
         inside(tmp_path, name)
     assert str(refused.value).isprintable()
 
 
-def test_a_link_that_leads_out_is_refused(tmp_path: Path) -> None:
+def test_symlink_out_of_folder_is_rejected(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (tmp_path / "secret").write_text("x")
@@ -46,7 +46,7 @@ def test_a_link_that_leads_out_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.text(max_size=40))
-def test_any_text_stays_below_or_is_refused(name: str) -> None:
+def test_random_name_stays_below_folder_or_is_rejected(name: str) -> None:
     folder = Path("/folder")
     try:
         path = folder / relative(name)
@@ -59,5 +59,5 @@ ANOTHER = ["CON", "nul.png", "COM1", "lpt¹.txt", "a.", "a ", "a.png:stream", "a
 
 
 @pytest.mark.parametrize("name", [*ANOTHER, "console.png", "a.nul", "com.png", "a b.png", "..a", "日本"])
-def test_names_that_windows_takes_for_another(name: str) -> None:
+def test_names_that_mean_another_file_on_windows_are_detected(name: str) -> None:
     assert means_another_on_windows(name) == (name in ANOTHER)

@@ -1,4 +1,4 @@
-"""Other people's text does nothing on a page, in a terminal, in a message or in a file's name."""
+"""Untrusted text is made harmless for pages, terminals, messages and file names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-def test_a_page_shows_markup_as_it_is_and_makes_no_link_of_other_words() -> None:
+def test_markup_and_links_are_escaped_for_page() -> None:
     assert for_page("<img src=x onerror='a()'> & \"b\"\x1b[0m") == (
         "&lt;img src=x onerror=&#x27;a()&#x27;&gt; &amp; &quot;b&quot;�&#91;0m"
     )
@@ -19,7 +19,7 @@ def test_a_page_shows_markup_as_it_is_and_makes_no_link_of_other_words() -> None
     )
 
 
-def test_a_terminal_gets_lines_and_nothing_that_it_obeys() -> None:
+def test_control_characters_are_replaced_for_terminal() -> None:
     assert for_terminal("a\r\nb\tc\x1b]0;title\x07\r\x9b2J\u202eevil") == "a\nb\tc�]0;title��" + "�2J�evil"
 
 
@@ -34,20 +34,20 @@ def test_a_terminal_gets_lines_and_nothing_that_it_obeys() -> None:
         ("\ud800", "�"),
     ],
 )
-def test_a_value_in_a_message(value: object, text: str) -> None:
+def test_value_in_message_is_short_and_printable(value: object, text: str) -> None:
     assert shown(value) == text
 
 
 @given(
     st.recursive(st.none() | st.text() | st.floats(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 )
-def test_any_value_is_one_printable_line(value: object) -> None:
+def test_random_value_becomes_one_short_line(value: object) -> None:
     text = shown(value)
     assert len(text) <= 60 and "\n" not in text and text.encode() is not None
 
 
 @given(st.text())
-def test_any_text_is_a_plain_file_name(text: str) -> None:
+def test_random_text_becomes_plain_file_name(text: str) -> None:
     name = for_file_name(text)
     assert PurePath(name).name == name and 0 < len(name.encode()) <= 100 and name not in (".", "..")
 
@@ -65,11 +65,11 @@ def test_any_text_is_a_plain_file_name(text: str) -> None:
         ("127.0.0.1:8188", "127.0.0.1:8188"),
     ],
 )
-def test_an_address_is_printed_without_its_password(url: str, printed: str) -> None:
+def test_password_is_removed_from_address(url: str, printed: str) -> None:
     assert without_password(url) == printed
 
 
-def test_a_list_ends_with_how_many_more_there_are() -> None:
+def test_long_list_ends_with_count_of_omitted_items() -> None:
     assert listed([]) == ""
     assert listed(["a\x1b", 1, None]) == "a�, 1, None"
     assert listed(("x" * 100 for _ in range(50)), most=2, between=" -> ", limit=3) == "xx… -> xx… and 48 more"
