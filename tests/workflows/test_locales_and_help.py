@@ -1,4 +1,4 @@
-"""Texts beside the code: languages and help pages say something about every node, and about nothing else."""
+"""Locales, help pages and translations cover every node, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_M
 ROOT = Path(__file__).resolve().parents[2]
 LOCALES = sorted(path for path in (ROOT / "locales").iterdir() if path.is_dir())
 HELP = ROOT / "web" / "docs"
-SAID = english_locale.texts()
-OURS_ALONE = re.compile(
+ENGLISH = english_locale.texts()
+PRIVATE_TERMS = re.compile(
     r"\b(wide|islands?|asked for|laid out like|planned like|reckon\w*|on paper|taught|stream in float32|halves apart|"
     r"drift(s|ed)?|not finite)\b",
     re.IGNORECASE,
@@ -34,15 +34,15 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def shape(texts: Any) -> Any:
-    """The same nesting with the texts left out."""
+    """The same nesting without the texts."""
     return {key: shape(value) for key, value in texts.items()} if isinstance(texts, dict) else str
 
 
-def test_english_is_what_the_nodes_say() -> None:
-    stale = "locales/en is not what the nodes say: run make docs, and update the translations"
+def test_english_locale_matches_node_texts() -> None:
+    stale = "locales/en is outdated: run make docs, and update the translations"
     assert english_locale.FILE.read_bytes() == english_locale.render().encode(), stale
     for name, node in NODE_CLASS_MAPPINGS.items():
-        said, declared = SAID[name], node.INPUT_TYPES()
+        said, declared = ENGLISH[name], node.INPUT_TYPES()
         visible = declared["required"] | declared.get("optional", {})
         tips = {key: options["tooltip"] for key, (_, options) in visible.items()}
         assert (said["display_name"], said["description"]) == (NODE_DISPLAY_NAME_MAPPINGS[name], node.DESCRIPTION)
@@ -50,9 +50,9 @@ def test_english_is_what_the_nodes_say() -> None:
 
 
 @pytest.mark.parametrize("folder", LOCALES, ids=lambda path: path.name)
-def test_a_language_covers_everything_and_nothing_else(folder: Path) -> None:
+def test_locale_has_same_keys_as_english(folder: Path) -> None:
     assert folder.name in COMFYUI_LANGUAGES
-    assert shape(read(folder / "nodeDefs.json")) == shape(SAID)
+    assert shape(read(folder / "nodeDefs.json")) == shape(ENGLISH)
     english = read(ROOT / "locales" / "en" / "main.json")
     assert shape(read(folder / "main.json")) == shape(english)
     parts = {part for node in NODE_CLASS_MAPPINGS.values() for part in node.CATEGORY.split("/")}
@@ -70,23 +70,23 @@ def texts(node: Any, path: str = "") -> dict[str, str]:
 
 
 @pytest.mark.parametrize("folder", LOCALES, ids=lambda path: path.name)
-def test_a_translation_names_the_same_options_and_numbers(folder: Path) -> None:
-    """Drop-down values stay as they are in every language, so whoever reads a tooltip finds them in the list."""
+def test_translation_keeps_options_and_numbers(folder: Path) -> None:
+    """Drop-down values are not translated, so that readers of a tooltip find them in the list."""
     options = (*inputs.PRECISIONS, inputs.INHERIT, *inputs.BACKENDS, *inputs.OFFLOADS, *inputs.ON_FAILURE)
     marked = re.compile(rf"\b(?:{'|'.join(map(re.escape, (*options, *inputs.SCHEDULERS)))})(?=[:：])|\d+")
     translated = texts(read(folder / "nodeDefs.json"))
-    for path, text in texts(SAID).items():
+    for path, text in texts(ENGLISH).items():
         assert translated[path].strip()
         wanted, found = (sorted(marked.findall(value)) for value in (text, translated[path]))
         assert found == wanted, f"{path}: {translated[path]}"
 
 
 @pytest.mark.parametrize("language", translations.LANGUAGES)
-def test_a_translation_calls_nodes_and_inputs_as_the_page_does(language: str) -> None:
-    """By the names that this language gives them. A drop-down value may be such a word too, with a colon behind it."""
+def test_translation_uses_translated_node_and_input_names(language: str) -> None:
+    """No English name of a renamed node or input is left. A drop-down value before a colon may be the same word."""
     folder = ROOT / "locales" / language
     shown = read(folder / "nodeDefs.json")
-    nodes = {SAID[node]["display_name"] for node in shown} - {node["display_name"] for node in shown.values()}
+    nodes = {ENGLISH[node]["display_name"] for node in shown} - {node["display_name"] for node in shown.values()}
     inputs_ = {(key, text["name"].lower()) for node in shown.values() for key, text in node["inputs"].items()}
     renamed = {key for key, _ in inputs_} - {name for _, name in inputs_}
     english = re.compile(rf"(?<![\w./-])(?:{'|'.join(sorted({*nodes, *renamed}))})(?![\w.:：/-])")
@@ -95,13 +95,13 @@ def test_a_translation_calls_nodes_and_inputs_as_the_page_does(language: str) ->
     assert not [text for text in map(str, said) if english.search(re.sub(r"`[^`]*`", "", text))]
 
 
-def test_translations_are_made_from_the_english_as_it_is() -> None:
+def test_translations_are_up_to_date_with_english() -> None:
     assert {*translations.LANGUAGES, "en"} == {folder.name for folder in LOCALES}
     assert not translations.faults(), "translate what has changed, then run the command at each line's end"
 
 
 def structure(page: str) -> tuple[list[str], list[str], set[str]]:
-    """What a translation shares: levels of headings, links, and what stands in code, tables' first cells in order."""
+    """What a translation keeps: levels of headings, code in the first cells of tables in order, and all other code."""
     heads = [line.split()[0] for line in page.splitlines() if line.startswith("#")]
     code = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
     cells = [re.findall(r"`([^`]+)`", line.split(" | ")[0]) for line in page.splitlines() if line.startswith("| `")]
@@ -110,8 +110,8 @@ def structure(page: str) -> tuple[list[str], list[str], set[str]]:
 
 @pytest.mark.parametrize("language", translations.LANGUAGES)
 @pytest.mark.parametrize("name", NODE_CLASS_MAPPINGS)
-def test_a_translated_help_page_has_all_of_the_english_one(name: str, language: str) -> None:
-    """Its inputs and outputs carry their names in that language too, since that is what the node shows."""
+def test_translated_help_page_has_same_structure_as_english(name: str, language: str) -> None:
+    """It names inputs and outputs as the translated node shows them."""
     english, page = ((HELP / file).read_text(encoding="utf-8") for file in (f"{name}.md", f"{name}/{language}.md"))
     node = read(ROOT / "locales" / language / "nodeDefs.json")[name]
     assert page.startswith(f"# {node['display_name']}\n")
@@ -121,7 +121,7 @@ def test_a_translated_help_page_has_all_of_the_english_one(name: str, language: 
 
 
 @pytest.mark.parametrize("readme", sorted(ROOT.glob("README.*.md")), ids=lambda path: path.name)
-def test_a_translated_readme_has_all_of_the_english_one(readme: Path) -> None:
+def test_translated_readme_has_same_structure_as_english(readme: Path) -> None:
     english, translated = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", readme.name))
     assert structure(translated) == structure(english)
     links = [re.findall(r"\]\(([^)#\s]+)", page) for page in (translated, english)]
@@ -131,7 +131,7 @@ def test_a_translated_readme_has_all_of_the_english_one(readme: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NODE_CLASS_MAPPINGS)
-def test_every_node_has_a_help_page_that_names_all_of_it(name: str) -> None:
+def test_help_page_names_all_inputs_and_outputs_of_node(name: str) -> None:
     page = (HELP / f"{name}.md").read_text(encoding="utf-8")
     node = NODE_CLASS_MAPPINGS[name]
     assert page.startswith(f"# {NODE_DISPLAY_NAME_MAPPINGS[name]}\n")
@@ -141,8 +141,7 @@ def test_every_node_has_a_help_page_that_names_all_of_it(name: str) -> None:
 
 
 def _texts() -> Iterator[str]:
-    """Of the page, the locale and the code: every literal of several words that is no docstring; of an f-string, its
-    parts."""
+    """Texts of the page, the locale and the code: literals of several words but docstrings, and parts of f-strings."""
     yield from (path.read_text("utf-8") for path in (*(ROOT / "web").glob("*.js"), *HELP.glob("*.md")))
     for name in ("main.json", "nodeDefs.json", "settings.json"):
         yield from texts(read(ROOT / "locales" / "en" / name)).values()
@@ -154,12 +153,12 @@ def _texts() -> Iterator[str]:
             yield from (n.value for n in said if isinstance(n.value, str) and " " in n.value)
 
 
-def test_what_people_read_has_no_word_that_is_ours_alone() -> None:
-    """Docs may explain the mechanism by its name; nodes, reports, logs, errors and commands say what it does."""
-    assert not [text for text in _texts() if OURS_ALONE.search(text)]
+def test_user_texts_contain_no_private_terms() -> None:
+    """Docs may name a mechanism; nodes, reports, logs, errors and commands say what it does."""
+    assert not [text for text in _texts() if PRIVATE_TERMS.search(text)]
 
 
-def test_no_help_page_is_left_over() -> None:
+def test_help_pages_match_nodes_and_languages() -> None:
     assert {path.stem for path in HELP.glob("*.md")} == set(NODE_CLASS_MAPPINGS)
     translated = {(path.parent.name, path.stem) for path in HELP.glob("*/*")}
     assert translated == set(product(NODE_CLASS_MAPPINGS, translations.LANGUAGES))

@@ -1,4 +1,4 @@
-"""README.md and the pages under docs/ name what there is: every file, node and exit code, and nothing that is gone."""
+"""README.md and docs/ name every node, workflow and exit code, and only files and targets that exist."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ def links(page: str) -> list[str]:
 
 
 def anchors(page: str) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """The anchors of the page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_readme_can_be_taken_in_at_a_glance() -> None:
+def test_readme_has_at_most_180_lines() -> None:
     assert len(README.splitlines()) <= 180
 
 
-def test_every_workflow_is_in_the_table() -> None:
+def test_readme_lists_every_workflow() -> None:
     listed = [(row[0], row[2].strip("`")) for row in rows(section("Workflows"))[1:]]
     assert listed == sorted((title.split(" - ")[0], name) for name, title in TITLES.items())
 
 
-def test_readme_has_a_line_for_every_node() -> None:
+def test_readme_lists_every_node() -> None:
     assert sorted(row[0] for row in rows(section("Nodes at a glance"))[1:]) == sorted(
         NODE_DISPLAY_NAME_MAPPINGS.values()
     )
 
 
 @pytest.mark.parametrize("name", NODE_CLASS_MAPPINGS)
-def test_the_node_table_has_every_input_and_output(name: str) -> None:
+def test_node_table_lists_every_input_and_output(name: str) -> None:
     row = next(row for row in rows(PAGES["docs/nodes.md"]) if row[0] == NODE_DISPLAY_NAME_MAPPINGS[name])
     described = schema.from_class(name, NODE_CLASS_MAPPINGS[name])
     assert re.findall(r"`([^`]+)`", row[2]) == list(described.inputs)
@@ -71,29 +71,29 @@ def test_the_node_table_has_every_input_and_output(name: str) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guard.md"])
-def test_precisions_are_in_their_tables(page: str) -> None:
+def test_precision_table_lists_every_precision(page: str) -> None:
     assert set(inputs.PRECISIONS) <= {name for row in rows(section("Precision", page)) for name in quoted(row[0])}
 
 
-def test_backends_are_in_their_table() -> None:
+def test_backend_table_lists_every_backend() -> None:
     backends = {row[0].strip("`") for row in rows(section("Compile backends", "docs/compile.md"))[1:]}
     assert backends == set(inputs.BACKENDS) - {"auto"}
 
 
-def test_exit_codes_and_core_nodes_are_named() -> None:
+def test_headless_page_names_exit_codes_and_core_nodes() -> None:
     text = section("Run a workflow", "docs/headless.md")
     assert {row[0] for row in rows(text)} >= {str(int(code)) for code in ExitCode}
     assert all(name in text for name in CORE_NODES)
 
 
-def test_the_same_black_pictures_are_known_everywhere() -> None:
+def test_readme_and_guard_page_list_same_black_pictures() -> None:
     pages = ("README.md", "docs/guard.md")
     short, full = ([row[:2] for row in rows(section("The known black pictures", page))] for page in pages)
     assert short == full
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_and_picture_is_there(page: str) -> None:
+def test_relative_links_and_anchors_exist(page: str) -> None:
     for link in links(page):
         target, _, anchor = link.partition("#")
         file = (ROOT / page).parent / target if target else ROOT / page
@@ -104,7 +104,7 @@ def test_every_link_and_picture_is_there(page: str) -> None:
             assert anchor in anchors(file.resolve().relative_to(ROOT).as_posix()), link
 
 
-def test_every_page_can_be_found_from_readme() -> None:
+def test_every_page_is_reachable_from_readme() -> None:
     found, waiting = set[str](), ["README.md"]
     while waiting:
         page = waiting.pop()
@@ -116,8 +116,8 @@ def test_every_page_can_be_found_from_readme() -> None:
 
 
 def paths(page: str) -> set[str]:
-    """What the page quotes that reads as a path of the repository: in a folder, or a test's file."""
-    text = re.sub(r"<\w+>|\bNAME\b", "*", " ".join(quoted(PAGES[page])))  # places for a name
+    """Quoted words that are paths of the repository: in one of its folders, or a test's file."""
+    text = re.sub(r"<\w+>|\bNAME\b", "*", " ".join(quoted(PAGES[page])))  # placeholders
     words = {word.partition("::")[0].rstrip(".,:") for word in text.split()}
     return {
         word
@@ -126,15 +126,15 @@ def paths(page: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))  # which tells of what was
-def test_every_path_is_there(page: str) -> None:
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))  # which names removed files
+def test_quoted_paths_exist(page: str) -> None:
     for path in paths(page):
         where = ROOT.glob(path.rstrip("/")) if "/" in path else (ROOT / "tests").rglob(path)
         assert next(where, None), path
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_make_target_is_there(page: str) -> None:
+def test_quoted_make_targets_exist(page: str) -> None:
     targets = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for text in quoted(PAGES[page]):
         if found := re.match(r"make ([a-z-]+)", text):

@@ -1,4 +1,4 @@
-"""The workflows that ComfyUI lists as templates: one graph in both formats, with nothing in it that does not exist."""
+"""The workflows that ComfyUI lists as templates: valid, and the same graph in both formats."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCHEMAS = {name: schema.from_class(name, node) for name, node in CLASSES.items()
 NATIVE = [name for name in TITLES if name.startswith("native_")]  # for ComfyUI's own models
 SPLIT = [name for name in NATIVE if name != "native_sd15_text_to_image"]  # whose models come in several files
 GUARD = "OneDiffGuardNaNGuardNative"
-WITH_MODEL = ("KSampler", "KSamplerAdvanced", "BasicGuider", "CFGGuider")  # that sample with the MODEL they are given
+WITH_MODEL = ("KSampler", "KSamplerAdvanced", "BasicGuider", "CFGGuider")  # that sample with their MODEL input
 DECODERS = ("VAEDecode", "VAEDecodeTiled")  # of pictures
 PARTS = {  # input of a loader → folder of the files that it lists
     "unet_name": "diffusion_models",
@@ -59,11 +59,11 @@ def stem(path: Path) -> str:
 
 
 def plain(graph: Graph) -> dict[str, Any]:
-    """What decides the result: classes, inputs, links. Titles are for people."""
+    """What determines the result: classes, inputs and links, but no titles."""
     return {node.id: (node.class_type, dict(node.inputs)) for node in graph.nodes.values()}
 
 
-MODELS = {  # workflow → the hub's page of its model, and GB of the files there that are loaded, as the hub lists them
+MODELS = {  # workflow → repository of its model, and GB of the files that are loaded, as the hub lists them
     "cogvideox_text_to_video": ("THUDM/CogVideoX-2b", 13),
     "cogvideox_lora_text_to_video": ("THUDM/CogVideoX-5b", 22),
     "cogvideox_image_to_video": ("THUDM/CogVideoX-5b-I2V", 22),
@@ -85,7 +85,7 @@ CHOSEN_BY = {"OneDiffGuardLoadPipeline", "CheckpointLoaderSimple", "LTXAVTextEnc
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A models folder in which the loaders find the names that the workflows have, and ComfyUI's example picture."""
+    """A models folder with the names that the workflows load, and ComfyUI's example picture."""
     for hub_id, _ in MODELS.values():
         folder = tmp_path / hub_id.partition("/")[2]
         folder.mkdir(exist_ok=True)
@@ -95,19 +95,19 @@ def model_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_there_is_a_workflow_in_every_format() -> None:
+def test_every_workflow_has_ui_and_api_file() -> None:
     assert [path.stem for path in UI_FILES] == [*TITLES.values()]
     assert {path.stem for path in API_FILES} == TITLES.keys() | {"cogvideox_text_to_video_webp"}
 
 
 @pytest.mark.parametrize("title", TITLES.values())
-def test_a_search_finds_the_title_which_can_stand_in_addresses_and_file_systems(title: str) -> None:
-    assert {"nan", "black", "fp16"} <= {*title.lower().split()}, "the page's search looks at how words begin"
+def test_title_is_searchable_and_valid_in_urls_and_file_names(title: str) -> None:
+    assert {"nan", "black", "fp16"} <= {*title.lower().split()}, "ComfyUI searches for beginnings of words"
     assert re.fullmatch(r"[\w .-]{1,80}", title, re.ASCII)
 
 
 @pytest.mark.parametrize("path", UI_FILES, ids=stem)
-def test_there_is_a_small_square_picture_of_every_workflow(path: Path) -> None:
+def test_workflow_has_small_square_picture(path: Path) -> None:
     data = path.with_suffix(".jpg").read_bytes()
     assert data.startswith(b"\xff\xd8\xff") and len(data) < 40_000
     with Image.open(path.with_suffix(".jpg")) as picture:
@@ -115,7 +115,7 @@ def test_there_is_a_small_square_picture_of_every_workflow(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_a_native_workflow_has_a_guard_last_before_each_sampler_and_before_decoding(name: str) -> None:
+def test_native_workflow_guards_each_sampler_and_decoder(name: str) -> None:
     """One for each model: Wan 2.2 has two."""
     graph = api_graph(api_file(name))
     nodes = graph.nodes
@@ -132,7 +132,7 @@ def test_a_native_workflow_has_a_guard_last_before_each_sampler_and_before_decod
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_a_native_workflow_of_several_files_names_and_offers_each(name: str) -> None:
+def test_native_workflow_offers_each_model_file(name: str) -> None:
     data = read(ui_file(name))
     ((note,),) = (node["widgets_values"] for node in data["nodes"] if node["type"] == "MarkdownNote")
     offered = {str(node["id"]): node["properties"].get("models", []) for node in data["nodes"]}
@@ -145,11 +145,11 @@ def test_a_native_workflow_of_several_files_names_and_offers_each(name: str) -> 
             assert f"[{model['name']}]({model['url']}), " in note and f"{model['directory']}/{model['name']}" in note
         named |= files
     assert all(file in comfyui_nodes.FILES[folder] for file, folder in named)
-    assert note.count("https://huggingface.co/") == len(named) + 1, "each once, and the page"
+    assert note.count("https://huggingface.co/") == len(named) + 1, "each file once, and the model's page"
 
 
 @pytest.mark.parametrize("name", TITLES)
-def test_the_note_names_the_model_its_size_and_what_to_do_without_it(name: str) -> None:
+def test_note_names_model_size_and_download(name: str) -> None:
     nodes = read(ui_file(name))["nodes"]
     ((note,),) = (node["widgets_values"] for node in nodes if node["type"] == "MarkdownNote")
     hub_id, size = MODELS[name]
@@ -163,32 +163,32 @@ def test_the_note_names_the_model_its_size_and_what_to_do_without_it(name: str) 
 
 @pytest.mark.parametrize("file", [ui_file, api_file])
 @pytest.mark.parametrize("name", [*NATIVE, "cogvideox_video_to_video"])
-def test_a_run_without_a_server_names_what_is_missing(
+def test_run_without_server_names_missing_node_types(
     file: Callable[[str], Path], name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert cli.main(["run", str(file(name)), "--out", str(tmp_path)]) == ExitCode.BAD_INPUT
-    said = capsys.readouterr().err
+    err = capsys.readouterr().err
     lacking = sorted(api_graph(api_file(name)).class_types() & set(SERVER_ONLY))
-    assert f"there is no node type {listed(lacking)}:" in said
-    assert "--server URL" in said and "--comfyui DIR" in said
+    assert f"there is no node type {listed(lacking)}:" in err
+    assert "--server URL" in err and "--comfyui DIR" in err
 
 
 @pytest.mark.parametrize("name", TITLES)
-def test_ui_format_and_api_format_are_the_same_graph(name: str) -> None:
+def test_ui_and_api_files_give_same_graph(name: str) -> None:
     data = read(ui_file(name))
     assert is_ui_format(data)
     assert plain(ui_format.convert(data, SCHEMAS)) == plain(api_graph(api_file(name)))
 
 
 @pytest.mark.parametrize("path", API_FILES, ids=stem)
-def test_every_node_link_input_and_value_is_allowed_and_leads_to_what_is_saved(path: Path, model_folder: Path) -> None:
+def test_workflow_is_valid_and_needs_every_node(path: Path, model_folder: Path) -> None:
     graph = api_graph(path)
     with host.plain_folders(models=[model_folder], input=model_folder, output=model_folder):
         assert {*validate.plan(graph, CLASSES).order} == graph.nodes.keys()
-    assert not [node.label for node in graph.nodes.values() if not node.title], "a title is for people"
+    assert not [node.label for node in graph.nodes.values() if not node.title], "each node has a title"
 
 
-def test_the_webp_twin_differs_in_the_saver_alone() -> None:
+def test_webp_workflow_differs_only_in_saver() -> None:
     twin = plain(api_graph(TEXT_TO_VIDEO.with_name("cogvideox_text_to_video_webp.json")))
     graph = plain(api_graph(TEXT_TO_VIDEO))
     savers = {"CreateVideo", "SaveVideo", "SaveAnimatedWEBP"}
@@ -213,7 +213,7 @@ def boxes(data: dict[str, Any]) -> dict[str, tuple[float, float, float, float]]:
 
 
 @pytest.mark.parametrize("path", UI_FILES, ids=stem)
-def test_no_node_lies_on_another(path: Path) -> None:
+def test_nodes_do_not_overlap(path: Path) -> None:
     placed = list(boxes(read(path)).items())
     for i, (name, a) in enumerate(placed):
         for other, b in placed[i + 1 :]:
@@ -222,7 +222,7 @@ def test_no_node_lies_on_another(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", UI_FILES, ids=stem)
-def test_the_link_table_agrees_with_the_slots(path: Path) -> None:
+def test_link_table_matches_slots(path: Path) -> None:
     data = read(path)
     nodes = {node["id"]: node for node in data["nodes"]}
     for link, origin, origin_slot, target, target_slot, kind in data["links"]:
@@ -234,7 +234,7 @@ def test_the_link_table_agrees_with_the_slots(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", UI_FILES, ids=stem)
-def test_the_browser_learns_which_pack_a_missing_node_is_in(path: Path) -> None:
+def test_nodes_name_their_pack(path: Path) -> None:
     for node in read(path)["nodes"]:
         if node["type"] not in ui_format.FRONTEND_ONLY:
             ours = node["type"] in NODE_CLASS_MAPPINGS
@@ -243,7 +243,7 @@ def test_the_browser_learns_which_pack_a_missing_node_is_in(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", UI_FILES, ids=stem)
-def test_the_seed_is_followed_by_its_control(path: Path) -> None:
+def test_seed_widget_is_followed_by_its_control(path: Path) -> None:
     controls: list[str] = []
     for node in read(path)["nodes"]:
         spec: Schema | None = SCHEMAS.get(node["type"])
@@ -258,12 +258,12 @@ def test_the_seed_is_followed_by_its_control(path: Path) -> None:
 # --- subgraphs/, which scripts/blueprints.py folds out of them --------------------------------------------------------
 
 
-def test_blueprints_are_as_written_by_the_tool() -> None:
+def test_blueprint_files_match_generator() -> None:
     written = dict(blueprints.files())
     found = {file: file.read_text(encoding="utf-8") for file in blueprints.FOLDER.iterdir()}
     assert found == written, "run python scripts/blueprints.py"
 
 
-def test_a_search_takes_a_blueprints_name() -> None:
-    """The page's finds no longer one that is typed whole."""
+def test_blueprint_names_have_at_most_32_letters() -> None:
+    """ComfyUI's search does not find a longer name that is typed in full."""
     assert max(len(blueprint.name) for blueprint in blueprints.BLUEPRINTS) <= 32
