@@ -43,7 +43,8 @@ def test_value_in_message_is_short_and_printable(value: object, text: str) -> No
 )
 def test_random_value_becomes_one_short_line(value: object) -> None:
     text = shown(value)
-    assert len(text) <= 60 and "\n" not in text and text.encode() is not None
+    assert len(text) <= 60 and text == for_terminal(text) and "\n" not in text
+    text.encode()
 
 
 @given(st.text())
