@@ -27,52 +27,54 @@ CARDS = """\
 
 <!-- Written by `make docs` from precision/arch.py, policy.py and accumulation.py. Do not edit it here. -->
 
-What each card can do, what `auto` chooses on it for each model, and why. What was chosen on your machine is in the
-sampler's report, with the reason. [guard.md](guard.md) says what the values mean, and
-[nodes.md](nodes.md#models) which models load today.
+This page lists what each card can compute, and what `auto` chooses on it for each model, with the reasons. The
+sampler's report has the choice for your machine. [guard.md](guard.md) explains the values of `precision`, and
+[nodes.md](nodes.md#models) lists the models that load.
 
 ## Cards
 
-Load Pipeline names yours, and so does `onediff-guard doctor`. For NVIDIA, `sm86` means compute capability
-8.6; NVIDIA has a [list of cards by capability](https://developer.nvidia.com/cuda-gpus). A gfx name here stands for all
-targets that begin with it (`gfx11` for `gfx1100`); the longest name that fits counts.
+Load Pipeline and `onediff-guard doctor` name your card. For NVIDIA, `sm86` means compute capability 8.6; NVIDIA has a
+[list of cards by capability](https://developer.nvidia.com/cuda-gpus). A gfx name stands for all targets that begin with
+it (`gfx11` for `gfx1100`); if several names fit, the longest one counts.
 """
 
 CARD_COLUMNS = """\
-- **bf16**: *native* is computed by the hardware. *emulated* is computed in fp32 and cast: right, but slow. PyTorch's
+- **bf16**: *native* is computed by the hardware. *emulated* is computed in fp32 and cast: correct, but slow. PyTorch's
   own check (`is_bf16_supported`) counts emulation as support, so it is not used here.
-- **fast fp16**: fp16 is faster than fp32. On `sm75-gtx16` (GTX 16 and the other Turing cards without tensor cores,
-  known by their names) it comes out NaN or black, whatever the model: *wrong fp16* below. Else it is slow.
+- **fast fp16**: fp16 is faster than fp32. Cards without it are *slow fp16* below, except `sm75-gtx16` (GTX 16 and the
+  other Turing cards without tensor cores, recognised by name): there fp16 is NaN or black with any model, which is
+  *wrong fp16* below.
 - **tensor cores**: matrix units for fp16. AMD calls them matrix cores.
-- **TF32**: fp32's range with fp16's mantissa. The fp32 rerun of a failed step uses it, unless `exact_fp32` is on. That
-  keeps a model in fp32 from it too, and convolutions, which PyTorch otherwise lets take it.
-- **fp8**: what precision `fp8` needs of an NVIDIA card. Elsewhere it is for information: nothing is quantised on AMD.
+- **TF32**: fp32's range with fp16's mantissa. The fp32 rerun of a failed step uses it, unless `exact_fp32` is on.
+  `exact_fp32` also disables TF32 for a model in precision `fp32` and for convolutions, where PyTorch allows it by
+  default.
+- **fp8**: the card multiplies fp8. Precision `fp8` needs it, and an NVIDIA card: nothing is quantised on AMD.
   Precision `int8` runs on NVIDIA from `sm80` on, and on CPUs.
-- **half-precision accumulation**: *right* or *wrong* by users' reports, *untried* where there is none. See
+- **half-precision accumulation**: *right* or *wrong* by users' reports, *untried* if there are no reports. See
   [below](#half-precision-accumulation).
-- **fp16 accumulation pays**: which cards multiply fp16 twice as fast where products accumulate in fp16. Of one compute
-  capability, GeForce cards do and professional and datacentre cards do not; they are told apart by their names.
-  [fp16_accumulation.md](fp16_accumulation.md) has the rest.
+- **fp16 accumulation pays**: *GeForce* means that GeForce cards of this compute capability multiply fp16 twice as fast
+  if products accumulate in fp16, and that its professional and datacentre cards do not. The card's name tells them
+  apart. See [fp16_accumulation.md](fp16_accumulation.md).
 
 ## Models
 
-- **dtype**: what its authors trained or published it in. *fp16 models* and *bf16 models* below mean this dtype.
+- **dtype**: the dtype in which the authors trained or published the model. *fp16 models* and *bf16 models* below mean this dtype.
 - **leaves fp16's range**: activations of the denoiser are known to grow beyond 65504. Plain fp16 is NaN or black then.
-- **protected**: in fp16 it runs with [overflow protection](overflow_protection.md) from the start. The others have it
-  once a call has failed.
+- **protected**: in fp16 its denoiser has [overflow protection](overflow_protection.md) from the start. The others get it
+  after their first failed call.
 
-A model's name links to what its authors say, here and everywhere below.
+On this page, a model's name links to its authors' page.
 """
 
 AUTO = """\
-These are the published models. Where the weights of an fp16 model are stored in bf16, they are taken for a fine-tune
+These are the published models. If the weights of an fp16 model are stored in bf16, the pack treats it as a fine-tune
 that was trained in bf16 and may leave fp16's range. Weights stored in fp16 or fp32 change nothing.
 
 ## What `auto` chooses
 
 This table is about the denoiser. *fp16 protected* is fp16 with
-[overflow protection](overflow_protection.md). Whatever runs in fp16 or bf16 is guarded:
-a call that comes out NaN or infinite is recomputed in fp32. `auto` never takes plain fp16.
+[overflow protection](overflow_protection.md). Everything that runs in fp16 or bf16 is guarded:
+a call whose output is NaN or infinite is recomputed in fp32. `auto` never chooses `fp16 (plain)`.
 """
 
 OTHERS = """\
@@ -93,38 +95,39 @@ model*.
 REQUESTS = """\
 ## What the other values do
 
-This table is about the denoiser. What is asked for is honoured, unless it says *refused*. `fp8` and `int8` quantise
-the denoiser's large linear layers, and need [torchao](quantised.md); all else is bf16, other components too.
+This table is about the denoiser. It runs in the dtype that you choose, unless the table says *refused*. `fp8` and
+`int8` quantise the denoiser's large linear layers, and need [torchao](quantised.md). All else is bf16, including the
+other components.
 """
 
 GUARD = """\
 ## Guard and overflow protection
 
-Both follow from the dtype that the denoiser ends up in, whether `auto` chose it or you did.
+Both depend on the dtype in which the denoiser runs, whether you chose it or `auto` did.
 """
 
 ACCUMULATION = """\
 ## Half-precision accumulation
 
-Attention kernels may add up in fp16 instead of fp32. That is faster, and on some cards it comes out NaN or black. The
-switches for it belong to the whole process. They are set while a model runs, and put back when it is done. The
-loader's `accumulation` chooses. `fp16` is `auto` here; what it does beside, for the denoiser's products, is in
+Attention kernels can add up in fp16 instead of fp32. That is faster, and on some cards the result is NaN or black. The
+switches for it are process-wide. They are set while a model runs, and restored afterwards. The loader's `accumulation`
+selects them. For these switches, `fp16` is the same as `auto`; its effect on the denoiser's products is in
 [fp16_accumulation.md](fp16_accumulation.md).
 """
 
 SWITCHES = """\
-What the switches are set to. *left* means left as it was.
+The values of the switches while a model runs. *left* means unchanged.
 """
 
 RULES = f"""\
 - A variable that you have exported is never touched. The report names it.
-- The `torch.` switches are nobody's: ComfyUI sets some at import. They are made safe while a model runs whoever set
-  them, and the report says what they were. To leave them on, choose `fast`.
-- Where several GPUs share the process, or several runs overlap, the safest value holds for all.
-- nexfort asks once more when it compiles: its option `{NEXFORT_OPTION}` is true where
+- The `torch.` switches do not tell who set them: ComfyUI sets some at import. So they are set to the safe value while
+  a model runs, whoever set them, and the report has their previous values. To leave them on, choose `fast`.
+- If several GPUs share the process, or several runs overlap, the safest value applies to all.
+- nexfort has one more setting when it compiles: its option `{NEXFORT_OPTION}` is true if
   `{NEXFORT_SWITCH}` is.
-- bf16 has fp32's range, so its own switches are left alone.
-- A PyTorch that lacks one of the `torch.` switches is no problem: that one is left out.
+- bf16 has fp32's range, so its own switches do not change.
+- If a PyTorch lacks one of the `torch.` switches, that one is skipped.
 """
 
 
@@ -226,7 +229,7 @@ def _other_components() -> str:
         if variant and component is not Component.DENOISER:
             cells = tuple(_cell(choose(fast, variant, component, request)) for request in requests)
             rows.setdefault(cells, []).append(component.words)
-    titles = ["component", "where the denoiser runs in fp16", "in `fp16 (plain)`"]
+    titles = ["component", "if the denoiser runs in fp16", "in `fp16 (plain)`"]
     return _table(titles, [[", ".join(names), *cells] for cells, names in rows.items()])
 
 

@@ -49,4 +49,4 @@ def test_any_damaged_file_is_refused_or_holds_what_was_meant(tmp_path: Path, fig
         assert not said or (said.startswith("'damaged' ") and len(said) < 3000)
 
     one()
-    figure("damaged files of compiled code, each refused by name or whole", drawn(ALL, SMALLER))
+    figure("damaged files of compiled code, each rejected by name or loaded whole", drawn(ALL, SMALLER))

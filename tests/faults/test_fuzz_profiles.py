@@ -64,7 +64,7 @@ def test_any_damaged_profile_is_refused_with_a_reason_or_whole(tmp_path: Path, f
         again.unlink()
 
     one()
-    figure("damaged profiles, each refused by name or taken whole", drawn(ALL, SMALLER))
+    figure("damaged profiles, each rejected with a reason or accepted whole", drawn(ALL, SMALLER))
 
 
 def _read(file: Path) -> tuple[Profile | None, str]:
@@ -133,4 +133,4 @@ def test_no_accepted_profile_changes_the_result(tiny: Tiny, figure: Any) -> None
         assert (said == [PROFILE_UNUSED]) == (scope is Scope.STEP)
 
     one()
-    figure("accepted profiles run, each with a relative error below 0.005", drawn(ALL_RUNS, FEWER_RUNS))
+    figure("runs with accepted profiles, each with a relative error below 0.005", drawn(ALL_RUNS, FEWER_RUNS))

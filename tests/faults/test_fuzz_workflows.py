@@ -158,7 +158,7 @@ def test_a_damaged_workflow_is_fit_to_be_sent_or_refused(
         refusal(run)
 
     damaged()
-    figure("damaged workflows in both formats: errors that no message was made for", f"0 of {FILES_DRAWN:,}")
+    figure("damaged workflows in both formats: unexpected errors", f"0 of {FILES_DRAWN:,}")
 
 
 def test_any_argument_of_set_is_taken_or_refused(
@@ -171,4 +171,4 @@ def test_any_argument_of_set_is_taken_or_refused(
         refusal(lambda: check(read(json.dumps(SEEDS[number]).encode()), *changes))
 
     given_()
-    figure("arguments of --set: errors that no message was made for", f"0 of {ARGUMENTS_DRAWN:,}")
+    figure("arguments of --set: unexpected errors", f"0 of {ARGUMENTS_DRAWN:,}")

@@ -57,7 +57,7 @@ def test_nothing_outlives_the_command(
     assert len(left) == (1 if how == "SIGKILL" else 0)
     with files.temporary_folder("onediff-guard-", folder / "tmp") as own:
         assert list((folder / "tmp").iterdir()) == [own], "the next run removes what the killed one left"
-    figure(f"{how} {where}, while a ComfyUI that was started is busy: processes and folders left", 0)
+    figure(f"{how} {where}, while the ComfyUI that the command started is busy: processes and folders left", 0)
 
 
 def test_folders_that_somebody_uses_stay(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def left_behind(stage: Stage, before: process_state.State) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _told(figure: Callable[[str, object], None]) -> None:
-    figure(f"{PLACES} places of a stage: files half-written, things left behind, next runs that are not right", 0)
+    figure(f"{PLACES} places of a stage: partial files, leftovers and wrong next runs", 0)
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def test_memory_that_runs_out_once_changes_no_bit(figure: Callable[[str, object]
         frames, survived = run(place)
         assert torch.equal(frames, right), place
         assert survived == ["nothing else on the device"] or layers.calls[place] == "text_encoder"  # another report
-    figure("memory ran out in one layer's call: runs that went on, with frames as without, to the bit", FAULTS)
+    figure("out of memory in one layer's call: runs that continued, with bit-equal frames", FAULTS)
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -73,5 +73,6 @@ def test_runs_that_learn_into_one_folder(
     assert profile == own
     assert [path.suffix for path in shared.iterdir()] == [".json"], "something is left behind"
     figure(
-        "Two processes that learn into one folder: runs that came to other frames than one alone", f"0 of {2 * times}"
+        "two processes that save overrides to one folder: runs whose frames differ from a single process's",
+        f"0 of {2 * times}",
     )

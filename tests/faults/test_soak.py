@@ -192,13 +192,17 @@ def test_nothing_grows_and_every_report_is_right(
     grown = [r.memory - first.memory - lost * (r.tensors_read - first.tensors_read) for r in readings]
     spread = max(map(abs, grown)) / first.memory
     safetensors = lost * (last.tensors_read - first.tensors_read)
-    figure("Generations one after another, with the guard acting in a third of them", ROUNDS * len(KINDS))
-    figure("Calls of denoisers that the guard ran again in these", reruns)
-    figure("Reports of these that were wrong", len(wrong))
+    figure("generations in sequence, with the guard acting in a third of them", ROUNDS * len(KINDS))
+    figure("denoiser calls that the guard recomputed in these generations", reruns)
+    figure("wrong reports of these generations", len(wrong))
     figure(
-        "Memory after the warm-up of these, and how far it went from there", f"{first.memory >> 20} MiB, {spread:.2%}"
+        "memory after the warm-up of these generations, and its change from there",
+        f"{first.memory >> 20} MiB, {spread:.2%}",
     )
-    figure("Memory that safetensors lost meanwhile, by tensors read, not counted", f"{safetensors / 2**20:.1f} MiB")
+    figure(
+        "memory that safetensors leaked meanwhile, calculated from the number of tensors read, excluded from that change",
+        f"{safetensors / 2**20:.1f} MiB",
+    )
     assert wrong == [] and left == []
     for reading in readings[1:]:
         assert reading[2:] == first[2:], "tensors, storages, stores, caches"

@@ -22,14 +22,14 @@ RESULTS = ROOT / "scripts" / "benchmarks" / "results"
 PREFIX = "figure: "
 
 HEAD = """\
-# Reliability: what was tried, and what came of it
+# Reliability: tests with faults, fuzzing, threads and long runs
 
 <!-- Written by `make reliability` from scripts/benchmarks/results/{name}. Do not edit it here. -->
 
-Every line is the figure of a test that passed: {machine}, {date}, torch {torch}, no GPU.
-What is promised, and what is not, stands in [SECURITY.md](../SECURITY.md).
+Each row is a result of a test that passed, on {machine}, {date}, torch {torch}, no GPU.
+[SECURITY.md](../SECURITY.md) says what the pack promises, and what it does not.
 
-| what was tried | what was found | test |
+| what was tested | result | test |
 | --- | --- | --- |
 """
 
