@@ -1,40 +1,40 @@
-# make demo    a small CogVideoX that overflows fp16: black without the guard, right with it (output/demo)
-# make check   ruff, basedpyright, and the tests that load no pipeline and compile nothing
-# make test    those, and one real thing of each kind (tests/tiers.toml), in a real ComfyUI and the demo too
-# make test-slow  the other tests that need no checkout of ComfyUI, and the tests' own types
-# make test-all  every test, in each ComfyUI that is found
-# make comfyui-env CHECKOUT=~/ComfyUI  an environment beside a ComfyUI's checkout, for the tests to run it with
-# make reliability  faults, fuzzing, threads and soak at full depth: docs/reliability.md, from their figures
-# make audit   known holes in the packages that tests run with, by pip-audit (needs the internet)
-# make bench   what the guard, scaled layers and compiling cost and gain a step
-# make docs    docs/precision.md from the tables in precision/, locales/en from the nodes, subgraphs/ from workflows/,
-#              docs/comfyui-surface.md from comfyui_host/
-# Each makes .venv from nothing where it is missing, once. Needs Python 3.10 to 3.13, a C compiler and PyPI, or a mirror
-# of it. PYTHON=python3.12 chooses the interpreter. Using the pack in ComfyUI needs no make: see README.md.
+# make demo    run a small CogVideoX that overflows fp16: black in plain fp16, correct with protection (output/demo)
+# make check   run ruff, basedpyright, and the tests that load no pipeline and compile nothing
+# make test    run those, and one real case of each kind (tests/tiers.toml), also in a real ComfyUI
+# make test-slow  run the other tests that need no checkout of ComfyUI, and check the tests' types
+# make test-all  run every test, in each ComfyUI that is found
+# make comfyui-env CHECKOUT=~/ComfyUI  make an environment next to a ComfyUI checkout, in which tests run it
+# make reliability  run the tests of faults, fuzzing, threads and long runs at full depth; write docs/reliability.md
+# make audit   check the packages that tests run with for known vulnerabilities, by pip-audit (needs the internet)
+# make bench   measure the cost of the guard and of scaled layers, and the cost and gain of compiling
+# make docs    write docs/precision.md from the tables in precision/, locales/en from the nodes, subgraphs/ from
+#              workflows/, and docs/comfyui-surface.md from comfyui_host/
+# Each target makes .venv if it is missing. This needs Python 3.10 to 3.13, a C compiler and PyPI or a mirror of it.
+# PYTHON=python3.12 chooses the interpreter. To use the pack in ComfyUI you need no make: see README.md.
 
 PYTHON ?= python3
 TORCH := torch==2.13.0
 BESIDE_TORCH := torchvision==0.28.0 torchaudio==2.11.0
 
-# errors alone: at -q pip repeats a warning for every package
+# -qq prints errors only: with -q pip repeats a warning for every package
 PIP := -m pip install -qq --disable-pip-version-check
 SUPPORTED := import sys; v = sys.version_info[:2]; \
 	sys.exit(0 if (3, 10) <= v <= (3, 13) else f"{sys.executable} is Python {v[0]}.{v[1]}: the pinned packages need 3.10 to 3.13. Choose one: make PYTHON=python3.12")
 
-# bytecode is kept, whatever the shell has: a run starts hundreds of processes, and each would compile the pack anew
+# keep bytecode, whatever the shell sets: tests start hundreds of processes, and each would compile the pack again
 export PYTHONDONTWRITEBYTECODE :=
 
-# processes of pytest, each with one thread
+# number of pytest processes, with one thread each
 JOBS ?= 2
 TESTS := .venv/bin/python -m pytest -n $(JOBS)
 
-# beside the checkout, where the tests look for it
+# next to the checkout, where tests find it
 ENVIRONMENT = $(patsubst %/,%,$(CHECKOUT))-venv
 
-# what is typed after every change; the tests take as long again, in `make test-slow`
+# folders that basedpyright checks after every change; tests/ takes as long again and is checked in `make test-slow`
 TYPED := __init__.py __main__.py comfyui_host demo headless nodes pipelines precision scripts trust
 
-# a process of its own, since its memory is measured
+# runs in a separate process, since it measures the process's memory
 SOAK := tests/faults/test_soak.py
 
 .PHONY: demo check check-tests test test-tests test-slow test-slow-tests test-all comfyui-env reliability audit lint types bench docs clean
@@ -48,7 +48,7 @@ check: .venv/.installed
 check-tests: .venv/.installed
 	$(TESTS) --tier check
 
-# .venv-comfyui is made beside lint
+# make builds .venv-comfyui while lint runs
 test: .venv/.installed
 	@$(MAKE) --no-print-directory --jobs=2 lint test-tests
 
@@ -69,7 +69,7 @@ reliability: .venv/.installed .venv-comfyui/.installed
 	$(TESTS) tests/faults --ignore $(SOAK) --write-figures
 	.venv/bin/python -m pytest $(SOAK) --write-figures
 
-# --strict: a package of which the advisories cannot be asked for fails, too. SECURITY.md explains each that is ignored.
+# --strict: fails too if the advisories of a package cannot be read. To ignore one, explain it in SECURITY.md.
 audit:
 	@test -x .venv-audit/bin/pip-audit || { $(PYTHON) -m venv .venv-audit && .venv-audit/bin/python $(PIP) pip-audit; }
 	.venv-audit/bin/pip-audit --strict --disable-pip --no-deps -r constraints/test.txt
@@ -98,7 +98,7 @@ docs: .venv/.installed
 clean:
 	rm -rf .venv .venv-audit .venv-comfyui build comfyui_onediff_guard.egg-info
 
-# torch first and pinned again by the constraints, so that no other package's wish replaces it
+# torch comes first, and the constraints pin it too, so that no other package replaces it
 .venv/.installed: constraints/test.txt pyproject.toml
 	@$(PYTHON) -c '$(SUPPORTED)'
 	@test -x .venv/bin/python || { echo "Making .venv with $$($(PYTHON) --version): a few minutes"; $(PYTHON) -m venv .venv; }
@@ -109,8 +109,8 @@ clean:
 	@mkdir -p .venv/importable && ln -sfn ../.. .venv/importable/comfyui_onediff_guard
 	@touch $@
 
-# torch first, and no other in its place; the wheels that go with it without the torch that they ask for. `requests` and
-# what follows it: what an older ComfyUI forgets, and what ComfyUI's own tests need
+# torch comes first and stays; torchvision and torchaudio are installed without their own torch. `requests` is missing in
+# the requirements of an older ComfyUI, and ComfyUI's own tests need the packages after it
 comfyui-env:
 	@test -f '$(CHECKOUT)/main.py' || { echo "CHECKOUT='$(CHECKOUT)' has no main.py. Name the folder of a ComfyUI: make comfyui-env CHECKOUT=~/ComfyUI"; exit 1; }
 	@test -x '$(ENVIRONMENT)/bin/python' || { echo "Making $(ENVIRONMENT): a few minutes"; $(PYTHON) -m venv '$(ENVIRONMENT)'; }
@@ -120,7 +120,7 @@ comfyui-env:
 	'$(ENVIRONMENT)/bin/python' $(PIP) --no-deps $(BESIDE_TORCH)
 	'$(ENVIRONMENT)/bin/python' tests/comfyui/cpu_wheels.py
 
-# An environment of its own: the oldest ComfyUI and libraries that the pack supports. constraints/ tells what they are.
+# A separate environment with the oldest ComfyUI and libraries that the pack supports: constraints/ lists them
 .venv-comfyui/.installed: constraints/comfyui-0.0.1.txt tests/comfyui/cpu_wheels.py
 	@$(PYTHON) -c '$(SUPPORTED)'
 	@test -x .venv-comfyui/bin/python || { echo "Making .venv-comfyui for the tests in ComfyUI: a few minutes"; $(PYTHON) -m venv .venv-comfyui; }

@@ -1,8 +1,9 @@
-"""Write everything that users and programs rely on to a folder: `python scripts/golden.py OUT`. Compare with `diff -r`.
+"""Write everything that users and programs rely on to a folder: `python scripts/golden.py OUT`. Compare two folders
+with `diff -r`.
 
 nodes.json: every node with its inputs, options and outputs, without texts. api/: the graph of every shipped workflow.
-help/: of every command. profiles.json, report.json, report.txt: of a run in which a block overflows, without times and
-sizes.
+help/: the help of every command. profiles.json, report.json, report.txt: the profile and report of a run in which a
+block overflows, without times and sizes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The templates of the program's messages, read from the source. `python scripts/messages.py` adds templates that a
-language lacks to its `locales/<language>/messages.json`, to be translated, and removes obsolete ones.
+"""Read the templates of the program's messages from the source. `python scripts/messages.py` adds missing templates to
+each `locales/<language>/messages.json`, to be translated, and removes obsolete ones.
 
 A template is the first argument of `Message` (trust/message.py), of an error for users, and the like, with numbered
-fields. If it has several sentences, it is the first one.
+fields. Of a message with several sentences, it is the first sentence.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Break the tables and decisions on purpose, one place at a time, and see whether the tests notice.
+"""Break the tables and decisions in one place at a time, and report the changes that no test detects.
 
     python scripts/mutants.py
     python scripts/mutants.py precision pipelines comfyui_host --draw 20 --tier test slow
 
-A mutant is a source file with one place changed: a comparison turned round, `and` for `or`, a condition negated, True
-for False, a number raised by one, a table's word replaced. The tests run on each in a process of its own. What they
-let through is printed with its place, and the exit code is 1: each such line asks for a test, or says nothing that
-anybody could notice. With --draw, mutants are drawn at random over all lines of the sources, and with --tier, the tests
-of make targets run on them one after the other, until one notices.
+A mutant is a source file with one change: a comparison reversed, `and` for `or`, a condition negated, True for False, a
+number raised by one, a table's word replaced. The tests run on each mutant in a separate process. If no test fails, the
+place is printed, and the exit code is 1: the line needs a test, or the change has no effect. With --draw, mutants are
+drawn at random from all lines of the sources. With --tier, the tests of make targets run on each one until one fails.
 """
 
 from __future__ import annotations
@@ -153,14 +152,14 @@ def python_files(names: Iterable[str]) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("sources", nargs="*", default=SOURCES, help=f"to break (default: {' '.join(SOURCES)})")
-    parser.add_argument("--tests", nargs="*", default=TESTS, help="that must notice")
+    parser.add_argument("--tests", nargs="*", default=TESTS, help="the tests that must fail on a mutant")
     parser.add_argument(
-        "--tier", nargs="*", default=[], choices=TIERS, help="in place of --tests: of these make targets"
+        "--tier", nargs="*", default=[], choices=TIERS, help="instead of --tests: the tests of these make targets"
     )
-    parser.add_argument("--draw", type=int, metavar="N", help="so many at random instead of all")
-    parser.add_argument("--part", default="1/1", metavar="K/N", help="of --draw: the Kth of N parts, for long draws")
-    parser.add_argument("--green", action="store_true", help="the tests are known to pass on the source as it is")
-    parser.add_argument("--seed", type=int, default=0, help="of --draw")
+    parser.add_argument("--draw", type=int, metavar="N", help="N mutants at random instead of all")
+    parser.add_argument("--part", default="1/1", metavar="K/N", help="run only the Kth of N parts of --draw")
+    parser.add_argument("--green", action="store_true", help="skip the test run on the unchanged source")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --draw")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "comfyui_onediff_guard"

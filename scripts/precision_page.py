@@ -58,10 +58,11 @@ CARD_COLUMNS = """\
 
 ## Models
 
-- **dtype**: the dtype in which the authors trained or published the model. *fp16 models* and *bf16 models* below mean this dtype.
+- **dtype**: the dtype in which the authors trained or published the model. *fp16 models* and *bf16 models* below refer
+  to it.
 - **leaves fp16's range**: activations of the denoiser are known to grow beyond 65504. Plain fp16 is NaN or black then.
-- **protected**: in fp16 its denoiser has [overflow protection](overflow_protection.md) from the start. The others get it
-  after their first failed call.
+- **protected**: in fp16 its denoiser has [overflow protection](overflow_protection.md) from the start. Other denoisers
+  get it after their first failed call.
 
 On this page, a model's name links to its authors' page.
 """

@@ -2,7 +2,7 @@
 
     python scripts/registry_pictures.py
 
-The icon is the strip of a run: steps in half precision, and one that was recomputed.
+The icon is the strip of a run with steps in half precision and a recomputed one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find translations that are not of the current English text. Reviewed ones are recorded in locales/sources.json.
+"""Find translations that are missing, or older than the English text. locales/sources.json records reviewed ones.
 
 python scripts/translations.py                            # list missing and stale translations
 python scripts/translations.py zh README.md 'nodes/*'     # record that these were reviewed, in this language
@@ -74,4 +74,4 @@ def looked_at(language: str, patterns: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:]:
         looked_at(sys.argv[1], sys.argv[2:])
-    print("\n".join(faults()) or "All translations are made from the English as it is now.")
+    print("\n".join(faults()) or "All translations match the current English.")

@@ -1,9 +1,9 @@
-"""What published networks take beside their weights at full size, counted on tensors that have a shape and no values.
+"""Count the activation memory of published networks at full size, on tensors that have a shape but no values.
 
     python scripts/benchmarks/activations.py [--out scripts/benchmarks/results]
 
-Denoisers: one step, with both halves of guidance where the model takes guidance. VAEs: one decode of the usual size, as
-diffusers' own loops over tiles and chunks of frames make it. Attention is one kernel; no workspace is counted.
+Denoisers: one step, with both halves of guidance if the model takes guidance. VAEs: one decode of the usual size, with
+diffusers' own loops over tiles and chunks of frames. Attention counts as one kernel, without its workspace.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--networks", nargs="*", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--decodes", nargs="*", choices=DECODES, default=list(DECODES))
-    parser.add_argument("--size", default="full", help="of the networks, as networks.py has it")
+    parser.add_argument("--size", default="full", help="size of the networks, from networks.py")
     args = parser.parse_args()
     steps: dict[str, Any] = {}
     decodes: dict[str, Any] = {}

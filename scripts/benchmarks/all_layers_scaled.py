@@ -1,12 +1,12 @@
-"""What a step costs with every layer scaled, beside the same network plain in half precision and in fp32; the error of
-each against fp32; and what of it is the host's work.
+"""Measure a step with every layer scaled against the same network in plain half precision and in fp32: time, error
+against fp32, and the host's share of the time.
 
     python scripts/benchmarks/all_layers_scaled.py [--rounds 8] [--blocks 3] [--heads 8] [--out DIR]
 
-Steps are timed on a transformer of CogVideoX-2B's kind and a UNet of SDXL's kind, cut down, in bf16 on a CPU and fp16
-on a GPU. In bf16 nothing would have to be scaled: `scaled` is what fp16 gets, `unscaled` what bf16 gets. The host's
-work is timed on networks with all layers of the published ones, so narrow that little else is left.
-How it is timed, and what noise is: scripts/benchmarks/measure.py.
+Steps are timed on a small transformer like CogVideoX-2B's and a small UNet like SDXL's, in bf16 on a CPU and fp16 on a
+GPU. bf16 needs no scaling: fp16 runs as in `scaled`, bf16 as in `unscaled`. The host's time is measured on networks
+with all layers of the published ones, but so narrow that the device has little to do.
+scripts/benchmarks/measure.py explains the timing and noise.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Counting(TorchFunctionMode):
 
 
 def main() -> None:
-    parser = arguments(__doc__, rounds=8, rounds_help="of all contestants")
+    parser = arguments(__doc__, rounds=8, rounds_help="rounds of all contestants")
     parser.set_defaults(heads=8)
-    parser.add_argument("--size", default="cut", choices=("cut", "deep"), help="of the UNet, as networks.py has it")
+    parser.add_argument("--size", default="cut", choices=("cut", "deep"), help="size of the UNet, from networks.py")
     args = parser.parse_args()
     device, dtype = device_and_dtype()
     with torch.no_grad():

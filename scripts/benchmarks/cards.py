@@ -1,8 +1,8 @@
-"""What would run of each published model on cards of each size with offload 'auto', and its peak: counted, not run.
+"""Estimate what offload 'auto' chooses for each published model on cards of many sizes, and the memory peak.
 
     python scripts/benchmarks/cards.py [--arch sm86] [--out scripts/benchmarks/results]
 
-It is what `onediff-guard doctor --vram` says of one card. Prints the table of docs/memory.md.
+`onediff-guard doctor --vram` makes the same estimate for one card. This prints the table of docs/memory.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHORT = {"none": "n", "group": "g", "sequential": "s", APART: "½", "whole": "w"
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--arch", default="sm86", help="of the cards")
+    parser.add_argument("--arch", default="sm86", help="architecture of the cards")
     args = parser.parse_args()
     runs = []
     print(f"| | {' | '.join(map(str, GIBIBYTES))} |\n|{'---|' * (len(GIBIBYTES) + 1)}", flush=True)

@@ -1,9 +1,9 @@
-"""What compiling gains a step, and what it costs at the start: ours beside diffusers', on a CPU.
+"""Measure how much compiling speeds up a step, and the compile time at the start: ours and diffusers', on a CPU.
 
     python scripts/benchmarks/compiled.py [--models cogvideox-2b ...] [--stage steps compile ...] [--rounds 20]
 
-The denoisers of gpu.py, cut down to a CPU's size, with random weights, in bf16: the same stages, in the same code.
-How they are timed, and what noise is (`diffusers again`): scripts/benchmarks/measure.py.
+The denoisers of gpu.py in a size for CPUs, with random weights, in bf16, in the same stages and the same code.
+scripts/benchmarks/measure.py explains the timing and noise (`diffusers again`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""A decode whose alike calls are compiled, beside the same one that is not: time, and how far the pictures are apart.
+"""Compare a compiled decode with the same decode in eager mode: time, and difference of the pictures.
 
     BENCHMARK_CLOCK=processor python scripts/benchmarks/decode_compiled.py [--models svd ...] [--rounds 15] [--out DIR]
 
-Each model is a small one of the real classes with random weights, through Decode Latents' own function, in fp32. It
-says what compiling leaves of a decode's time on this machine, and that it only rounds otherwise; what a decoder of full
-size gains on a card is not measured. How it is timed: measure.py. Error is the norm of the difference
-to the decode that is not compiled, over that one's norm.
+Models are small, of the real classes with random weights, in fp32, and run through Decode Latents' own function. The
+times hold for this machine; the gain of a full-size decoder on a card is not measured. measure.py explains the timing.
+The error is the norm of the difference from the eager decode, divided by the latter's norm.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How far fp16 accumulation changes products and steps, by a model of tensor cores on a CPU.
+"""Measure how much fp16 accumulation changes products and steps, with a model of tensor cores on a CPU.
 
     python scripts/benchmarks/fp16_accumulation.py [--networks cogvideox-2b ...] [--out DIR]
 
-The model is in fp16_sums_on_cpu.py, which says what it leaves out. No time is taken. `products`: one product of random
-matrices for each inner size that published models have, against float64. `networks`: one call of cut-down networks of
-the families with random weights, 512 to 640 wide, with the switch against without it, as the first step of a run is
-checked. Errors are norms of differences, as shares of the norm.
+The model is in fp16_sums_on_cpu.py, which also lists its limits. Nothing is timed. `products`: one product of random
+matrices for each inner size of published models, against float64. `networks`: one call of small networks of the
+families with random weights, 512 to 640 wide, with the switch against without it, like the check in the first step of a
+run. Errors are norms of differences, divided by the norm.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INNER = {  # of published models' linear layers
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--networks", nargs="*", default=[], help="of quantised.py; none: all")
+    parser.add_argument("--networks", nargs="*", default=[], help="networks of quantised.py (default: all)")
     args = parser.parse_args()
     with torch.no_grad():
         result = head("fp16_accumulation", torch.device("cpu")) | {

@@ -1,12 +1,12 @@
-"""What the guard costs: a healthy step without it and with it, and an fp32 rerun beside an already-converted fp32 copy,
-in seconds and in peak bytes allocated.
+"""Measure the cost of the guard: a healthy step without and with it, and an fp32 rerun compared with a converted fp32
+copy of the model, in seconds and in peak bytes allocated.
 
     python scripts/benchmarks/guard.py [--rounds 40] [--blocks 3] [--out scripts/benchmarks/results]
 
-Where noise hides what the guard costs, the guard alone shows it: its casts and checks around an output that is there
-already. A denoiser of CogVideoX-2B's width, bf16 on a CPU and fp16 on a GPU; the failing step has a fault injected into
-the half attempt's output. A watched rerun, which tells the layer that failed, is what the first failing step has; what
-that is good for is measured in learning.py. How it is timed, and what noise is: measure.py.
+The guard's casts and checks are also timed by themselves, since noise may hide their share of a step. The denoiser has
+CogVideoX-2B's width, in bf16 on a CPU and fp16 on a GPU. In the failing step, a fault is injected into the output of
+the half-precision call. The first failing step of a run has a watched rerun, which records peaks to find the layer that
+failed; learning.py measures its benefit. measure.py explains the timing and noise.
 """
 
 from __future__ import annotations

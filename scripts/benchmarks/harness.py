@@ -37,8 +37,8 @@ def arguments(description: str | None, models: Iterable[str], stages: Iterable[s
     parser = new_parser(description)
     parser.add_argument("--models", nargs="+", choices=[*MODELS, "all"], default=list(models))
     parser.add_argument("--stage", nargs="+", choices=[*STAGES, "all"], default=list(stages), dest="stages")
-    parser.add_argument("--rounds", type=int, default=20, help="of all contestants, interleaved: at most")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for each stage of each model")
+    parser.add_argument("--rounds", type=int, default=20, help="most rounds of all contestants, interleaved")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit for each stage of each model")
     return parser
 
 

@@ -1,11 +1,12 @@
-"""What a layer that fails at every step costs in each scope of the guard, beside a healthy run and a run all in fp32.
+"""Measure the cost of a layer that fails at every step in each scope of the guard, against a healthy run and an fp32
+run.
 
     python scripts/benchmarks/learning.py [--rounds 50] [--blocks 30] [--heads 8] [--out scripts/benchmarks/results]
 
-A round is one step of each. One inner layer of one block puts out a NaN in half precision at every step; the others,
-and the fp32 rerun, know nothing of it. bf16 on a CPU, and fp16
-on a GPU: every layer is scaled then. In scope `learned` the first step, which is thrown away as warm-up, learns;
-what it took is given by itself. How it is timed, and what noise is: scripts/benchmarks/measure.py.
+A round is one step of each. In half precision, one inner layer of one block returns NaN at every step; other layers and
+the fp32 rerun do not. The dtype is bf16 on a CPU and fp16 on a GPU, where every layer is scaled. In scope `learned` the
+first step finds the overrides; it counts as warm-up, and its time is reported separately.
+scripts/benchmarks/measure.py explains the timing and noise.
 """
 
 from __future__ import annotations

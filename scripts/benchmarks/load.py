@@ -1,12 +1,12 @@
-"""What loading a component takes of the host's memory, over the checkpoint's bytes.
+"""Measure the host memory that loading a component takes, divided by the checkpoint's bytes.
 
     python scripts/benchmarks/load.py [--out scripts/benchmarks/results] [--folder DIR]
 
 Each component is written to a temporary folder (1 GB or more of random weights, in the published files' layout), and
-loaded through the store by a process of its own. Two peaks, each minus what there was after the imports:
+loaded through the store in a separate process. Two peaks are measured, each minus the value after the imports:
 
-- anonymous: memory that the process alone holds, sampled by its parent. What cannot be given back.
-- resident: VmHWM. Counts the pages of the mapped checkpoint too, which are the page cache's and go when room is needed.
+- anonymous: memory that only the process holds, sampled by its parent. The system cannot reclaim it.
+- resident: VmHWM. It includes pages of the mapped checkpoint, which the system frees when memory is needed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CASES = (
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--folder", type=Path, help="where the checkpoints are made, and removed again")
+    parser.add_argument("--folder", type=Path, help="folder in which checkpoints are made and removed again")
     parser.add_argument("--load", nargs=3, metavar=("MODEL", "COMPONENT", "DTYPE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.load:

@@ -1,9 +1,9 @@
-"""What changing a LoRA costs under compile: the graphs that a run makes anew, and its first step beside a later one.
+"""Measure the cost of changing a LoRA with compiled blocks: new graphs, and the time of the next step.
 
     python scripts/benchmarks/lora.py
 
-A denoiser of CogVideoX-2B's kind, cut down, with LoRAs of random weights in files as diffusers' training scripts save
-them. Each row is the first step after a change, in one process, in this order; its seconds hold reading the file.
+The denoiser is a small one like CogVideoX-2B's. LoRAs have random weights, in files like those of diffusers' training
+scripts. Each row is the first step after a change, in one process, in this order; its time includes reading the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LATER = 5  # steps after the first
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--size", default="cut", help="of cogvideox-2b in denoisers.py")
+    parser.add_argument("--size", default="cut", help="size of cogvideox-2b, from denoisers.py")
     parser.add_argument("--backend", default="inductor")
     args = parser.parse_args()
     device, model = torch.device("cuda" if torch.cuda.is_available() else "cpu"), MODELS["cogvideox-2b"]

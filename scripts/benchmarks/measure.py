@@ -43,8 +43,8 @@ def new_parser(description: str | None) -> argparse.ArgumentParser:
 def arguments(description: str | None, *, rounds: int, rounds_help: str) -> argparse.ArgumentParser:
     parser = new_parser(description)
     parser.add_argument("--rounds", type=int, default=rounds, help=rounds_help)
-    parser.add_argument("--blocks", type=int, default=3, help="of CogVideoX-2B's 30")
-    parser.add_argument("--heads", type=int, default=30, help="of 64 channels; CogVideoX-2B has 30")
+    parser.add_argument("--blocks", type=int, default=3, help="number of blocks; CogVideoX-2B has 30")
+    parser.add_argument("--heads", type=int, default=30, help="number of heads of 64 channels; CogVideoX-2B has 30")
     return parser
 
 

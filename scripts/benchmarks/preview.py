@@ -1,11 +1,11 @@
-"""What a picture after each step costs: made of latents of a published size, enlarged and written as JPEG, beside a
-step of the denoiser.
+"""Measure the cost of a preview after each step: made from latents of a published size, enlarged and written as JPEG,
+compared with a step of the denoiser.
 
     python scripts/benchmarks/preview.py [--rounds 40] [--blocks 3] [--out scripts/benchmarks/results]
 
-The latents are of CogVideoX-2B at 720×480×49, the denoiser is of its width with a few of its 30 blocks: a whole step
-takes as many times longer, and on a card a picture also waits for one copy of a frame's latents to main memory, which
-here costs nothing. How it is timed, and what noise is: scripts/benchmarks/measure.py.
+The latents are those of CogVideoX-2B at 720×480×49. The denoiser has its width and a few of its 30 blocks, so a whole
+step takes correspondingly longer. On a card, a preview also waits for a copy of a frame's latents to main memory, which
+is not measured here. scripts/benchmarks/measure.py explains the timing and noise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCKS = 30
 
 
 def main() -> None:
-    args = arguments(__doc__, rounds=40, rounds_help="of each").parse_args()
+    args = arguments(__doc__, rounds=40, rounds_help="rounds of each").parse_args()
     device, dtype = device_and_dtype()
     denoiser, call = build(args.blocks, args.heads, device, dtype)
     finished = torch.randn(LATENTS, device=device)

@@ -1,9 +1,9 @@
-"""Draws docs/probe.png: the Numerics Probe on a toy whose stream and one feed-forward leave fp16's range.
+"""Draw docs/probe.png: the Numerics Probe on a toy model whose residual stream and one feed-forward overflow fp16.
 
     python scripts/benchmarks/probe_picture.py [--out docs/probe.png]
 
-CogVideoX's real classes with random weights: 30 small blocks, of which one writes 5e5 to the residual stream, and one
-reaches 1e5 inside of its feed-forward.
+The model has CogVideoX's real classes with random weights: 30 small blocks. One block writes 5e5 to the residual
+stream, and one reaches 1e5 inside its feed-forward.
 """
 
 from __future__ import annotations

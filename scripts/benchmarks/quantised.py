@@ -1,15 +1,14 @@
-"""How far int8 and fp8 are from fp32, beside bf16 and fp16: in single calls of cut-down networks of the families, and
-in whole runs of a model in a folder, where one is given.
+"""Measure the errors of int8, fp8, bf16 and fp16 against fp32, in single calls of small networks of the families and,
+with --folder, in whole runs of a model.
 
     python scripts/benchmarks/quantised.py [--calls 3] [--folder DIR] [--out scripts/benchmarks/results]
 
 int8 is torchao's own, with its CPU kernel. fp8 is torchao's own tensor and quantiser, with PyTorch's CPU kernel for its
-scaled product (fp8_on_cpu.py): a card's adds up otherwise. Both on bf16, as the precisions are, and on float32, which
-shows what is quantising's own. `fp16` has an fp32 residual stream where the family has one. Weights are random. No
-times: without a card they say nothing.
+scaled product (fp8_on_cpu.py), which adds in another order than a card. Both run on bf16, like the precisions `fp8` and
+`int8`, and on float32, which shows the error of quantising by itself. `fp16` has overflow protection if the family has
+it. Weights are random. Nothing is timed: times on a CPU say nothing about a card.
 
-Errors are norms of differences to the same network in fp32, as shares of the norm: its own weights in each dtype, as
-they are loaded.
+Errors are norms of differences from the same network in fp32, divided by the norm, with weights loaded in each dtype.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ Subject = tuple[str, FamilySpec, Callable[[torch.dtype], torch.nn.Module], Calla
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--calls", type=int, default=3, help="of each network, with other inputs")
-    parser.add_argument("--folder", type=Path, help="of a pipeline of CogVideoX's, whose whole runs are compared too")
+    parser.add_argument("--calls", type=int, default=3, help="number of calls of each network, with different inputs")
+    parser.add_argument("--folder", type=Path, help="folder of a CogVideoX pipeline, whose runs are compared too")
     args = parser.parse_args()
     own = quantised.quantised_weight
     by_kind = {"fp8": fp8_weight, "int8": lambda layer: own(layer, "int8")}

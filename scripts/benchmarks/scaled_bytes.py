@@ -1,9 +1,9 @@
-"""What scaled layers add to a step, by counting: bytes moved, and their time beside the least time of its products.
+"""Count the bytes that scaled layers add to a step, and compare their time with the least time of the step's products.
 
     python scripts/benchmarks/scaled_bytes.py [--networks cogvideox-2b sdxl ...] [--size full] [--out DIR]
 
-The networks are diffusers' classes at published sizes, with both halves of guidance where the model takes guidance.
-Nothing is computed: tensors have shapes and no values. How bytes are counted, and what they assume: traffic.py.
+The networks are diffusers' classes at published sizes, with both halves of guidance if the model takes guidance.
+Nothing is computed: tensors have shapes but no values. traffic.py explains the counting and its assumptions.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PLAIN, ROOM, LOOKED, HOT, NO_ROOM, SCALED, FROM_BF16, FIRST, FP32 = (
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--size", default="full", help="as networks.py has it")
+    parser.add_argument("--size", default="full", help="size of the networks, from networks.py")
     args = parser.parse_args()
     rows: dict[str, Any] = {}
     for name in args.networks:

@@ -1,9 +1,9 @@
-"""What scaled layers do to the numbers: the figure of docs/overflow_protection.md, and its tables on standard output.
+"""Draw the figure of docs/overflow_protection.md, the errors with scaled layers, and print its tables.
 
     python scripts/benchmarks/scaled_figure.py [--out docs/overflow_protection.png]
 
-Small denoisers with random weights, as diffusers makes them, or changed so that the residual stream climbs over the
-blocks. An error is the norm of what the output differs by from fp32's, in parts of fp32's norm.
+The denoisers are small, with random weights from diffusers' initialisation, or changed so that the residual stream
+climbs from block to block. An error is the norm of the output's difference from fp32, divided by fp32's norm.
 """
 
 from __future__ import annotations

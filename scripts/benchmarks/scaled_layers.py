@@ -1,11 +1,11 @@
-"""What overflow protection adds to compiled blocks, by counting: graphs, and kernels of the code that inductor makes.
+"""Count the graphs, and the kernels in inductor's code, that overflow protection adds to compiled blocks.
 
     python scripts/benchmarks/scaled_layers.py [--blocks 3] [--heads 8] [--out scripts/benchmarks/results]
 
-A denoiser of CogVideoX-2B's kind in fp16 on a CPU, compiled block by block as the sampler does it: as it is, and with
-learned scales, whose first step is not compiled. Once with room in every layer, and once with the feed-forward of the
-middle block beyond fp16. Kernels are what inductor's scheduler has fused one graph into, matrix products and attention
-among them; on a card Triton fuses them otherwise.
+A denoiser like CogVideoX-2B's in fp16 on a CPU is compiled block by block, as in the sampler: plain, and with learned
+scales, whose first step is not compiled. Both are counted with room in every layer, and with an overflowing
+feed-forward in the middle block. A kernel is a node of inductor's scheduler after fusion, including matrix products and
+attention; on a card Triton fuses differently.
 """
 
 from __future__ import annotations

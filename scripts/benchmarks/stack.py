@@ -1,11 +1,11 @@
-"""What the techniques come to together, on paper: an estimate from published times and from what was counted here.
+"""Estimate the speed of all techniques together, from published times and from calls counted here.
 
     python scripts/benchmarks/stack.py [--out scripts/benchmarks/results]
 
-Nothing is run. A factor of compiling or of fp8 is a ratio of two published times of the same model on the same card, or
-of its nearest kin where that is said. What a step cache leaves out is counted on small trained models (step_cache.py),
-and is taken off the denoiser's part of the operations alone. Factors are multiplied as if none took anything from
-another, which is not known.
+Nothing is run. The factor of compiling or fp8 is a ratio of two published times of the same model on the same card, or
+of the most similar model if the source says so. The calls that a step cache skips are counted on small trained models
+(step_cache.py), and subtracted from the denoiser's share of the operations only. Factors are multiplied as if they were
+independent, which is not known.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What gpu.py and compiled.py do to one model, each stage in a process of its own: harness.py starts it.
+"""Run one stage of gpu.py or compiled.py on one model, in the process that harness.py starts for it.
 
     python scripts/benchmarks/stages.py STAGE MODEL --size full --rounds 20 --seconds 420 --result FILE
 
-A contestant that fails is a row that says how, and the others go on. What was found is written as it is found, for when
-the process is ended before it is done.
+If a contestant fails, its row has the error, and the others continue. Results are written as they arrive, so a process
+that is ended early loses none.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def main() -> None:
     parser.add_argument("stage", choices=[*GROUPS, FIRST, *OTHERS])
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--size", default="full")
-    parser.add_argument("--rounds", type=int, default=20, help="at most")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="in all")
-    parser.add_argument("--contestant", choices=CONTESTANTS, default=OURS, help="of the stage 'first'")
-    parser.add_argument("--result", type=Path, required=True, help="JSON")
+    parser.add_argument("--rounds", type=int, default=20, help="most rounds")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit of the stage")
+    parser.add_argument("--contestant", choices=CONTESTANTS, default=OURS, help="contestant of the stage 'first'")
+    parser.add_argument("--result", type=Path, required=True, help="JSON file for the result")
     args = parser.parse_args()
     budget = Budget(args.seconds)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

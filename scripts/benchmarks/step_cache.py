@@ -1,11 +1,11 @@
-"""How much a step cache skips, and how far results drift, on small trained models: counted and measured, not timed.
+"""Count the calls that a step cache skips, and measure the drift of results, on small trained models. Nothing is timed.
 
     python scripts/benchmarks/step_cache.py [cogvideox] [--seeds 200] [--first-seed 0] [--few N] [--out DIR]
 
-Each seed is a run of the real pipeline, through the samplers' own function, with its cache and without. Drift is the
-norm of the difference of their latents, in parts of the norm of those without a cache. Calls of blocks are counted by
-hooks on the blocks themselves, operations by PyTorch (matrix products, convolutions and attention, multiplications and
-additions). Models: scripts/benchmarks/trained.py, which makes them where they are not there yet.
+Each seed is a run of the real pipeline, through the samplers' own function, with and without a cache. Drift is the norm
+of the difference of their latents, divided by the norm without a cache. Hooks on the blocks count their calls, and
+PyTorch counts operations (multiplications and additions of matrix products, convolutions and attention).
+scripts/benchmarks/trained.py makes the models if they are missing.
 """
 
 from __future__ import annotations
@@ -206,9 +206,9 @@ def spread(values: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("models", nargs="*", default=["cogvideox"], metavar="MODEL", help="cogvideox")
-    parser.add_argument("--seeds", type=int, default=200, help="with which the target error is tried")
+    parser.add_argument("--seeds", type=int, default=200, help="number of seeds for the target error")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--few", type=int, default=10, help="seeds for all other figures")
+    parser.add_argument("--few", type=int, default=10, help="number of seeds for all other figures")
     args = parser.parse_args()
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     few = range(args.first_seed, args.first_seed + args.few)

@@ -1,15 +1,15 @@
-"""Each technique alone and stacked: whole runs of a small trained CogVideoX, their speed and their error side by side.
+"""Compare techniques, each by itself and combined, in whole runs of a small trained CogVideoX: speed and error.
 
     OMP_NUM_THREADS=1 BENCHMARK_CLOCK=processor python scripts/benchmarks/techniques.py [--rounds 7] [--out DIR]
 
-A run is 50 steps of diffusers' own pipeline, of 16 videos at once, prompts given. Speed is the ratio to diffusers' own
-module in fp32 within a round, in which every contestant makes the same run once; error is the norm of the difference to
-its latents, as a share of the norm, the median over rounds, each of which has a seed of its own. Compiling comes before
-the first round. What only a card makes faster has an error here and no speed.
+A run is 50 steps of diffusers' own pipeline with 16 videos at once, from encoded prompts. In a round, every contestant
+makes the same run once. Speed is the ratio to diffusers' own module in fp32 within a round. Error is the norm of the
+difference from that module's latents, divided by their norm. Both are medians over rounds; each round has its own seed.
+Compiling happens before the first round. Techniques that are faster only on a card have an error and no speed.
 
-The model has 3 million parameters, so that what Python takes for each call weighs more than in any that is published:
-speeds say in which direction a technique goes on a CPU, and nothing about a card. Its layers are narrower than those
-that are quantised in published models; here they are quantised all the same.
+The model has 3 million parameters, so Python's overhead for each call weighs more than in any published model: speeds
+show whether a technique helps on a CPU, and nothing about a card. Its layers are narrower than those that are quantised
+in published models; here they are quantised anyway.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def text(rows: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="of all contestants, interleaved, each with a seed")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of all contestants, each with its own seed")
     args = parser.parse_args()
     quantised.LEAST = 128
     with torch.inference_mode():

@@ -1,9 +1,9 @@
-"""Small models that have learned something, for what random weights lack: steps that resemble their neighbours.
+"""Train small models for the benchmarks of the step cache: with random weights, steps do not resemble their neighbours.
 
     python scripts/benchmarks/trained.py [cogvideox] [--steps N] [--folder DIR]
 
-They learn videos of moving shapes (moving_shapes.py), in some minutes on a CPU, always the same with the same PyTorch
-and number of threads. Their folders are kept outside of the repository, and made where they are not there yet.
+They learn videos of moving shapes (moving_shapes.py) in some minutes on a CPU. The same PyTorch and number of threads
+give the same weights. Their folders are outside of the repository, and are made if they are missing.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def trained(name: str, steps: int = 0, root: Path = CACHE) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=[*MODELS], metavar="MODEL", help=", ".join(MODELS))
-    parser.add_argument("--steps", type=int, default=0, help="of training, 0: as many as it needs")
+    parser.add_argument("--steps", type=int, default=0, help="training steps; 0: the model's own number")
     parser.add_argument("--folder", type=Path, default=CACHE)
     args = parser.parse_args()
     for name in args.models:

@@ -1,10 +1,10 @@
-"""What a process pays before its first step is done: compiled anew, compiled by an earlier process, or not compiled.
+"""Measure the time until a process has done its first step: compiled, loaded from an earlier process's cache, or eager.
 
     python scripts/benchmarks/warm_start.py [--blocks 6] [--rounds 3] [--before DIR] [--out DIR] [--folder DIR]
 
-A CogVideoX of the 2B model's width, at a small size. Each start is a process of its own with a temporary folder of its
-own, so that nothing is there but what its cache brings. Interleaved: each round starts every contestant once. The
-processor's seconds, of the process and its compilers, depend less on what else the machine does than the first step's.
+The model is a CogVideoX of the 2B model's width, at a small size. Each start is a separate process with its own
+temporary folder, so it finds nothing but its cache. Starts are interleaved: each round starts every contestant once.
+The processor time of the process and its compilers depends less on other load than the time of the first step.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ STARTS = {"eager": None, "compiled anew": 0, WARM: 1, IMPORTED: 1}  # → number
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--blocks", type=int, default=6, help="of CogVideoX-2B's 30")
+    parser.add_argument("--blocks", type=int, default=6, help="number of blocks; CogVideoX-2B has 30")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--before", type=Path, help="a folder that holds another checkout, called comfyui_onediff_guard"
-    )
-    parser.add_argument("--folder", type=Path, help="where the model is made, and removed again")
+    parser.add_argument("--before", type=Path, help="a folder with another checkout, named comfyui_onediff_guard")
+    parser.add_argument("--folder", type=Path, help="folder in which the model is made and removed again")
     parser.add_argument("--start", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.start:

@@ -200,7 +200,7 @@ def test_nothing_grows_and_every_report_is_right(
         f"{first.memory >> 20} MiB, {spread:.2%}",
     )
     figure(
-        "memory that safetensors leaked meanwhile, calculated from the number of tensors read, excluded from that change",
+        "memory that safetensors leaked meanwhile, by the number of tensors read, excluded from that change",
         f"{safetensors / 2**20:.1f} MiB",
     )
     assert wrong == [] and left == []
