@@ -1,4 +1,4 @@
-"""Small models, each built for one mechanism by which diffusion models come out black."""
+"""Fixtures: small models that use_card black by one mechanism each, and runs of them as on a given card."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from small_families import build_cogview3
 
 @pytest.fixture
 def on_card() -> Callable[..., PipelineHandle]:
-    """on_card(folder, "sm75", precision) → a pipeline that takes this CPU for that card."""
+    """on_card(folder, "sm75", precision) → a pipeline that treats this CPU as that card."""
 
     def open_folder(folder: Path, card: str, precision: str = "auto", family: FamilySpec = COGVIDEOX):
         options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
@@ -39,18 +39,18 @@ def on_card() -> Callable[..., PipelineHandle]:
 
 @pytest.fixture
 def card(monkeypatch) -> Callable[[str], None]:
-    """card("sm75") makes this CPU that card, for whatever a loader node opens from then on."""
+    """card("sm75") makes loader nodes treat this CPU as that card."""
 
-    def become(name: str) -> None:
+    def use_card(name: str) -> None:
         monkeypatch.setattr(handle, "verified_architecture", lambda *_: arch.named(name))
         monkeypatch.setattr(handle, "present", lambda: ())
 
-    return become
+    return use_card
 
 
 @pytest.fixture
 def through_nodes(card, tmp_path) -> Callable[..., Made]:
-    """through_nodes(family, folder, "sm75", precision) → what the family's graph makes on that card.
+    """through_nodes(family, folder, "sm75", precision) → the result of the family's graph on that card.
 
     decode="fp32" saves time: fp16 convolutions take long on a CPU.
     """
@@ -65,7 +65,7 @@ def through_nodes(card, tmp_path) -> Callable[..., Made]:
 
 @pytest.fixture
 def changed(model_folder, tmp_path) -> Callable[..., Path]:
-    """changed(folder, component, class, change) → a copy whose component's float32 weights `change` altered."""
+    """changed(folder, component, class, change) → a copy of it with `change` applied to a component's weights."""
 
     def copy(folder: Path, component: str, kind: Any, change: Callable[[Any], None]) -> Path:
         target = shared_models.copied(folder, tmp_path / f"{folder.name}-{component}")
@@ -87,7 +87,7 @@ def cogview3_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def svd_folder() -> Path:
-    """A small SVD whose VAE has two layers a block, as the published one: only then does its decoder attend."""
+    """A small SVD whose VAE has two layers per block, like the published one: its decoder uses attention only then."""
     return shared_models.built(small_svd_of_two_layers)
 
 

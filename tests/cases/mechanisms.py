@@ -1,4 +1,4 @@
-"""What makes a model come out black, built into a small one: each of the five known causes."""
+"""Builds each of the five known causes of black pictures into a small model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def error(found, expected):
 
 
 def overflow_inside_a_feed_forward(denoiser):
-    """Hidden activations of one feed-forward reach 3e5; what it writes to the stream stays as it was."""
+    """Make hidden activations of one feed-forward reach 3e5. Its output stays the same."""
     feed_forward = denoiser.transformer_blocks[1].ff
     factor = 1e5
     feed_forward.net[0].proj.weight.mul_(factor)
@@ -30,14 +30,14 @@ def overflow_inside_a_feed_forward(denoiser):
 
 
 def trained_in_fp16(denoiser):
-    """Weights that fp16 holds to the last digit, and bf16 does not."""
+    """Round the weights to values that fp16 represents exactly, and bf16 does not."""
     for parameter in denoiser.parameters():
         parameter.copy_(parameter.half())
 
 
 class FusedRMSNorm(torch.nn.Module):
-    """As apex's: an input of another dtype than its weight is refused by the kernel. Older transformers put apex's in
-    T5LayerNorm's place where it is installed."""
+    """Like apex's norm: the kernel rejects an input of another dtype than the weight's. Older transformers use apex's
+    norm instead of T5LayerNorm if apex is installed."""
 
     def __init__(self, hidden_size, eps=1e-6):
         super().__init__()
@@ -52,7 +52,7 @@ class FusedRMSNorm(torch.nn.Module):
 
 
 def beyond_fp16(text_encoder):
-    """A weight of a feed-forward's last layer that fp16 cannot hold, as T5 v1.1 XXL has. Its input is small."""
+    """Set a weight of a feed-forward's last layer beyond fp16's range, as in T5 v1.1 XXL. Its input is small."""
     feed_forward = text_encoder.encoder.block[0].layer[1].DenseReluDense
     feed_forward.wo.weight[3, 5] = 66246.0
     feed_forward.wi_0.weight[5] *= 2**-7
@@ -60,7 +60,7 @@ def beyond_fp16(text_encoder):
 
 
 def overflow_stream(gates: tuple[int, ...], writer: str) -> Callable[[Any], None]:
-    """The stream of the image's tokens, the text's, or both, reaches 5e5 after a block."""
+    """Make the residual stream of image tokens, text tokens, or both, reach 5e5 after a block."""
 
     def change(denoiser):
         block, width = denoiser.transformer_blocks[0], 64
@@ -77,25 +77,25 @@ def overflow_stream(gates: tuple[int, ...], writer: str) -> Callable[[Any], None
 FLASH_SWITCH = "ONEFLOW_KERNEL_FMHA_ENABLE_TRT_FLASH_ATTN_IMPL"
 FEED_FORWARD, ATTENTION = "ff.net.2", "attn1.to_out.0"
 IMAGE, TEXT = 5, 11  # chunks of norm1.linear: the gates of the feed-forward; 3 before each, those of attention
-CLIPPED = {  # gates, and who writes
-    "a finite wrong picture": ((IMAGE, TEXT), FEED_FORWARD),
-    "a clipped text, of which the last norm sees nothing": ((TEXT,), FEED_FORWARD),
-    "NaN, which the clip keeps": ((IMAGE - 3, TEXT - 3), ATTENTION),
+CLIPPED = {  # gates, and the layer that writes to the stream
+    "finite wrong picture": ((IMAGE, TEXT), FEED_FORWARD),
+    "clipped text tokens, not seen by the last norm": ((TEXT,), FEED_FORWARD),
+    "NaN, kept by clipping": ((IMAGE - 3, TEXT - 3), ATTENTION),
 }
 
 
 class Launch(NamedTuple):
-    """What a kernel saw when it was launched."""
+    """The environment that a kernel read at its launch."""
 
     compiled: bool  # in a compiled block
-    attention: str | None  # the variables
-    flash: str | None
+    attention: str | None  # value of ATTENTION_SWITCH
+    flash: str | None  # value of FLASH_SWITCH
 
 
 class OneFlow:
-    """Stands in for OneFlow's special builds on one card: what `compile` makes of a block launches the fused attention,
-    which reads the environment as C code does, at the moment of each launch. What OneDiff does to the environment when
-    it compiles, OneDiff's own functions do here."""
+    """A stand-in for OneFlow's special builds on one card. A block from `compile` launches the fused attention, which
+    reads the environment at each launch, as C code does. OneDiff's own functions set the environment when it
+    compiles."""
 
     def __init__(self, card: str):
         self.launches: list[Launch] = []
@@ -108,11 +108,11 @@ class OneFlow:
         return _Compiled(self, module)
 
     def environment(self) -> dict[str, str]:
-        """All that is OneFlow's in it."""
+        """OneFlow's variables."""
         return {name: value for name, value in os.environ.items() if name.startswith("ONEFLOW_")}
 
     def launch(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
-        """In place of PyTorch's attention, which does not read the switches: it only notes them."""
+        """Replaces PyTorch's attention, which does not read the switches: record their values."""
         switch = _getenv(ATTENTION_SWITCH)
         self.launches.append(Launch(self._compiled > 0, switch, _getenv(FLASH_SWITCH)))
         allowed = (switch or "true").lower() in {"1", "true", "yes", "on", "y"}
@@ -143,7 +143,7 @@ class _Compiled(torch.nn.Module):
 
 
 def _getenv(name: str) -> str | None:
-    """The process's environment, not Python's copy of it."""
+    """Read a variable from the process's environment, not from Python's copy of it."""
     if os.name == "nt":
         return os.environ.get(name)
     getenv = ctypes.CDLL(None).getenv

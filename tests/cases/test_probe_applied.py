@@ -1,4 +1,4 @@
-"""The Numerics Probe's recommendation through the NaN Guard: no step fails any more."""
+"""Numerics Probe's recommendation, used by NaN Guard: no step fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from comfyui_onediff_guard.comfyui_host import host
 
 
 @pytest.mark.parametrize("family", ["5b", "1.5", "cogview3", "cogview4"])
-def test_a_stream_that_overflows(model_folder, card, tmp_path, family):
+def test_probe_profile_keeps_every_fp16_step_finite(model_folder, card, tmp_path, family):
     folder, graph = model_folder(family, "stream"), GRAPHS[family]
     card("sm75")
     sizes = {key: graph.sampling[key] for key in ("width", "height", "frames") if key in graph.sampling}

@@ -1,6 +1,6 @@
-"""The five known ways to a black picture (README), through a graph of nodes as people run it.
+"""The five known causes of black pictures (README), in graphs of nodes as users run them.
 
-First what users report: plain fp16, diffusers by hand, or the switch as it was. Then `auto` on the same card.
+Each test first reproduces what users report: plain fp16, a diffusers script, or the old switch. Then it runs `auto`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from transformers import T5EncoderModel
 
 STEPS = 2
-VISIBLE = 0.02  # of white: the largest difference of a pixel that nobody sees
+VISIBLE = 0.02  # of white: smaller differences of a pixel are invisible
 
 
 def largest_difference(made, expected):
@@ -51,7 +51,7 @@ def broken(made):
 
 
 def as_saved(images):
-    """As ComfyUI's SaveImage and diffusers write pixels."""
+    """Convert to pixels as ComfyUI's SaveImage and diffusers do."""
     return np.clip(255.0 * images.numpy(), 0, 255).astype(np.uint8)
 
 
@@ -65,7 +65,7 @@ def assert_is_black(made):
 
 
 @pytest.mark.parametrize("family", ["1.5", "1.5-i2v", "5b", "5b-i2v", "5b from a video", "cogview4"])
-def test_case_1_stream(model_folder, through_nodes, family):
+def test_case_1_overflowing_stream_is_black_only_in_plain_fp16(model_folder, through_nodes, family):
     folder = model_folder(family.split()[0], "stream")
     expected = through_nodes(family, folder, "sm75", "fp32")
     plain = through_nodes(family, folder, "sm75", "fp16 (plain)")
@@ -76,14 +76,14 @@ def test_case_1_stream(model_folder, through_nodes, family):
     calls = len(turing.reports["sample"]["steps"])
     assert outcomes(turing) == [("fp16", "finite")] * calls
     assert largest_difference(turing, expected) < VISIBLE
-    asked = through_nodes(family, folder, "sm80", "fp16", decode="fp32")
-    assert asked.reports["sample"]["protection"] and asked.reports["sample"]["reruns"] == 0
-    assert "fp16, as you chose" in asked.text
-    assert "overflows plain fp16; overflow protection" in asked.text
-    assert largest_difference(asked, expected) < VISIBLE
+    chosen = through_nodes(family, folder, "sm80", "fp16", decode="fp32")
+    assert chosen.reports["sample"]["protection"] and chosen.reports["sample"]["reruns"] == 0
+    assert "fp16, as you chose" in chosen.text
+    assert "overflows plain fp16; overflow protection" in chosen.text
+    assert largest_difference(chosen, expected) < VISIBLE
     ampere = through_nodes(family, folder, "sm80")
     assert outcomes(ampere) == [("bf16", "finite")] * calls
-    nearer = 4 if family == "1.5" else 1  # than an A100's bf16
+    nearer = 4 if family == "1.5" else 1  # times nearer to fp32 than an A100's bf16
     assert error(turing.latents, expected.latents) <= error(ampere.latents, expected.latents) / nearer
 
 
@@ -91,7 +91,7 @@ def test_case_1_stream(model_folder, through_nodes, family):
 
 
 @pytest.mark.parametrize("family", ["5b", "5b-i2v"])
-def test_case_2_trained_in_bf16(model_folder, changed, through_nodes, family):
+def test_case_2_bf16_trained_model_runs_in_bf16_or_protected_fp16(model_folder, changed, through_nodes, family):
     folder = changed(model_folder(family), "transformer", CogVideoXTransformer3DModel, overflow_inside_a_feed_forward)
     expected = through_nodes(family, folder, "sm80", "fp32")
     plain = through_nodes(family, folder, "sm80", "fp16 (plain)")
@@ -107,14 +107,14 @@ def test_case_2_trained_in_bf16(model_folder, changed, through_nodes, family):
     assert largest_difference(ampere, expected) < 5 * VISIBLE
 
 
-def test_case_2_trained_in_fp16(model_folder, changed, through_nodes):
+def test_case_2_fp16_trained_model_runs_in_fp16(model_folder, changed, through_nodes):
     folder = changed(model_folder("2b"), "transformer", CogVideoXTransformer3DModel, trained_in_fp16)
     expected = through_nodes("2b", folder, "sm80", "fp32")
-    lost = through_nodes("2b", folder, "sm80", "bf16")
+    in_bf16 = through_nodes("2b", folder, "sm80", "bf16")
     made = through_nodes("2b", folder, "sm80")
     assert outcomes(made) == [("fp16", "finite")] * STEPS
     assert "CogVideoX-2B was trained in fp16" in made.text
-    assert error(made.latents, expected.latents) <= error(lost.latents, expected.latents) / 4
+    assert error(made.latents, expected.latents) <= error(in_bf16.latents, expected.latents) / 4
 
 
 # --- case 3: T5 in fp16 -----------------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ def test_case_2_trained_in_fp16(model_folder, changed, through_nodes):
 WITH_T5 = ["2b", "1.5-i2v", "cogview3"]
 
 
-def by_hand(family, folder, cast=False):
-    """The positive prompt's embeddings as a script makes them: diffusers in fp16, or cast to it after loading."""
+def embed_with_diffusers(family, folder, cast=False):
+    """The positive prompt's embeddings from a diffusers script: loaded in fp16, or cast to fp16 after loading."""
     text_encoder = T5EncoderModel.from_pretrained(folder / "text_encoder", dtype=torch.float16)
     if cast:
         torch.nn.Module.to(text_encoder, torch.float16)
@@ -134,12 +134,12 @@ def by_hand(family, folder, cast=False):
 
 
 @pytest.mark.parametrize("family", WITH_T5)
-def test_case_3_a_norm_that_refuses_mixed_dtypes(model_folder, through_nodes, monkeypatch, family):
+def test_case_3_t5_norm_that_rejects_mixed_dtypes_runs_in_fp16(model_folder, through_nodes, monkeypatch, family):
     folder = model_folder(family)
     expected = through_nodes(family, folder, "sm75", "fp32")
     monkeypatch.setattr("transformers.models.t5.modeling_t5.T5LayerNorm", FusedRMSNorm)
     with pytest.raises(RuntimeError, match="expected scalar type Float but found Half"):
-        by_hand(family, folder)
+        embed_with_diffusers(family, folder)
 
     made = through_nodes(family, folder, "sm75")
     assert made.reports["encode"]["plan"]["dtype"] == "fp16" and made.reports["encode"]["reruns"] == 0
@@ -149,11 +149,11 @@ def test_case_3_a_norm_that_refuses_mixed_dtypes(model_folder, through_nodes, mo
 
 
 @pytest.mark.parametrize("family", WITH_T5)
-def test_case_3_weights_beyond_fp16(model_folder, changed, through_nodes, family):
+def test_case_3_t5_with_weights_beyond_fp16_range_is_near_fp32(model_folder, changed, through_nodes, family):
     folder = changed(model_folder(family), "text_encoder", T5EncoderModel, beyond_fp16)
     expected = through_nodes(family, folder, "sm75", "fp32")
-    undone = by_hand(family, folder, cast=True)
-    assert not error(undone, expected.conditioning[0][:, : undone.shape[1]]) < 0.1
+    cast_embeddings = embed_with_diffusers(family, folder, cast=True)
+    assert not error(cast_embeddings, expected.conditioning[0][:, : cast_embeddings.shape[1]]) < 0.1
 
     made = through_nodes(family, folder, "sm75")
     assert made.reports["encode"]["plan"]["dtype"] == "fp16" and made.reports["encode"]["reruns"] == 0
@@ -161,11 +161,11 @@ def test_case_3_weights_beyond_fp16(model_folder, changed, through_nodes, family
     assert largest_difference(made, expected) < VISIBLE
 
 
-def test_case_3_a_text_encoder_that_was_cast_after_loading_is_put_right(model_folder, changed, on_card, monkeypatch):
+def test_case_3_t5_layers_cast_to_fp16_after_loading_are_restored(model_folder, changed, on_card, monkeypatch):
     load = T5EncoderModel.from_pretrained
 
     def load_and_cast(*args, **options):
-        loaded: Any = load(*args, **options)  # the model, and what was found of it on disk
+        loaded: Any = load(*args, **options)  # the model, and its loading info
         return torch.nn.Module.to(loaded[0], torch.float16), loaded[1]
 
     def encoded(folder, precision):
@@ -182,12 +182,12 @@ def test_case_3_a_text_encoder_that_was_cast_after_loading_is_put_right(model_fo
         assert error(embeddings, right) < 1e-2 and report.reruns == 0
 
 
-# --- case 4: half-precision accumulation in fused attention, by contract ----------------------------------------------
+# --- case 4: half-precision accumulation in fused attention, with a stand-in ------------------------------------------
 
 
 @pytest.fixture
 def oneflow(monkeypatch):
-    """oneflow("sm80") → the stand-in for OneFlow on that card, which backend 'oneflow' compiles with from then on."""
+    """oneflow("sm80") → the stand-in for OneFlow on that card, installed as backend 'oneflow'."""
 
     def stand_in(card):
         kernel = OneFlow(card)
@@ -201,21 +201,21 @@ def oneflow(monkeypatch):
 
 
 def is_near(made, expected):
-    """On average: the weights are random, and the scheduler starts at 700 times the latents."""
+    """Compare averages: the weights are random, and the scheduler starts at 700 times the latents."""
     return (made.images - expected.images).abs().mean().item() < VISIBLE
 
 
 @pytest.mark.parametrize("name", ["sm70", "sm75"])
-def test_case_4_svd_on_oneflow(svd_folder, through_nodes, oneflow, monkeypatch, name):
+def test_case_4_svd_on_oneflow_sets_accumulation_switch_by_card(svd_folder, through_nodes, oneflow, monkeypatch, name):
     folder, kernel = svd_folder, oneflow(name)
     expected = through_nodes("svd", folder, name, "fp32", backend="oneflow")
     with monkeypatch.context() as exported:
-        exported.setenv(ATTENTION_SWITCH, "1")  # as it was: what unset counts as
+        exported.setenv(ATTENTION_SWITCH, "1")  # OneFlow's default
         plain = through_nodes("svd", folder, name, "fp16 (plain)", backend="oneflow")
     if name == "sm75":
         assert_is_black(plain)
     else:
-        assert is_near(plain, expected), "right on V100, as users say"
+        assert is_near(plain, expected), "correct on V100, as users report"
 
     kernel.launches.clear()
     made = through_nodes("svd", folder, name, backend="oneflow")
@@ -223,13 +223,13 @@ def test_case_4_svd_on_oneflow(svd_folder, through_nodes, oneflow, monkeypatch, 
     assert is_near(made, expected)
     assert made.reports["sample"]["backend"] == "oneflow"
     compiled = sum(launch.compiled for launch in kernel.launches)
-    assert compiled > len(kernel.launches) - compiled > 0, "the UNet's blocks; image encoder and both halves of the VAE"
+    assert compiled > len(kernel.launches) - compiled > 0, "UNet blocks; image encoder and VAE"
     value = "1" if name == "sm70" else "0"
-    assert {launch[1:] for launch in kernel.launches} == {(value, value)}, "at the moment of each launch"
-    assert not kernel.environment(), "and not after it"
+    assert {launch[1:] for launch in kernel.launches} == {(value, value)}, "set at each launch"
+    assert not kernel.environment(), "and unset afterwards"
 
 
-def test_case_4_a_switch_that_the_user_exported_is_respected_and_the_guard_saves_the_run(
+def test_case_4_exported_switch_is_kept_and_failed_steps_are_recomputed(
     model_folder, through_nodes, oneflow, monkeypatch
 ):
     folder, kernel = model_folder("svd"), oneflow("sm80")
@@ -253,37 +253,37 @@ def test_case_4_a_switch_that_the_user_exported_is_respected_and_the_guard_saves
         ("sm80", "auto", "1", "1"),
     ],
 )
-def test_case_4_a_run_that_compiles_nothing_sees_what_the_one_that_compiled_saw(
+def test_case_4_second_run_without_compiling_has_same_switch(
     model_folder, on_card, oneflow, monkeypatch, name, request_, exported, expected
 ):
-    kernel = oneflow("sm70")  # whose results are right in either mode: what it sees is looked at
+    kernel = oneflow("sm70")  # correct in either mode: the test checks only the values that it reads
     if exported:
         monkeypatch.setenv(ATTENTION_SWITCH, exported)
     before = kernel.environment()
     handle = on_card(model_folder("2b"), name, "fp16 (plain)")  # OneFlow compiles no layers with overflow protection
     handle = replace(handle, backend=BackendChoice("oneflow", "as you chose"), accumulation=Accumulation(request_))
-    handle.store.compiled.clear()  # what another test's stand-in made
+    handle.store.compiled.clear()  # blocks of another test's stand-in
     positive, negative = encode_prompts(handle, [PROMPT, ""])[0]
     for _ in range(2):
         kernel.launches.clear()
         _, report = sample(handle, positive, negative, SampleSettings(64, 48, frames=9, steps=STEPS, seed=3))
         assert {launch.attention for launch in kernel.launches if launch.compiled} == {expected}
         assert kernel.environment() == before
-        (told,) = [switch for switch in report.switches if switch.name == ATTENTION_SWITCH]
-        assert (told.value, told.set_by) == (expected, "user" if exported else "onediff-guard")
+        (reported,) = [switch for switch in report.switches if switch.name == ATTENTION_SWITCH]
+        assert (reported.value, reported.set_by) == (expected, "user" if exported else "onediff-guard")
 
 
 # --- case 5: CogView3-Plus clips its stream in fp16 -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clipped", CLIPPED)
-def test_case_5_clip(cogview3_folder, changed, through_nodes, clipped):
+def test_case_5_clipped_stream_is_near_fp32_with_protection(cogview3_folder, changed, through_nodes, clipped):
     change = overflow_stream(*CLIPPED[clipped])
     folder = changed(cogview3_folder, "transformer", CogView3PlusTransformer2DModel, change)
     expected = through_nodes("cogview3", folder, "sm75", "fp32")
     plain = through_nodes("cogview3", folder, "sm75", "fp16 (plain)")
     assert plain.reports["sample"]["outcomes"].keys() <= {"saturated", "non-finite"}
-    if clipped == "a finite wrong picture":
+    if clipped == "finite wrong picture":
         assert torch.isfinite(plain.images).all()
         assert largest_difference(plain, expected) > 0.5
     elif "NaN" in clipped:

@@ -1,4 +1,4 @@
-"""A checkpoint in fp32 or bf16 with a weight that fp16 cannot hold, loaded in fp16: not damaged, and not infinite."""
+"""Checkpoints in fp32 or bf16 with a weight beyond fp16's range, loaded in fp16: the weight does not become inf."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ BLOCK = "transformer_blocks.1"
 TO_Q = f"{BLOCK}.attn1.to_q.weight"
 
 
-def sampled(handle):
+def run_sampler(handle):
     (positive, negative), _ = encode_prompts(handle, ["a lighthouse above a calm sea", ""], Precision.FP32)
     return sample(handle, positive, negative, SMALL)
 
 
-def encoded(handle):
+def run_text_encoder(handle):
     (embeddings, _), report = encode_prompts(handle, ["a boat", ""])
     return embeddings, report
 
 
-def decoded(handle):
+def run_vae_decoder(handle):
     return decode(handle, torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(0)))
 
 
-COMPONENTS = {  # model, class, what runs it
-    "transformer": ("5b", diffusers.CogVideoXTransformer3DModel, sampled),
-    "text_encoder": ("2b", T5EncoderModel, encoded),
-    "vae": ("cogview3", diffusers.AutoencoderKL, decoded),
+COMPONENTS = {  # model, class, and the function that runs the component
+    "transformer": ("5b", diffusers.CogVideoXTransformer3DModel, run_sampler),
+    "text_encoder": ("2b", T5EncoderModel, run_text_encoder),
+    "vae": ("cogview3", diffusers.AutoencoderKL, run_vae_decoder),
 }
 WEIGHTS = {
-    "a convolution": ("transformer", "patch_embed.proj.weight"),
-    "a linear layer": ("transformer", TO_Q),
-    "a norm": ("transformer", f"{BLOCK}.norm1.norm.weight"),
-    "what is added to the stream": ("transformer", f"{BLOCK}.ff.net.2.weight"),
-    "the modulation": ("transformer", f"{BLOCK}.norm1.linear.weight"),
-    "the text encoder's embedding": ("text_encoder", "shared.weight"),
-    "its linear layer": ("text_encoder", "encoder.block.0.layer.0.SelfAttention.q.weight"),
-    "its norm": ("text_encoder", "encoder.block.1.layer.1.layer_norm.weight"),
-    "the VAE's convolution": ("vae", "decoder.conv_in.weight"),
-    "the norm whose dtype the decoder asks": ("vae", "decoder.up_blocks.0.resnets.0.norm1.weight"),
-    "its other norm": ("vae", "decoder.mid_block.resnets.1.norm2.weight"),
+    "convolution": ("transformer", "patch_embed.proj.weight"),
+    "linear layer": ("transformer", TO_Q),
+    "norm": ("transformer", f"{BLOCK}.norm1.norm.weight"),
+    "block output": ("transformer", f"{BLOCK}.ff.net.2.weight"),
+    "modulation": ("transformer", f"{BLOCK}.norm1.linear.weight"),
+    "text encoder embedding": ("text_encoder", "shared.weight"),
+    "text encoder linear layer": ("text_encoder", "encoder.block.0.layer.0.SelfAttention.q.weight"),
+    "text encoder norm": ("text_encoder", "encoder.block.1.layer.1.layer_norm.weight"),
+    "VAE convolution": ("vae", "decoder.conv_in.weight"),
+    "VAE norm that sets the decoder's dtype": ("vae", "decoder.up_blocks.0.resnets.0.norm1.weight"),
+    "VAE norm of the middle block": ("vae", "decoder.mid_block.resnets.1.norm2.weight"),
 }
 
 
-@pytest.mark.parametrize("what", WEIGHTS)
-def test_a_large_weight(model_folder, changed, on_card, what):
-    component, name = WEIGHTS[what]
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_weight_beyond_fp16_range_is_near_fp32_and_named_in_report(model_folder, changed, on_card, case):
+    component, name = WEIGHTS[case]
     model, kind, run = COMPONENTS[component]
 
-    def change(module):  # what it is multiplied with stays as it is: products may leave fp16's range too
+    def change(module):  # its input is not reduced: products may leave fp16's range too
         weight = module.get_parameter(name).view(-1)
         weight[min(7, len(weight) - 1)] = 1e5
 
@@ -75,8 +75,8 @@ def test_a_large_weight(model_folder, changed, on_card, what):
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_of_a_single_file(tmp_path, on_card, stored):
-    """The key of an attention's first third is cut from a tensor of the file."""
+def test_weight_beyond_fp16_range_of_single_file_is_kept_in_fp32(tmp_path, on_card, stored):
+    """The query projection is the first third of one tensor in the file."""
     path = svd_layout.write(tmp_path / "svd_xt.safetensors")
     weights = {name: tensor.to(stored) for name, tensor in load_file(path).items()}
     (name, *_) = [key for key in weights if key.endswith("visual.transformer.resblocks.0.attn.in_proj_weight")]
