@@ -1,4 +1,4 @@
-"""`onediff-guard demo` as a newcomer runs it, and what it does when it can't write."""
+"""`onediff-guard demo`: its files, report and verdicts, and its errors if it cannot write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILES = {"side-by-side.png", "side-by-side.webp", "report.json"} | {f"{case.vide
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The command in a process of its own, once. Smaller than a user's, whom `make demo` runs it for."""
+    """Run the command once, in its own process, at smaller sizes than `make demo`."""
     output = tmp_path_factory.mktemp("demo") / "out"
     smaller = "from comfyui_onediff_guard import __main__; from comfyui_onediff_guard.demo import run"
     smaller += f"; run.SIZES.update({SIZES}); raise SystemExit(__main__.main())"
@@ -46,7 +46,7 @@ def _frames(video: Path) -> np.ndarray:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
-def test_it_succeeds_and_leaves_its_files_and_nothing_else(run: Any) -> None:
+def test_demo_succeeds_and_writes_only_its_files(run: Any) -> None:
     output, done = run
     assert done.returncode == 0, done.stderr
     assert {path.name for path in output.iterdir()} == FILES | {"models"}
@@ -57,8 +57,8 @@ def test_it_succeeds_and_leaves_its_files_and_nothing_else(run: Any) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_pipe_gets_one_line_a_stage(run: Any) -> None:
-    """A bar's carriage returns would count as lines here. What other packages say as they are imported is theirs."""
+def test_demo_prints_one_line_per_stage_to_pipe(run: Any) -> None:
+    """Carriage returns of a progress bar would count as lines. Lines of other packages at import are ignored."""
     _, done = run
     stages = ("encoding prompt", "step", "decoding")
     lines = [line for line in done.stderr.splitlines() if line.startswith(stages)]
@@ -66,7 +66,7 @@ def test_a_pipe_gets_one_line_a_stage(run: Any) -> None:
     assert all(map(str.startswith, lines, ["encoding prompt ", "step 8/8 · ", "decoding "] * len(RUNS))), done.stderr
 
 
-def test_plain_fp16_is_black_and_guarded_fp16_is_right(run: Any) -> None:
+def test_plain_fp16_video_is_black_and_guarded_fp16_is_near_fp32(run: Any) -> None:
     output, _ = run
     plain, guarded, inside, reference = (_frames(output / f"{case.video}.mp4") for case in RUNS)
     assert plain.shape == reference.shape == (9, 64, 96, 3)
@@ -76,7 +76,7 @@ def test_plain_fp16_is_black_and_guarded_fp16_is_right(run: Any) -> None:
         assert np.abs(made.astype(int) - reference).mean() < 3
 
 
-def test_the_report_has_the_numbers(run: Any) -> None:
+def test_report_has_frames_steps_and_differences_of_each_run(run: Any) -> None:
     output, _ = run
     report = json.loads((output / "report.json").read_text(encoding="utf-8"))
     plain, guarded, inside, reference = report["runs"]
@@ -92,7 +92,7 @@ def test_the_report_has_the_numbers(run: Any) -> None:
     assert "toy" in report["note"].lower()
 
 
-def test_the_pictures_show_something(run: Any) -> None:
+def test_comparison_pictures_have_detail_and_all_frames(run: Any) -> None:
     output, _ = run
     with Image.open(output / "side-by-side.png") as rows:
         assert rows.width == STILL_WIDTH
@@ -102,27 +102,27 @@ def test_the_pictures_show_something(run: Any) -> None:
         assert moving.info["loop"] == 0
 
 
-def test_the_kept_model_can_be_run_again(run: Any) -> None:
+def test_kept_model_is_saved_and_its_folder_is_printed(run: Any) -> None:
     output, done = run
     assert (output / "models" / MODEL / "model_index.json").is_file()
     assert f'--models "{output / "models"}"' in done.stdout
 
 
-def test_an_output_folder_that_takes_no_files_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_output_folder_exits_with_output_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "taken").write_text("a file", encoding="utf-8")
     assert main(["demo", "--out", str(tmp_path / "taken")]) == ExitCode.OUTPUT_FAILED
     assert "taken" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
-def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "report.json"
     target.write_text("earlier", encoding="utf-8")
 
-    def full(_path: Path, _data: bytes) -> int:
+    def disk_full(_path: Path, _data: bytes) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "write_bytes", disk_full)
     with pytest.raises(OutputError, match=r"No space left.*--out"):
         write(target, b"later")
     assert target.read_text(encoding="utf-8") == "earlier"
@@ -131,11 +131,11 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest
 
 def _outcome(value: float, outcomes: tuple[str, ...] = ()) -> Outcome:
     steps = [{"stage": "denoiser", "outcome": outcome} for outcome in outcomes]
-    return Outcome(PROTECTED, torch.full((2, 4, 4, 3), value), Path("x.mp4"), [{"steps": steps}], 1.0)
+    return Outcome(PROTECTED, torch.disk_full((2, 4, 4, 3), value), Path("x.mp4"), [{"steps": steps}], 1.0)
 
 
 @pytest.mark.parametrize(
     ("value", "verdict"), [(0.5, "right"), (0.515, "right"), (0.55, "wrong"), (float("nan"), "black")]
 )
-def test_the_verdict_follows_the_frames(value: float, verdict: str) -> None:
+def test_verdict_follows_frame_values(value: float, verdict: str) -> None:
     assert _outcome(value).verdict(_outcome(0.5)) == verdict

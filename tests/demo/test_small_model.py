@@ -1,4 +1,4 @@
-"""The small CogVideoX: a folder that the real classes load, and an overflow with the real mechanism."""
+"""The small CogVideoX of the demo: diffusers' classes load its folder, and it overflows like published models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZE = {"width": 96, "height": 64, "num_frames": 9}
 
 
 def build(variant: Variant, look: Look, overflow: Overflow = "none") -> Path:
-    """A folder, built once."""
+    """Return a model's folder, built once."""
     return shared_models.built(build_cogvideox, variant=variant, look=look, overflow=overflow)
 
 
@@ -32,7 +32,7 @@ def latents(pipeline: Any, **arguments: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("variant", "name", "channels", "learned"),
+    ("variant", "name", "channels", "positions_learned"),
     [
         ("2b", "CogVideoX-2B", 16, False),
         ("5b", "CogVideoX-5B", 16, False),
@@ -41,19 +41,19 @@ def latents(pipeline: Any, **arguments: Any) -> torch.Tensor:
         ("1.5-i2v", "CogVideoX-1.5-5B-I2V", 32, False),
     ],
 )
-def test_each_variant_is_laid_out_as_the_published_one(
-    variant: Variant, name: str, channels: int, learned: bool
+def test_each_variant_has_layout_of_published_model(
+    variant: Variant, name: str, channels: int, positions_learned: bool
 ) -> None:
     folder = build(variant, "noise")
     found = inspect(folder, family_of(folder))
     assert found.variant.name == name
     transformer = CogVideoXTransformer3DModel.from_pretrained(folder / "transformer")
     assert (transformer.config.in_channels, transformer.config.out_channels) == (channels, 16)
-    assert ("patch_embed.pos_embedding" in transformer.state_dict()) == learned
+    assert ("patch_embed.pos_embedding" in transformer.state_dict()) == positions_learned
     assert (transformer.config.ofs_embed_dim is not None) == (variant == "1.5-i2v")
 
 
-def test_a_flow_overflows_in_fp16_at_each_step_and_in_nothing_else() -> None:
+def test_flow_model_overflows_at_each_step_in_fp16_only() -> None:
     folder = build("2b", "flow", "stream")
     for dtype in (torch.float32, torch.bfloat16):
         assert latents(load(folder, dtype)).isfinite().all(), dtype
@@ -63,36 +63,36 @@ def test_a_flow_overflows_in_fp16_at_each_step_and_in_nothing_else() -> None:
         lambda _module, _args, output: predictions.append(output[0].clone()),
     )
     finite = torch.randn(1, 3, 16, 8, 12, generator=torch.Generator().manual_seed(0)).half()
-    for steps in (1, 2):  # the second starts from finite latents too, at another timestep
+    for steps in (1, 2):  # each starts from finite latents, at another timestep
         pipeline.scheduler.set_timesteps(steps)
         latents(pipeline, num_inference_steps=steps, latents=finite)
     assert all(prediction.isnan().all() for prediction in predictions)
 
 
 @pytest.mark.parametrize("options", [{"look": "flow", "overflow": "stream"}, {"variant": "1.5-i2v"}])
-def test_two_builds_have_the_same_bytes(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_two_builds_with_same_seed_are_byte_equal(tmp_path: Path, options: dict[str, Any]) -> None:
     state = torch.get_rng_state()
     first, second, other = (build_cogvideox(tmp_path / str(n), **options, seed=n // 2) for n in range(3))
-    assert torch.equal(torch.get_rng_state(), state), "the random state is left alone"
+    assert torch.equal(torch.get_rng_state(), state), "the random state is unchanged"
     files = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
     assert files == sorted(path.relative_to(second) for path in second.rglob("*") if path.is_file())
     assert all((first / file).read_bytes() == (second / file).read_bytes() for file in files)
     weights = [file for file in files if file.suffix == ".safetensors"]
-    drawn = "look" not in options  # a flow is set by formulas
-    assert not drawn or all((first / file).read_bytes() != (other / file).read_bytes() for file in weights)
+    random_weights = "look" not in options  # a flow model has computed weights
+    assert not random_weights or all((first / file).read_bytes() != (other / file).read_bytes() for file in weights)
 
 
-def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_args: Any, **_options: Any) -> None:
+def test_failed_build_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def disk_full(*_args: Any, **_options: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(CogVideoXPipeline, "save_pretrained", full)
+    monkeypatch.setattr(CogVideoXPipeline, "save_pretrained", disk_full)
     with pytest.raises(OSError, match="No space left"):
         build_cogvideox(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_folder_is_refused_and_kept(tmp_path: Path) -> None:
+def test_existing_folder_is_rejected_and_kept(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(FileExistsError, match="Choose another place"):
@@ -108,7 +108,7 @@ def test_an_existing_folder_is_refused_and_kept(tmp_path: Path) -> None:
         ({"look": "flow", "variant": "5b"}, "needs variant '2b'"),
     ],
 )
-def test_bad_arguments_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_rejected_with_reason(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_cogvideox(tmp_path / "model", **options)
     assert list(tmp_path.iterdir()) == []
