@@ -1,4 +1,4 @@
-"""ComfyUI's page in a headless Chromium: opened, given a workflow, queued, looked at."""
+"""ComfyUI's page in a headless Chromium: opens it, loads workflows, queues runs, reads results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-PATIENCE = 60_000  # milliseconds: bounds what would hang, far from what a busy machine takes
-# the page needs none of them; without these flags Chromium calls home at each start
+TIMEOUT_MS = 60_000  # milliseconds: a limit for hangs, far above what a busy machine needs
+# the page works without them; they keep Chromium from calling home at each start
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
 FLAGS += ("--disable-background-networking", "--disable-component-update")
-# pages open what was open last, after they know the nodes
+# a page opens the last workflow after it has loaded the nodes
 READY = """() => Boolean(window.app?.extensionManager?.workflow?.activeWorkflow?.isLoaded
     && window.LiteGraph?.registered_node_types?.SaveVideo)"""
 WINDOW = {"width": 1920, "height": 1000}
@@ -76,14 +76,14 @@ WIDGETS = """type => Object.fromEntries(
 
 
 def values_of(workflow: Mapping[str, Any]) -> dict[int, Any]:
-    """What a file holds of our nodes' widgets, by node."""
+    """Return the widget values of our nodes in a workflow file, by node id."""
     return {
         node["id"]: node.get("widgets_values") for node in workflow["nodes"] if node["type"].startswith("OneDiffGuard")
     }
 
 
 def missing_browser() -> str:
-    """Why no browser can be used here, '' where one can."""
+    """Return why no browser can be used here; '' if one can."""
     try:
         import playwright  # noqa: F401
     except ImportError:
@@ -101,28 +101,28 @@ class Canvas:
     def __init__(self, page: Any, pictures: Path):
         self._page = page
         self._pictures = pictures
-        self.faults: list[str] = []  # URLs that the page asked for in vain
-        self.complaints: list[str] = []  # warnings and errors in the page's console, and uncaught ones
-        page.on("response", lambda answer: self.faults.append(answer.url) if answer.status >= 400 else None)
-        page.on("console", lambda line: self.complaints.append(line.text) if line.type in LOUD else None)
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.failed_urls: list[str] = []  # URLs of failed requests
+        self.console_errors: list[str] = []  # warnings and errors of the page's console, and uncaught errors
+        page.on("response", lambda answer: self.failed_urls.append(answer.url) if answer.status >= 400 else None)
+        page.on("console", lambda line: self.console_errors.append(line.text) if line.type in LOUD else None)
+        page.on("pageerror", lambda error: self.console_errors.append(str(error)))
 
     def open(self, url: str) -> None:
-        # a newcomer's page opens with the list of templates over the canvas
+        # a new user's page opens with the list of templates over the canvas
         self._page.request.post(f"{url}/api/settings", data={"Comfy.TutorialCompleted": True})
         self._page.goto(url)
-        self._page.wait_for_function(READY, timeout=PATIENCE)
+        self._page.wait_for_function(READY, timeout=TIMEOUT_MS)
 
-    def choose(self, url: str, **settings: Any) -> None:
-        """Settings of the page, "Comfy." left out and "_" for ".": what an opened page has from then on."""
+    def set_settings(self, url: str, **settings: Any) -> None:
+        """Set settings, for pages opened afterwards. Names are without "Comfy.", with "_" for "."."""
         for name, value in settings.items():
             address = f"{url}/api/settings/Comfy.{name.replace('_', '.')}"
             self._page.request.post(address, data=json.dumps(value), headers={"Content-Type": "application/json"})
 
-    def switch(self, setting: str, words: str) -> None:
-        """Open the settings, look for one, and click its switch."""
+    def click_switch(self, setting: str, words: str) -> None:
+        """Open the settings, search for one, and click its click_switch."""
         self._page.evaluate("() => app.extensionManager.command.execute('Comfy.ShowSettingsDialog')")
-        self._page.locator("[role=dialog] input:visible").first.fill(words, timeout=PATIENCE)
+        self._page.locator("[role=dialog] input:visible").first.fill(words, timeout=TIMEOUT_MS)
         self._page.wait_for_timeout(700)
         self._page.locator(f"[id='{setting}'] [role=switch], [role=switch][id='{setting}']").first.click()
         self._page.wait_for_timeout(700)
@@ -132,28 +132,28 @@ class Canvas:
         self._page.wait_for_timeout(300)
 
     def titles(self) -> list[str]:
-        """What the nodes on the canvas are called."""
+        """Return the titles of the nodes on the canvas."""
         return self._page.evaluate("() => app.graph.nodes.map(node => node.title)")
 
     def open_help(self, node_type: str) -> None:
-        """Select the only node of a type, and press the i above it."""
+        """Select the only node of a type, and click the info button above it."""
         self._page.evaluate(SELECT, node_type)
-        self._page.get_by_test_id("info-button").first.click(timeout=PATIENCE)
+        self._page.get_by_test_id("info-button").first.click(timeout=TIMEOUT_MS)
 
     def load(self, workflow: Mapping[str, Any]) -> None:
-        """What opening a file does."""
+        """Load a workflow, as opening a file does."""
         self._page.evaluate(LOAD, workflow)
         self._page.wait_for_timeout(500)
 
     def search(self, name: str) -> None:
-        """Double-click the canvas, type a node's name, press Enter, click: the first that is found is put down."""
+        """Double-click the canvas, type a node's name, press Enter, click: this adds the first match."""
         box = self._page.locator("[role=dialog] input:visible, .comfy-vue-node-search-container input:visible").first
         for _ in range(5):
             self._page.mouse.dblclick(900, 300)
             self._page.wait_for_timeout(700)
             if box.is_visible():
                 break
-        box.fill(name, timeout=PATIENCE)
+        box.fill(name, timeout=TIMEOUT_MS)
         self._page.wait_for_timeout(700)
         self._page.keyboard.press("Enter")
         self._page.wait_for_timeout(700)
@@ -161,27 +161,27 @@ class Canvas:
         self._page.wait_for_timeout(700)
 
     def missing(self) -> list[str]:
-        """Types of nodes that the page does not know."""
+        """Return the node types that the page does not know."""
         return self._page.evaluate(MISSING)
 
     def notices(self) -> list[str]:
-        """Texts of what the page lays over the canvas: toasts, dialogs, errors of the workflow."""
+        """Return the texts of toasts, dialogs and workflow errors over the canvas."""
         return self._page.evaluate(NOTICES)
 
     def prompt(self) -> dict[str, Any]:
-        """What the page would queue: API format."""
+        """Return the prompt that the page would queue, in API format."""
         return self._page.evaluate(PROMPT)
 
-    def prompt_as(self, shipped: Mapping[str, Any]) -> dict[str, Any]:
-        """What it would queue, without what it adds to ComfyUI's own nodes in a shipped API file: its titles for them,
-        and inputs that a newer ComfyUI has, as in a fresh node."""
+    def prompt_like(self, shipped: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the prompt without the page's additions to ComfyUI's own nodes in a shipped API file: default titles,
+        and inputs of a newer ComfyUI with their default values."""
         prompt = self.prompt()
         for id_ in prompt.keys() & shipped.keys():
             node, given = prompt[id_], shipped[id_]
             if node["class_type"].startswith("OneDiffGuard"):
                 continue
             title, fresh = self._page.evaluate(FRESH, node["class_type"])
-            fresh["video-preview"] = ""  # a widget that LoadVideo gets with its file
+            fresh["video-preview"] = ""  # LoadVideo adds this widget with its file
             for name in node["inputs"].keys() & fresh.keys() - given["inputs"].keys():
                 if node["inputs"][name] == fresh[name]:
                     del node["inputs"][name]
@@ -190,64 +190,64 @@ class Canvas:
         return prompt
 
     def saved_values(self) -> dict[int, Any]:
-        """What a file would hold of our nodes' widgets, if it were saved now."""
+        """Return the widget values of our nodes, as a file saved now would have them."""
         return values_of(self._page.evaluate("() => JSON.parse(JSON.stringify(app.graph.serialize()))"))
 
     def set_widgets(self, values: Mapping[str, Any]) -> None:
-        """{"NodeType.widget": value}"""
+        """Set widgets: {"NodeType.widget": value}."""
         self._page.evaluate(SET_WIDGETS, values)
 
     def insert(self, node_type: str, before: str, **values: Any) -> None:
-        """Put a node into the link to the first input of the only node of type `before`."""
+        """Insert a node into the link to the first input of the only node of type `before`."""
         self._page.evaluate(INSERT, [node_type, before, values])
 
     def attach(self, node_type: str, source: str, slot: int) -> None:
         """Wire an output of the only node of type `source` to a new node's first input."""
         self._page.evaluate(ATTACH, [node_type, source, slot])
 
-    def unfold(self, node_type: str, widget: str) -> None:
-        """Open a drop-down's list."""
+    def open_list(self, node_type: str, widget: str) -> None:
+        """Open the list of a drop-down widget."""
         self._page.evaluate(LISTED, [node_type, widget])
 
     def count(self, selector: str) -> int:
-        """How many elements the page has."""
+        """Return the number of elements that match the selector."""
         return self._page.locator(selector).count()
 
     def text_with(self, part: str) -> str:
-        """What a person reads in the first element that shows this text."""
+        """Return the visible text of the first element that contains this text."""
         return self._page.get_by_text(part).first.inner_text()
 
     def evaluate(self, expression: str, argument: Any = None) -> Any:
         return self._page.evaluate(expression, argument)
 
     def dispatch(self, event: str, **detail: Any) -> None:
-        """What the server tells the page of a run, as if it did."""
+        """Send the page an event as if it came from the server."""
         send = "([kind, detail]) => app.api.dispatchEvent(new CustomEvent(kind, {detail}))"
         self._page.evaluate(send, [event, detail])
 
     def click(self, selector: str) -> None:
-        self._page.locator(selector).first.click(timeout=PATIENCE)
+        self._page.locator(selector).first.click(timeout=TIMEOUT_MS)
 
     def fill(self, selector: str, text: str) -> None:
-        self._page.locator(selector).first.fill(text, timeout=PATIENCE)
+        self._page.locator(selector).first.fill(text, timeout=TIMEOUT_MS)
 
     def settle(self) -> None:
-        """Let the page lay out what has changed."""
+        """Wait until the page has updated its layout."""
         self._page.wait_for_timeout(700)
 
     def widgets(self, node_type: str) -> dict[str, Any]:
         return self._page.evaluate(WIDGETS, node_type)
 
     def queue(self, seconds: float = 90.0, command: str = "") -> tuple[str, Any]:
-        """Press Run and wait: how the run ended, and what the server said about it. command: in place of Run."""
+        """Press Run, wait, and return the final event and its details. command: used instead of Run."""
         self._page.evaluate(LISTEN, ENDS)
         self._page.evaluate(QUEUE, command)
         return self._ended(seconds)
 
     def click_run(self, seconds: float = 90.0) -> tuple[str, Any]:
-        """The same with the page's own button."""
+        """Do the same with the page's own Run button."""
         self._page.evaluate(LISTEN, ENDS)
-        self._page.get_by_role("button", name="Run", exact=True).first.click(timeout=PATIENCE)
+        self._page.get_by_role("button", name="Run", exact=True).first.click(timeout=TIMEOUT_MS)
         return self._ended(seconds)
 
     def _ended(self, seconds: float) -> tuple[str, Any]:
@@ -256,33 +256,33 @@ class Canvas:
         return tuple(self._page.evaluate("() => window.ended"))
 
     def press_run(self) -> None:
-        """Press Run without waiting for a run, because the server will refuse it."""
+        """Press Run without waiting, for a prompt that the server rejects."""
         self._page.evaluate("() => { app.queuePrompt(0, 1) }")
 
     def wait_for_text(self, text: str) -> None:
-        self._page.get_by_text(text).first.wait_for(timeout=PATIENCE)
+        self._page.get_by_text(text).first.wait_for(timeout=TIMEOUT_MS)
 
     def wait_for_node(self, node_type: str) -> None:
-        """Until the workflow that is opened has one of this type."""
-        there = "type => app.graph.nodes.some(node => node.type === type)"
-        self._page.wait_for_function(there, arg=node_type, timeout=PATIENCE)
+        """Wait until the open workflow has a node of this type."""
+        has_node = "type => app.graph.nodes.some(node => node.type === type)"
+        self._page.wait_for_function(has_node, arg=node_type, timeout=TIMEOUT_MS)
 
     def wait_for_error(self, text: str, details: str = "View details") -> None:
-        """Until it stands on the page, of a run that failed. Newer pages name the node, and the rest after a click
-        on `details`."""
-        told, more = self._page.get_by_text(text).first, self._page.get_by_text(details).first
-        told.or_(more).first.wait_for(timeout=PATIENCE)
+        """Wait until the page shows the error of a failed run. Newer pages show only the node, and the text after a
+        click on `details`."""
+        error, more = self._page.get_by_text(text).first, self._page.get_by_text(details).first
+        error.or_(more).first.wait_for(timeout=TIMEOUT_MS)
         if more.is_visible():
             more.click()
-        told.wait_for(timeout=PATIENCE)
+        error.wait_for(timeout=TIMEOUT_MS)
 
     def wait_for_video(self) -> None:
-        """Until a video on the page shows its first frame."""
+        """Wait until a video on the page shows its first frame."""
         shown = "() => [...document.querySelectorAll('video')].some(video => video.readyState >= 2)"
-        self._page.wait_for_function(shown, timeout=PATIENCE)
+        self._page.wait_for_function(shown, timeout=TIMEOUT_MS)
 
     def ask(self, path: str) -> Any:
-        """GET from within the page: JSON, or text."""
+        """Send a GET request from the page, and return JSON or text."""
         return self._page.evaluate(
             "async path => { const r = await fetch(path); const t = await r.text();"
             " try { return JSON.parse(t) } catch { return t } }",
@@ -290,8 +290,8 @@ class Canvas:
         )
 
     @contextmanager
-    def beside(self, url: str, user: str) -> Iterator[Canvas]:
-        """The page of a server with several users, in a profile of its own where one is logged in, by their id."""
+    def page_of_user(self, url: str, user: str) -> Iterator[Canvas]:
+        """Open a multi-user server's page as one user, given by id, in a page of its own."""
         headers = {"comfy-user": user}
         page = self._page.context.browser.new_page(viewport=WINDOW, locale="en-US", extra_http_headers=headers)
         page.add_init_script(f"localStorage['Comfy.userId'] = localStorage['Comfy.userName'] = '{user}'")
@@ -304,11 +304,11 @@ class Canvas:
 
     @contextmanager
     def nodes_2(self, url: str, on: bool = True) -> Iterator[None]:
-        """Inside, the page is opened anew, with Nodes 2.0 or in classic mode."""
-        self.choose(url, VueNodes_Enabled=on)
+        """Reopen the page with Nodes 2.0, or in classic mode, inside the context."""
+        self.set_settings(url, VueNodes_Enabled=on)
         self.open(url)
         yield
-        self.choose(url, VueNodes_Enabled=False)
+        self.set_settings(url, VueNodes_Enabled=False)
 
     def picture(self, name: str) -> Path:
         path = self._pictures / f"{name}.png"
@@ -320,7 +320,7 @@ class Canvas:
 def canvas(
     url: str, pictures: Path, language: str = "en-US", window: Mapping[str, int] = MappingProxyType(WINDOW)
 ) -> Iterator[Canvas]:
-    """A fresh browser profile with the server's page open in it; skips where there is none. language: the browser's."""
+    """Open the server's page in a new browser profile; skip the test without a browser. language: the browser's."""
     if reason := missing_browser():
         pytest.skip(reason)
     from playwright.sync_api import sync_playwright

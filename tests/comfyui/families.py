@@ -1,4 +1,4 @@
-"""The shipped workflows of every family, small enough for a CPU."""
+"""Small models and inputs for the shipped workflows of every family, with sizes for a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from PIL import Image
 from runs import HEALTHY, INSIDE, OVERFLOWING
 from trained_lora import train_lora
 
-MODELS = {  # folder that a workflow names → which small model stands in for it
+MODELS = {  # folder that a workflow names → the small model used for it
     HEALTHY: "2b",
     OVERFLOWING: "2b stream",
     INSIDE: "2b inside",
@@ -35,8 +35,8 @@ SVD_SIZES = {"width": 64, "height": 64, "frames": 3}
 
 
 def build(models: Path) -> None:
-    """Fill a ComfyUI's `models` with one small model of each family, two CogVideoX that leave fp16's range, a single
-    file and a LoRA."""
+    """Fill ComfyUI's `models` folder: a small model of each family, two CogVideoX that overflow fp16, a single file and
+    a LoRA."""
     for name, kind in MODELS.items():
         shared_models.copied(shared_models.model_folder(*kind.split()), models / "diffusers" / name)
     (models / "checkpoints").mkdir(parents=True)
@@ -46,7 +46,7 @@ def build(models: Path) -> None:
 
 
 def write_inputs(folder: Path) -> None:
-    """A picture of another aspect and a video of another size than the models make."""
+    """Write a picture and a video whose aspect and size differ from the models'."""
     folder.mkdir(parents=True, exist_ok=True)
     ramp = np.linspace(0, 255, 120 * 90 * 3).reshape(90, 120, 3).astype(np.uint8)
     Image.fromarray(ramp).save(folder / IMAGE)
@@ -60,7 +60,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def small(workflow: Path, known: Mapping[str, Any]) -> dict[str, Any]:
-    """A shipped API file with small sizes, and a saver that the ComfyUI knows. known: its nodes by class."""
+    """Read a shipped API file, with small sizes and a save node that this ComfyUI has. known: its nodes by class."""
     graph = json.loads(workflow.read_text(encoding="utf-8"))
     for node in graph.values():
         sizes = SIZES | (SVD_SIZES if "StableVideo" in node["class_type"] else {})

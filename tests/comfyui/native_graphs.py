@@ -1,5 +1,5 @@
-"""The shipped workflow for SD 1.5 with ComfyUI's own nodes: small, with and without its guard, and what a run of it
-made."""
+"""The shipped workflow for SD 1.5 with ComfyUI's own nodes, at a small size, with or without its guard; and runs of
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runs import Ran, finish, frames_of, start
 from templates import api_file, read
 
 NAME, LOADER = "native_sd15_text_to_image", "CheckpointLoaderSimple"
-FILE, HOT = comfyui_nodes.SD15_FILE, "overflowing_"  # in models/checkpoints; before the name of one that overflows
+FILE, HOT = comfyui_nodes.SD15_FILE, "overflowing_"  # in models/checkpoints; the prefix of one that overflows
 MODEL, VAE = "SD15", "AutoencoderKL"  # ComfyUI's classes, as the report names them
 SIZE = (1, 16, 16)  # frames, height, width
 GUARD = "OneDiffGuardNaNGuardNative"
@@ -25,7 +25,7 @@ Graph = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Made:
+class RunOutput:
     frames: np.ndarray  # [frames, height, width, 3], uint8
     reports: list[str]  # the guards' lines in ComfyUI's log
 
@@ -35,7 +35,7 @@ class Made:
 
 
 def graph(*, hot: bool = False, half: bool = False, without: Container[str] = ()) -> Graph:
-    """The shipped API file, small. hot: on the overflowing checkpoint. without: "model", "vae": what is not guarded."""
+    """The shipped API file at a small size. hot: on the overflowing checkpoint. without: "model", "vae": unguarded."""
     found = read(api_file(NAME))
     for node in found.values():
         node["inputs"] |= {key: value for key, value in SMALL.items() if key in node["inputs"]}
@@ -64,10 +64,10 @@ def run(server: legs.Server, graph: Graph) -> Ran:
     return finish(start(server, file, server.base), server)
 
 
-def make(server: legs.Server, graph: Graph) -> Made:
+def make(server: legs.Server, graph: Graph) -> RunOutput:
     before = len(server.log_text())
     ran = run(server, graph)
     assert ran.code == 0, (ran.answer, server.tail())
     (saved,) = ran.files
-    said = server.log_text()[before:].splitlines()
-    return Made(frames_of(saved), [line.split("NaN Guard: ", 1)[1] for line in said if "NaN Guard: " in line])
+    log = server.log_text()[before:].splitlines()
+    return RunOutput(frames_of(saved), [line.split("NaN Guard: ", 1)[1] for line in log if "NaN Guard: " in line])

@@ -1,4 +1,4 @@
-"""`onediff-guard run` as a process of its own, what it printed, and what it wrote."""
+"""Runs `onediff-guard run` in its own process, and reads its output and files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from PIL import Image, ImageSequence
 from waiting import HANG_SECONDS
 
 HEALTHY = "small-healthy"  # names of the small models in models/diffusers
-OVERFLOWING = "small-overflowing"  # its residual stream leaves fp16's range
-INSIDE = "small-inside"  # the inside of a block does
+OVERFLOWING = "small-overflowing"  # its residual stream overflows fp16
+INSIDE = "small-inside"  # an activation inside a block overflows fp16
 SMALL = {  # text to video, small enough for a CPU
     "OneDiffGuardLoadPipeline.backend": "eager",
     "OneDiffGuardSampleCogVideoX.width": 96,
@@ -31,7 +31,7 @@ SMALL = {  # text to video, small enough for a CPU
 
 @dataclass(frozen=True)
 class Ran:
-    """What `onediff-guard run --json` came to."""
+    """The result of `onediff-guard run --json`."""
 
     code: int
     answer: dict[str, Any]  # the JSON object on stdout
@@ -42,15 +42,15 @@ class Ran:
         return [Path(name) for name in self.answer["files"]]
 
     def reports(self, having: str = "reruns") -> list[dict[str, Any]]:
-        """Of the nodes that computed; what the loader told has a "diagnosis"."""
-        told = (report for ui in self.answer["outputs"].values() for report in ui.get("onediff_guard", []))
-        return [report for report in told if having in report]
+        """Return the nodes' reports that have a key: "reruns" of computing nodes, "diagnosis" of the loader."""
+        reports = (report for ui in self.answer["outputs"].values() for report in ui.get("onediff_guard", []))
+        return [report for report in reports if having in report]
 
 
 def start(
     server: Server, workflow: Path, folder: Path, changes: Mapping[str, Any] | None = None
 ) -> subprocess.Popen[str]:
-    """Start `onediff-guard run --server` on a workflow. folder: gets the results. changes: become --set."""
+    """Start `onediff-guard run --server` on a workflow. folder: for the results. changes: become --set."""
     command = [sys.executable, "-m", "comfyui_onediff_guard", "run", str(workflow)]
     command += ["--server", server.url, "--out", str(folder / "out"), "--json", "--timeout", str(HANG_SECONDS)]
     for name, value in (changes or {}).items():
@@ -65,13 +65,13 @@ def finish(child: subprocess.Popen[str], server: Server) -> Ran:
         stdout, stderr = child.communicate(timeout=2 * HANG_SECONDS)
     except subprocess.TimeoutExpired:
         child.kill()
-        raise AssertionError(f"onediff-guard run does not end\n{server.tail()}") from None
+        raise AssertionError(f"onediff-guard run did not end\n{server.tail()}") from None
     assert stdout.strip(), f"nothing on stdout, exit code {child.returncode}\n{stderr}\n{server.tail()}"
     return Ran(child.returncode, json.loads(stdout), stderr)
 
 
 def frames_of(file: Path) -> np.ndarray:
-    """[frames, height, width, 3], uint8, of an animated WEBP or a video."""
+    """Return the frames of an animated WEBP or a video: [frames, height, width, 3], uint8."""
     if file.suffix == ".webp":
         with Image.open(file) as image:
             return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)])

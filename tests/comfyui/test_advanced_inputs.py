@@ -1,4 +1,4 @@
-"""In Nodes 2.0, inputs that a first run does not need are folded away, and their values travel all the same."""
+"""Advanced inputs in Nodes 2.0: they are hidden, and their values are saved and queued."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def canvas(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
         yield opened
 
 
-def test_nodes_2_fold_them_away_and_queue_them(server: legs.Server, canvas: browser.Canvas) -> None:
+def test_nodes_2_hides_advanced_inputs_and_queues_their_values(server: legs.Server, canvas: browser.Canvas) -> None:
     workflow = read(ui_file(NAME))
     canvas.load(workflow)
     canvas.picture("nodes_2")
-    shown = canvas.evaluate("() => document.querySelector('#vue-app').innerText")
-    assert "on_failure" in shown and ("give_up_after" not in shown) == server.leg.is_current
+    page_text = canvas.evaluate("() => document.querySelector('#vue-app').innerText")
+    assert "on_failure" in page_text and ("give_up_after" not in page_text) == server.leg.is_current
     assert canvas.saved_values() == browser.values_of(workflow)
     shipped = read(api_file(NAME))
-    assert canvas.prompt_as(shipped) == shipped
+    assert canvas.prompt_like(shipped) == shipped

@@ -1,4 +1,4 @@
-"""`onediff-guard batch --server`: one queue feeds two real ComfyUIs, of which some are lost, late, or lack nodes."""
+"""`onediff-guard batch --server` on two real ComfyUIs, some of which are killed, start late, or lack nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from waiting import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.comfyui
 
-# The command, with less patience, so that a test has not to wait for a minute.
+# The command with shorter time-outs, so that a test does not wait for a minute.
 COMMAND = """\
 import sys
 from comfyui_onediff_guard.headless.batch import server_pool
@@ -34,7 +34,7 @@ Pair = tuple[legs.Server, legs.Server]
 
 
 def plain(color: int = 0, size: int = 32, blurs: int = 0) -> dict[str, Any]:
-    """Nodes of ComfyUI's own. blurs: how many, one after the other; each takes its time."""
+    """A graph of ComfyUI's own nodes. blurs: number of blur nodes in a row, which take time."""
     graph: dict[str, Any] = {
         "1": {"class_type": "EmptyImage", "inputs": {"width": size, "height": size, "batch_size": 1, "color": color}}
     }
@@ -47,7 +47,7 @@ def plain(color: int = 0, size: int = 32, blurs: int = 0) -> dict[str, Any]:
 
 
 def slow(jobs: int, blurs: int = 1) -> dict[str, Any]:
-    """A line of jobs of a second or more."""
+    """A line of jobs that take a second or more each."""
     return {"workflow": plain(size=768, blurs=blurs), "matrix": {"inputs": {"1.color": list(range(1, jobs + 1))}}}
 
 
@@ -56,18 +56,18 @@ class ServerBatch(Batch):
         wait_until(condition, lambda: f"{what}\n{self.told.read_text()}", meanwhile=self.process)
 
     def records(self) -> list[dict[str, Any]]:
-        """Of all outputs, which are whole: each file that a record names is there, and no other."""
+        """Return the records of all outputs; each output has exactly the files that its record names."""
         found = []
         for file in self.out.glob("*/job.json"):
             record = json.loads(file.read_text(encoding="utf-8"))
             assert record["content"] == file.parent.name and record["files"], record
-            there = {path.relative_to(file.parent).as_posix() for path in file.parent.rglob("*") if path.is_file()}
-            assert there == {*record["files"], "job.json"}
+            files = {path.relative_to(file.parent).as_posix() for path in file.parent.rglob("*") if path.is_file()}
+            assert files == {*record["files"], "job.json"}
             found.append(record)
         return found
 
-    def nothing_is_left(self) -> bool:
-        """Whether there are outputs and nothing that was begun."""
+    def has_nothing_unfinished(self) -> bool:
+        """Return whether no unfinished output is left."""
         return not list((self.out / ".running").rglob("*.*"))
 
 
@@ -75,8 +75,8 @@ BatchOf = Callable[..., ServerBatch]
 
 
 @pytest.fixture(scope="module")
-def both(any_leg: legs.Leg, small_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """A ComfyUI with the pack and a small model, and one without the pack."""
+def two_servers(any_leg: legs.Leg, small_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two servers: a ComfyUI with the pack and a small model, and one without the pack."""
     ours, others = tmp_path_factory.mktemp("ours"), tmp_path_factory.mktemp("others")
     legs.install_pack(ours / "custom_nodes")
     (ours / "models" / "diffusers").mkdir(parents=True)
@@ -109,32 +109,32 @@ def ours(leg: legs.Leg, seeds: int) -> dict[str, Any]:
     return {"workflow": leg.workflow.name, "set": sets, "matrix": {"seeds": {"first": 1, "count": seeds}}}
 
 
-def runs_of(server: legs.Server) -> int:
+def run_count(server: legs.Server) -> int:
     return len(server.history())
 
 
-def queue_of(server: legs.Server) -> int:
+def queue_length(server: legs.Server) -> int:
     queue = server.ask("/queue")
     return len(queue["queue_running"]) + len(queue["queue_pending"])
 
 
-def lose(server: legs.Server) -> None:
-    """End a ComfyUI as a lack of memory does."""
+def kill_server(server: legs.Server) -> None:
+    """Kill a ComfyUI, as the out-of-memory killer does."""
     children = psutil.Process(server.pid).children(recursive=True)
     for child in children:
         child.kill()
     psutil.wait_procs(children, HANG_SECONDS)
 
 
-def test_one_queue_feeds_both_and_each_gets_what_it_has_nodes_for(both: Pair, batch: BatchOf) -> None:
-    """The one without the pack is named first, takes none of our jobs, and spoils none."""
-    one, other = both
-    before = runs_of(one) + runs_of(other)
+def test_queue_sends_each_server_only_jobs_it_has_nodes_for(two_servers: Pair, batch: BatchOf) -> None:
+    """The server without the pack is named first, and gets none of the pack's jobs."""
+    one, other = two_servers
+    before = run_count(one) + run_count(other)
     lines = [ours(one.leg, 2), {"workflow": plain(), "matrix": {"inputs": {"1.color": COLORS}}}, slow(4)]
     answer = (run := batch(lines, other, one)).run()
     assert answer["code"] == 0 and answer["done"] == 10 and not answer["faults"], answer["told"]
     records = run.records()
-    assert len(records) == 10 and run.nothing_is_left()
+    assert len(records) == 10 and run.has_nothing_unfinished()
     where = {record["worker"] for record in records if "OneDiffGuard" in json.dumps(record["workflow"])}
     assert where == {one.url}
     assert {record["worker"] for record in records} == {one.url, other.url}
@@ -148,15 +148,15 @@ def test_one_queue_feeds_both_and_each_gets_what_it_has_nodes_for(both: Pair, ba
         elif color is None:
             frames = frames_of(path)
             assert frames.shape == (9, 64, 96, 3) and np.ptp(frames) > 0
-    assert runs_of(one) + runs_of(other) == before + 10, "each once"
+    assert run_count(one) + run_count(other) == before + 10, "each job ran once"
     answer = run.run()
     assert answer["code"] == 0 and answer["already_done"] == 10
-    assert runs_of(one) + runs_of(other) == before + 10, "none again"
+    assert run_count(one) + run_count(other) == before + 10, "no job ran again"
 
 
-def test_what_no_server_takes_is_parked_and_the_rest_goes_on(both: Pair, batch: BatchOf) -> None:
-    """It passes the check of the file, since a server has the node. The model is on none."""
-    one, other = both
+def test_job_refused_by_every_server_is_parked_and_others_run(two_servers: Pair, batch: BatchOf) -> None:
+    """The job passes the check of its file, since one server has the node. No server has the model."""
+    one, other = two_servers
     lost = ours(one.leg, 1)
     lost["set"] = [*lost["set"], "OneDiffGuardLoadPipeline.model=nowhere"]
     answer = (run := batch([lost, {"workflow": plain(7)}], one, other)).run()
@@ -169,80 +169,79 @@ def test_what_no_server_takes_is_parked_and_the_rest_goes_on(both: Pair, batch: 
     assert run.run()["parked_before"] == 1
 
 
-def test_a_node_that_no_server_has_is_told_before_anything_runs(both: Pair, batch: BatchOf) -> None:
-    before = [runs_of(server) for server in both]
+def test_unknown_node_type_is_reported_before_any_job_runs(two_servers: Pair, batch: BatchOf) -> None:
+    before = [run_count(server) for server in two_servers]
     unknown = {"1": {"class_type": "NoSuchNode", "inputs": {}}}
-    answer = (run := batch([{"workflow": plain(8)}, {"workflow": unknown}], *both)).run()
+    answer = (run := batch([{"workflow": plain(8)}, {"workflow": unknown}], *two_servers)).run()
     assert answer["code"] == 2
     assert "jobs.jsonl, line 2: " in answer["error"] and "has no node type NoSuchNode" in answer["error"]
-    assert [runs_of(server) for server in both] == before and not run.out.exists()
+    assert [run_count(server) for server in two_servers] == before and not run.out.exists()
 
 
-def test_ctrl_c_leaves_nothing_at_the_servers_and_the_same_command_goes_on(both: Pair, batch: BatchOf) -> None:
-    run = batch([slow(8, blurs=2)], *both)
+def test_ctrl_c_empties_server_queues_and_same_command_resumes(two_servers: Pair, batch: BatchOf) -> None:
+    run = batch([slow(8, blurs=2)], *two_servers)
     process = run.start()
-    run.until(lambda: len(run.records()) >= 2 and all(map(queue_of, both)), "both work")
+    run.until(lambda: len(run.records()) >= 2 and all(map(queue_length, two_servers)), "both work")
     process.send_signal(signal.SIGINT)
     answer = run.finish()
     assert answer["code"] == 130 and "the same command goes on" in answer["told"]
-    wait_until(lambda: not any(map(queue_of, both)), "the servers' queues are empty")  # what computes is waited for
+    wait_until(lambda: not any(map(queue_length, two_servers)), "the queues are empty")  # running jobs end first
     done = len(run.records())
-    assert 2 <= done < 8 and run.nothing_is_left()
-    before = sum(map(runs_of, both))
+    assert 2 <= done < 8 and run.has_nothing_unfinished()
+    before = sum(map(run_count, two_servers))
     answer = run.run()
     assert answer["code"] == 0 and answer["already_done"] == done and answer["done"] == 8 - done
-    assert sum(map(runs_of, both)) == before + 8 - done and len(run.records()) == 8
+    assert sum(map(run_count, two_servers)) == before + 8 - done and len(run.records()) == 8
 
 
-def test_a_server_is_killed_and_another_comes_up_late(
-    both: Pair, any_leg: legs.Leg, batch: BatchOf, tmp_path: Path
+def test_batch_completes_when_server_starts_late_and_is_killed_twice(
+    two_servers: Pair, any_leg: legs.Leg, batch: BatchOf, tmp_path: Path
 ) -> None:
-    """Three of which one is there all the time. The one that is killed is the one that comes up late: it is started
-    twice."""
+    """One server runs all the time. The other one starts late, is killed, starts again, and is killed again."""
     port = legs.free_port()
-    run = batch([slow(40)], both[1], f"http://127.0.0.1:{port}")
+    run = batch([slow(40)], two_servers[1], f"http://127.0.0.1:{port}")
     run.start()
-    run.until(lambda: "It gets jobs as soon as it does" in run.told.read_text(), "it is told to be away")
+    run.until(lambda: "It gets jobs as soon as it does" in run.told.read_text(), "it is reported as away")
     for _ in range(2):
         had = len([record for record in run.records() if f":{port}" in record["worker"]])
         with legs.started(any_leg, tmp_path / "late", port=port) as late:
 
-            def works(late: legs.Server = late, had: int = had) -> bool:
+            def is_working(late: legs.Server = late, had: int = had) -> bool:
                 mine = [record for record in run.records() if record["worker"] == late.url]
                 return len(mine) > had and bool(late.ask("/queue")["queue_running"])
 
-            run.until(works, "the late one works")
-            lose(late)
+            run.until(is_working, "the late server works")
+            kill_server(late)
     answer = run.finish()
     assert answer["code"] == 0 and answer["done"] == 40 and not answer["failed"], answer["told"]
-    assert answer["workers_lost"] in (1, 2)  # a batch may be over before the second is noticed
+    assert answer["workers_lost"] in (1, 2)  # a batch may end before the second kill is noticed
     assert sorted(record["workflow"]["1"]["inputs"]["color"] for record in run.records()) == [*range(1, 41)]
-    assert run.nothing_is_left()
+    assert run.has_nothing_unfinished()
 
 
-def test_the_only_server_restarts(any_leg: legs.Leg, batch: BatchOf, tmp_path: Path) -> None:
+def test_batch_completes_when_only_server_restarts(any_leg: legs.Leg, batch: BatchOf, tmp_path: Path) -> None:
     port = legs.free_port()
     with legs.started(any_leg, tmp_path / "base", port=port) as server:
         run = batch([slow(6)], server)
         run.start()
         run.until(lambda: len(run.records()) >= 2 and bool(server.ask("/queue")["queue_running"]), "it works")
-        lose(server)
+        kill_server(server)
     with legs.started(any_leg, tmp_path / "base", port=port):
         answer = run.finish()
     assert answer["code"] == 0 and answer["done"] == 6 and answer["workers_lost"] == 1, answer["told"]
-    assert len(run.records()) == 6 and run.nothing_is_left()
+    assert len(run.records()) == 6 and run.has_nothing_unfinished()
 
 
-def test_a_run_that_is_interrupted_there_is_tried_again(both: Pair, batch: BatchOf) -> None:
-    """Whoever sits at that page may press the button; a run that always is, is parked."""
-    one = both[0]
+def test_job_interrupted_on_server_is_retried_then_fails(two_servers: Pair, batch: BatchOf) -> None:
+    """A user may press Interrupt on the server's page. A job that is interrupted in each attempt fails."""
+    one = two_servers[0]
     run = batch([slow(1, blurs=6)], one)
     process = run.start("--attempts", "2")
     for _ in range(2):
-        before = runs_of(one)
+        before = run_count(one)
         run.until(lambda: bool(one.ask("/queue")["queue_running"]), "it runs")
         one.ask("/interrupt", {})
-        run.until(lambda before=before: runs_of(one) > before or process.poll() is not None, "it is interrupted")
+        run.until(lambda before=before: run_count(one) > before or process.poll() is not None, "it is interrupted")
     answer = run.finish()
     assert answer["code"] == 4 and answer["failed"] == 1, answer["told"]
     assert "interrupted on the server" in answer["faults"][0]["error"]

@@ -1,4 +1,4 @@
-"""The pack's blueprints on the page of a current ComfyUI: found by a search, put down as one node, run."""
+"""The pack's blueprints on the page of a current ComfyUI: search finds them, adds one node, and it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from comfyui_onediff_guard.headless.workflow import schema, ui_format
 from runs import INSIDE
 from templates import read
-from test_strip_in_browser import complaints
+from test_strip_in_browser import console_errors
 
 pytestmark = legs.IN_CHECKOUTS
 
@@ -43,17 +43,17 @@ def canvas(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
 def page(request: pytest.FixtureRequest, server: legs.Server, canvas: browser.Canvas) -> Iterator[browser.Canvas]:
     with canvas.nodes_2(server.url, on=request.param == "nodes_2"):
         canvas.load({"nodes": [], "links": [], "version": 0.4})
-        canvas.complaints.clear()
+        canvas.console_errors.clear()
         yield canvas
 
 
-def test_the_server_lists_them(canvas: browser.Canvas) -> None:
+def test_server_lists_every_blueprint(canvas: browser.Canvas) -> None:
     listed = {entry["name"] for entry in canvas.ask("/api/global_subgraphs").values() if legs.FOLDER in str(entry)}
     assert listed == {blueprint.name for blueprint in blueprints.BLUEPRINTS}
 
 
 @pytest.mark.parametrize("blueprint", blueprints.BLUEPRINTS, ids=lambda blueprint: blueprint.name)
-def test_a_search_finds_it_and_puts_down_one_node(
+def test_search_adds_blueprint_as_one_node(
     page: browser.Canvas, request: pytest.FixtureRequest, blueprint: blueprints.Blueprint
 ) -> None:
     page.search(blueprint.name)
@@ -61,11 +61,11 @@ def test_a_search_finds_it_and_puts_down_one_node(
     page.picture(f"blueprint_{request.node.callspec.id}".replace(" ", "_"))
     assert title == blueprint.name
     assert widgets == [name for names in blueprint.shown.values() for name in names]
-    assert (page.missing(), complaints(page)) == ([], [])
+    assert (page.missing(), console_errors(page)) == ([], [])
 
 
 @pytest.mark.parametrize("blueprint", blueprints.BLUEPRINTS, ids=lambda blueprint: blueprint.name)
-def test_the_page_and_the_reader_make_the_same_graph(page: browser.Canvas, blueprint: blueprints.Blueprint) -> None:
+def test_page_and_headless_reader_make_same_graph(page: browser.Canvas, blueprint: blueprints.Blueprint) -> None:
     schemas = {name: schema.from_object_info(name, info) for name, info in page.ask("/object_info").items()}
     saved = read(blueprints.FOLDER / f"{blueprint.name}.json")
     page.load(saved)
@@ -76,10 +76,10 @@ def test_the_page_and_the_reader_make_the_same_graph(page: browser.Canvas, bluep
     }
 
 
-def test_it_runs(page: browser.Canvas, request: pytest.FixtureRequest) -> None:
+def test_text_to_video_blueprint_runs(page: browser.Canvas, request: pytest.FixtureRequest) -> None:
     page.search(TEXT_TO_VIDEO)
     page.evaluate(PUT, SMALL)
     end, detail = page.queue()
     page.picture(f"blueprint_ran_{request.node.callspec.id}".replace(" ", "_"))
     assert end == "execution_success", detail
-    assert complaints(page) == []
+    assert console_errors(page) == []

@@ -25,7 +25,7 @@ OVERFLOWS = {
 
 @pytest.fixture
 def start_compare(server: legs.Server, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
-    """Starts the command on the leg's text-to-video workflow; `changes` become --set."""
+    """Function that starts the command on the leg's text-to-video workflow. changes: become --set."""
 
     def start(precisions: str, **changes: Any) -> subprocess.Popen[str]:
         sets = OVERFLOWS | {f"OneDiffGuard{name.replace('__', '.')}": value for name, value in changes.items()}
@@ -46,7 +46,7 @@ def start_compare(server: legs.Server, tmp_path: Path) -> Callable[..., subproce
     return start
 
 
-def test_plain_fp16_is_black_and_guarded_fp16_is_near(
+def test_plain_fp16_is_black_and_guarded_fp16_is_near_fp32(
     start_compare: Callable[..., subprocess.Popen[str]], server: legs.Server, tmp_path: Path
 ) -> None:
     saved = set((server.base / "output").rglob("*"))
@@ -63,7 +63,7 @@ def test_plain_fp16_is_black_and_guarded_fp16_is_near(
     assert set((server.base / "output").rglob("*")) == saved, "nothing is left in the server's output folder"
 
 
-def test_what_comfyui_remembers_keeps_its_report(
+def test_cached_reference_run_keeps_its_report(
     start_compare: Callable[..., subprocess.Popen[str]], run_graph: Callable[..., Ran], server: legs.Server
 ) -> None:
     before = run_graph(server.leg.workflow, OVERFLOWS | {"OneDiffGuardLoadPipeline.precision": "fp32"})
@@ -75,13 +75,13 @@ def test_what_comfyui_remembers_keeps_its_report(
     assert reference["seconds"] == sum(step["seconds"] for step in sampled["steps"]), "not sampled again"
 
 
-def test_an_interrupt_ends_the_comparison_and_leaves_nothing(
+def test_interrupt_ends_comparison_without_output_files(
     start_compare: Callable[..., subprocess.Popen[str]], server: legs.Server, tmp_path: Path
 ) -> None:
     child = start_compare("fp16", SampleCogVideoX__steps=1000, SampleCogVideoX__seed=31)
     server.wait_until_running()
 
-    def ended() -> bool:  # ComfyUI forgets a request that comes before the graph has begun
+    def ended() -> bool:  # ComfyUI ignores a request that arrives before the graph has started
         server.ask("/interrupt", {})
         return child.poll() is not None
 

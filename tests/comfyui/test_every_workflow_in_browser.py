@@ -1,6 +1,6 @@
-"""Guard every workflow as a person meets it: the switch, what the page tells of a run, and the offer to run again.
+"""Guard every workflow on ComfyUI's page: the switch, notices and strips of a run, and the offer to run again.
 
-Their nodes are ComfyUI's own, on a small SD1.5 whose fp16 overflows. Pictures: see `browser.py`.
+The workflows have ComfyUI's own nodes, and a small SD1.5 that overflows fp16. Screenshots: see `browser.py`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ OFFERED = "#onediff-guard-offer"
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A healthy and an overflowing one; these go when the tests are over, for their size."""
+    """A healthy and an overflowing checkpoint. They are large, so they are deleted after the tests."""
     folder = tmp_path_factory.mktemp("checkpoints")
     native_checkpoints.write_sd15(folder / HEALTHY, overflows=False)
     native_checkpoints.write_sd15(folder / (HOT + HEALTHY), overflows=True)
@@ -138,7 +138,7 @@ def page(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
 
 @pytest.fixture
 def canvas(page: browser.Canvas, server: legs.Server) -> Iterator[browser.Canvas]:
-    """The page anew, with the switch off, nothing cached and nothing learned."""
+    """The page, reopened, with the switch off, an empty cache and no profiles."""
     for name, value in {SWITCH: False, OFFER: True, "Comfy.VueNodes.Enabled": False}.items():
         server.ask(f"/settings/{name}", value)
     server.forget()
@@ -150,7 +150,7 @@ def canvas(page: browser.Canvas, server: legs.Server) -> Iterator[browser.Canvas
 
 
 def api(*, second: bool = False, **inputs: Any) -> dict[str, Any]:
-    """The workflow in API format. inputs: in place of those of that name."""
+    """The workflow in API format. inputs: replace those of the same name."""
     made = {}
     for id_, (class_type, given) in (NODES | (SECOND if second else {})).items():
         changed = {name: inputs.get(name, value) for name, value in given.items()}
@@ -178,20 +178,20 @@ def pictures_of(server: legs.Server, entry: dict[str, Any]) -> list[np.ndarray]:
     return [*map(frames_of, server.files_of(entry))]
 
 
-def is_finite(server: legs.Server, entry: dict[str, Any]) -> bool:
+def is_not_black(server: legs.Server, entry: dict[str, Any]) -> bool:
     made = pictures_of(server, entry)
     assert made
     return all(picture.std() > 2 for picture in made)
 
 
 def providers(server: legs.Server) -> list[str]:
-    """The classes of ComfyUI's cache providers."""
+    """Return the classes of ComfyUI's cache providers."""
     return server.ask("/test_providers")
 
 
-def needs_providers(server: legs.Server) -> None:
+def skip_without_providers(server: legs.Server) -> None:
     if server.leg.name == "b":
-        pytest.skip("ComfyUI 0.3.64 shows nobody what nodes put out")
+        pytest.skip("ComfyUI 0.3.64 has no cache providers")
 
 
 def guard_notices(canvas: browser.Canvas) -> list[str]:
@@ -202,23 +202,21 @@ def strips(canvas: browser.Canvas) -> dict[str, Any]:
     return canvas.evaluate(STRIPS)
 
 
-def test_the_switch_in_the_settings_guards_and_leaves_other_nodes_as_they_were(
-    canvas: browser.Canvas, server: legs.Server
-) -> None:
-    saved: list[str] = []  # after each run, what a file would hold
+def test_settings_switch_guards_without_changing_saved_workflow(canvas: browser.Canvas, server: legs.Server) -> None:
+    saved: list[str] = []  # after each run: the workflow as a file would have it
 
     def run_with(checkpoint: str) -> dict[str, Any]:
         canvas.set_widgets({"CheckpointLoaderSimple.ckpt_name": checkpoint})
         run(canvas)
         saved.append(canvas.evaluate(SAVED).replace(HOT + HEALTHY, HEALTHY))
-        assert is_finite(server, entries(server)[-1])
+        assert is_not_black(server, entries(server)[-1])
         return strips(canvas)
 
     assert run_with(HEALTHY) == {}
     sizes = canvas.evaluate(SIZES)
-    canvas.switch(SWITCH, "Guard every workflow")
+    canvas.click_switch(SWITCH, "Guard every workflow")
     canvas.picture("every_settings")
-    wait_until(lambda: server.ask("/settings").get(SWITCH) is True, "the setting is not kept")
+    wait_until(lambda: server.ask("/settings").get(SWITCH) is True, "the setting is not saved")
     canvas.press("Escape")
     assert run_with(HEALTHY) == {} and "Guard every workflow: 2 guards" in server.log_text()
     assert canvas.evaluate(SIZES) == sizes and not guard_notices(canvas)
@@ -228,7 +226,7 @@ def test_the_switch_in_the_settings_guards_and_leaves_other_nodes_as_they_were(
     assert [each == saved[0] for each in saved] == [True] * 4, saved
 
 
-def plainly(canvas: browser.Canvas) -> None:
+def in_classic_mode(canvas: browser.Canvas) -> None:
     run(canvas)
 
 
@@ -238,13 +236,13 @@ def in_app_mode(canvas: browser.Canvas) -> None:
     run(canvas)
 
 
-def in_a_subgraph(canvas: browser.Canvas) -> None:
+def in_subgraph(canvas: browser.Canvas) -> None:
     canvas.evaluate(SUBGRAPH, "KSampler")
     canvas.settle()
     run(canvas)
 
 
-def of_the_selected_output(canvas: browser.Canvas) -> None:
+def with_selected_output(canvas: browser.Canvas) -> None:
     load(canvas, api(second=True))
     canvas.evaluate(SELECTED, "guarded")
     run(canvas, "Comfy.QueueSelectedOutputNodes")
@@ -256,17 +254,19 @@ def in_nodes_2(canvas: browser.Canvas) -> None:
     run(canvas)
 
 
-WAYS: dict[Callable[[browser.Canvas], None], str] = {  # and since when pages have it
-    plainly: "",
-    of_the_selected_output: "",
-    in_a_subgraph: "",
+WAYS: dict[Callable[[browser.Canvas], None], str] = {  # way to run → the oldest ComfyUI whose page has it
+    in_classic_mode: "",
+    with_selected_output: "",
+    in_subgraph: "",
     in_nodes_2: "0.33",
     in_app_mode: "0.33",
 }
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_what_was_rescued_is_told(canvas: browser.Canvas, server: legs.Server, way: Callable[..., None]) -> None:
+def test_recomputed_run_shows_notice_and_strips(
+    canvas: browser.Canvas, server: legs.Server, way: Callable[..., None]
+) -> None:
     if WAYS[way] and server.leg.name == "b":
         pytest.skip(f"this page has no {way.__name__}")
     server.ask(f"/settings/{SWITCH}", True)
@@ -275,16 +275,16 @@ def test_what_was_rescued_is_told(canvas: browser.Canvas, server: legs.Server, w
     canvas.settle()
     canvas.picture(f"every_{way.__name__}")
     entry = entries(server)[-1]
-    assert is_finite(server, entry) and len(pictures_of(server, entry)) == 1
-    told = guard_notices(canvas)
-    assert len(told) == 1 and "Result: OK." in told[0] and "(KSampler, VAE Decode)" in told[0], told
+    assert is_not_black(server, entry) and len(pictures_of(server, entry)) == 1
+    notices = guard_notices(canvas)
+    assert len(notices) == 1 and "Result: OK." in notices[0] and "(KSampler, VAE Decode)" in notices[0], notices
     shown = strips(canvas)
     assert set(shown) == {"KSampler", "VAEDecode"}
     for strip in shown.values():
         assert strip["text"].startswith("Result: OK.") and "rerun" in strip["cells"]
 
 
-def test_in_nodes_2_a_strip_comes_off_with_the_next_run(canvas: browser.Canvas, server: legs.Server) -> None:
+def test_nodes_2_removes_strip_at_next_run(canvas: browser.Canvas, server: legs.Server) -> None:
     if WAYS[in_nodes_2] and server.leg.name == "b":
         pytest.skip("this page has no Nodes 2.0")
     server.ask(f"/settings/{SWITCH}", True)
@@ -299,8 +299,8 @@ def test_in_nodes_2_a_strip_comes_off_with_the_next_run(canvas: browser.Canvas, 
     assert sizes[1] != sizes[0] and sizes[2] == sizes[0]
 
 
-def test_several_reports_on_a_node_are_shown_together(canvas: browser.Canvas) -> None:
-    """Of a node with two models, or a MODEL and a VAE, or that samples several times."""
+def test_reports_of_one_node_are_merged_into_one_strip(canvas: browser.Canvas) -> None:
+    """A node has several reports if it has two models, a MODEL and a VAE, or samples several times."""
     outputs = [
         report("fp16", "the first", ["rerun", "half"]),
         report("bf16", "the second", ["rerun"]),
@@ -321,7 +321,7 @@ def test_several_reports_on_a_node_are_shown_together(canvas: browser.Canvas) ->
     broken["onediff_guard"][0]["outcomes"] = {"non-finite": 1}
     canvas.evaluate(REPORTED, [[broken], "KSampler", "execution_error"])
     assert strips(canvas)["KSampler"]["text"].startswith("Result: NOT OK.")
-    assert len(guard_notices(canvas)) == 3, "one at each end of a prompt"
+    assert len(guard_notices(canvas)) == 3, "one notice at the end of each prompt"
     canvas.dispatch("execution_start")
     cut = report("fp16", "the last", ["rerun"])
     cut["onediff_guard"][0]["ended"] = True
@@ -329,8 +329,8 @@ def test_several_reports_on_a_node_are_shown_together(canvas: browser.Canvas) ->
     assert strips(canvas)["KSampler"]["text"].startswith("Result: not finished")
 
 
-def test_a_strip_comes_off_a_workflow_that_was_opened_anew(canvas: browser.Canvas) -> None:
-    """In the middle of a run: another tab, and back."""
+def test_strip_is_removed_from_reopened_workflow(canvas: browser.Canvas) -> None:
+    """During a run, the user opens another tab and returns."""
     outputs = [report("fp16", "said", ["rerun"])]
     saved = canvas.evaluate(SAVED)
     canvas.evaluate(REPORTED, [outputs, "KSampler", "nothing yet"])
@@ -342,8 +342,8 @@ def test_a_strip_comes_off_a_workflow_that_was_opened_anew(canvas: browser.Canva
     assert strips(canvas) == {} and canvas.evaluate(SAVED) == saved
 
 
-def test_a_strip_is_in_the_workflow_that_ran(canvas: browser.Canvas, server: legs.Server) -> None:
-    """And comes back with it, from another tab or by undo."""
+def test_strip_appears_only_in_workflow_that_ran(canvas: browser.Canvas, server: legs.Server) -> None:
+    """The strip returns when that workflow is opened again."""
     server.ask(f"/settings/{SWITCH}", True)
     canvas.evaluate(OPENED, canvas.evaluate(GRAPH) | {"id": str(uuid.uuid4())})
     run(canvas)
@@ -351,15 +351,15 @@ def test_a_strip_is_in_the_workflow_that_ran(canvas: browser.Canvas, server: leg
     assert set(shown) == {"KSampler", "VAEDecode"}
     canvas.evaluate(OPENED, graph | {"id": str(uuid.uuid4())})
     canvas.settle()
-    assert strips(canvas) == {}, "another workflow of the same nodes"
+    assert strips(canvas) == {}, "another workflow with the same nodes"
     canvas.evaluate(REPORTED, [[report("fp16", "said", ["rerun"])], "KSampler", "execution_success", graph["id"]])
-    assert strips(canvas) == {} and len(guard_notices(canvas)) == notices + 1, "it is told where no strip can be seen"
+    assert strips(canvas) == {} and len(guard_notices(canvas)) == notices + 1, "a notice appears if no strip is visible"
     canvas.evaluate(OPENED, graph)
     canvas.settle()
     assert set(strips(canvas)) == set(shown)
 
 
-def test_a_guard_of_ones_own_reports_to_a_workflow_that_is_open_later(canvas: browser.Canvas) -> None:
+def test_wired_guard_reports_appear_when_workflow_is_opened_later(canvas: browser.Canvas) -> None:
     guard = {"class_type": "OneDiffGuardNaNGuardNative", "inputs": {"model": ["2", 0]}}
     canvas.evaluate(LOADED, api() | {"9": guard})
     graph = canvas.evaluate(GRAPH) | {"id": str(uuid.uuid4())}
@@ -374,7 +374,7 @@ def test_a_guard_of_ones_own_reports_to_a_workflow_that_is_open_later(canvas: br
     assert strips(canvas)["OneDiffGuardNaNGuardNative"]["cells"] == ["rerun", "rerun"]
 
 
-def test_a_subgraph_that_is_used_twice_shows_what_was_reported_of_both(canvas: browser.Canvas) -> None:
+def test_subgraph_used_twice_shows_reports_of_both_uses(canvas: browser.Canvas) -> None:
     sizes, outer = canvas.evaluate(SIZES), canvas.evaluate(TWICE, "KSampler")
     for id_, outcome in zip(outer, ("non-finite", "rerun"), strict=True):
         output = report("fp16", f"of {id_}", ["failed" if outcome == "non-finite" else "rerun"])
@@ -387,13 +387,13 @@ def test_a_subgraph_that_is_used_twice_shows_what_was_reported_of_both(canvas: b
     assert canvas.evaluate(INSIDE) == {"size": sizes["KSampler"], "saved": sizes["KSampler"]}
 
 
-def test_a_node_that_was_enlarged_under_its_strip_stays_so(canvas: browser.Canvas) -> None:
+def test_enlarged_node_keeps_its_size_when_strip_is_removed(canvas: browser.Canvas) -> None:
     before = canvas.evaluate(SIZES)["KSampler"]
     canvas.evaluate(REPORTED, [[report("fp16", "said", ["rerun"])], "KSampler", "nothing yet"])
     canvas.settle()
     canvas.evaluate(ENLARGED, ["KSampler", 70, 50])
     (saved,) = (node for node in canvas.evaluate(GRAPH)["nodes"] if node["type"] == "KSampler")
-    for more in ("more", "and more"):  # it is laid out anew
+    for more in ("more", "and more"):  # the node is laid out again
         canvas.evaluate(REPORTED, [[report("bf16", more, ["rerun"] * 30)], "KSampler", "nothing yet"])
         canvas.settle()
     canvas.evaluate(REPORTED, [[], "KSampler", "execution_start"])
@@ -407,19 +407,19 @@ def report(dtype: str, summary: str, cells: list[str]) -> dict[str, Any]:
     return {"text": [f"{summary}\na note"], "onediff_guard": [run | {"outcomes": {"finite": 1, "rerun": 1}}]}
 
 
-def rerun_at_a_click(canvas: browser.Canvas, server: legs.Server, runs: int) -> list[dict[str, Any]]:
-    """The history's entries of what was run again, of as many prompts that came out black."""
+def click_offer(canvas: browser.Canvas, server: legs.Server, runs: int) -> list[dict[str, Any]]:
+    """Click the offer, wait for the reruns, and return their history entries. runs: the number of black prompts."""
     before = len(entries(server))
     canvas.click(f"{OFFERED} button")
-    wait_until(lambda: len(entries(server)) == before + runs, lambda: f"not all ran again:\n{server.tail()}")
+    wait_until(lambda: len(entries(server)) == before + runs, lambda: f"not all runs were repeated:\n{server.tail()}")
     canvas.settle()
     assert canvas.count(OFFERED) == 0
     return entries(server)[before:]
 
 
-def test_what_came_out_black_is_run_again_at_a_click(canvas: browser.Canvas, server: legs.Server) -> None:
-    """The same prompt and seed; what is cached is used again, and only what was asked for is made."""
-    needs_providers(server)
+def test_black_run_is_rerun_with_guard_at_click(canvas: browser.Canvas, server: legs.Server) -> None:
+    """The rerun has the same prompt, seed and selected output, and uses the cache."""
+    skip_without_providers(server)
     load(canvas, api(second=True, seed=4711))
     canvas.evaluate(SELECTED, "guarded")
     run(canvas, "Comfy.QueueSelectedOutputNodes")
@@ -427,23 +427,23 @@ def test_what_came_out_black_is_run_again_at_a_click(canvas: browser.Canvas, ser
     assert [picture.max() for picture in pictures_of(server, black)] == [0]
     canvas.wait_for_text("Guard and run again")
     canvas.picture("every_offer")
-    (again,) = rerun_at_a_click(canvas, server, 1)
+    (again,) = click_offer(canvas, server, 1)
     canvas.picture("every_offer_taken")
-    assert is_finite(server, again) and len(pictures_of(server, again)) == 1
+    assert is_not_black(server, again) and len(pictures_of(server, again)) == 1
     of_prompts = [
         {id_: node for id_, node in entry["prompt"][2].items() if "KSampler" in str(node)} for entry in (black, again)
     ]
     assert [node["6"]["inputs"]["seed"] for node in of_prompts] == [4711, 4711]
     cached = {
-        node for kind, told in again["status"]["messages"] if kind == "execution_cached" for node in told["nodes"]
+        node for kind, data in again["status"]["messages"] if kind == "execution_cached" for node in data["nodes"]
     }
     assert cached == {"1", "2", "3", "4", "5"}
     assert "(KSampler, VAE Decode)" in str(guard_notices(canvas))
 
 
-def test_one_offer_is_for_all_that_came_out_black(canvas: browser.Canvas, server: legs.Server) -> None:
-    """A queue may have had many of them; in App mode the offer covers nothing."""
-    needs_providers(server)
+def test_one_offer_covers_all_black_runs(canvas: browser.Canvas, server: legs.Server) -> None:
+    """A queue may have many black runs. In App mode the offer hides nothing (see the screenshot)."""
+    skip_without_providers(server)
     seeds = [11, 12, 13]
     for seed in seeds:
         canvas.set_widgets({"KSampler.seed": seed})
@@ -454,24 +454,26 @@ def test_one_offer_is_for_all_that_came_out_black(canvas: browser.Canvas, server
     canvas.evaluate(COMMAND, "Comfy.ToggleLinear")
     canvas.settle()
     canvas.picture("every_offer_in_app_mode")
-    again = rerun_at_a_click(canvas, server, 3)
-    assert all(is_finite(server, entry) for entry in again)
+    again = click_offer(canvas, server, 3)
+    assert all(is_not_black(server, entry) for entry in again)
     assert [entry["prompt"][2]["6"]["inputs"]["seed"] for entry in again] == seeds
 
 
-@pytest.mark.parametrize("why", ["turned down", "switched off", "of another run"])
-def test_nothing_more_is_offered(canvas: browser.Canvas, server: legs.Server, why: str) -> None:
-    needs_providers(server)
+@pytest.mark.parametrize("why", ["dismissed", "switched off", "healthy run"])
+def test_rerun_is_offered_only_for_new_black_runs_and_if_enabled(
+    canvas: browser.Canvas, server: legs.Server, why: str
+) -> None:
+    skip_without_providers(server)
     if why == "switched off":
-        canvas.switch(OFFER, "Offer a rerun")
-        wait_until(lambda: server.ask("/settings").get(OFFER) is False, "the setting is not kept")
+        canvas.click_switch(OFFER, "Offer a rerun")
+        wait_until(lambda: server.ask("/settings").get(OFFER) is False, "the setting is not saved")
         canvas.press("Escape")
-    if why == "of another run":
+    if why == "healthy run":
         canvas.set_widgets({"CheckpointLoaderSimple.ckpt_name": HEALTHY})
     canvas.set_widgets({"KSampler.seed": 21})
     run(canvas)
-    assert canvas.count(OFFERED) == (why == "turned down")
-    if why == "turned down":
+    assert canvas.count(OFFERED) == (why == "dismissed")
+    if why == "dismissed":
         canvas.click(f"{OFFERED} button >> nth=1")
         assert canvas.count(OFFERED) == 0
         canvas.set_widgets({"KSampler.seed": 22})
@@ -480,35 +482,33 @@ def test_nothing_more_is_offered(canvas: browser.Canvas, server: legs.Server, wh
 
 
 @pytest.mark.parametrize("ends", ["error", "interrupt"])
-def test_no_cache_provider_stays_after_a_run_that_did_not_end(
-    server: legs.Server, checkpoints: Path, ends: str
-) -> None:
-    needs_providers(server)
+def test_failed_or_interrupted_run_leaves_no_cache_provider(server: legs.Server, checkpoints: Path, ends: str) -> None:
+    skip_without_providers(server)
     (checkpoints / "damaged.safetensors").write_bytes(b"no weights")
     changed = {"ckpt_name": "damaged.safetensors"} if ends == "error" else {"steps": 10_000}
     for name in (SWITCH, OFFER):
         server.ask(f"/settings/{name}", name == OFFER)
     prompt_id = server.ask("/prompt", {"prompt": api(**changed), "client_id": "a page"})["prompt_id"]
     if ends == "interrupt":
-        wait_until(lambda: "Watch" in str(providers(server)), "nothing looks at the outputs")
+        wait_until(lambda: "Watch" in str(providers(server)), "no cache provider watches the outputs")
         server.wait_until_running()
         server.ask("/interrupt", {})
     assert server.ended(prompt_id)["status"]["status_str"] == "error"
     assert providers(server) == []
 
 
-def test_each_user_has_their_own_switch(leg: legs.Leg, checkpoints: Path, page: browser.Canvas, tmp_path: Path) -> None:
+def test_each_user_has_own_switch(leg: legs.Leg, checkpoints: Path, page: browser.Canvas, tmp_path: Path) -> None:
     with started(leg, tmp_path, checkpoints, "--multi-user") as server:
         for name in ("anna", "bert"):
             server.ask("/users", {"username": name})
         users = {name: id_ for id_, name in server.ask("/users")["users"].items()}
         for name in ("anna", "bert"):
-            with page.beside(server.url, users[name]) as canvas:
+            with page.page_of_user(server.url, users[name]) as canvas:
                 load(canvas, api())
                 if name == "anna":
-                    canvas.switch(SWITCH, "Guard every workflow")
+                    canvas.click_switch(SWITCH, "Guard every workflow")
                     canvas.press("Escape")
                 run(canvas)
                 canvas.picture(f"every_of_{name}")
-                assert is_finite(server, entries(server)[-1]) is bool(guard_notices(canvas)) is (name == "anna")
+                assert is_not_black(server, entries(server)[-1]) is bool(guard_notices(canvas)) is (name == "anna")
                 assert canvas.count(OFFERED) == (name == "bert" and leg.name != "b")

@@ -1,4 +1,4 @@
-"""Guard every workflow, in a current ComfyUI: the shipped native workflows without their guards."""
+"""Guard every workflow in a current ComfyUI, on the shipped SD 1.5 workflow without its guards."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from safetensors.torch import load_file, save_file
 pytestmark = pytest.mark.comfyui
 
 SWITCH = "OneDiffGuard.EveryWorkflow"
-BROKEN = "broken_"  # checkpoints whose fp32 is non-finite too
+BROKEN = "broken_"  # the prefix of a checkpoint that is NaN in fp32 too
 SWITCHED_ON = {"onediff_guard": True}
 
 
 @pytest.fixture(scope="module")
 def server(leg: legs.Leg, tmp_path_factory: pytest.TempPathFactory) -> Iterator[legs.Server]:
-    """A ComfyUI in half precision, with checkpoints; these go when the tests are over, for their size."""
+    """A ComfyUI in half precision, with checkpoints. They are large, so they are deleted after the tests."""
     folder = tmp_path_factory.mktemp("every_workflow")
     legs.install_pack(folder / "custom_nodes")
     families.write_inputs(folder / "input")
@@ -54,7 +54,7 @@ def nothing_learned(server: legs.Server) -> None:
 
 
 class Queued:
-    """A prompt that was queued, and what came of it."""
+    """A prompt that was queued, and its result."""
 
     def __init__(self, server: legs.Server, prompt: Graph, extra: dict[str, Any] | None = None) -> None:
         before = len(server.log_text())
@@ -73,18 +73,18 @@ class Queued:
     def cached(self) -> set[str]:
         return {
             node
-            for kind, told in self.entry["status"]["messages"]
+            for kind, data in self.entry["status"]["messages"]
             if kind == "execution_cached"
-            for node in told["nodes"]
+            for node in data["nodes"]
         }
 
 
-def unguarded(**how: Any) -> Graph:
-    return graph(half=True, without=GUARDED, **how)
+def unguarded(**options: Any) -> Graph:
+    return graph(half=True, without=GUARDED, **options)
 
 
 def with_seed(prompt: Graph, seed: int) -> Graph:
-    """Another seed: else the sampler is not run anew."""
+    """The prompt with another seed: otherwise ComfyUI uses the sampler's cached result."""
     made = copy.deepcopy(prompt)
     for node in made.values():
         if "seed" in node["inputs"]:
@@ -92,18 +92,18 @@ def with_seed(prompt: Graph, seed: int) -> Graph:
     return made
 
 
-def test_a_healthy_run_is_the_same_to_the_bit(server: legs.Server) -> None:
+def test_healthy_run_is_bit_equal_with_switch_on(server: legs.Server) -> None:
     off, on = Queued(server, unguarded()), Queued(server, unguarded(), SWITCHED_ON)
     again = Queued(server, with_seed(unguarded(), 2), SWITCHED_ON)
     assert "Guard every workflow" not in off.log and "Guard every workflow: 2 guards" in on.log
     assert np.array_equal(off.frames, on.frames) and off.frames.std() > 2
     assert on.log.count(", all fine.") >= 1 and on.log.count(" fine.") >= 2 and "NaN Guard: " not in off.log
-    for of in (on, again):  # the guards of the second are cached
-        held = server.ended(of.entry["prompt"][1])["prompt"][3]["onediff_guard_summaries"]
-        assert len(held) == of.log.count("NaN Guard: ") >= 2 and all(text in of.log for text in held), held
+    for run in (on, again):  # the guards of the second run are cached
+        texts = server.ended(run.entry["prompt"][1])["prompt"][3]["onediff_guard_summaries"]
+        assert len(texts) == run.log.count("NaN Guard: ") >= 2 and all(text in run.log for text in texts), texts
 
 
-def test_an_overflowing_run_is_as_with_guards_wired_by_hand(server: legs.Server) -> None:
+def test_overflowing_run_is_bit_equal_to_run_with_wired_guards(server: legs.Server) -> None:
     off = Queued(server, unguarded(hot=True))
     by_hand = Queued(server, with_seed(graph(hot=True, half=True), 3))
     server.forget()
@@ -113,14 +113,14 @@ def test_an_overflowing_run_is_as_with_guards_wired_by_hand(server: legs.Server)
     assert "2 steps, 1 recomputed in fp32" in on.log
 
 
-def test_the_same_prompt_again_is_cached(server: legs.Server) -> None:
+def test_repeated_prompt_is_cached(server: legs.Server) -> None:
     prompt = with_seed(unguarded(), 4)
     Queued(server, prompt, SWITCHED_ON)
     again = Queued(server, prompt, SWITCHED_ON)
     assert again.cached >= prompt.keys() and "NaN Guard: " not in again.log
 
 
-def test_what_cannot_be_saved_ends_as_without_guards(server: legs.Server) -> None:
+def test_run_broken_in_fp32_too_ends_as_without_guards(server: legs.Server) -> None:
     prompt = unguarded()
     for node in prompt.values():
         if "ckpt_name" in node["inputs"]:
@@ -130,8 +130,8 @@ def test_what_cannot_be_saved_ends_as_without_guards(server: legs.Server) -> Non
     assert "Not guarded from call 1 on" in on.log and "model.diffusion_model.out" not in off.log
 
 
-def test_a_guard_that_was_wired_by_hand_wins(server: legs.Server) -> None:
-    """Behind another node, too, which hands on what it is given."""
+def test_wired_guard_takes_precedence_over_switch(server: legs.Server) -> None:
+    """The wired guard also counts if another node is between it and the sampler."""
     prompt = with_seed(graph(hot=True, half=True), 6)
     (guard,) = (id_ for id_, node in prompt.items() if node["class_type"] == GUARD)
     for node in prompt.values():
@@ -142,8 +142,8 @@ def test_a_guard_that_was_wired_by_hand_wins(server: legs.Server) -> None:
     assert on.ended == "error" and "set to stop" in on.log
 
 
-def test_each_user_of_a_server_has_their_own_switch(leg: legs.Leg, tmp_path: Path) -> None:
-    """Nothing runs: what they queue is refused, since there is no such model."""
+def test_each_user_of_server_has_own_switch(leg: legs.Leg, tmp_path: Path) -> None:
+    """Nothing runs: the prompts are rejected, since the model is missing."""
     legs.install_pack(tmp_path / "custom_nodes")
     prompt = unguarded()
     with legs.started(leg, tmp_path, "--multi-user") as server:

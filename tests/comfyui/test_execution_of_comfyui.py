@@ -1,7 +1,7 @@
-"""ComfyUI's own tests have the same outcomes with the pack in custom_nodes as without, and with every workflow guarded.
+"""ComfyUI's own tests: same outcomes without the pack, with it, and with every workflow guarded.
 
-They run in a copy of each checkout. Those that start a ComfyUI start it with the leg's interpreter there, where theirs
-is the one named `python`, and wait longer for it, since a slow machine takes more than their 20 or 90 seconds.
+They run in a copy of each checkout. Tests that start a ComfyUI use the leg's interpreter instead of `python`, and wait
+longer than 20 or 90 seconds, which a slow machine exceeds.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.comfyui
 
 NEEDED = ("pytest", "pytest_asyncio", "websocket")
 SUITES = {"tests/execution": ("--skip-timing-checks",), "tests-unit": ()}  # folder → options
-PERSONAL = {".git", ".venv", "venv", "custom_nodes", "input", "models", "output", "temp", "user"}  # not ComfyUI's own
-MOST = 0.9  # of the tests have to pass: else the same outcome says little
-SECONDS = 3600.0  # bounds what would hang: a suite takes minutes
-UP = {  # in files that start a ComfyUI: theirs → ours
+NOT_COPIED = {".git", ".venv", "venv", "custom_nodes", "input", "models", "output", "temp", "user"}  # not ComfyUI's own
+MIN_PASSED = 0.9  # share of tests that must pass: with fewer, equal outcomes mean little
+SECONDS = 3600.0  # a limit for hangs: a suite takes minutes
+REPLACEMENTS = {  # replacements in files that start a ComfyUI: theirs → ours
     "tests/execution/test_*.py": {"'python'": "{python!r}", "n_tries = 5": "n_tries = 60"},
     "tests-unit/assets_test/conftest.py": {"timeout=90.0": "timeout=600.0"},
 }
@@ -31,14 +31,14 @@ UP = {  # in files that start a ComfyUI: theirs → ours
 
 @pytest.fixture
 def checkout(leg: legs.Leg, tmp_path: Path) -> Path:
-    """A copy without what is not ComfyUI's own."""
+    """A copy of the checkout with ComfyUI's own files only."""
     asked = subprocess.run([leg.python, "-c", f"import {', '.join(NEEDED)}"], capture_output=True, check=False)
     if asked.returncode:
         pytest.skip(f"ComfyUI's own tests need what `make comfyui-env CHECKOUT={leg.checkout}` installs for them")
     copied = tmp_path / "ComfyUI"
-    shutil.copytree(leg.checkout, copied, ignore=lambda folder, _: PERSONAL if Path(folder) == leg.checkout else ())
+    shutil.copytree(leg.checkout, copied, ignore=lambda folder, _: NOT_COPIED if Path(folder) == leg.checkout else ())
     (copied / "custom_nodes").mkdir()
-    for pattern, replacements in UP.items():
+    for pattern, replacements in REPLACEMENTS.items():
         for file in copied.glob(pattern):
             text = file.read_text(encoding="utf-8")
             for theirs, ours in replacements.items() if "main.py" in text else ():
@@ -49,7 +49,7 @@ def checkout(leg: legs.Leg, tmp_path: Path) -> Path:
 
 
 def outcomes(python: Path, checkout: Path, suite: str, name: str, **variables: str) -> dict[str, str]:
-    """What came of each test: passed, failed, error or skipped."""
+    """Run a suite, and return the outcome of each test: passed, failure, error or skipped."""
     results = checkout.with_name(f"{name}.xml")
     command = [python, "-m", "pytest", suite, *SUITES[suite], f"--junitxml={results}", "-p", "no:cacheprovider"]
     if suite == "tests/execution":
@@ -67,14 +67,14 @@ def outcomes(python: Path, checkout: Path, suite: str, name: str, **variables: s
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_comfyuis_own_tests_come_to_the_same_with_the_pack(leg: legs.Leg, checkout: Path, suite: str) -> None:
+def test_comfyuis_own_tests_have_same_outcomes_with_pack(leg: legs.Leg, checkout: Path, suite: str) -> None:
     without = outcomes(leg.python, checkout, suite, "without")
     passed = [name for name, outcome in without.items() if outcome == "passed"]
-    assert len(passed) >= MOST * len(without) > 0, {n: o for n, o in without.items() if o != "passed"}
+    assert len(passed) >= MIN_PASSED * len(without) > 0, {n: o for n, o in without.items() if o != "passed"}
     pack = legs.install_pack(checkout / "custom_nodes")
     assert outcomes(leg.python, checkout, suite, "with") == without
     if suite == "tests/execution":
         log = checkout.with_name("with.log").read_text(encoding="utf-8", errors="replace")
         assert outcomes(leg.python, checkout, suite, "guarded", ONEDIFF_GUARD_EVERY_WORKFLOW="1") == without
-        assert f"seconds: {pack}" in log  # ComfyUI's list of what it imported; of what it could not, this is no part
-    print(f"{len(passed)} of {len(without)} passed, both ways: {Counter(without.values())}")
+        assert f"seconds: {pack}" in log  # in ComfyUI's list of successful imports
+    print(f"{len(passed)} of {len(without)} passed, with and without: {Counter(without.values())}")

@@ -1,6 +1,6 @@
-"""Every shipped workflow with the pack's own loaders, on small models of its family, in a real ComfyUI.
+"""Every shipped workflow with the pack's own loaders, run in a real ComfyUI on small models of its family.
 
-Those with ComfyUI's loaders, which want models of published sizes, are test_native_workflows.py's.
+Workflows with ComfyUI's own loaders, which need models of published sizes, are in test_native_workflows.py.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from runs import Ran, frames_of
 pytestmark = pytest.mark.comfyui
 
 API = legs.ROOT / "workflows" / "api"
-ELSEWHERE = ("cogvideox_text_to_video", "native_")  # test_in_comfyui.py, test_native_workflows.py
-WORKFLOWS = sorted(path.stem for path in API.glob("*.json") if not path.stem.startswith(ELSEWHERE))
+TESTED_ELSEWHERE = ("cogvideox_text_to_video", "native_")  # test_in_comfyui.py, test_native_workflows.py
+WORKFLOWS = sorted(path.stem for path in API.glob("*.json") if not path.stem.startswith(TESTED_ELSEWHERE))
 SIZES = {  # frames, height, width
     "cogvideox_lora_text_to_video": (9, 64, 96),
     "cogvideox_image_to_video": (9, 64, 96),
@@ -32,10 +32,10 @@ SIZES = {  # frames, height, width
 
 
 @pytest.fixture
-def made(server: legs.Server, run_graph: Callable[..., Ran], tmp_path: Path) -> Callable[..., Any]:
-    """made(graph) → (frames, reports), whole and not black"""
+def make(server: legs.Server, run_graph: Callable[..., Ran], tmp_path: Path) -> Callable[..., Any]:
+    """make(graph, size) → (frames, reports); checks the frames' size, and that they are not black."""
 
-    def make(graph: dict[str, Any], size: tuple[int, int, int]) -> tuple[Any, list[dict[str, Any]]]:
+    def run_workflow(graph: dict[str, Any], size: tuple[int, int, int]) -> tuple[Any, list[dict[str, Any]]]:
         file = tmp_path / "workflow.json"
         file.write_text(json.dumps(graph), encoding="utf-8")
         ran = run_graph(file)
@@ -46,7 +46,7 @@ def made(server: legs.Server, run_graph: Callable[..., Ran], tmp_path: Path) -> 
         assert all(frame.std() > 2 for frame in frames), [float(frame.std()) for frame in frames]
         return frames, [*ran.reports(), *ran.reports("diagnosis")]
 
-    return make
+    return run_workflow
 
 
 def small(server: legs.Server, name: str) -> dict[str, Any]:
@@ -58,24 +58,24 @@ def small(server: legs.Server, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_a_shipped_workflow_makes_what_it_promises(server: legs.Server, made: Callable[..., Any], name: str) -> None:
+def test_shipped_workflow_makes_frames_of_right_size(server: legs.Server, make: Callable[..., Any], name: str) -> None:
     graph = small(server, name)
-    _, reports = made(graph, SIZES[name])
+    _, reports = make(graph, SIZES[name])
     assert any(report.get("plan", {}).get("component") == "denoiser" and report.get("steps") for report in reports)
-    told = {report["diagnosis"]["comfyui"]["version"] for report in reports if "diagnosis" in report}  # by the loader
-    assert told == {server.leg.version}
+    versions = {report["diagnosis"]["comfyui"]["version"] for report in reports if "diagnosis" in report}
+    assert versions == {server.leg.version}
 
 
-def test_svd_from_comfyuis_single_file(server: legs.Server, made: Callable[..., Any]) -> None:
+def test_svd_loads_from_comfyui_single_file(server: legs.Server, make: Callable[..., Any]) -> None:
     graph = small(server, "svd_image_to_video")
     families.change(graph, "OneDiffGuardLoadPipeline", model=families.SVD_FILE)
-    _, reports = made(graph, SIZES["svd_image_to_video"])
+    _, reports = make(graph, SIZES["svd_image_to_video"])
     assert {report["variant"] for report in reports if "variant" in report} == {"SVD-XT"}
 
 
-def test_a_lora_in_the_folder_of_loras(server: legs.Server, made: Callable[..., Any]) -> None:
+def test_lora_from_loras_folder_changes_frames(server: legs.Server, make: Callable[..., Any]) -> None:
     graph = small(server, "cogvideox_lora_text_to_video")
-    without, _ = made(families.change(graph, "OneDiffGuardLoadLoRA", strength=0.0), (9, 64, 96))
-    frames, reports = made(families.change(graph, "OneDiffGuardLoadLoRA", strength=0.8), (9, 64, 96))
+    without, _ = make(families.change(graph, "OneDiffGuardLoadLoRA", strength=0.0), (9, 64, 96))
+    frames, reports = make(families.change(graph, "OneDiffGuardLoadLoRA", strength=0.8), (9, 64, 96))
     assert any(f"LoRA {families.LORA} at 0.8" in report.get("notes", []) for report in reports)
     assert abs(frames.astype(int) - without).max() > 4

@@ -1,4 +1,4 @@
-"""The flags of each ComfyUI, as its own parser has them."""
+"""ComfyUI's flags about memory and precision: the pack has a row for each one in ComfyUI's own parser."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ for action in parser._actions:
         flags[max(action.option_strings, key=len) + choice] = action.help or ""
 print(json.dumps(flags))
 """
-_ABOUT = re.compile(  # memory, precision, or the kernels that compute
+_ABOUT = re.compile(  # flags about memory, precision or kernels
     r"vram|\bram\b|memory|mmap|disk|vae|unet|clip|text.enc|[bf]p?\d|precision|attention|upcast|xformers|offload|unload|optimi[sz]"
     r"|cache|non.blocking|channels|determinis|cuda.(graphs|malloc)|directml|triton|--cpu|--fast",
     re.IGNORECASE,
 )
 IRRELEVANT = {
-    "--cuda-malloc",  # ComfyUI sets it by itself, so that nobody can tell
-    "--database-url",  # may be in memory
-    # as without them, or as ComfyUI or PyTorch does it for the whole process
+    "--cuda-malloc",  # ComfyUI sets it by itself, so a user's setting is not visible
+    "--database-url",  # its help mentions memory
+    # no effect on the pack, or handled by ComfyUI or PyTorch for the whole process
     *("--normalvram", "--cpu", "--directml", "--force-non-blocking", "--high-ram", "--disable-mmap"),
     *("--mmap-torch-files", "--disable-cuda-malloc", "--fp16-intermediates", "--enable-triton-backend"),
     *("--disable-triton-backend", "--use-pytorch-cross-attention", "--deterministic", "--fast autotune"),
@@ -37,7 +37,7 @@ IRRELEVANT = {
 }
 
 
-def test_none_about_memory_or_precision_is_missing(any_leg: legs.Leg, tmp_path: Path) -> None:
+def test_every_memory_and_precision_flag_has_row(any_leg: legs.Leg, tmp_path: Path) -> None:
     command = [str(any_leg.python), "-c", _SCRIPT, str(any_leg.checkout.resolve())]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -45,4 +45,4 @@ def test_none_about_memory_or_precision_is_missing(any_leg: legs.Leg, tmp_path: 
     known = {name for row in ROWS for name in row.names}
     missing = {name: what for name, what in flags.items() if _ABOUT.search(f"{name} {what}") and name not in known}
     assert {name: what for name, what in missing.items() if name not in IRRELEVANT} == {}
-    assert len(known & flags.keys()) > 20, "its flags were found"
+    assert len(known & flags.keys()) > 20, "the parser's flags were found"

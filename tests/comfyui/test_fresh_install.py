@@ -1,5 +1,5 @@
-"""README's way from a ComfyUI to first frames, walked in a fresh environment, as its requirements make it: clone and
-install, put a model there, open a template and press Run. None of its packages changes version."""
+"""README's install steps in a new environment with ComfyUI's requirements: install, add a model, run a template. No
+package of ComfyUI changes its version."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _PINNED = re.compile(r"^(?:TORCH|BESIDE_TORCH) := (.+)$", re.MULTILINE)
 TORCH, BESIDE_TORCH = (line.split() for line in _PINNED.findall((legs.ROOT / "Makefile").read_text(encoding="utf-8")))
 README_COMMAND = "python -m pip install -r ComfyUI-OneDiff-Guard/requirements.txt"
 TEMPLATE = "cogvideox_text_to_video"
-SIZES = {name: value for name, value in SMALL.items() if "Sample" in name}  # a CPU would take days over its own
+SIZES = {name: value for name, value in SMALL.items() if "Sample" in name}  # the template's own take days on a CPU
 
 
 @dataclass(frozen=True)
 class Core:
-    """A ComfyUI with an environment of which nothing but its own requirements decides."""
+    """A ComfyUI with an environment of its own requirements only."""
 
     leg: legs.Leg
-    versions: dict[str, str]  # of every package in it
+    versions: dict[str, str]  # of every package in the environment
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def core(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def base(core: Core, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ComfyUI's folder with the pack in it, installed as README says."""
+    """ComfyUI's folder with the pack, installed by README's command."""
     base = tmp_path_factory.mktemp("comfyui")
     legs.install_pack(base / "custom_nodes")
     readme = (legs.ROOT / "README.md").read_text(encoding="utf-8")
@@ -81,13 +81,13 @@ def pip(leg: legs.Leg, *arguments: str | Path) -> str:
 
 
 def versions(leg: legs.Leg) -> dict[str, str]:
-    """{package: version} of an environment."""
+    """Return {package: version} of an environment."""
     return {
         canonicalize_name(found["name"]): found["version"] for found in json.loads(pip(leg, "list", "--format=json"))
     }
 
 
-def test_nothing_of_comfyuis_changes_version(core: Core, base: Path) -> None:
+def test_install_changes_no_package_version_of_comfyui(core: Core, base: Path) -> None:
     after = versions(core.leg)
     assert after["onediff"] and {name: after.get(name) for name in core.versions} == core.versions
 
@@ -100,8 +100,8 @@ def running(core: Core, base: Path) -> Iterator[legs.Server]:
     shutil.rmtree(base / "models")
 
 
-def test_first_frames_after_three_actions(running: legs.Server, tmp_path: Path) -> None:
-    """Installed and put there already; the third is a template, and Run. The model is small, and so are the sizes."""
+def test_template_makes_video_after_install(running: legs.Server, tmp_path: Path) -> None:
+    """The pack and a small model are in place. This test opens the template, sets small sizes, and presses Run."""
     with browser.canvas(running.url, tmp_path) as canvas:
         canvas.load(canvas.ask(f"/api/workflow_templates/{legs.FOLDER}/{TITLES[TEMPLATE]}.json"))
         canvas.set_widgets(SIZES)

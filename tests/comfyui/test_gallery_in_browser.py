@@ -1,5 +1,4 @@
-"""The gallery of templates as a newcomer meets it: found by what went wrong, listed by model, and three clicks from
-there to first frames."""
+"""ComfyUI's gallery of templates: search words find them, they are sorted by model, and three clicks make a video."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from templates import TITLES
 pytestmark = legs.IN_CHECKOUTS
 
 NAME = "cogvideox_lora_text_to_video"
-SIZES = {"width": 96, "height": 64, "frames": 9, "steps": 2}  # a CPU would take days over the template's own
+SIZES = {"width": 96, "height": 64, "frames": 9, "steps": 2}  # a CPU would need days for the template's own sizes
 CATEGORY = f'text="{legs.FOLDER}"'
 CARD = "template-workflow-"
 COUNT_CLICKS = "() => { window.clicks = 0; document.addEventListener('click', () => { window.clicks += 1 }, true) }"
@@ -29,13 +28,13 @@ def gallery(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
 
 
 def titles(canvas: browser.Canvas) -> list[str]:
-    """Of the templates that are shown, below the lower edge too."""
+    """Return the titles of the templates in the list, also those below the visible area."""
     canvas.settle()
     cards = f"() => [...document.querySelectorAll('[data-testid^={CARD}]')].map(card => card.dataset.testid)"
     return [name.removeprefix(CARD) for name in canvas.evaluate(cards)]
 
 
-def test_a_search_for_what_went_wrong_finds_every_template(gallery: browser.Canvas) -> None:
+def test_search_for_black_nan_or_fp16_finds_every_template(gallery: browser.Canvas) -> None:
     gallery.click(CATEGORY)
     for word in ("black", "NaN", "fp16"):
         gallery.fill("[role=dialog] input:visible", word)
@@ -43,7 +42,7 @@ def test_a_search_for_what_went_wrong_finds_every_template(gallery: browser.Canv
         assert sorted(titles(gallery)) == sorted(TITLES.values()), word
 
 
-def test_three_clicks_lead_from_the_gallery_to_a_video(gallery: browser.Canvas) -> None:
+def test_three_clicks_in_gallery_make_video(gallery: browser.Canvas) -> None:
     gallery.click(CATEGORY)
     shown = titles(gallery)
     gallery.picture("gallery")

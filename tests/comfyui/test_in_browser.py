@@ -1,6 +1,6 @@
-"""The shipped workflow as a person meets it: opened on the canvas of a current ComfyUI, and run with a click.
+"""The shipped workflows on the page of a current ComfyUI: templates, runs, reports, errors, help, and unsafe text.
 
-Pictures are left in the test's temporary folder; `ONEDIFF_GUARD_PICTURES` names another place to look at them.
+Screenshots are in the test's temporary folder, or in the folder that `ONEDIFF_GUARD_PICTURES` names.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LOADER, SAMPLER = "OneDiffGuardLoadPipeline", "OneDiffGuardSampleCogVideoX"
 SMALL = SMALL_FILE | {
     f"{LOADER}.model": INSIDE,
     f"{LOADER}.precision": "fp16",
-    "OneDiffGuardNaNGuard.scope": "step",  # nothing is learned for the next test
+    "OneDiffGuardNaNGuard.scope": "step",  # no profile is saved for the next test
 }
 
 
-NAMED = "<img src=x onerror=window.ran=['name']>"  # as a folder may be called
+MARKUP_NAME = "<img src=x onerror=window.ran=['name']>"  # a possible folder name
 MARKUP = "<img src=x onerror=\"window.ran=['text']\">"
-ENDING = f"{MARKUP} & ![a](x) [[b|https://example.org]] __LNK7__"  # newer pages know Markdown, and more
+ENDING = f"{MARKUP} & ![a](x) [[b|https://example.org]] __LNK7__"  # newer pages render Markdown and more
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def canvas(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
     listed.append(models / "checkpoints" / comfyui_nodes.SD15_FILE)
     for file in listed:
         file.parent.mkdir(exist_ok=True)
-        file.touch()  # in the list, and never loaded here
+        file.touch()  # listed, but never loaded here
     with browser.canvas(server.url, pictures) as opened:
         yield opened
     for file in listed:
@@ -56,7 +56,7 @@ def opened(canvas: browser.Canvas) -> browser.Canvas:
     return canvas
 
 
-def test_the_page_lists_the_workflow_with_its_picture(canvas: browser.Canvas) -> None:
+def test_page_lists_templates_and_serves_picture(canvas: browser.Canvas) -> None:
     assert sorted(canvas.ask("/api/workflow_templates")[legs.FOLDER]) == sorted(TITLES.values())
     address = f"/api/workflow_templates/{legs.FOLDER}/{TITLES[NAME]}"
     assert canvas.ask(f"{address}.json") == read(ui_file(NAME))
@@ -64,28 +64,28 @@ def test_the_page_lists_the_workflow_with_its_picture(canvas: browser.Canvas) ->
 
 
 @pytest.mark.parametrize("name", TITLES)
-def test_it_opens_with_every_node_known_and_is_the_shipped_api_file(canvas: browser.Canvas, name: str) -> None:
+def test_template_opens_without_errors_and_equals_api_file(canvas: browser.Canvas, name: str) -> None:
     shipped = read(api_file(name))
     newer = {node["class_type"] for node in shipped.values()} & comfyui_nodes.NEWER
     if lacking := sorted(newer - canvas.ask("/object_info").keys()):
         pytest.skip(f"this ComfyUI has no {', '.join(lacking)}")
-    canvas.complaints.clear()
+    canvas.console_errors.clear()
     canvas.load(read(ui_file(name)))
     canvas.picture(f"opened_{name}")
-    assert (canvas.missing(), canvas.notices(), canvas.complaints) == ([], [], [])
-    assert not [url for url in canvas.faults if legs.FOLDER in url]
-    assert canvas.prompt_as(shipped) == shipped
+    assert (canvas.missing(), canvas.notices(), canvas.console_errors) == ([], [], [])
+    assert not [url for url in canvas.failed_urls if legs.FOLDER in url]
+    assert canvas.prompt_like(shipped) == shipped
 
 
-def test_a_workflow_saved_again_holds_the_same_values_in_the_same_order(canvas: browser.Canvas) -> None:
-    """Values stand by position in a file, and pages hide advanced ones."""
+def test_saved_template_keeps_widget_values_and_order(canvas: browser.Canvas) -> None:
+    """A file stores values by position, and pages hide advanced ones."""
     for name in TITLES:
         workflow = read(ui_file(name))
         canvas.load(workflow)
         assert canvas.saved_values() == browser.values_of(workflow), name
 
 
-def test_a_run_shows_its_report_on_the_sampler(opened: browser.Canvas) -> None:
+def test_run_shows_report_on_sampler(opened: browser.Canvas) -> None:
     opened.set_widgets(SMALL)
     end, detail = opened.queue()
     assert end == "execution_success", detail
@@ -96,9 +96,9 @@ def test_a_run_shows_its_report_on_the_sampler(opened: browser.Canvas) -> None:
     assert opened.widgets(SAMPLER)["seed"] != 42, "control after generate: randomize"
 
 
-def test_a_run_from_the_cache_still_shows_its_report(opened: browser.Canvas) -> None:
-    its_own = {f"{SAMPLER}.seed": 4711, f"{SAMPLER}.control_after_generate": "fixed"}  # else the first may be kept
-    opened.set_widgets(SMALL | its_own)
+def test_cached_run_shows_report_of_first_run(opened: browser.Canvas) -> None:
+    fixed_seed = {f"{SAMPLER}.seed": 4711, f"{SAMPLER}.control_after_generate": "fixed"}  # the first run is not cached
+    opened.set_widgets(SMALL | fixed_seed)
     shown: list[dict[str, Any]] = []
     for _ in range(2):
         end, detail = opened.queue()
@@ -110,14 +110,14 @@ def test_a_run_from_the_cache_still_shows_its_report(opened: browser.Canvas) -> 
     assert second == first
 
 
-def test_a_model_that_is_not_there_is_named_on_the_page(opened: browser.Canvas) -> None:
-    """What happens to whoever opens the workflow first and downloads later."""
+def test_missing_model_is_named_on_page(opened: browser.Canvas) -> None:
+    """A user may open the workflow before downloading the model."""
     opened.press_run()
     opened.wait_for_error("model 'CogVideoX-2b' was not found")
     opened.picture("no_model")
 
 
-def test_the_page_finds_help_and_languages(canvas: browser.Canvas) -> None:
+def test_page_serves_help_pages_and_translations(canvas: browser.Canvas) -> None:
     for name in NODE_CLASS_MAPPINGS:
         page = (legs.ROOT / "web" / "docs" / f"{name}.md").read_text(encoding="utf-8")
         assert canvas.ask(f"/extensions/{legs.FOLDER}/docs/{name}.md") == page
@@ -131,8 +131,8 @@ def test_the_page_finds_help_and_languages(canvas: browser.Canvas) -> None:
 
 @pytest.fixture
 def hostile_model(server: legs.Server) -> Iterator[str]:
-    """The name of a CogView4 with markup in its config, beside one with markup in its name."""
-    models, names = server.base / "models" / "diffusers", ("hostile", NAMED)
+    """The name of a CogView4 with markup in its config. A second folder has markup in its name."""
+    models, names = server.base / "models" / "diffusers", ("hostile", MARKUP_NAME)
     for name in names:
         shutil.copytree(models / "CogView4-6B", models / name)
     config = models / "hostile" / "transformer" / "config.json"
@@ -142,12 +142,12 @@ def hostile_model(server: legs.Server) -> Iterator[str]:
         shutil.rmtree(models / name)
 
 
-def test_markup_in_a_model_and_in_a_prompt_is_shown_and_never_run(
+def test_markup_in_model_or_prompt_is_shown_as_text(
     canvas: browser.Canvas, server: legs.Server, hostile_model: str
 ) -> None:
-    """Both are other people's: a model's folder and config, and a workflow's prompt, whose end is reported where it is
-    too long."""
-    canvas.open(server.url)  # lists the folders anew
+    """A model's folder and config, and a workflow's prompt, come from other people. The report quotes the end of a
+    prompt that is too long."""
+    canvas.open(server.url)  # updates the list of folders
     canvas.load(read(ui_file("cogview4_text_to_image")))
     canvas.set_widgets(
         {
@@ -164,26 +164,26 @@ def test_markup_in_a_model_and_in_a_prompt_is_shown_and_never_run(
     assert end == "execution_success", detail
     assert ENDING in canvas.text_with("this was cut off")
     canvas.set_widgets({"OneDiffGuardLoadPipeline.model": hostile_model})
-    assert canvas.queue()[0] == "execution_error", "a denoiser of such a size cannot be built"
+    assert canvas.queue()[0] == "execution_error", "a denoiser with this config cannot be built"
     canvas.picture("markup_in_config")
     canvas.wait_for_error(MARKUP)
-    canvas.unfold("OneDiffGuardLoadPipeline", "model")
+    canvas.open_list("OneDiffGuardLoadPipeline", "model")
     canvas.wait_for_text(hostile_model)
     canvas.picture("markup_in_list")
     assert canvas.count("img[src='x']") == 0 and canvas.evaluate("() => window.ran ?? []") == []
 
 
-def test_compile_stands_before_a_sampler_and_its_blocks_are_compiled_once(opened: browser.Canvas) -> None:
+def test_compile_node_compiles_nothing_in_second_run(opened: browser.Canvas) -> None:
     opened.set_widgets(SMALL | {f"{LOADER}.precision": "fp32", f"{LOADER}.backend": "auto"})
     how = {"backend": "inductor", "dynamic": "auto", "mode": "default", "attention": "auto"}
     opened.insert("OneDiffGuardCompile", SAMPLER, **how)
     assert not opened.missing()
     for _ in range(2):
         opened.set_widgets({f"{SAMPLER}.seed": opened.widgets(SAMPLER)["seed"] + 1})
-        end, said = opened.queue(seconds=240)
-        assert end == "execution_success", said
+        end, detail = opened.queue(seconds=240)
+        assert end == "execution_success", detail
     run = max(opened.ask("/api/history").values(), key=lambda each: each["prompt"][0])
     (sampler,) = (node_id for node_id, node in run["prompt"][2].items() if node["class_type"] == SAMPLER)
     (report,) = run["outputs"][sampler]["onediff_guard"]
     assert report["backend"] == "inductor"
-    assert report["graphs"] == 0 and report["backend_reason"] == "as you chose", "of attention a CPU has one kernel"
+    assert report["graphs"] == 0 and report["backend_reason"] == "as you chose", "a CPU has one attention kernel"

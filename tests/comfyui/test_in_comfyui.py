@@ -1,4 +1,4 @@
-"""The pack in a real ComfyUI, driven as a script would drive it: `onediff-guard run --server`."""
+"""The pack in a real ComfyUI, run by a script: `onediff-guard run --server`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FRAMES, HEIGHT, WIDTH = 9, 64, 96
 WORK = ("loading component", "encoding prompt", "compiling", "Recompiling")  # lines of the log; the last is dynamo's
 
 
-def assert_is_a_picture(ran: Ran) -> None:
-    """One file, whole, and not black: a black video decodes to zeros, or to one colour."""
+def assert_is_not_black(ran: Ran) -> None:
+    """Check that the run made one file of the right size that is not black: black decodes to a single colour."""
     assert ran.code == 0, ran.answer
     (file,) = ran.files
     frames = frames_of(file)
@@ -35,7 +35,7 @@ def assert_is_a_picture(ran: Ran) -> None:
     assert all(frame.std() > 2 for frame in frames), [float(frame.std()) for frame in frames]
 
 
-def test_every_node_is_known_to_comfyui(server: legs.Server) -> None:
+def test_comfyui_lists_every_node(server: legs.Server) -> None:
     info = server.ask("/object_info")
     for name, node in NODE_CLASS_MAPPINGS.items():
         assert name in info
@@ -46,42 +46,42 @@ def test_every_node_is_known_to_comfyui(server: legs.Server) -> None:
     assert set(models) >= {HEALTHY, OVERFLOWING}
 
 
-def test_comfyui_says_that_it_could_import_the_pack(server: legs.Server) -> None:
-    """That this is quick, tests/test_package.py holds: by what is imported and opened."""
+def test_comfyui_log_shows_successful_import(server: legs.Server) -> None:
+    """tests/test_package.py checks that the import is quick."""
     found = re.search(rf"([\d.]+) seconds(.*): .*{legs.FOLDER}", server.log_text())
     assert found, server.tail()
     assert not found[2], found[0]  # "(IMPORT FAILED)"
 
 
-def test_the_shipped_workflow_makes_a_video(run: Callable[..., Ran]) -> None:
+def test_shipped_workflow_makes_video(run: Callable[..., Ran]) -> None:
     ran = run()
-    assert_is_a_picture(ran)
+    assert_is_not_black(ran)
     assert ran.reports(), "sampler and decoder report to the history"
     setters = {switch["set_by"] for report in ran.reports() for switch in report["switches"]}
-    assert "onediff-guard" in setters and "user" not in setters, "what ComfyUI sets at import is nobody's"
+    assert "onediff-guard" in setters and "user" not in setters, "ComfyUI's own settings at import are not the user's"
     assert "Sample CogVideoX" in ran.stderr, "the websocket's progress"
 
 
-def test_fp16_that_overflows_is_not_black(run: Callable[..., Ran]) -> None:
+def test_overflowing_fp16_run_is_not_black_and_needs_no_rerun(run: Callable[..., Ran]) -> None:
     for model in (OVERFLOWING, INSIDE):
         ran = run(LoadPipeline__model=model, LoadPipeline__precision="fp16", NaNGuard__scope="step")
-        assert_is_a_picture(ran)
+        assert_is_not_black(ran)
         assert sum(report["reruns"] for report in ran.reports()) == 0
 
 
-def test_another_seed_repeats_no_work_that_is_done(run: Callable[..., Ran], server: legs.Server) -> None:
-    assert_is_a_picture(run(LoadPipeline__backend="inductor", SampleCogVideoX__seed=1))
-    before = {text: server.count(text) for text in WORK}
+def test_new_seed_does_not_reload_encode_or_recompile(run: Callable[..., Ran], server: legs.Server) -> None:
+    assert_is_not_black(run(LoadPipeline__backend="inductor", SampleCogVideoX__seed=1))
+    counts_before = {text: server.count(text) for text in WORK}
     again = run(LoadPipeline__backend="inductor", SampleCogVideoX__seed=2)
-    assert_is_a_picture(again)
-    assert before["loading component"]
-    assert before["encoding prompt"]
-    assert before["compiling"]
-    assert {text: server.count(text) for text in WORK} == before
+    assert_is_not_black(again)
+    assert counts_before["loading component"]
+    assert counts_before["encoding prompt"]
+    assert counts_before["compiling"]
+    assert {text: server.count(text) for text in WORK} == counts_before
 
 
 class Interrupting:
-    """Asks for an interrupt as soon as a node says how far it is, and remembers what it says."""
+    """Requests an interrupt at a node's first progress message, and records the progress."""
 
     def __init__(self, server: legs.Server, node: str):
         self.server, self.node = server, node
@@ -97,21 +97,21 @@ class Interrupting:
 
 
 @pytest.mark.parametrize(
-    ("node", "long"),
+    ("node", "changes"),
     [
         ("Sample CogVideoX", {"SampleCogVideoX.steps": 1000}),
         ("Decode Latents", {"SampleCogVideoX.steps": 1, "SampleCogVideoX.frames": 129, "DecodeLatents.tiling": True}),
     ],
 )
-def test_an_interrupt_ends_the_run_and_the_next_one_works(
-    run: Callable[..., Ran], server: legs.Server, tmp_path: Path, node: str, long: dict[str, Any]
+def test_interrupt_ends_run_and_next_run_works(
+    run: Callable[..., Ran], server: legs.Server, tmp_path: Path, node: str, changes: dict[str, Any]
 ) -> None:
-    """Within one step or call of the decoder: how many it is in ComfyUI depends on how soon the request is heard, so
-    that is counted without it (tests/nodes/test_interrupt.py). Here it is not all of many."""
+    """In ComfyUI, the number of steps or decoder calls until the stop depends on when the request arrives. So
+    tests/nodes/test_interrupt.py counts them, and this test only checks that the run does not finish."""
     run()
     known = set(server.history())
     settings = {"OneDiffGuardLoadPipeline.model": HEALTHY, "OneDiffGuardSampleCogVideoX.seed": 3, **SMALL}
-    settings |= {f"OneDiffGuard{name}": value for name, value in long.items()}
+    settings |= {f"OneDiffGuard{name}": value for name, value in changes.items()}
     interrupting = Interrupting(server, node)
     with pytest.raises(InterruptedRunError):
         run_on_server(
@@ -122,26 +122,26 @@ def test_an_interrupt_ends_the_run_and_the_next_one_works(
             on_progress=interrupting,
         )
     assert interrupting.total > 50
-    assert interrupting.done[-1] < interrupting.total, "it came to its end"
+    assert interrupting.done[-1] < interrupting.total, "the node ran to its end"
     (prompt_id,) = set(server.history()) - known
     status = server.history()[prompt_id]["status"]
     assert status["status_str"] == "error"
     assert "execution_interrupted" in [name for name, _ in status["messages"]]
-    assert_is_a_picture(run(SampleCogVideoX__seed=4))
+    assert_is_not_black(run(SampleCogVideoX__seed=4))
 
 
-def test_free_gives_everything_back(run: Callable[..., Ran], server: legs.Server) -> None:
+def test_free_request_unloads_every_component(run: Callable[..., Ran], server: legs.Server) -> None:
     run(SampleCogVideoX__seed=5)
     loaded = server.count("loading component")
-    for attempt in range(5):  # 0.0.1 forgets a request that comes while it still tidies up after a run
+    for attempt in range(5):  # 0.0.1 ignores a request that arrives while it cleans up after a run
         server.ask("/free", {"unload_models": True, "free_memory": True})
-        assert_is_a_picture(run(SampleCogVideoX__seed=60 + attempt))
+        assert_is_not_black(run(SampleCogVideoX__seed=60 + attempt))
         if server.count("loading component") > loaded:
             break
-    assert server.count("loading component") == loaded + 3, "text encoder, denoiser and VAE were let go"
+    assert server.count("loading component") == loaded + 3, "text encoder, denoiser and VAE were unloaded"
 
 
-def test_wrong_sizes_are_refused_before_anything_loads(run: Callable[..., Ran], server: legs.Server) -> None:
+def test_invalid_size_is_rejected_before_loading(run: Callable[..., Ran], server: legs.Server) -> None:
     loaded = server.count("loading component")
     ran = run(SampleCogVideoX__width=90, LoadPipeline__model=OVERFLOWING, LoadPipeline__precision="fp32")
     assert ran.code == 2, ran.answer
@@ -149,13 +149,13 @@ def test_wrong_sizes_are_refused_before_anything_loads(run: Callable[..., Ran], 
     assert server.count("loading component") == loaded
 
 
-def test_a_folder_that_is_not_there_is_named(run: Callable[..., Ran]) -> None:
+def test_missing_model_folder_is_named_in_error(run: Callable[..., Ran]) -> None:
     ran = run(LoadPipeline__model="no-such-model")
     assert ran.code == 4, ran.answer
     assert "no-such-model" in ran.answer["error"]
 
 
-def test_the_probe_and_its_profile_in_one_graph(run_graph: Callable[..., Ran], tmp_path: Path) -> None:
+def test_probe_profile_in_same_graph_runs_without_reruns(run_graph: Callable[..., Ran], tmp_path: Path) -> None:
     size = {"width": WIDTH, "height": HEIGHT, "frames": FRAMES, "steps": 2, "seed": 31}
     prompts = {"positive": ["encode", 0], "negative": ["encode", 1]}
     graph = {
@@ -173,7 +173,7 @@ def test_the_probe_and_its_profile_in_one_graph(run_graph: Callable[..., Ran], t
     ran = run_graph(workflow)
     assert ran.code == 0, ran.answer
     (probed,) = ran.answer["outputs"]["probe"]["onediff_guard"]
-    assert probed["plan"] == "bf16", "which a CPU computes natively; fp16 is protected without a profile"
+    assert probed["plan"] == "bf16", "a CPU computes bf16 natively; fp16 is protected without a profile"
     assert [report["reruns"] for report in ran.reports()] == [0, 0, 0], "encoder, sampler, decoder"
     frames = [np.asarray(Image.open(file).convert("RGB")) for file in ran.files if file.name.startswith("frame")]
     assert len(frames) == FRAMES and all(frame.std() > 2 for frame in frames)

@@ -1,4 +1,4 @@
-"""What runs inside ComfyUI's own process, in each checkout: a file of inside/ at a time."""
+"""Tests that need ComfyUI's classes: runs each file of inside/ in a ComfyUI process, for each checkout."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from waiting import HANG_SECONDS
 
 HERE = Path(__file__).resolve().parent / "inside"
 CARD, STREAMED = ("--second-device",), ("--second-device", "--novram", "--async-offload")
-WHOLE = {"": (), ", card": CARD}
-OPTIONS = {  # of ComfyUI, by file and what it is called; each other file runs on the CPU
-    "guard_controlnets": WHOLE,
-    "guard_families": WHOLE | {", streamed to the card": STREAMED},
-    "guard_vae": WHOLE,
-    "guard_video_vae": WHOLE,
-    "probe": WHOLE,
+ON_BOTH = {"": (), ", card": CARD}
+OPTIONS = {  # ComfyUI's options by file and name of the variant; all other files run on the CPU
+    "guard_controlnets": ON_BOTH,
+    "guard_families": ON_BOTH | {", streamed to the card": STREAMED},
+    "guard_vae": ON_BOTH,
+    "guard_video_vae": ON_BOTH,
+    "probe": ON_BOTH,
     "memory": {"": CARD},
     "memory_driven_out": {"": ("--disable-smart-memory", *CARD)},
     "layout": {"": CARD, ", channels last": ("--force-channels-last", *CARD)},
@@ -29,13 +29,13 @@ OPTIONS = {  # of ComfyUI, by file and what it is called; each other file runs o
 SHARED = ("hidden", "in_comfyui", "model_nodes", "native_models", "native_layouts", "native_newer", "native_table")
 SHARED += ("simulated_card",)
 FILES = sorted(file.stem for file in HERE.glob("*.py") if file.stem not in SHARED)
-PARTS = {f"{name}{how}": (name, options) for name in FILES for how, options in OPTIONS.get(name, {"": ()}).items()}
-SAME_BITS = {"MKL_CBWR": "COMPATIBLE"}  # else MKL's products hang on where in memory a weight happens to lie
+PARTS = {f"{name}{mode}": (name, options) for name in FILES for mode, options in OPTIONS.get(name, {"": ()}).items()}
+SAME_BITS = {"MKL_CBWR": "COMPATIBLE"}  # otherwise MKL's products depend on the memory address of a weight
 SUMMARY = re.compile(r"^=* ?(\d+ (?:failed|passed|skipped|error).*) in [\d.]+s", re.MULTILINE)
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_it_holds(leg: legs.Leg, tmp_path: Path, part: str) -> None:
+def test_file_passes_inside_comfyui(leg: legs.Leg, tmp_path: Path, part: str) -> None:
     name, options = PARTS[part]
     on_card = CARD[0] in options
     if on_card and (why := second_device.why_not()):
@@ -55,9 +55,9 @@ def test_it_holds(leg: legs.Leg, tmp_path: Path, part: str) -> None:
         check=False,
         timeout=3 * HANG_SECONDS,
     )
-    print(done.stdout[-16000:])  # each test by name: after a crash, the last one is it
+    print(done.stdout[-16000:])  # names each test: after a crash, the last one caused it
     assert done.returncode == 0, done.stderr[-4000:]
     ended = SUMMARY.search(done.stdout)
-    assert ended, f"pytest did not come to its end: {done.stderr[-4000:]}"
+    assert ended, f"pytest did not finish: {done.stderr[-4000:]}"
     if "passed" not in ended[1]:
         pytest.skip(f"{ended[1]}: {done.stdout[-400:]}")

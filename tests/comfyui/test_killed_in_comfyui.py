@@ -1,4 +1,4 @@
-"""A real ComfyUI that `onediff-guard run --comfyui` started ends with the command, however that ends."""
+"""`onediff-guard run --comfyui` is killed: the real ComfyUI that it started ends too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG = {  # pictures whose compression takes minutes
 
 
 def is_busy(server: psutil.Process) -> bool:
-    """Whether the ComfyUI runs a prompt."""
+    """Return whether the ComfyUI runs a prompt."""
     with suppress(OSError, psutil.Error):
         command = server.cmdline()
         port = command[command.index("--port") + 1]
@@ -39,10 +39,10 @@ def is_gone(process: psutil.Process) -> bool:
     return True
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGHUP"])
-def test_nothing_outlives_the_command(leg: legs.Leg, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGHUP"])
+def test_comfyui_and_supervisor_end_with_killed_command(leg: legs.Leg, tmp_path: Path, signal_name: str) -> None:
     (tmp_path / "long.json").write_text(json.dumps(LONG))
-    code = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # of the tests' own it may be ignored
+    code = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # the test process may ignore it
     code += "from comfyui_onediff_guard.headless.commands import cli; sys.exit(cli.main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "run", "long.json", "--comfyui", str(leg.checkout), "--out", "out"]
     environment = os.environ | {"COMFYUI_PYTHON": str(leg.python), "TMPDIR": str(tmp_path)}
@@ -53,11 +53,11 @@ def test_nothing_outlives_the_command(leg: legs.Leg, tmp_path: Path, how: str) -
         return [process for process in family.children(recursive=True) if "main.py" in "".join(process.cmdline()[1:2])]
 
     try:
-        wait_until(lambda: any(map(is_busy, servers())), "no ComfyUI came up and ran the workflow")
+        wait_until(lambda: any(map(is_busy, servers())), "no ComfyUI started and ran the workflow")
         others = family.children(recursive=True)
         assert len(others) >= 2, "the supervisor and ComfyUI"
-        started.send_signal(getattr(signal, how))
-        assert started.wait(HANG_SECONDS) == (-signal.SIGKILL if how == "SIGKILL" else 130)
+        started.send_signal(getattr(signal, signal_name))
+        assert started.wait(HANG_SECONDS) == (-signal.SIGKILL if signal_name == "SIGKILL" else 130)
         wait_until(lambda: all(map(is_gone, others)), "a process outlives the command that started it")
     finally:
         if started.poll() is None:

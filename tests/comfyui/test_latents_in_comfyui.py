@@ -1,4 +1,4 @@
-"""Sample, save the latents with ComfyUI's SaveLatent, and decode them after LoadLatent: later, in another process."""
+"""Latents saved with ComfyUI's SaveLatent, and decoded after LoadLatent in another ComfyUI process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Graph = dict[str, dict[str, Any]]
 
 @pytest.fixture
 def models(server: legs.Server, model_folder: Callable[..., Path]) -> dict[str, str]:
-    """{family: the name of its folder on the server}."""
+    """{family: the name of its folder on the server}"""
     for family in FAMILIES:
         folder = server.base / "models" / "diffusers" / f"saved-{family}"
         shared_models.copied(model_folder(family), folder)
@@ -58,7 +58,7 @@ def sampler(family: str, model: str) -> Graph:
 
 
 def decoder(family: str, latents: list[Any]) -> Graph:
-    """Decode Latents → SaveImage, on a loader that is there."""
+    """Decode Latents → SaveImage, with the family's loader."""
     decode = as_json("DecodeLatents", pipeline=[f"{family} load", 0], latents=latents)
     images = {"images": [f"{family} decode", 0], "filename_prefix": family}
     return {f"{family} decode": decode, f"{family} images": {"class_type": "SaveImage", "inputs": images}}
@@ -69,9 +69,7 @@ def frames(server: legs.Server, history: dict[str, Any], family: str) -> np.ndar
     return np.stack([np.asarray(Image.open(file)) for file in files]).astype(int)
 
 
-def test_latents_are_saved_and_decoded_after_a_restart(
-    server: legs.Server, models: dict[str, str], tmp_path: Path
-) -> None:
+def test_saved_latents_are_decoded_after_restart(server: legs.Server, models: dict[str, str], tmp_path: Path) -> None:
     graph: Graph = {}
     for family, model in models.items():
         graph |= sampler(family, model) | decoder(family, [f"{family} sample", 0])
@@ -101,7 +99,7 @@ def test_latents_are_saved_and_decoded_after_a_restart(
             assert np.abs(found - expected).max() <= 1, family
         read = [line for line in restarted.log_text().splitlines() if "loading component" in line]
         assert len(read) == len(models)
-        assert all("loading component vae" in line for line in read), "no step is run anew"
+        assert all("loading component vae" in line for line in read), "no step runs again"
 
         later["2b latents"]["inputs"]["latent"] = "damaged.latent"
         failed = restarted.run(later)

@@ -1,4 +1,4 @@
-"""The shipped graphs as the page draws them: real sizes of nodes and real wires, in both frontends and both modes."""
+"""Layout of the shipped graphs on the page: no overlaps, by the drawn sizes and wires, in both frontends and modes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = legs.IN_CHECKOUTS
 
 WIDEST, WIDEST_OF_MANY = 1600, 2000
 MANY = 16  # nodes, as in tests/workflows/test_layout.py
-# Edges of nodes are looked at every two units: a wire that runs behind a node crosses one. A wire's ends are drawn
-# within its own two nodes, so those are left out.
+# Node edges are checked every two units: a wire behind a node crosses an edge. A wire's ends lie inside its own two
+# nodes, so those are not checked.
 FAULTS = """widest => {
     const boxes = app.graph.nodes.map(node => {
         const drawn = document.querySelector(`[data-node-id="${node.id}"]`)
@@ -52,7 +52,7 @@ FAULTS = """widest => {
     }
     return [found, wires, app.graph.nodes.length]
 }"""
-# Classic pages let the text scroll, Nodes 2.0 makes the box larger.
+# In classic mode, long text scrolls. In Nodes 2.0, the box grows.
 IS_LONG = """heights => app.graph.nodes.some(node => node.size[1] > (heights[node.id] ?? Infinity))
     || [...document.querySelectorAll('.comfy-markdown .tiptap')].some(text => text.scrollHeight > text.clientHeight)"""
 FIT = "() => { app.canvas.ds.scale = 0.4; app.canvas.ds.offset = [300, 900]; app.canvas.setDirty(true, true) }"
@@ -66,31 +66,31 @@ def canvas(request: pytest.FixtureRequest, server: legs.Server, pictures: Path) 
         yield opened
 
 
-def kinds(name: str) -> set[str]:
-    """The types of its nodes."""
+def types(name: str) -> set[str]:
+    """Return the types of a shipped workflow's nodes."""
     return {node["class_type"] for node in read(api_file(name)).values()}
 
 
 def faults(canvas: browser.Canvas, graph: dict[str, Any]) -> list[str]:
     canvas.load(graph)
     notes = {node["id"]: node["size"][1] for node in graph["nodes"] if node["type"] == "MarkdownNote"}
-    long = ["a note is longer than its box"] * canvas.evaluate(IS_LONG, notes)  # from afar it is not drawn
-    canvas.evaluate(FIT)  # else what is off the screen is not drawn
+    long = ["a note is longer than its box"] * canvas.evaluate(IS_LONG, notes)  # before zooming out hides text
+    canvas.evaluate(FIT)  # the page draws only what is on the screen
     canvas.settle()
     found, wires, nodes = canvas.evaluate(FAULTS, WIDEST_OF_MANY if len(graph["nodes"]) >= MANY else WIDEST)
     assert (wires, nodes) == (len(graph["links"]), len(graph["nodes"]))
     return long + found
 
 
-def test_no_node_lies_on_another_and_no_wire_runs_behind_one(canvas: browser.Canvas) -> None:
+def test_nodes_do_not_overlap_and_wires_do_not_cross_nodes(canvas: browser.Canvas) -> None:
     known = canvas.ask("/object_info")
     wrong = {
-        name: found for name in TITLES if kinds(name) <= set(known) and (found := faults(canvas, read(ui_file(name))))
+        name: found for name in TITLES if types(name) <= set(known) and (found := faults(canvas, read(ui_file(name))))
     }
     assert wrong == {}, json.dumps(wrong, indent=1)
 
 
-def test_what_is_wrong_is_found(canvas: browser.Canvas) -> None:
+def test_layout_check_finds_overlap_crossing_wire_and_long_note(canvas: browser.Canvas) -> None:
     graph = read(ui_file("cogvideox_text_to_video"))
     (sampler,) = (node for node in graph["nodes"] if node["type"] == "OneDiffGuardSampleCogVideoX")
     sampler["pos"] = [sampler["pos"][0], 0]

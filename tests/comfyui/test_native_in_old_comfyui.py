@@ -1,4 +1,4 @@
-"""The guard for ComfyUI's own models in comfyui 0.0.1, whose MODEL has no wrappers: it says so, and guards VAEs."""
+"""NaN Guard (native) in comfyui 0.0.1, whose MODEL has no wrappers: it reports this, and guards VAEs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _checkpoint(server: legs.Server) -> Iterator[None]:
     checkpoint.unlink()
 
 
-def test_the_guard_of_models_says_what_is_missing_and_lets_the_run_go_on(server: legs.Server) -> None:
+def test_model_guard_reports_missing_wrapper_and_run_is_unchanged(server: legs.Server) -> None:
     unguarded = make(server, graph(hot=True, without={"model"}))
     server.forget()
     guarded = make(server, graph(hot=True))
@@ -35,17 +35,17 @@ def test_the_guard_of_models_says_what_is_missing_and_lets_the_run_go_on(server:
     assert "Update ComfyUI" in guarded.report("Not guarded: This ComfyUI cannot wrap a MODEL's apply_model")
 
 
-def test_the_guard_of_vaes_works(server: legs.Server) -> None:
+def test_vae_guard_recomputes_overflowing_decoder(server: legs.Server) -> None:
     server.forget()
     plain = make(server, graph(hot=True, without=GUARDED))
     guarded = make(server, graph(hot=True, without={"model"}))
     assert plain.frames.max() == 0
     assert guarded.frames.std() > 2
     assert "1 part, 1 recomputed in fp32" in guarded.report("VAE decoder: AutoencoderKL computes in fp16")
-    assert len(server.profiles()) == 1, "what was learned is kept for later runs"
+    assert len(server.profiles()) == 1, "a profile is saved for later runs"
 
 
-def test_guard_every_workflow_guards_vaes_and_lets_models_run_on(server: legs.Server) -> None:
+def test_guard_every_workflow_guards_vae_and_skips_model(server: legs.Server) -> None:
     by_hand = make(server, graph(hot=True, without={"model"}))
     server.forget()
     before = len(server.log_text())

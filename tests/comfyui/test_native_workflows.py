@@ -1,8 +1,7 @@
-"""The shipped workflow for one of ComfyUI's own models in one file, run in a current ComfyUI on checkpoints that its
-loader takes.
+"""The shipped SD 1.5 workflow with ComfyUI's own nodes, run in a current ComfyUI on small checkpoints.
 
-On a CPU ComfyUI computes in fp32 whatever its flags say: `--fp16-vae` holds for the VAE alone. So the graphs get its
-own ModelComputeDtype. A healthy and an overflowing checkpoint of each model, 2 steps, 16×16 pixels.
+On a CPU, ComfyUI computes models in fp32 regardless of its flags; `--fp16-vae` affects only the VAE. So the graphs use
+its ModelComputeDtype node. There is a healthy and an overflowing checkpoint; runs have 2 steps and 16×16 pixels.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 import pytest
 from comfyui_onediff_guard.headless.workflow import schema
 from native_checkpoints import write_sd15
-from native_graphs import FILE, GUARD, GUARDED, HOT, LOADER, MODEL, NAME, SIZE, SMALL, VAE, Made, graph, make, run
+from native_graphs import FILE, GUARD, GUARDED, HOT, LOADER, MODEL, NAME, SIZE, SMALL, VAE, RunOutput, graph, make, run
 from PIL import Image
 from templates import api_file, read, ui_file
 
@@ -33,7 +32,7 @@ TOLERANCE = 2e-2  # of the pixels' range
 
 @pytest.fixture(scope="module")
 def base(leg: legs.Leg, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A ComfyUI's folder with pack, picture and checkpoints; these go when the tests are over, for their size."""
+    """ComfyUI's folder with the pack, an input and checkpoints. The checkpoints are large, so they are deleted."""
     folder = tmp_path_factory.mktemp("native_workflows")
     legs.install_pack(folder / "custom_nodes")
     families.write_inputs(folder / "input")
@@ -46,15 +45,15 @@ def base(leg: legs.Leg, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 
 
 @pytest.fixture(scope="module")
-def in_fp32(leg: legs.Leg, base: Path) -> Made:
-    """What the overflowing checkpoint makes where nothing is in half precision."""
+def in_fp32(leg: legs.Leg, base: Path) -> RunOutput:
+    """The result of the overflowing checkpoint in fp32."""
     with legs.started(leg, base) as server:
         return make(server, graph(hot=True))
 
 
 @pytest.fixture(scope="module")
-def server(leg: legs.Leg, base: Path, in_fp32: Made) -> Iterator[legs.Server]:
-    """In half precision, and after the other: two of them want too much memory."""
+def server(leg: legs.Leg, base: Path, in_fp32: RunOutput) -> Iterator[legs.Server]:
+    """A server in half precision. It starts after the fp32 server has ended: two need too much memory."""
     with legs.started(leg, base, *HALF) as running:
         yield running
 
@@ -64,8 +63,8 @@ def nothing_learned(server: legs.Server) -> None:
     server.forget()
 
 
-def test_the_stand_ins_of_other_tests_are_comfyuis_nodes(server: legs.Server) -> None:
-    """What tests/workflows takes the shipped files by is what ComfyUI says of its nodes."""
+def test_stand_in_nodes_match_comfyui_nodes(server: legs.Server) -> None:
+    """The stand-ins of tests/workflows have the same inputs and outputs as ComfyUI's nodes."""
     known = server.ask("/object_info")
     missing = comfyui_nodes.NODE_CLASS_MAPPINGS.keys() - known
     current = server.leg.is_current
@@ -75,7 +74,7 @@ def test_the_stand_ins_of_other_tests_are_comfyuis_nodes(server: legs.Server) ->
             continue
         ours, theirs = schema.from_class(name, node), schema.from_object_info(name, known[name])
         assert list(ours.inputs) == list(theirs.inputs), name
-        assert ours.outputs == theirs.outputs[: len(ours.outputs)], name  # newer ComfyUIs add some
+        assert ours.outputs == theirs.outputs[: len(ours.outputs)], name  # newer ComfyUIs add outputs
         for key, spec in ours.inputs.items():
             real = theirs.inputs[key]
             assert (spec.type, spec.required) == (real.type, real.required), f"{name}.{key}"
@@ -88,7 +87,7 @@ def test_the_stand_ins_of_other_tests_are_comfyuis_nodes(server: legs.Server) ->
                 assert spec.options[:1] == real.options[:1], f"{name}.{key}"
 
 
-def test_a_healthy_run_is_the_same_with_and_without_the_guards(server: legs.Server) -> None:
+def test_healthy_run_is_bit_equal_with_guards(server: legs.Server) -> None:
     plain = make(server, graph(half=True, without=GUARDED))
     guarded = make(server, graph(half=True))
     assert guarded.frames.shape == (*SIZE, 3)
@@ -99,8 +98,8 @@ def test_a_healthy_run_is_the_same_with_and_without_the_guards(server: legs.Serv
     assert "1 part, fine" in guarded.report(f"VAE decoder: {VAE} computes in fp16")
 
 
-def test_an_overflowing_model_is_black_without_the_guards_and_right_with_them(
-    server: legs.Server, in_fp32: Made, nothing_learned: None
+def test_overflowing_model_is_black_unguarded_and_near_fp32_guarded(
+    server: legs.Server, in_fp32: RunOutput, nothing_learned: None
 ) -> None:
     plain = make(server, graph(hot=True, half=True, without=GUARDED))
     guarded = make(server, graph(hot=True, half=True))
@@ -118,7 +117,7 @@ def test_an_overflowing_model_is_black_without_the_guards_and_right_with_them(
     assert "computes in fp32" in in_fp32.report(MODEL)
 
 
-def test_the_probe_takes_what_the_sampler_takes(server: legs.Server) -> None:
+def test_probe_runs_with_inputs_of_sampler(server: legs.Server) -> None:
     nodes = graph(hot=True, half=True, without={"model"})
     (sampler,) = (node["inputs"] for node in nodes.values() if node["class_type"] == "KSampler")
     probing = {key: value for key, value in sampler.items() if key != "denoise"}
@@ -131,21 +130,21 @@ def test_the_probe_takes_what_the_sampler_takes(server: legs.Server) -> None:
     assert ran.code == 0, (ran.answer, server.tail())
     (found,) = ran.answer["outputs"]["probe"]["onediff_guard"]
     assert found["model"] == MODEL and found["measured_steps"] == 2
-    assert found["dtype"] in ("bf16", "fp32") or found["plan"] != "fp16 plain", "as it is, fp16 does not hold it"
+    assert found["dtype"] in ("bf16", "fp32") or found["plan"] != "fp16 plain", "plain fp16 overflows"
     assert found["worst"][0]["reach"] > 65504
     (file,) = ran.files
     picture = np.asarray(Image.open(file).convert("RGB"))
     assert picture.shape[1] > 800 and picture.std() > 20
 
 
-def test_the_page_runs_it_and_shows_both_reports_on_the_guard(
+def test_page_runs_workflow_and_shows_both_reports_on_guard(
     server: legs.Server, nothing_learned: None, pictures: Path
 ) -> None:
     with browser.canvas(server.url, pictures) as canvas:
         canvas.load(read(ui_file(NAME)))
         assert (canvas.missing(), canvas.notices()) == ([], [])
         shipped = read(api_file(NAME))
-        assert canvas.prompt_as(shipped) == shipped
+        assert canvas.prompt_like(shipped) == shipped
         sizes = ("EmptyLatentImage", "KSampler")
         canvas.set_widgets({f"{node}.{key}": value for node in sizes for key, value in SMALL.items()})
         canvas.set_widgets({f"{LOADER}.ckpt_name": HOT + FILE})
@@ -153,6 +152,6 @@ def test_the_page_runs_it_and_shows_both_reports_on_the_guard(
         end, detail = canvas.queue(seconds=240)
         assert end == "execution_success", detail
         canvas.picture(f"ran_{NAME}")
-        said = " ".join(map(str, canvas.widgets(GUARD).values()))
-    assert f"{MODEL} computes in fp16" in said and "overflow protection; 2 steps, 1 recomputed in fp32" in said
-    assert f"VAE decoder: {VAE} computes in fp16" in said and "1 part, 1 recomputed in fp32" in said
+        texts = " ".join(map(str, canvas.widgets(GUARD).values()))
+    assert f"{MODEL} computes in fp16" in texts and "overflow protection; 2 steps, 1 recomputed in fp32" in texts
+    assert f"VAE decoder: {VAE} computes in fp16" in texts and "1 part, 1 recomputed in fp32" in texts

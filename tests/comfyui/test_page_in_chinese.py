@@ -1,4 +1,4 @@
-"""ComfyUI's page in a Chinese browser: names, help, what a node shows and how an error begins."""
+"""ComfyUI's page in a Chinese browser: names, help, a node's report and an error's first words."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_nodes_and_categories_have_chinese_names(opened: browser.Canvas) -> None
     assert categories == "OneDiff Guard/采样"
 
 
-def test_the_help_page_is_in_chinese(opened: browser.Canvas) -> None:
+def test_help_page_is_in_chinese(opened: browser.Canvas) -> None:
     opened.open_help("OneDiffGuardNaNGuard")
     opened.wait_for_text("设定出现 NaN 或无穷大时怎么办")
     opened.picture("chinese_help")
 
 
-def test_a_run_says_in_chinese_what_it_did(opened: browser.Canvas) -> None:
+def test_run_report_is_in_chinese(opened: browser.Canvas) -> None:
     opened.set_widgets(SMALL)
     end, detail = opened.queue()
     assert end == "execution_success", detail
@@ -48,11 +48,11 @@ def test_a_run_says_in_chinese_what_it_did(opened: browser.Canvas) -> None:
     assert "fp16，按你的选择" in shown
     assert "溢出保护" in shown and "2 步，全部正常。" in shown
     run = max(opened.ask("/api/history").values(), key=lambda each: each["prompt"][0])
-    (told,) = (output["onediff_guard"] for output in run["outputs"].values() if "2 步" in str(output.get("text")))
-    assert "2 steps, all fine." in told[0]["summary"], "what programs read stays English"
+    (reports,) = (output["onediff_guard"] for output in run["outputs"].values() if "2 步" in str(output.get("text")))
+    assert "2 steps, all fine." in reports[0]["summary"], "fields for programs stay English"
 
 
-def test_an_error_begins_in_chinese(opened: browser.Canvas) -> None:
+def test_error_begins_in_chinese(opened: browser.Canvas) -> None:
     opened.press_run()
     opened.wait_for_error("未找到模型“CogVideoX-2b”", details="查看详情")
     opened.picture("chinese_error")

@@ -1,4 +1,4 @@
-"""What a real ComfyUI sends its pages while a pipeline samples: a picture and a line of text for each step."""
+"""Previews in a real ComfyUI: while a pipeline samples, the page gets a picture and a line of text for each step."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ HEADER = 8  # bytes before a picture
 STEPS = 3
 
 
-def seen(server: legs.Server, workflow: str, **extra: Any) -> tuple[list[Image.Image], list[str]]:
-    """Queue a shipped workflow on small models. Returns the pictures and the texts that its page was sent."""
+def run_and_record(server: legs.Server, workflow: str, **extra: Any) -> tuple[list[Image.Image], list[str]]:
+    """Run a shipped workflow on small models. Return the pictures and texts that were sent to the page."""
     graph = small(legs.ROOT / "workflows" / "api" / f"{workflow}.json", server.ask("/object_info"))
     for node in graph.values():
         if "steps" in node["inputs"]:
-            node["inputs"] |= {"steps": STEPS, "seed": time.time_ns() % 2**32}  # never a run that is remembered
+            node["inputs"] |= {"steps": STEPS, "seed": time.time_ns() % 2**32}  # never a cached run
     pictures, texts = [], []
     with closing(websocket.create_connection(f"{server.url.replace('http', 'ws')}/ws?clientId=seen")) as socket:
         queued = server.ask("/prompt", {"prompt": graph, "client_id": "seen", "extra_data": extra})
         assert not queued["node_errors"], queued["node_errors"]
         for message in messages(socket):
             if isinstance(message, str):
-                told = json.loads(message)
-                if told["data"].get("prompt_id") == queued["prompt_id"] and is_the_end(told):
+                event = json.loads(message)
+                if event["data"].get("prompt_id") == queued["prompt_id"] and is_final(event):
                     break
                 continue
             (kind,) = struct.unpack_from(">I", message)
@@ -60,22 +60,22 @@ def messages(socket: websocket.WebSocket) -> Iterator[str | bytes]:
         yield socket.recv()
 
 
-def is_the_end(told: dict[str, Any]) -> bool:
-    return told["type"] == "execution_error" or (told["type"] == "executing" and told["data"].get("node") is None)
+def is_final(event: dict[str, Any]) -> bool:
+    return event["type"] == "execution_error" or (event["type"] == "executing" and event["data"].get("node") is None)
 
 
 @pytest.mark.parametrize(
     "workflow", ["cogvideox_image_to_video", "svd_image_to_video", "cogview4_text_to_image", "wan_text_to_video"]
 )
-def test_each_step_sends_a_picture_and_a_line(server: legs.Server, workflow: str) -> None:
-    if server.leg.name != "a":  # a page in another language may have been open before
+def test_each_step_sends_preview_and_progress_text(server: legs.Server, workflow: str) -> None:
+    if server.leg.name != "a":  # an earlier test may have set another language
         for setting in language.SETTINGS:
             server.ask(f"/settings/{setting}", "en")
-    pictures, texts = seen(server, workflow)
+    pictures, texts = run_and_record(server, workflow)
     coloured = not workflow.startswith("cogview") and (server.leg.name != "a" or not workflow.startswith("wan"))
-    assert len(pictures) == STEPS * coloured, "whatever the command line's default is, where factors are published"
+    assert len(pictures) == STEPS * coloured, "previews if factors are published, whatever the default is"
     assert len({picture.size for picture in pictures}) == coloured
-    if server.leg.name != "a":  # 0.0.1 enlarges no picture, and shows no text on nodes
+    if server.leg.name != "a":  # 0.0.1 does not enlarge previews, and shows no text on nodes
         assert not pictures or max(pictures[0].size) == 512
         steps = [text for text in texts if text.startswith("step ")]
         for n, text in enumerate(steps, start=1):
@@ -83,28 +83,28 @@ def test_each_step_sends_a_picture_and_a_line(server: legs.Server, workflow: str
         assert len(steps) == STEPS and "left" in steps[1] and "left" not in steps[-1]
 
 
-def test_none_is_honoured_where_the_page_asks_for_it(server: legs.Server) -> None:
+def test_preview_method_none_sends_no_preview(server: legs.Server) -> None:
     if server.leg.name == "a":
-        pytest.skip("no page could ask for it yet")
-    pictures, _ = seen(server, "svd_image_to_video", preview_method="none")
+        pytest.skip("this ComfyUI's page has no such setting")
+    pictures, _ = run_and_record(server, "svd_image_to_video", preview_method="none")
     assert not pictures
 
 
-def test_comfyuis_own_small_decoder_is_used_where_it_is_asked_for(server: legs.Server) -> None:
+def test_preview_method_taesd_uses_comfyuis_taesd_decoder(server: legs.Server) -> None:
     if server.leg.name != "c":
-        pytest.skip("no page could ask for it yet")
+        pytest.skip("this ComfyUI's page has no such setting")
     folder = server.base / "models" / "vae_approx"
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "taesd_decoder.safetensors"
     save_file(taesd_weights(), file)
     try:
-        (first, *_), _ = seen(server, "svd_image_to_video", preview_method="taesd")
-        (plain, *_), _ = seen(server, "svd_image_to_video", preview_method="auto")
+        (first, *_), _ = run_and_record(server, "svd_image_to_video", preview_method="taesd")
+        (plain, *_), _ = run_and_record(server, "svd_image_to_video", preview_method="auto")
     finally:
         file.unlink()
     assert first.tobytes() != plain.tobytes()
     flat = [len(picture.resize((8, 8)).getcolors(64)) for picture in (first, plain)]
-    assert flat[0] == 1 < flat[1], "one colour"
+    assert flat[0] == 1 < flat[1], "TAESD's zero weights give one colour"
 
 
 class Block(torch.nn.Module):
@@ -115,7 +115,7 @@ class Block(torch.nn.Module):
 
 
 def taesd_weights() -> dict[str, torch.Tensor]:
-    """A decoder of ComfyUI's TAESD, of zeros: it decodes all to one colour."""
+    """Weights of ComfyUI's TAESD decoder, all zero: every latent becomes one colour."""
     none, between = torch.nn.Identity(), torch.nn.Conv2d(64, 64, 3, bias=False)
     level = [Block(), Block(), Block(), none, between]
     first, last = torch.nn.Conv2d(4, 64, 3), torch.nn.Conv2d(64, 3, 3)

@@ -1,6 +1,6 @@
-"""*Guard every workflow*, from a black picture to the right one: what README's moving picture shows.
+"""*Guard every workflow*, from a black picture to a correct one: the steps of README's animation.
 
-With `ONEDIFF_GUARD_PICTURES=DIR` the frames are put together to DIR/LEG/rescue.webp, which is docs/rescue.webp.
+With `ONEDIFF_GUARD_PICTURES=DIR`, the frames are saved as DIR/LEG/rescue.webp, the source of docs/rescue.webp.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from PIL import Image
 from test_every_workflow_in_browser import LOADED, OFFERED, SWITCH, guard_notices, run, strips
 from waiting import wait_until
 
-SHOWING = [leg for leg in legs.CHECKOUTS if leg.name != "b"]  # 0.3.64 shows nobody what nodes put out, so none offers
+WITH_OFFER = [leg for leg in legs.CHECKOUTS if leg.name != "b"]  # 0.3.64 has no cache providers, so it makes no offer
 pytestmark = [
     pytest.mark.comfyui,
-    pytest.mark.parametrize("leg", SHOWING, indirect=True, ids=attrgetter("id"), scope="module"),
+    pytest.mark.parametrize("leg", WITH_OFFER, indirect=True, ids=attrgetter("id"), scope="module"),
 ]
 
 CHECKPOINT = "small-sd15.safetensors"
@@ -30,7 +30,7 @@ WINDOW = {"width": 1000, "height": 660}
 SAMPLING = {"seed": 3, "steps": 4, "cfg": 1.0, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}
 NODES: dict[str, tuple[str, dict[str, Any]]] = {
     "1": ("CheckpointLoaderSimple", {"ckpt_name": CHECKPOINT}),
-    "2": ("ModelComputeDtype", {"model": ["1", 0], "dtype": "fp16"}),  # what a GPU does by itself
+    "2": ("ModelComputeDtype", {"model": ["1", 0], "dtype": "fp16"}),  # the default on a GPU
     "3": ("CLIPTextEncode", {"clip": ["1", 1], "text": "soft colours, out of focus"}),
     "4": ("CLIPTextEncode", {"clip": ["1", 1], "text": "text, watermark"}),
     "5": ("EmptyLatentImage", {"width": 128, "height": 128, "batch_size": 1}),  # a CPU is slow in fp16
@@ -63,7 +63,7 @@ PLACED = """places => {
     app.canvas.ds.offset = [75, 140]
     app.graph.setDirtyCanvas(true, true)
 }"""
-SHOWN = """() => {  // the preview's largest value, and its standard deviation; null while there is none
+SHOWN = """() => {  // the preview's largest value and standard deviation; null without a preview
     const image = app.graph.nodes.find(node => node.type === 'PreviewImage').imgs?.[0]
     if (!image?.complete) return null
     const canvas = new OffscreenCanvas(image.naturalWidth, image.naturalHeight)
@@ -74,7 +74,7 @@ SHOWN = """() => {  // the preview's largest value, and its standard deviation; 
     const variance = values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / values.length
     return [Math.max(...values.filter((_, i) => i % 7 === 0)), Math.sqrt(variance)]
 }"""
-ON = f"[id='{SWITCH}'] [role=switch], [role=switch][id='{SWITCH}']"
+SWITCH_BUTTON = f"[id='{SWITCH}'] [role=switch], [role=switch][id='{SWITCH}']"
 
 
 @pytest.fixture(scope="module")
@@ -88,22 +88,22 @@ def server(leg: legs.Leg, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     flowing_sd15.write(checkpoint)
     with legs.started(leg, base, "--force-fp16") as running:
         yield running
-    checkpoint.unlink()  # for its size
+    checkpoint.unlink()  # it is large
 
 
 @pytest.fixture(scope="module")
 def canvas(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
-    """A page as wide as README's pictures."""
+    """A page with the width of README's pictures."""
     with browser.canvas(server.url, pictures, window=WINDOW) as opened:
-        opened.choose(server.url, Minimap_Visible=False, Graph_CanvasInfo=False)
+        opened.set_settings(server.url, Minimap_Visible=False, Graph_CanvasInfo=False)
         opened.open(server.url)
         yield opened
 
 
-def test_a_black_picture_the_switch_and_the_right_picture(
+def test_black_picture_has_detail_after_switching_guard_on(
     canvas: browser.Canvas, server: legs.Server, pictures: Path
 ) -> None:
-    frames: list[tuple[Path, int]] = []  # and for how many milliseconds each is shown
+    frames: list[tuple[Path, int]] = []  # screenshots, and their duration in milliseconds
 
     def frame(milliseconds: int) -> None:
         frames.append((canvas.picture(f"rescue_{len(frames) + 1}"), milliseconds))
@@ -127,12 +127,12 @@ def test_a_black_picture_the_switch_and_the_right_picture(
     canvas.evaluate("() => app.extensionManager.command.execute('Comfy.ShowSettingsDialog')")
     canvas.click("[role=dialog] >> text=OneDiff Guard")
     canvas.settle()
-    assert canvas.evaluate("selector => document.querySelector(selector).ariaChecked", ON) == "false"
+    assert canvas.evaluate("selector => document.querySelector(selector).ariaChecked", SWITCH_BUTTON) == "false"
     frame(1500)
-    canvas.click(ON)
+    canvas.click(SWITCH_BUTTON)
     canvas.settle()
-    wait_until(lambda: server.ask("/settings").get(SWITCH) is True, "the setting is not kept")
-    assert canvas.evaluate("selector => document.querySelector(selector).ariaChecked", ON) == "true"
+    wait_until(lambda: server.ask("/settings").get(SWITCH) is True, "the setting is not saved")
+    assert canvas.evaluate("selector => document.querySelector(selector).ariaChecked", SWITCH_BUTTON) == "true"
     frame(2000)
 
     canvas.press("Escape")

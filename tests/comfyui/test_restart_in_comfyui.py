@@ -1,4 +1,4 @@
-"""A ComfyUI that is started again compiles nothing anew, and says so."""
+"""A restarted ComfyUI uses the compile cache of its first start, and reports it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runs import HEALTHY, SMALL, Ran, finish, start
 pytestmark = pytest.mark.comfyui
 
 
-def test_the_second_start_compiles_nothing(
+def test_second_start_uses_compile_cache(
     any_leg: legs.Leg, small_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable in ("ONEDIFF_GUARD_COMPILED_GB", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):

@@ -1,4 +1,4 @@
-"""One workflow file and seed: the same frames to the bit from the page, the server's API, and without a ComfyUI."""
+"""One workflow file and seed gives bit-equal frames from the page, from the server's API, and without ComfyUI."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ NOT_VIDEOS = """() => app.graph.nodes.filter(node => ['CreateVideo', 'SaveVideo'
 
 
 def pixels(files: list[Path]) -> np.ndarray:
-    """[frames, height, width, 3], uint8, of PNGs, which lose nothing."""
+    """Return the pixels of PNG files, which are lossless: [frames, height, width, 3], uint8."""
     assert {file.suffix for file in files} == {".png"}
     return np.stack([np.asarray(Image.open(file).convert("RGB")) for file in sorted(files)])
 
 
 def newest(server: legs.Server) -> dict[str, Any]:
-    """The last run in the server's history."""
+    """Return the last run in the server's history."""
     return max(server.ask("/history").values(), key=lambda run: run["prompt"][0])
 
 
-def repeated(run: dict[str, Any]) -> bool:
-    """Whether any node was taken from ComfyUI's cache."""
-    return any(said["nodes"] for name, said in run["status"]["messages"] if name == "execution_cached")
+def used_cache(run: dict[str, Any]) -> bool:
+    """Return whether any node's result came from ComfyUI's cache."""
+    return any(data["nodes"] for name, data in run["status"]["messages"] if name == "execution_cached")
 
 
-def anew(server: legs.Server, made: Callable[[], np.ndarray]) -> np.ndarray:
-    """What a run makes of which nothing comes from ComfyUI's cache."""
+def run_uncached(server: legs.Server, run: Callable[[], np.ndarray]) -> np.ndarray:
+    """Return the frames of a run that uses nothing from ComfyUI's cache."""
     server.ask("/free", {"unload_models": True, "free_memory": True})
-    frames = made()
-    if repeated(newest(server)):  # it was queued before the server came to /free, which it did after it
-        frames = made()
-    assert not repeated(newest(server))
+    frames = run()
+    if used_cache(newest(server)):  # the server handled /free only after this run
+        frames = run()
+    assert not used_cache(newest(server))
     return frames
 
 
 @pytest.mark.parametrize(("precision", "model"), PRECISIONS.items())
-def test_page_server_and_headless_make_the_same_frames(
+def test_page_api_and_headless_runs_are_bit_equal(
     canvas: browser.Canvas,
     server: legs.Server,
     run_graph: Callable[..., Ran],
@@ -81,12 +81,12 @@ def test_page_server_and_headless_make_the_same_frames(
         assert ran.code == 0, (ran.answer, server.tail())
         return pixels(ran.files)
 
-    page, api = anew(server, from_page), anew(server, from_api)
+    page, api = run_uncached(server, from_page), run_uncached(server, from_api)
     command = [sys.executable, "-m", "comfyui_onediff_guard", "run", str(file), "--json"]
     command += ["--models", str(server.base / "models"), "--out", str(tmp_path / "headless")]
-    alone = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert alone.returncode == 0, alone.stdout + alone.stderr
-    headless = pixels([Path(name) for name in json.loads(alone.stdout)["files"]])
+    command_run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert command_run.returncode == 0, command_run.stdout + command_run.stderr
+    headless = pixels([Path(name) for name in json.loads(command_run.stdout)["files"]])
 
     assert page.shape == (FRAMES, 64, 96, 3) and page.std() > 2
     assert np.array_equal(page, api) and np.array_equal(page, headless)

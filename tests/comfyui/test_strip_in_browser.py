@@ -1,6 +1,6 @@
-"""The strip on nodes that report, as a person meets it: in classic mode of both frontends, and in Nodes 2.0.
+"""The report strip on nodes, on ComfyUI's page: in classic mode of both frontends, and in Nodes 2.0.
 
-0.3.64's preview of Nodes 2.0 shows no widget of any pack, nor ComfyUI's own text on nodes, so it is left out.
+The preview of Nodes 2.0 in 0.3.64 shows no widgets of packs, and no text on nodes, so it is skipped.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ NATIVE_REPORT = """([type, prompt, cells]) => {
 }"""
 REPORT = "dialog.onediff-guard-report"
 PRESS = """type => app.canvas.graph.nodes.find(node => node.type === type)
-    .widgets.find(widget => widget.strip).element.querySelector('button').click()"""  # wherever it is on the page
+    .widgets.find(widget => widget.strip).element.querySelector('button').click()"""  # also outside the visible area
 OPENED = f"""() => {{
     const text = document.querySelector('{REPORT} pre')
     const room = text.clientWidth
@@ -89,15 +89,15 @@ OPENED = f"""() => {{
 def canvas(request: pytest.FixtureRequest, server: legs.Server, canvas: browser.Canvas) -> Iterator[browser.Canvas]:
     vue = request.param == "nodes_2"
     if vue and not server.leg.is_current:
-        pytest.skip("this ComfyUI has a preview of Nodes 2.0 alone")
+        pytest.skip("this ComfyUI has only a preview of Nodes 2.0")
     with canvas.nodes_2(server.url, on=vue):
-        canvas.complaints.clear()
+        canvas.console_errors.clear()
         yield canvas
-    canvas.choose(server.url, Locale=None)
+    canvas.set_settings(server.url, Locale=None)
 
 
-def ran(canvas: browser.Canvas, more: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """The strips after a run of the small workflow, by their nodes' types."""
+def run_workflow(canvas: browser.Canvas, more: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Run the small workflow, and return its strips by node type."""
     canvas.load(WORKFLOW)
     canvas.set_widgets(RUN | dict(more))
     end, detail = canvas.queue()
@@ -108,16 +108,16 @@ def ran(canvas: browser.Canvas, more: Mapping[str, Any] = MappingProxyType({})) 
 
 @pytest.fixture
 def unknown_model(server: legs.Server) -> str:
-    """A model whose runs have taught nothing yet."""
+    """The name of a new model folder, for which there is no profile."""
     server.forget()
     models = server.base / "models" / "diffusers"
     return shutil.copytree(models / INSIDE, models / uuid4().hex).name
 
 
-def complaints(canvas: browser.Canvas) -> list[str]:
-    """Not those of the workflow that a fresh page opens with, which asks elsewhere for its models."""
-    theirs = ("huggingface.co", "Failed to load resource")
-    return [line for line in canvas.complaints if not any(part in line for part in theirs)]
+def console_errors(canvas: browser.Canvas) -> list[str]:
+    """Return console errors, except those of the default workflow, which requests its models elsewhere."""
+    ignored = ("huggingface.co", "Failed to load resource")
+    return [line for line in canvas.console_errors if not any(part in line for part in ignored)]
 
 
 def report(cells: list[str], **more: Any) -> dict[str, Any]:
@@ -126,16 +126,16 @@ def report(cells: list[str], **more: Any) -> dict[str, Any]:
     return {"cells": cells, "plan": plan, "summary": "said", "text": f"all of it\n{MARKUP}", **more}
 
 
-def test_a_finished_run_says_what_ran_why_and_which_step_was_rerun(
+def test_strip_shows_plan_reason_and_recomputed_step(
     unknown_model: str, canvas: browser.Canvas, request: pytest.FixtureRequest
 ) -> None:
     learned = {f"{LOADER}.model": unknown_model, "OneDiffGuardNaNGuard.scope": "learned"}
-    told = ran(canvas, learned)
+    strips = run_workflow(canvas, learned)
     canvas.picture(f"strip_folded_{request.node.callspec.params['canvas']}")
-    assert set(told) == {LOADER, SAMPLER, "OneDiffGuardEncodePrompt", "OneDiffGuardDecodeLatents"}
-    sampler = told[SAMPLER]
+    assert set(strips) == {LOADER, SAMPLER, "OneDiffGuardEncodePrompt", "OneDiffGuardDecodeLatents"}
+    sampler = strips[SAMPLER]
     assert sampler["cells"] == ["rerun", *["half"] * 4] and sampler["signs"] == ["↻", *["16"] * 4], (
-        "a sign each, not a colour alone"
+        "each cell has a sign, not only a colour"
     )
     lines = sampler["text"].splitlines()
     assert lines[:2] == ["Result: OK. Recomputed in fp32: 1.", "fp16 · CPU"]
@@ -147,16 +147,18 @@ def test_a_finished_run_says_what_ran_why_and_which_step_was_rerun(
         line.startswith("Step 1: a value reached ") and "in transformer_blocks.1.ff.net.0.proj." in line
         for line in lines
     )
-    assert not any(line.startswith("step 1 ") for line in lines), "the rest is in the report"
-    assert all(strip["shown"] and strip["size"][1] >= strip["needed"] - 1 for strip in told.values()), "no overlap"
-    assert all(set(strip["below"]) <= {"$$canvas-image-preview"} for strip in told.values()), "preview under the strip"
-    assert complaints(canvas) == []
+    assert not any(line.startswith("step 1 ") for line in lines), "details are in the report"
+    assert all(strip["shown"] and strip["size"][1] >= strip["needed"] - 1 for strip in strips.values()), "no overlap"
+    assert all(set(strip["below"]) <= {"$$canvas-image-preview"} for strip in strips.values()), (
+        "preview under the strip"
+    )
+    assert console_errors(canvas) == []
 
 
-def test_what_is_of_an_earlier_run_says_so_until_its_node_has_run(canvas: browser.Canvas) -> None:
-    told = ran(canvas)
-    assert told[SAMPLER]["text"].startswith("Result: OK.") and "OK" not in told[LOADER]["text"]
-    assert told["OneDiffGuardDecodeLatents"]["text"].startswith("This stage: OK."), "it decodes what it was given"
+def test_strip_is_marked_stale_until_its_node_runs_again(canvas: browser.Canvas) -> None:
+    strips = run_workflow(canvas)
+    assert strips[SAMPLER]["text"].startswith("Result: OK.") and "OK" not in strips[LOADER]["text"]
+    assert strips["OneDiffGuardDecodeLatents"]["text"].startswith("This stage: OK."), "a decoder reports its own stage"
     ids = canvas.evaluate("() => Object.fromEntries(app.graph.nodes.map(node => [node.type, String(node.id)]))")
 
     prompt = max(canvas.ask("/api/history").values(), key=lambda run: run["prompt"][0])["prompt"][1]
@@ -175,8 +177,8 @@ def test_what_is_of_an_earlier_run_says_so_until_its_node_has_run(canvas: browse
     assert "This run failed here: no room" in failed[SAMPLER]["text"] and failed[SAMPLER]["stale"]
 
 
-def test_the_whole_report_opens_over_the_page(canvas: browser.Canvas) -> None:
-    told = ran(canvas)
+def test_full_report_opens_in_dialog(canvas: browser.Canvas) -> None:
+    strips = run_workflow(canvas)
     canvas.evaluate("() => { app.canvas.ds.scale = 0.9; app.canvas.ds.offset = [-300, 50] }")
     canvas.evaluate("() => app.canvas.setDirty(true, true)")
     canvas.settle()
@@ -184,15 +186,15 @@ def test_the_whole_report_opens_over_the_page(canvas: browser.Canvas) -> None:
     canvas.settle()
     canvas.picture("strip_open")
     shown = canvas.evaluate(OPENED)
-    assert shown["text"] in [strip["report"] for strip in told.values()] and "monospace" in shown["font"]
+    assert shown["text"] in [strip["report"] for strip in strips.values()] and "monospace" in shown["font"]
     assert shown["text"].index("backend: ") < shown["text"].index("ONEFLOW_"), "plan first, switches last"
     assert shown["wide"] <= shown["room"], "long lines wrap"
     assert {kind: strip["size"] for kind, strip in canvas.evaluate(STRIPS).items()} == {
-        kind: strip["size"] for kind, strip in told.items()
+        kind: strip["size"] for kind, strip in strips.items()
     }
     canvas.press("Delete")
     canvas.press("Escape")
-    assert canvas.count(REPORT) == 0 and canvas.evaluate(STRIPS).keys() == told.keys(), "keys are the report's alone"
+    assert canvas.count(REPORT) == 0 and canvas.evaluate(STRIPS).keys() == strips.keys(), "keys go only to the dialog"
     canvas.evaluate(PRESS, SAMPLER)
     canvas.click(f"{REPORT} button")
     canvas.settle()
@@ -200,7 +202,7 @@ def test_the_whole_report_opens_over_the_page(canvas: browser.Canvas) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cells", "ended", "says"),
+    ("cells", "ended", "expected"),
     [
         (["half", "fp32"], False, "Result: OK."),
         (["rerun", "half"], False, "Result: OK. Recomputed in fp32: 1."),
@@ -209,82 +211,80 @@ def test_the_whole_report_opens_over_the_page(canvas: browser.Canvas) -> None:
         (["failed"], True, "Result: NOT OK. Some values are NaN, infinite or clipped."),
     ],
 )
-def test_the_first_line_says_whether_the_result_can_be_used(
-    canvas: browser.Canvas, cells: list[str], ended: bool, says: str
+def test_first_line_of_strip_gives_verdict(
+    canvas: browser.Canvas, cells: list[str], ended: bool, expected: str
 ) -> None:
     canvas.load(WORKFLOW)
     canvas.evaluate(SHOW, [SAMPLER, {"text": ["said"], "onediff_guard": [report(cells, ended=ended)]}])
     canvas.settle()
-    assert canvas.evaluate(STRIPS)[SAMPLER]["text"].splitlines()[0] == says
+    assert canvas.evaluate(STRIPS)[SAMPLER]["text"].splitlines()[0] == expected
 
 
-def test_files_and_prompts_have_no_trace_of_it(canvas: browser.Canvas) -> None:
+def test_strip_is_not_saved_in_files_or_prompts(canvas: browser.Canvas) -> None:
     canvas.load(WORKFLOW)
     canvas.set_widgets(RUN)
-    before = canvas.evaluate(SAVED), ours(canvas)
+    before = canvas.evaluate(SAVED), our_nodes(canvas)
     assert canvas.queue()[0] == "execution_success"
     canvas.settle()
     assert canvas.evaluate(STRIPS)
-    assert (canvas.evaluate(SAVED), ours(canvas)) == before
+    assert (canvas.evaluate(SAVED), our_nodes(canvas)) == before
 
 
-def ours(canvas: browser.Canvas) -> dict[str, Any]:
-    """Our nodes, as the page would queue them."""
+def our_nodes(canvas: browser.Canvas) -> dict[str, Any]:
+    """Return our nodes of the prompt that the page would queue."""
     return {id_: node for id_, node in canvas.prompt().items() if node["class_type"].startswith("OneDiffGuard")}
 
 
-def test_it_is_there_again_from_the_cache_after_undo_and_in_another_tab(
+def test_strip_returns_after_cached_run_undo_and_tab_switch(
     canvas: browser.Canvas, request: pytest.FixtureRequest
 ) -> None:
-    first = ran(canvas, {f"{SAMPLER}.seed": sum(map(ord, request.node.name))})[SAMPLER]["cells"]
+    first = run_workflow(canvas, {f"{SAMPLER}.seed": sum(map(ord, request.node.name))})[SAMPLER]["cells"]
     assert canvas.queue()[0] == "execution_success"
     assert canvas.evaluate(STRIPS)[SAMPLER]["cells"] == first, "from the cache"
     canvas.evaluate(UNDO)
     canvas.settle()
     assert canvas.evaluate(STRIPS)[SAMPLER]["cells"] == first, "after undo"
     canvas.load(WORKFLOW)
-    assert canvas.evaluate(STRIPS) == {}, "another tab, in which nothing ran"
+    assert canvas.evaluate(STRIPS) == {}, "another tab without a run"
     canvas.click(".workflow-tabs .workflow-label >> nth=-2")
     canvas.settle()
     assert canvas.evaluate(STRIPS)[SAMPLER]["cells"] == first, "back in its tab"
     assert canvas.evaluate(PASTE, SAMPLER) == [True, False], "a copy has not run"
-    assert complaints(canvas) == []
+    assert console_errors(canvas) == []
 
 
-def test_a_reopened_page_shows_it_with_the_next_run_and_of_an_earlier_one(
-    canvas: browser.Canvas, server: legs.Server
-) -> None:
-    first = ran(canvas)
+def test_reopened_page_shows_strips_of_next_and_earlier_runs(canvas: browser.Canvas, server: legs.Server) -> None:
+    first = run_workflow(canvas)
     outputs = max(canvas.ask("/api/history").values(), key=lambda run: run["prompt"][0])["outputs"]
     canvas.open(server.url)
-    again = ran(canvas)
+    again = run_workflow(canvas)
     assert {kind: strip["cells"] for kind, strip in again.items()} == {
         kind: strip["cells"] for kind, strip in first.items()
     }
     canvas.load(WORKFLOW)
     assert canvas.evaluate(STRIPS) == {}
-    canvas.evaluate("outputs => { app.nodeOutputs = outputs }", outputs)  # what opening a job of the queue does
+    canvas.evaluate("outputs => { app.nodeOutputs = outputs }", outputs)  # as when a job of the queue is opened
     assert canvas.evaluate(STRIPS)[SAMPLER]["cells"] == CELLS
 
 
-def test_in_a_subgraph(canvas: browser.Canvas) -> None:
+def test_strip_works_in_subgraph(canvas: browser.Canvas) -> None:
     canvas.load(WORKFLOW)
     canvas.set_widgets(RUN | {f"{SAMPLER}.seed": 12})
     canvas.evaluate(INTO_SUBGRAPH, SAMPLER)
     end, detail = canvas.queue()
     assert end == "execution_success", detail
     assert canvas.evaluate(STRIPS)[SAMPLER]["cells"] == CELLS
-    assert complaints(canvas) == []
+    assert console_errors(canvas) == []
     canvas.evaluate("() => app.canvas.openSubgraph(app.graph.nodes.find(node => node.subgraph).subgraph)")
     canvas.settle()
     canvas.evaluate(PRESS, SAMPLER)
     canvas.press("Escape")
     assert canvas.count(REPORT) == 0 and canvas.evaluate("() => app.canvas.graph !== app.graph.rootGraph"), (
-        "still in it"
+        "still in the subgraph"
     )
 
 
-def test_markup_is_shown_and_never_run(canvas: browser.Canvas) -> None:
+def test_markup_in_strip_is_shown_as_text(canvas: browser.Canvas) -> None:
     canvas.load(WORKFLOW)
     canvas.evaluate(SHOW, [SAMPLER, {"text": [f"because of {MARKUP}\n{MARKUP}"], "onediff_guard": [report(MIXED)]}])
     canvas.settle()
@@ -296,7 +296,7 @@ def test_markup_is_shown_and_never_run(canvas: browser.Canvas) -> None:
 @pytest.mark.parametrize(
     ("cells", "most"), [(["half"] * 400 + ["rerun"] + ["fp32"] * 599, 3), (["half", "rerun"] * 500, 1000)]
 )
-def test_a_long_run_stays_compact(canvas: browser.Canvas, cells: list[str], most: int) -> None:
+def test_strip_of_long_run_stays_compact(canvas: browser.Canvas, cells: list[str], most: int) -> None:
     canvas.load(WORKFLOW)
     canvas.evaluate(SHOW, [SAMPLER, {"text": ["said"], "onediff_guard": [report(cells)]}])
     canvas.settle()
@@ -307,18 +307,18 @@ def test_a_long_run_stays_compact(canvas: browser.Canvas, cells: list[str], most
     assert f"recomputed in fp32: {'step 401' if reruns == 1 else reruns}" in strip["text"]
 
 
-def test_in_the_pages_language(canvas: browser.Canvas, server: legs.Server) -> None:
-    for locale, says in {"zh": "用 fp32 重算: 第 1 步", "ru": "пересчитано в fp32: шаг 1"}.items():
-        canvas.choose(server.url, Locale=locale)
+def test_strip_uses_language_of_page(canvas: browser.Canvas, server: legs.Server) -> None:
+    for locale, expected in {"zh": "用 fp32 重算: 第 1 步", "ru": "пересчитано в fp32: шаг 1"}.items():
+        canvas.set_settings(server.url, Locale=locale)
         canvas.open(server.url)
         canvas.load(WORKFLOW)
         canvas.evaluate(SHOW, [SAMPLER, {"text": ["said"], "onediff_guard": [report(MIXED)]}])
         canvas.settle()
         canvas.picture(f"strip_{locale}")
-        assert says in canvas.evaluate(STRIPS)[SAMPLER]["text"]
+        assert expected in canvas.evaluate(STRIPS)[SAMPLER]["text"]
 
 
-def test_a_loader_says_what_runs_and_the_report_behind_it_is_in_columns(canvas: browser.Canvas) -> None:
+def test_loader_report_has_plan_and_machine_and_strip_has_no_cells(canvas: browser.Canvas) -> None:
     name = "cogview4_text_to_image"
     canvas.load(read(ui_file(name)))
     small = families.small(api_file(name), canvas.ask("/object_info"))
@@ -337,7 +337,7 @@ def test_a_loader_says_what_runs_and_the_report_behind_it_is_in_columns(canvas: 
     strip = canvas.evaluate(STRIPS)["OneDiffGuardLoadPipeline"]
     assert strip["report"].startswith("Plan for CogView4-6B") and "This machine" in strip["report"]
     assert not strip["cells"]
-    assert complaints(canvas) == []
+    assert console_errors(canvas) == []
 
 
 @pytest.fixture
@@ -349,18 +349,18 @@ def native_checkpoint(server: legs.Server) -> Iterator[None]:
     file.unlink()
 
 
-def test_a_native_guard_has_one_of_all_samplers_that_use_it(
+def test_native_guard_merges_reports_of_all_its_samplers(
     canvas: browser.Canvas, server: legs.Server, native_checkpoint: None, request: pytest.FixtureRequest
 ) -> None:
-    canvas.open(server.url)  # lists the checkpoints anew
-    canvas.complaints.clear()
+    canvas.open(server.url)  # updates the list of checkpoints
+    canvas.console_errors.clear()
     canvas.load(read(ui_file("native_sd15_text_to_image")))
     canvas.set_widgets(
         {
             "CheckpointLoaderSimple.ckpt_name": comfyui_nodes.SD15_FILE,
             **{f"EmptyLatentImage.{key}": NATIVE_SMALL[key] for key in ("width", "height")},
             "KSampler.steps": 2,
-            "KSampler.seed": sum(map(ord, request.node.name)),  # else the second mode's run is the first's
+            "KSampler.seed": sum(map(ord, request.node.name)),  # the second mode's run is not cached
         }
     )
     end, detail = canvas.queue()
@@ -368,7 +368,7 @@ def test_a_native_guard_has_one_of_all_samplers_that_use_it(
     canvas.settle()
     canvas.picture("strip_native")
     strip = canvas.evaluate(STRIPS)["OneDiffGuardNaNGuardNative"]
-    assert strip["cells"] == ["fp32"] * 3 and "SD15" in strip["report"], "two steps, and the VAE's call"
+    assert strip["cells"] == ["fp32"] * 3 and "SD15" in strip["report"], "two steps and the VAE's call"
     assert all(kind in strip["text"] for kind in ("SD15 computes", "VAE decoder: AutoencoderKL computes"))
     (told,) = canvas.evaluate(
         "() => Object.values(app.nodeOutputs).flatMap(({onediff_guard}) => onediff_guard ?? [])"
@@ -377,7 +377,7 @@ def test_a_native_guard_has_one_of_all_samplers_that_use_it(
     canvas.evaluate("told => { window.told = told }", told)
     for prompt, cells in (("one", ["half"]), ("one", ["rerun"]), ("two", ["fp32"]), ("two", ["half"])):
         canvas.evaluate(NATIVE_REPORT, ["OneDiffGuardNaNGuardNative", prompt, cells])
-    assert canvas.evaluate(STRIPS)["OneDiffGuardNaNGuardNative"]["cells"] == ["fp32", "half"], "of the last prompt"
+    assert canvas.evaluate(STRIPS)["OneDiffGuardNaNGuardNative"]["cells"] == ["fp32", "half"], "only of the last prompt"
     detail = canvas.evaluate(
         """type => ({
             node: String(app.graph.nodes.find(node => node.type === type).id), prompt: 'two',
@@ -407,4 +407,4 @@ def test_a_native_guard_has_one_of_all_samplers_that_use_it(
         "OneDiffGuardNaNGuardNative",
     )
     assert canvas.evaluate(STRIPS)["OneDiffGuardNaNGuardNative"]["stale"], "its sampler has not run again"
-    assert complaints(canvas) == []
+    assert console_errors(canvas) == []

@@ -1,7 +1,7 @@
-"""A ComfyUI that lacks a function that the pack uses, or has another one: what needs it is off and says so, and each
-run comes to what it comes to without the pack.
+"""ComfyUI lacks a function that the pack uses, or has changed it: the feature that needs it is off and reported, and
+each run gives the guarded or the plain result.
 
-One ComfyUI runs; hidden.py hides one function after the other from the pack alone.
+One ComfyUI runs. hidden.py hides one function after the other from the pack.
 """
 
 from __future__ import annotations
@@ -48,28 +48,28 @@ CASES = [
 ]
 
 
-UNSAID = {  # where nothing is lost but a word, and modules without which a process is no ComfyUI
+UNREPORTED = {  # names whose loss has no visible effect, and modules that every ComfyUI has
     *("comfyui_version.__version__", "comfyui_version", "comfy.cli_args.parser", "comfy.model_prefetch"),
     *("comfy.model_base.BaseModel.model_config", "comfy.model_base.BaseModel.model_lowvram"),
     *("folder_paths", "server", "comfy.model_management"),
 }
-LACKS = {"leg_b": {"comfy.controlnet.ControlNet.multigpu_clones"}}  # of objects: no class has them
-KNOWN_AS = {  # a base class's; and what ComfyUI hands us to call
+NOT_ON_CLASS = {"leg_b": {"comfy.controlnet.ControlNet.multigpu_clones"}}  # instance attributes: not on the class
+KNOWN_AS = {  # name of a base class, or of a function that ComfyUI passes → name in the table
     "comfy.cldm.cldm.ControlNet.forward": "comfy.controlnet.ControlNet.control_model",
     "comfy.ldm.models.autoencoder.AutoencodingEngineLegacy.decode": "comfy.ldm.models.autoencoder.AutoencoderKL.decode",
     "comfy.ldm.modules.attention.attention_sub_quad": "comfy.ldm.modules.attention.attention_pytorch",
     "comfy.ldm.modules.attention.wrap_attn.<locals>.wrapper": "comfy.ldm.modules.attention.attention_pytorch",
 }
-SAID = {"comfy.patcher_extension": "cannot wrap a MODEL"}  # in other words than its name
+REPORTED_AS = {"comfy.patcher_extension": "cannot wrap a MODEL"}  # reported with these words, not with its name
 FILES = comfyui_surface.files()
 HOST = {"host.py", "page_settings.py", "placement.py", "previews.py"}
 IN_PIPELINES = {name for name, files in FILES.items() if HOST & {*files} and "lists of" not in USES[name].off}
 MODULES_OF_PIPELINES = {comfyui_surface.module_of(name) for name in IN_PIPELINES} - {"folder_paths"}
-LOOKED_AT = {name for name, files in FILES.items() if "black_output.py" in files}
+USED_BY_BLACK_OUTPUT = {name for name, files in FILES.items() if "black_output.py" in files}
 
 
 class Runs:
-    """A ComfyUI, and what comes of a prompt in it."""
+    """A ComfyUI, and the results of prompts in it."""
 
     def __init__(self, server: legs.Server):
         self.server = server
@@ -79,7 +79,7 @@ class Runs:
         self.frames = self.run_pipeline().astype(float)
 
     def run(self, *, guarded: bool = True, salt: int | None = None) -> dict[str, torch.Tensor]:
-        """What each branch comes to."""
+        """Run the prompt, and return the result of each branch."""
         self._salt += 1
         prompt = graph(self._salt if salt is None else salt, guarded=guarded)
         shutil.rmtree(self.server.base / "profiles", ignore_errors=True)
@@ -89,13 +89,13 @@ class Runs:
         return {file.stem: torch.load(file) for file in (self.server.base / "output").glob("*.pt")}
 
     def run_pipeline(self) -> np.ndarray:
-        """The frames of a pipeline of ours, loaded anew."""
+        """Load one of our pipelines again, and return its frames."""
         prompt: dict[str, Any] = json.loads(self.server.leg.workflow.read_text(encoding="utf-8"))
         for name, value in {"OneDiffGuardLoadPipeline.model": HEALTHY, **SMALL}.items():
             kind, field = name.split(".")
             for node in prompt.values():
                 node["inputs"] |= {field: value} if node["class_type"] == kind else {}
-        self.server.ask("/free", {"free_memory": True, "unload_models": True})  # at the latest behind the next one
+        self.server.ask("/free", {"free_memory": True, "unload_models": True})  # takes effect after the next prompt
         self._queue({"1": {"class_type": "TestEmpty", "inputs": {}}})
         (saved,) = self.server.files_of(self._queue(prompt))
         return frames_of(saved)
@@ -108,14 +108,14 @@ class Runs:
     def hide(self, name: str, how: str = "", kind: str = "") -> str:
         return self.server.ask("/hidden", {"name": name, "how": how, "kind": kind})["why_not"]
 
-    def asked(self) -> bool:
-        """Whether the pack has asked for what is hidden."""
+    def was_accessed(self) -> bool:
+        """Return whether the pack has accessed the hidden function."""
         return bool(self.server.ask("/hidden")["asked"])
 
 
 def graph(salt: int, *, guarded: bool) -> dict[str, Any]:
-    """A healthy and an overflowing MODEL and VAE, each with a guard that is wired, and with none: it gets one where the
-    prompt says that it is guarded. And an overflowing ControlNet of a healthy MODEL."""
+    """A graph with healthy and overflowing MODELs and VAEs, each with a wired guard, and without one (inserted if
+    guarded); and a healthy MODEL with an overflowing ControlNet."""
     made: dict[str, Any] = {}
 
     def add(kind: str, **inputs: Any) -> str:
@@ -129,7 +129,7 @@ def graph(salt: int, *, guarded: bool) -> dict[str, Any]:
         wires = {"model": [model, 0], "vae": [vae, 0], "latent": [vae, 1]}
         salted = add("TestSalted", **wires, salt=salt, broken=state == BROKEN)
         guards = {WAYS[1]: salted} if guarded else {"": salted}
-        if guarded and state not in (BROKEN, CONTROLLED):  # which a wired guard ends
+        if guarded and state not in (BROKEN, CONTROLLED):  # a wired guard ends these runs
             guards[WAYS[0]] = add(GUARD, model=[salted, 0], vae=[salted, 1])
         for way, used in guards.items():
             text = [model, 1]
@@ -163,45 +163,45 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextmanager
 def hidden(runs: Runs, how: str, name: str) -> Iterator[None]:
-    """One is hidden inside. Whatever the pack asked for meanwhile, it has to have said that it is not there."""
+    """Hide one function inside the context. If the pack accessed it, the log must report that it is missing."""
     before = len(runs.server.log_text())
-    if name in LACKS.get(runs.server.leg.id, ()):
+    if name in NOT_ON_CLASS.get(runs.server.leg.id, ()):
         pytest.skip("not in this ComfyUI")
     if why := runs.hide(name, how, USES[name].how if name in USES else ""):
         pytest.skip(why)
     try:
         yield
-        asked = runs.asked()
+        was_accessed = runs.was_accessed()
     finally:
         runs.hide("")
-    words = SAID.get(name, name.split(".")[-1])
-    said = [line for line in runs.server.log_text()[before:].splitlines() if words in line]
-    print(f"\nSURFACE {how} {name}: {'asked' if asked else 'not asked'}; {said[:1]}")
-    handed_on = how == "changed" and USES[name].how == REPLACE
-    assert said or not asked or handed_on or name in UNSAID
+    words = REPORTED_AS.get(name, name.split(".")[-1])
+    reported = [line for line in runs.server.log_text()[before:].splitlines() if words in line]
+    print(f"\nSURFACE {how} {name}: {'accessed' if was_accessed else 'not accessed'}; {reported[:1]}")
+    passed_on = how == "changed" and USES[name].how == REPLACE
+    assert reported or not was_accessed or passed_on or name in UNREPORTED
 
 
 @pytest.mark.parametrize(("how", "name"), CASES)
-def test_a_guarded_run_comes_to_what_it_comes_to_without_the_pack_or_as_it_is(runs: Runs, how: str, name: str) -> None:
+def test_run_with_hidden_function_equals_guarded_or_plain_run(runs: Runs, how: str, name: str) -> None:
     with hidden(runs, how, name):
         made = runs.run()
-        if name in LOOKED_AT:
+        if name in USED_BY_BLACK_OUTPUT:
             runs.run(guarded=False)
     for branch, rescued in runs.guarded.items():
         plain = runs.plain[" ".join(branch.split()[:2]) + " "]
-        handed_on = how == "changed" and USES[name].how == REPLACE  # one argument more changes nothing
-        assert same(made[branch], rescued) or (same(made[branch], plain) and not handed_on), branch
+        passed_on = how == "changed" and USES[name].how == REPLACE  # one more argument changes nothing
+        assert same(made[branch], rescued) or (same(made[branch], plain) and not passed_on), branch
 
 
 @pytest.mark.parametrize(("how", "name"), [case for case in CASES if case[1] in IN_PIPELINES | MODULES_OF_PIPELINES])
-def test_a_pipeline_makes_its_frames(runs: Runs, how: str, name: str) -> None:
+def test_pipeline_with_hidden_function_makes_similar_frames(runs: Runs, how: str, name: str) -> None:
     with hidden(runs, how, name):
         frames = runs.run_pipeline()
-    assert np.abs(frames - runs.frames).mean() < runs.frames.std() / 4  # they hang on where in memory a weight lies
+    assert np.abs(frames - runs.frames).mean() < runs.frames.std() / 4  # they depend on the memory address of a weight
 
 
-def test_the_table_has_every_function_that_is_called(runs: Runs) -> None:
-    """As the interpreter sees it: whatever of ComfyUI's is called from the pack's own code."""
+def test_surface_table_lists_every_called_function(runs: Runs) -> None:
+    """The interpreter's profiler lists every function of ComfyUI that the pack's code calls."""
     runs.run(salt=0)
     named = {re.sub(r"\.__(init|del)__$", "", name) for name in runs.server.ask("/hidden")["called"]}
     called = {KNOWN_AS.get(name, name) for name in named}

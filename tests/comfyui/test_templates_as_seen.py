@@ -1,8 +1,8 @@
-"""Each template as a person sees it: opened, run with a small model, and failed for want of a model. In both frontends,
-and in Nodes 2.0. Pictures of all of them: see `browser.py`.
+"""Each template on ComfyUI's page: it opens, runs with a small model, and names a missing model. In both frontends, and
+in Nodes 2.0. Screenshots: see `browser.py`.
 
-Those of models in several files are opened and fail, but do not run here: their small models are no files that ComfyUI
-loads.
+Templates of models in several files are opened, and tested with a missing model, but not run: ComfyUI cannot load small
+files of these models.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import native_graphs
 import pytest
 from runs import HEALTHY
 from templates import TITLES, api_file, read, ui_file
-from test_layout_in_browser import FAULTS, WIDEST, kinds
+from test_layout_in_browser import FAULTS, WIDEST, types
 from test_strip_in_browser import STRIPS
 
 pytestmark = legs.IN_CHECKOUTS
@@ -31,15 +31,15 @@ MODELS = {  # the inputs that name a model, by node
     "CheckpointLoaderSimple": "ckpt_name",
     "UNETLoader": "unet_name",
 }
-OTHERS = {  # what a template names and what is here in its place
+SUBSTITUTES = {  # a template's model → the model used here
     "OneDiffGuardLoadPipeline.model": {"CogVideoX-2b": HEALTHY},
 }
-GONE = "a-model-that-is-gone"
+MISSING_MODEL = "a-model-that-is-gone"
 
 
 @pytest.fixture(scope="module")
 def files(server: legs.Server) -> Iterator[None]:
-    """What ComfyUI's own loaders read, and what stands in their lists alone."""
+    """A checkpoint that ComfyUI's loader reads, and empty files that only appear in lists."""
     models = server.base / "models"
     written = models / "checkpoints" / comfyui_nodes.SD15_FILE
     native_checkpoints.write_sd15(written, overflows=False)
@@ -66,20 +66,20 @@ def canvas(
 
 
 def small(name: str, known: dict[str, Any]) -> dict[str, Any]:
-    """What its widgets are to be, by node and name, for a CPU."""
+    """Return the template's widget values for a CPU, by node and name."""
     sizes = native_graphs.SMALL if name.startswith("native_") else {}
     given = {
         f"{node['class_type']}.{key}": sizes.get(key, value)
         for node in families.small(api_file(name), known).values()
         for key, value in node["inputs"].items()
-        if not isinstance(value, list) and key != "text"  # a link; several prompts
+        if not isinstance(value, list) and key != "text"  # not links, nor the two prompts
     }
-    return given | {name: others[given[name]] for name, others in OTHERS.items() if given.get(name) in others}
+    return given | {name: others[given[name]] for name, others in SUBSTITUTES.items() if given.get(name) in others}
 
 
 @pytest.mark.parametrize("name", TITLES)
-def test_it_opens_runs_and_fails(canvas: browser.Canvas, server: legs.Server, name: str) -> None:
-    if lacking := kinds(name) - server.ask("/object_info").keys():
+def test_template_opens_runs_and_names_missing_model(canvas: browser.Canvas, server: legs.Server, name: str) -> None:
+    if lacking := types(name) - server.ask("/object_info").keys():
         pytest.skip(f"this ComfyUI has no {', '.join(sorted(lacking))}")
     canvas.open(server.url)
     canvas.load(read(ui_file(name)))
@@ -96,14 +96,14 @@ def test_it_opens_runs_and_fails(canvas: browser.Canvas, server: legs.Server, na
         verdicts = {kind: strip["text"].splitlines()[0] for kind, strip in strips.items() if strip["cells"]}
         assert verdicts and set(verdicts.values()) <= {"Result: OK.", "This stage: OK."}, verdicts
         if loader := strips.get("OneDiffGuardLoadPipeline"):
-            assert ", since " in loader["text"], "the dtype, and why"
+            assert ", since " in loader["text"], "the reason for the dtype"
         assert any(kind.startswith(("OneDiffGuardSample", native_graphs.GUARD)) for kind in verdicts)
         found = canvas.evaluate(FAULTS, WIDEST)[0]
-        assert [fault for fault in found if "lies on" in fault] == [], "strips have room"
-    canvas.set_widgets({f"{kind}.{key}": GONE for kind, key in MODELS.items()})
+        assert [fault for fault in found if "lies on" in fault] == [], "strips do not overlap other nodes"
+    canvas.set_widgets({f"{kind}.{key}": MISSING_MODEL for kind, key in MODELS.items()})
     canvas.press_run()
     if name.startswith("native_"):  # ComfyUI's own loaders
-        canvas.wait_for_text("not in list" if server.leg.id == "leg_b" else "not available")  # is, or are
+        canvas.wait_for_text("not in list" if server.leg.id == "leg_b" else "not available")  # "is" or "are"
     else:
-        canvas.wait_for_error(GONE)
+        canvas.wait_for_error(MISSING_MODEL)
     canvas.picture(f"{name}_3_failed")

@@ -1,7 +1,7 @@
-"""ComfyUI's own templates, opened in its page, give the graph that the headless reader makes of the same files.
+"""ComfyUI's own templates: its page and the headless reader make the same graph of each file.
 
-They are files of the leg's environment (the package comfyui-workflow-templates). Compared are all inputs that the node
-types of the leg have; what the page sends beyond them, no node reads.
+The files are in the leg's environment (package comfyui-workflow-templates). The tests compare all inputs of the leg's
+node types; no node reads the other values that the page sends.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tiers import drawn
 
 pytestmark = legs.IN_CHECKOUTS
 
-FEW = 40  # of the templates, in the smaller tiers
-WHERE = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+FEW = 40  # templates in the smaller tiers
+PURELIB = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
 
 
 @pytest.fixture(scope="module")
 def templates(server: legs.Server) -> list[Path]:
-    asked = subprocess.run([str(server.leg.python), "-c", WHERE], capture_output=True, text=True, check=True)
+    asked = subprocess.run([str(server.leg.python), "-c", PURELIB], capture_output=True, text=True, check=True)
     found = sorted(
         path
         for path in Path(asked.stdout.strip()).glob("comfyui_workflow_templates*/**/*.json")
@@ -49,7 +49,7 @@ def schemas(server: legs.Server) -> dict[str, Schema]:
     return {name: schema.from_object_info(name, info) for name, info in server.ask("/object_info").items()}
 
 
-def test_the_page_and_the_reader_make_the_same_graph(
+def test_page_and_headless_reader_make_same_graph(
     canvas: browser.Canvas,
     templates: list[Path],
     schemas: dict[str, Schema],
@@ -66,7 +66,7 @@ def test_the_page_and_the_reader_make_the_same_graph(
         canvas.load(data)
         page = canvas.prompt()
         if renamed(data) - page.keys() == renamed(data) != set():
-            continue  # pages of 2025 leave ids alone that a file has twice
+            continue  # pages of 2025 do not rename duplicate ids
         compared += 1
         faults = differences(ours, page, schemas)
         unfolded += any(":" in node_id for node_id in ours)
@@ -83,7 +83,7 @@ def test_the_page_and_the_reader_make_the_same_graph(
     assert unfolded
 
 
-def test_the_server_answers_the_same_with_guard_every_workflow(
+def test_server_answer_is_same_with_guard_every_workflow(
     server: legs.Server, templates: list[Path], schemas: dict[str, Schema], figure: Callable[[str, object], None]
 ) -> None:
     differing: dict[str, Any] = {}
@@ -105,14 +105,14 @@ def test_the_server_answers_the_same_with_guard_every_workflow(
             differing[path.stem] = answers
     figure("templates of ComfyUI: the server's answer with guards and without", f"{asked - len(differing)} of {asked}")
     figure("templates of ComfyUI: guarded among them", guarded)
-    # the median: a few were put in while another thread held the interpreter
+    # the median: another thread delays a few of them
     figure("templates of ComfyUI: milliseconds for guards in 100 nodes", round(statistics.median(taken), 2))
     assert not differing, json.dumps(differing, indent=1)[:5000]
     assert guarded > asked / 2
 
 
 def answer_to(server: legs.Server, prompt: dict[str, Any], switch: bool) -> Any:
-    """What the server says of a prompt; it runs nothing of it."""
+    """Return the server's answer to a prompt, and remove the prompt before it runs."""
     try:
         answer = server.ask("/prompt", {"prompt": prompt, "extra_data": {"onediff_guard": switch}})
     except urllib.error.HTTPError as refused:
@@ -123,7 +123,7 @@ def answer_to(server: legs.Server, prompt: dict[str, Any], switch: bool) -> Any:
 
 
 def types_of(data: dict[str, Any]) -> set[str] | None:
-    """None where the page alone makes what a node takes: pictures of 3D views, and sound."""
+    """Return the node types; None if a node's input is made on the page: 3D views, recorded sound."""
     try:
         return ui_format.types_in(data)[0]
     except WorkflowError as refused:
@@ -133,7 +133,7 @@ def types_of(data: dict[str, Any]) -> set[str] | None:
 
 
 def renamed(data: dict[str, Any]) -> set[str]:
-    """The ids of nodes in subgraphs that are another's in the file."""
+    """Return the ids of subgraph nodes that are renamed, because another node in the file has the same id."""
     unfolded = unfold(fitting(UiFile, data))
     return {
         f"{level.path}{level.canvas.renamed[name]}"
@@ -143,7 +143,7 @@ def renamed(data: dict[str, Any]) -> set[str]:
 
 
 def differences(ours: Any, page: Any, schemas: dict[str, Schema]) -> list[str]:
-    """Where two graphs in API format are not the same."""
+    """Return the differences between two graphs in API format."""
     found = [f"only one has node {node_id}" for node_id in ours.keys() ^ page.keys()]
     for node_id in ours.keys() & page.keys():
         kind, mine, theirs = ours[node_id]["class_type"], ours[node_id]["inputs"], page[node_id]["inputs"]

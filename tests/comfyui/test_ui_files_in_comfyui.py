@@ -1,4 +1,4 @@
-"""Files that *Save* wrote run on a current ComfyUI without its page: with subgraphs, and with `format.codec`."""
+"""Workflow files of the page's *Save*, run on a current ComfyUI without the page: subgraphs, and `format.codec`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ AROUND = {
 
 @pytest.fixture
 def nested(tmp_path: Path) -> Path:
-    """An image from a node in a subgraph in a subgraph."""
+    """A workflow whose image comes from a node in a subgraph in a subgraph."""
     save = {"id": 2, "type": "SaveImage", "widgets_values": ["nested"], "inputs": [{"name": "images", "link": 3}]}
     data = {
         "nodes": [{"id": 1, "type": "around", "outputs": [{"type": "IMAGE"}]}, save],
@@ -54,19 +54,19 @@ def nested(tmp_path: Path) -> Path:
     return path
 
 
-def test_our_own_text_to_video(run_graph: RunGraph, server: legs.Server) -> None:
+def test_shipped_text_to_video_file_makes_video(run_graph: RunGraph, server: legs.Server) -> None:
     info = server.ask("/object_info/SaveVideo")["SaveVideo"]["input"]["required"]
-    brings = info["format"][0] == "COMFY_DYNAMICCOMBO_V3"
+    has_codec_option = info["format"][0] == "COMFY_DYNAMICCOMBO_V3"
     changes = {"OneDiffGuardLoadPipeline.model": HEALTHY, **SMALL}
     ran = run_graph(
         ui_file("cogvideox_text_to_video"),
-        changes | {"SaveVideo.format.codec" if brings else "SaveVideo.codec": "h264"},
+        changes | {"SaveVideo.format.codec" if has_codec_option else "SaveVideo.codec": "h264"},
     )
     assert ran.code == 0, ran.stderr
     assert frames_of(ran.files[0]).shape == (9, 64, 96, 3)
 
 
-def test_nested_subgraphs_run_and_are_named(run_graph: RunGraph, nested: Path) -> None:
+def test_nested_subgraphs_run_and_are_named_in_progress(run_graph: RunGraph, nested: Path) -> None:
     ran = run_graph(nested, {"1:5:7.width": 24})
     assert ran.code == 0, ran.stderr
     assert "node 1:5:7 (EmptyImage) in 'Maker'" in ran.stderr
@@ -74,7 +74,7 @@ def test_nested_subgraphs_run_and_are_named(run_graph: RunGraph, nested: Path) -
         assert image.size == (24, 16)
 
 
-def test_an_error_in_a_subgraph_names_its_node(run_graph: RunGraph, nested: Path) -> None:
+def test_error_in_subgraph_names_its_node(run_graph: RunGraph, nested: Path) -> None:
     ran = run_graph(nested, {"EmptyImage.width": 0})
     assert ran.code == 2
     assert "node 1:5:7 (EmptyImage) in 'Maker': Value 0 smaller than min" in ran.answer["error"]

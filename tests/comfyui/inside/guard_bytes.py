@@ -1,5 +1,5 @@
-"""What a later step of overflow protection reads, writes and starts beside products, in ComfyUI's own networks at their
-published width, with two blocks of each kind. Counted without values."""
+"""Bytes and kernels beside products in a later step of overflow protection, in ComfyUI's own networks of published
+width with two blocks of each kind, counted on meta tensors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ cells = table("bytes", HEAD, [BYTES, KERNELS, T4])
 
 
 class Counted(TorchDispatchMode):
-    """Each kernel reads what it is given once, and writes what it makes; views are free."""
+    """Count kernels and bytes: each kernel reads its inputs once and writes its outputs; views are free."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,12 +92,12 @@ def counted(step: Callable[[], Any]) -> Counted:
     return found
 
 
-def pytorchs(_chosen: Any, *args: Any, **kwargs: Any) -> Any:
+def pytorch_attention(_chosen: Any, *args: Any, **kwargs: Any) -> Any:
     return import_module("comfy.ldm.modules.attention").attention_pytorch(*args, **kwargs)
 
 
 @pytest.mark.parametrize("family", [name for name in WIDE if name in LAYOUTS])
-def test_a_step_with_room_moves_little_more_than_plain_fp16(cells: Cells, family: str) -> None:
+def test_protected_step_costs_little_more_than_plain_fp16(cells: Cells, family: str) -> None:
     sizes, latents, context, further = WIDE[family]
     layout = replace(LAYOUTS[family], sizes=sizes)
     config = getattr(SUPPORTED, layout.config)(layout.settings())
@@ -110,19 +110,19 @@ def test_a_step_with_room_moves_little_more_than_plain_fp16(cells: Cells, family
     calls, layers = module("comfyui_host.calls"), module("comfyui_host.layers")
 
     def plain() -> Any:
-        return model._apply_model(x, sigma, transformer_options={calls.ATTENTION_OVERRIDE: pytorchs}, **given)
+        return model._apply_model(x, sigma, transformer_options={calls.ATTENTION_OVERRIDE: pytorch_attention}, **given)
 
-    def in_full() -> Any:
+    def with_fp32_products() -> Any:
         with layers.products_in_fp32(model.diffusion_model), layers.weights_as_stored():
             return plain()
 
     run_in, planned = module("precision.upcast").run_in, module("precision.planned_products")
     with torch.no_grad():
         as_it_is, first = counted(plain), module("precision.learned_scales").LearningMode()
-        run_in(first, in_full, (), {})
+        run_in(first, with_fp32_products, (), {})
         plan = {key: planned.Scale(fp16=key not in first.pattern.in_place) for key, _ in first.peaks.calls}
         later = planned.PlannedMode(plan, first.pattern)
-        protected = counted(lambda: run_in(later, in_full, (), {}))
+        protected = counted(lambda: run_in(later, with_fp32_products, (), {}))
         with FlopCounterMode(display=False) as flops:
             plain()
     floor = flops.get_total_flops() / 40e12

@@ -1,4 +1,4 @@
-"""NaN Guard (native) on networks that remember earlier calls: a rerun starts from what the failed call found."""
+"""NaN Guard (native) on networks that keep state between calls: a rerun restores the state before the failed call."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from guard_beside import lora_of_a_prompt, lora_on
-from in_comfyui import difference, error_of, guarded, module, said, same, wrapped
+from in_comfyui import difference, error_of, guarded, module, same, texts, wrapped
 from native_layouts import IMAGE_LAYOUTS, WAN, Layout
-from native_models import SUPPORTED, in_fp32, make_model, prompts, sample, with_its_twin
+from native_models import SUPPORTED, in_fp32, make_model, prompts, sample, with_fp32_twin
 from probe import facts, probed
 
 TEXT_TO_VIDEO, CAUSAL, ANIMATE = (
@@ -38,16 +38,16 @@ def needs(layout: Layout) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not hasattr(SUPPORTED, layout.config), reason=f"this ComfyUI has no {layout.config}")
 
 
-REMEMBER = [pytest.param(layout, marks=needs(layout), id=layout.config) for layout in (HIDREAM, QWEN, SENSENOVA)]
-twice = partial(sample, steps=2)
+WITH_PROMPT_CACHE = [
+    pytest.param(layout, marks=needs(layout), id=layout.config) for layout in (HIDREAM, QWEN, SENSENOVA)
+]
+two_steps = partial(sample, steps=2)
 
 
 @needs(CAUSAL)
 @pytest.mark.parametrize(("hot", "fails", "reruns"), [(False, (), 0), (False, (1, 2, 4), 2), (True, (), 9)])
-def test_frames_after_frames_attend_to_what_the_rerun_made_of_those_before(
-    hot: bool, fails: tuple[int, ...], reruns: int
-) -> None:
-    """fails: of the model's calls in half precision, those that come out infinite."""
+def test_later_frames_attend_to_recomputed_earlier_frames(hot: bool, fails: tuple[int, ...], reruns: int) -> None:
+    """fails: indices of the model's half-precision calls whose result is made infinite."""
     model, calls = make_model(CAUSAL, hot=hot), list[int]()
 
     def spoil(_network: torch.nn.Module, _given: Any, result: torch.Tensor) -> torch.Tensor:
@@ -58,10 +58,10 @@ def test_frames_after_frames_attend_to_what_the_rerun_made_of_those_before(
 
     model.model.diffusion_model.register_forward_hook(spoil)
     made = frame_by_frame(guarded(model))
-    assert (f", {reruns} of 9 calls recomputed in fp32." if reruns else ", all fine.") in said[-1]
+    assert (f", {reruns} of 9 calls recomputed in fp32." if reruns else ", all fine.") in texts[-1]
     if not reruns:
         assert torch.equal(made, frame_by_frame(make_model(CAUSAL)))
-    # their keys and values are kept in fp16, as those of a healthy run are
+    # keys and values of earlier frames are kept in fp16, as in a healthy run
     assert difference(made, frame_by_frame(in_fp32(model))) <= 2e-3
 
 
@@ -75,31 +75,31 @@ def frame_by_frame(patcher: Any) -> torch.Tensor:
 
 @needs(HIDREAM)
 @pytest.mark.parametrize("hot", [False, True])
-def test_a_prompt_that_the_network_remembers_is_not_that_of_a_failed_call(hot: bool) -> None:
-    """HiDream-O1 keeps the prompt's keys and values on itself: for later steps, and for later runs."""
+def test_prompt_cache_of_failed_call_is_not_reused(hot: bool) -> None:
+    """HiDream-O1 keeps the prompt's keys and values on the network, for later steps and later runs."""
     model = make_model(HIDREAM, hot=hot)
     expected = sample(in_fp32(model) if hot else make_model(HIDREAM))
     behind = guarded(model)
     for _ in range(2):
         made = sample(behind)
-        assert f"3 steps, {'3 recomputed in fp32' if hot else 'all fine'}." in said[-1]
+        assert f"3 steps, {'3 recomputed in fp32' if hot else 'all fine'}." in texts[-1]
         assert difference(made, expected) <= 1e-5 if hot else torch.equal(made, expected)
     assert len(model.model.diffusion_model._kv_cache_entries) == (0 if hot else 1)
 
 
-@pytest.mark.parametrize("layout", REMEMBER)
+@pytest.mark.parametrize("layout", WITH_PROMPT_CACHE)
 @pytest.mark.parametrize("way", ["fp16", "bf16", "learned", "given up", "another LoRA", "probe"])
-def test_a_run_neither_takes_over_nor_leaves_what_another_one_would_compute_otherwise(way: str, layout: Layout) -> None:
-    """Of the prompt: in plain fp16, in another precision, with another LoRA."""
+def test_prompt_cache_is_not_shared_between_different_runs(way: str, layout: Layout) -> None:
+    """The prompt's keys and values differ in plain fp16, in another precision, and with another LoRA."""
     model, fresh = (make_model(layout, hot=way in ("probe", "learned")) for _ in range(2))
 
     def run(patcher: Any) -> torch.Tensor:
         if way == "probe":
             return torch.tensor(facts(probed(patcher))["worst"][0]["reach"])
-        with_it = lora_on(patcher) if way == "another LoRA" else patcher
+        model_to_run = lora_on(patcher) if way == "another LoRA" else patcher
         chosen = way if "16" in way else "fp16" if way == "given up" else "inherit"
-        with giving_up_at_call_2() if way == "given up" else nullcontext():
-            return sample(guarded(with_it, precision=chosen))
+        with guard_gives_up_at_call_2() if way == "given up" else nullcontext():
+            return sample(guarded(model_to_run, precision=chosen))
 
     expected, plain = run(fresh), sample(model)
     assert torch.equal(run(model), expected)
@@ -108,8 +108,8 @@ def test_a_run_neither_takes_over_nor_leaves_what_another_one_would_compute_othe
 
 
 @contextmanager
-def giving_up_at_call_2() -> Iterator[None]:
-    """As where ComfyUI turns out to be another one than is known."""
+def guard_gives_up_at_call_2() -> Iterator[None]:
+    """Make the guard give up at call 2, as if a function of ComfyUI were missing."""
     runs, calls = module("comfyui_host.runs"), itertools.count(1)
     own = runs.Run._call
 
@@ -123,13 +123,13 @@ def giving_up_at_call_2() -> Iterator[None]:
 
 
 @needs(HIDREAM)
-def test_each_of_two_models_that_sample_together_begins_anew() -> None:
-    """The other one is called under the first one's guard, and prepared by no wrapper of it."""
+def test_two_models_sampling_together_start_with_empty_prompt_caches() -> None:
+    """The second model is called under the first one's guard, and has no wrapper that prepares it."""
     nodes = import_module("comfy_extras.nodes_custom_sampler")
     if not hasattr(nodes, "Guider_DualModel"):
         pytest.skip("this ComfyUI samples with one model")
     main, other = (make_model(HIDREAM) for _ in range(2))
-    before = twice(other)
+    before = two_steps(other)
     for entry in other.model.diffusion_model._kv_cache_entries:
         entry["kv"] = [tuple(each * torch.nan for each in pair) for pair in entry["kv"]]
     guider = nodes.Guider_DualModel(guarded(main, precision="fp16"), other)
@@ -139,26 +139,26 @@ def test_each_of_two_models_that_sample_together_begins_anew() -> None:
     sampler, sigmas = import_module("comfy.samplers").ksampler("euler", {}), torch.tensor([1.0, 0.7, 0.0])
     with torch.inference_mode():
         made = guider.sample(noise, noise * 0, sampler, sigmas, disable_pbar=True, seed=1)
-    assert made.isfinite().all() and "recomputed in fp32" not in said[-1]
+    assert made.isfinite().all() and "recomputed in fp32" not in texts[-1]
     for model in (main, other):
         assert len(model.model.diffusion_model._kv_cache_entries) == 0
-    assert same(twice(other), before)
+    assert same(two_steps(other), before)
 
 
 @needs(QWEN)
-def test_the_rest_of_a_run_without_its_guard_reads_nothing_that_the_guard_made() -> None:
-    """Of Qwen-Image 2.1's prompt: in bf16, of a model that computes in fp16."""
-    model, made_keys = make_model(QWEN), list[bool]()
+def test_prompt_cache_is_remade_when_guard_gives_up_during_run() -> None:
+    """The guard computes Qwen-Image 2.1's prompt in bf16; the model computes in fp16."""
+    model, made_prompt_keys = make_model(QWEN), list[bool]()
     block = model.model.diffusion_model.transformer_blocks[1]
-    block.register_forward_hook(lambda _block, given, _: made_keys.append(given[0].shape[1] == QWEN.context[1]))
-    with giving_up_at_call_2():
+    block.register_forward_hook(lambda _block, given, _: made_prompt_keys.append(given[0].shape[1] == QWEN.context[1]))
+    with guard_gives_up_at_call_2():
         sample(guarded(model, precision="bf16"))
-    assert made_keys == [True, False, True, False, False]
+    assert made_prompt_keys == [True, False, True, False, False]
 
 
-@pytest.mark.parametrize("layout", REMEMBER)
-def test_after_a_black_run_without_a_guard_a_guarded_one_is_right(layout: Layout) -> None:
-    """Of the same prompt, whose keys and values are NaN by then."""
+@pytest.mark.parametrize("layout", WITH_PROMPT_CACHE)
+def test_guarded_run_after_black_run_is_near_fp32(layout: Layout) -> None:
+    """Both runs have the same prompt, whose cached keys and values are NaN after the first run."""
     model = make_model(layout, hot=True)
     assert sample(model).isnan().any()
     assert difference(sample(guarded(model)), sample(in_fp32(model))) <= layout.rounds
@@ -167,47 +167,47 @@ def test_after_a_black_run_without_a_guard_a_guarded_one_is_right(layout: Layout
 @needs(SENSENOVA)
 @pytest.mark.parametrize("trunk", [False, True])
 @pytest.mark.parametrize("layer", ["k_proj", "v_proj", "down_proj"])
-def test_a_prefix_that_half_precision_does_not_hold_is_prepared_in_fp32(layer: str, trunk: bool) -> None:
-    """trunk: the layers that every step calls overflow too."""
+def test_overflowing_prefix_is_prepared_in_fp32(layer: str, trunk: bool) -> None:
+    """trunk: layers that run in every step overflow too."""
     model = make_model(replace(SENSENOVA, hot=f"text_layers.0.{layer}"), hot=True)
     if trunk:
         model.model.diffusion_model.get_submodule(SENSENOVA.hot).weight.mul_(SENSENOVA.times)
-    plain, exact, made = (twice(each) for each in (model, in_fp32(model), guarded(model)))
+    plain, exact, made = (two_steps(each) for each in (model, in_fp32(model), guarded(model)))
     assert not difference(plain, exact) <= 2e-2
     assert difference(made, exact) <= SENSENOVA.rounds
-    assert "prepared again in fp32" in said[-1]
-    assert not trunk or "2 steps, 2 recomputed in fp32." in said[-1]
+    assert "prepared again in fp32" in texts[-1]
+    assert not trunk or "2 steps, 2 recomputed in fp32." in texts[-1]
 
 
 @needs(SENSENOVA)
 @pytest.mark.parametrize("layer", ["text_layers.0.v_proj", "layers.0.up_proj"])
-def test_a_prefix_that_each_call_makes_is_the_reruns_in_a_rerun(layer: str) -> None:
-    """SenseNova's, where a hook may patch layers in the midst of a run."""
+def test_prefix_made_in_each_call_is_recomputed_in_rerun(layer: str) -> None:
+    """SenseNova makes its prefix in each call if a hook may patch layers during a run."""
     layout = replace(SENSENOVA, hot=layer)
     hooks = lora_of_a_prompt("diffusion_model.layers.1.down_proj", inputs=192, strength=0.1)
-    hot, twin = with_its_twin(layout, hot=True)
-    plain, made, exact = (twice(each, hooks=hooks) for each in (hot, guarded(hot), twin))
-    assert not difference(plain, exact) <= 2e-2 <= difference(twice(twin), exact)
+    hot, twin = with_fp32_twin(layout, hot=True)
+    plain, made, exact = (two_steps(each, hooks=hooks) for each in (hot, guarded(hot), twin))
+    assert not difference(plain, exact) <= 2e-2 <= difference(two_steps(twin), exact)
     assert difference(made, exact) <= 1e-3  # the LoRA is in fp16
-    assert "2 steps, 2 recomputed in fp32" in said[-1]
+    assert "2 steps, 2 recomputed in fp32" in texts[-1]
 
 
-def test_nan_that_a_network_keeps_where_nobody_has_it_forgotten_is_named() -> None:
-    """A guard cannot tell what another node keeps there from a cache: it is left, and the run says where it is."""
+def test_nan_kept_on_network_from_earlier_run_is_named() -> None:
+    """A guard cannot tell another node's data on the network from a cache: it keeps the data and the error names it."""
     model = make_model(TEXT_TO_VIDEO, hot=True)
     prefix = Prefix.on(model)
-    assert twice(model).isnan().any()
+    assert two_steps(model).isnan().any()
     kept = prefix.layers[0][0]
-    error = error_of(lambda: twice(guarded(model)))
+    error = error_of(lambda: two_steps(guarded(model)))
     assert "is NaN or infinite in fp32 too" in error
     assert "the model keeps NaN from before this call, in 'prefix.layers.0.0'" in error
     assert prefix.layers[0][0] is kept and kept.isnan().any()
     prefix.layers.clear()
-    assert twice(guarded(model)).isfinite().all()
+    assert two_steps(guarded(model)).isfinite().all()
 
 
 @needs(HIDREAM)
-def test_nothing_of_a_stopped_run_is_remembered() -> None:
+def test_stopped_run_leaves_no_prompt_cache() -> None:
     model = make_model(HIDREAM, hot=True)
     assert "set to stop" in error_of(lambda: sample(guarded(model, on_failure="stop")))
     assert len(model.model.diffusion_model._kv_cache_entries) == 0
@@ -215,7 +215,7 @@ def test_nothing_of_a_stopped_run_is_remembered() -> None:
 
 def with_poses(patcher: Any) -> torch.Tensor:
     poses = torch.randn((1, 16, 2, 8, 8), generator=torch.Generator().manual_seed(7))
-    return twice(patcher, pose_video_latent=poses)
+    return two_steps(patcher, pose_video_latent=poses)
 
 
 def with_a_cache(patcher: Any) -> Any:
@@ -223,19 +223,19 @@ def with_a_cache(patcher: Any) -> Any:
 
 
 @needs(ANIMATE)
-def test_a_cache_beside_the_network_is_filled_by_the_rerun() -> None:
-    """Wan-Animate 2's: the pose video's activations, made at the first step."""
+def test_cache_outside_network_is_filled_by_rerun() -> None:
+    """Wan-Animate 2 caches the pose video's activations at the first step."""
     model = make_model(ANIMATE, hot=True)
     exact = with_poses(in_fp32(model))
-    for patcher, bound in ((model, 1e-5), (with_a_cache(model), 2e-3)):  # it is kept in fp16
+    for patcher, bound in ((model, 1e-5), (with_a_cache(model), 2e-3)):  # the cache is in fp16
         assert difference(with_poses(guarded(patcher)), exact) <= bound
-        assert "2 steps, 2 recomputed in fp32" in said[-1]
+        assert "2 steps, 2 recomputed in fp32" in texts[-1]
 
 
 @needs(ANIMATE)
 @pytest.mark.parametrize("hot", [False, True])
-def test_what_a_cache_had_pinned_for_a_call_that_does_not_count_is_given_back(hot: bool) -> None:
-    """As ComfyUI does at a run's end with what it finds in the cache. What was freed before would stay registered."""
+def test_memory_pinned_by_failed_call_is_unpinned(hot: bool) -> None:
+    """ComfyUI unpins the cache's tensors at the end of a run. Tensors that were freed before would stay pinned."""
     pinned, begun = dict[int, torch.Tensor](), list[int]()
 
     def pin(tensor: torch.Tensor, **_: Any) -> bool:
@@ -252,12 +252,12 @@ def test_what_a_cache_had_pinned_for_a_call_that_does_not_count_is_given_back(ho
     assert not cache.slots and not pinned and bool(begun[-1]) != hot
 
 
-@pytest.mark.parametrize("where", ["beside", "on the network"])
-def test_what_a_cache_holds_is_not_copied_with_each_call(where: str) -> None:
-    """Gigabytes, on the host: of a prompt with a reference picture 2 GB, of 81 frames of poses 13."""
+@pytest.mark.parametrize("where", ["outside", "on the network"])
+def test_cached_tensors_are_not_copied_with_each_call(where: str) -> None:
+    """Caches take gigabytes on the host: 2 GB for a prompt with a reference picture, 13 GB for 81 frames of poses."""
     cache, network = Prefix(torch.nn.Module()), torch.nn.Module()
     cache.layers[0] = [torch.zeros(4)]
-    options = {"animate2_cache": cache} if where == "beside" else {}
+    options = {"animate2_cache": cache} if where == "outside" else {}
     network.prefix_cache = cache if where == "on the network" else None
     memory = module("comfyui_host.calls").CallMemory(network, options, torch.float16)
     assert not any(part._tensors for part in (memory._beside, memory._within))
@@ -268,7 +268,7 @@ def test_what_a_cache_holds_is_not_copied_with_each_call(where: str) -> None:
 
 
 class Prefix:
-    """Keys and values that a network computes at its first call, as Qwen-Image 2.1 keeps those of its prefix."""
+    """Keys and values that a network computes at its first call, like Qwen-Image 2.1's prefix cache."""
 
     __slots__ = ("layers", "network", "slots")
 
@@ -289,15 +289,15 @@ class Prefix:
         return result + first.to(result.dtype)
 
 
-def test_what_a_network_keeps_in_an_object_is_not_that_of_a_failed_call() -> None:
-    """And what it writes to its arguments is not either."""
-    hot, exact = with_its_twin(TEXT_TO_VIDEO, hot=True)
+def test_object_state_of_network_is_restored_after_failed_call() -> None:
+    """Arguments that the network changes in place are restored too."""
+    hot, exact = with_fp32_twin(TEXT_TO_VIDEO, hot=True)
     for patcher in (hot, exact):
         Prefix.on(patcher)
         block = patcher.model.diffusion_model.blocks[1]
         block.register_forward_pre_hook(lambda _block, given: (given[0].mul_(2), None)[1])
-    made, expected = (twice(model) for model in (guarded(hot), exact))
-    assert "2 steps, 2 recomputed in fp32" in said[-1]
+    made, expected = (two_steps(model) for model in (guarded(hot), exact))
+    assert "2 steps, 2 recomputed in fp32" in texts[-1]
     assert difference(made, expected) <= 1e-5
 
 
@@ -305,8 +305,8 @@ def test_what_a_network_keeps_in_an_object_is_not_that_of_a_failed_call() -> Non
     "how", [{}, {"scope": "learned"}, {"precision": "fp16"}, {"precision": "bf16"}, {"inserted": True}]
 )
 @pytest.mark.parametrize("hot", [False, True])
-def test_what_a_nodes_function_keeps_has_the_dtype_of_a_call_without_a_guard(hot: bool, how: dict[str, Any]) -> None:
-    """SDPose's calls a layer of the network with it, once the run has ended."""
+def test_tensors_kept_by_node_patch_have_dtype_of_unguarded_call(hot: bool, how: dict[str, Any]) -> None:
+    """SDPose's node calls a layer of the network with its kept tensor after the run."""
     model = make_model("sd15", hot=hot)
     kept = marked = torch.ones(3)
 
@@ -318,7 +318,7 @@ def test_what_a_nodes_function_keeps_has_the_dtype_of_a_call_without_a_guard(hot
     model.set_model_output_block_patch(keep)
     sample(guarded(model, **how))
     assert kept.dtype is torch.float16 and kept.shape != (3,)
-    assert marked.dtype is torch.float32, "what it held before stays"
+    assert marked.dtype is torch.float32, "tensors from before the run stay"
 
 
 def _mixed(made: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
@@ -381,7 +381,7 @@ def on_the_network(executor, *args, **kwargs):
 
 
 def _by_a_pack(name: str) -> Any:
-    """Gives a wrapper of another pack, which was just loaded."""
+    """Return a function that loads another pack and returns its wrapper."""
 
     def load() -> Any:
         for module_name, text in (("cache_of_a_pack.state", "made = None"), ("cache_of_a_pack", A_PACK)):
@@ -400,10 +400,10 @@ BY_A_PACK = map(_by_a_pack, ("in_a_global_variable", "in_another_modules_variabl
 
 @pytest.mark.parametrize("how", [{}, {"scope": "learned"}, {"precision": "fp16"}, {"inserted": True}])
 @pytest.mark.parametrize("cache", [in_a_closure, in_a_variable, in_an_object, *BY_A_PACK])
-def test_what_another_pack_keeps_from_step_to_step_is_what_the_call_that_counts_left(cache: Any, how: Any) -> None:
-    """As step caches do: in whatever a wrapper of theirs reaches, a failed call's values are put back."""
+def test_state_of_other_packs_is_restored_after_failed_call(cache: Any, how: Any) -> None:
+    """Step caches keep tensors in closures, variables, objects or the network. A failed call's values are undone."""
     run = partial(sample, steps=4)
-    model, exact = with_its_twin("sd15", hot=True)
+    model, exact = with_fp32_twin("sd15", hot=True)
     without, right = run(exact), run(wrapped(exact, cache()))
     assert difference(without, right) > 5e-2
     assert difference(run(guarded(wrapped(model, cache()), **how)), right) <= 1e-2

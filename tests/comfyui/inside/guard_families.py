@@ -1,4 +1,4 @@
-"""NaN Guard (native) on every family of ComfyUI's own that people ask for, small, in every state of its weights."""
+"""NaN Guard (native) on small models of ComfyUI's own families, in every dtype of weights and compute."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from in_comfyui import guarded, said
-from native_models import CARD, LAYOUTS, apart, make_model, sample, with_its_twin
+from in_comfyui import guarded, texts
+from native_models import CARD, LAYOUTS, largest_difference, make_model, sample, with_fp32_twin
 from native_table import Cells, figures, table
 
-STATES = {  # dtype of the weights, and what they are cast to
+STATES = {  # dtype of the weights, and the dtype they are cast to
     "fp16": (torch.float16, None),
     "fp32 computed in fp16": (torch.float32, torch.float16),
     "fp8 computed in fp16": (torch.float8_e4m3fn, torch.float16),
@@ -22,8 +22,8 @@ STATES = {  # dtype of the weights, and what they are cast to
 }
 FP16 = [state for state in STATES if "bf16" not in state]
 STEPS = 2
-HIDES = ["flux", "flux2", "chroma", "hunyuan_video", "hunyuan_video_15"]  # it clips what overflows in fp16
-HIDES += ["lumina2", "z_image"] * hasattr(import_module("comfy.ldm.lumina.model"), "clamp_fp16")
+CLIPS = ["flux", "flux2", "chroma", "hunyuan_video", "hunyuan_video_15"]  # these clip overflows in fp16
+CLIPS += ["lumina2", "z_image"] * hasattr(import_module("comfy.ldm.lumina.model"), "clamp_fp16")
 CLIPS_IN_FP32_TOO = ("ace",)
 HEAD = """\
 Healthy: the guarded run has the same bits as the plain one, which is so far from fp32. Overflowing:
@@ -33,19 +33,19 @@ cells = table("families", HEAD, [*STATES, *(f"{state}, overflowing" for state in
 
 
 def check_healthy(patcher: Any, exact: Any, *, steps: int = STEPS) -> float:
-    """With the guard it has the same bits. Returns how far it is off."""
+    """Check that the guarded run has the same bits. Return its distance from fp32."""
     plain = sample(patcher, steps=steps)
     made = sample(guarded(patcher), steps=steps)
     assert plain.isfinite().all() and torch.equal(plain, made)
     assert reruns() == 0
-    return apart(patcher.model.layout, plain, sample(exact, steps=steps))
+    return largest_difference(patcher.model.layout, plain, sample(exact, steps=steps))
 
 
 def check_overflowing(
     patcher: Any, exact: Any, *, steps: int = STEPS, bound: float
 ) -> tuple[tuple[float, float], int, int]:
-    """With the guard it is right. Returns how far it is off without and with it; how often the part that overflows is
-    called in fp32, since EasyCache skips it and not the network; and the number of reruns."""
+    """Check that the guarded run is near fp32. Return the distances from fp32 without and with the guard, the number of
+    fp32 calls of the overflowing part (EasyCache skips the part, not the network), and the number of reruns."""
     plain = sample(patcher, steps=steps)
     made = sample(guarded(patcher), steps=steps)
     calls, layout = list[int](), patcher.model.layout
@@ -53,58 +53,58 @@ def check_overflowing(
     hook = part.register_forward_hook(lambda *_: calls.append(1))
     reference = sample(exact, steps=steps)
     hook.remove()
-    off = apart(layout, plain, reference), apart(layout, made, reference)
-    assert off[1] <= bound
-    return off, len(calls), reruns()
+    error = largest_difference(layout, plain, reference), largest_difference(layout, made, reference)
+    assert error[1] <= bound
+    return error, len(calls), reruns()
 
 
 def reruns() -> int:
-    """That the guard reported."""
-    found = re.search(r"(\d+)(?: of \d+ calls)? recomputed in fp32\.", said[-1])
-    assert found or said[-1].splitlines()[0].endswith(" fine."), said[-1]
+    """Return the number of reruns that the guard reported."""
+    found = re.search(r"(\d+)(?: of \d+ calls)? recomputed in fp32\.", texts[-1])
+    assert found or texts[-1].splitlines()[0].endswith(" fine."), texts[-1]
     return int(found[1]) if found else 0
 
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_a_healthy_run_is_the_same_to_the_bit(cells: Cells, family: str, state: str) -> None:
-    off = check_healthy(*with_its_twin(family, *STATES[state]))
-    assert off > 0  # it did run in half precision
-    cells[family, state] = f"same bits, {figures(off)}"
+def test_healthy_run_is_bit_equal_with_guard(cells: Cells, family: str, state: str) -> None:
+    error = check_healthy(*with_fp32_twin(family, *STATES[state]))
+    assert error > 0  # so it ran in half precision
+    cells[family, state] = f"same bits, {figures(error)}"
 
 
 @pytest.mark.parametrize("hot", [False, True])
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_an_inserted_guard_comes_to_the_same(family: str, hot: bool) -> None:
-    """As one that was wired by hand; of a healthy run it says nothing."""
+def test_inserted_guard_is_bit_equal_to_wired_guard(family: str, hot: bool) -> None:
+    """An inserted guard also reports nothing about a healthy run."""
     patcher = make_model(family, hot=hot)
     by_hand = sample(guarded(patcher), steps=STEPS)
     assert torch.equal(by_hand, sample(guarded(patcher, inserted=True), steps=STEPS))
-    assert hot or not said
+    assert hot or not texts
 
 
-@pytest.mark.parametrize("state", FP16)  # of what bf16 does not hold, fp32 holds no more
+@pytest.mark.parametrize("state", FP16)  # not bf16: it has fp32's range
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_a_run_that_overflows_is_broken_without_and_right_with_it(cells: Cells, family: str, state: str) -> None:
+def test_overflowing_run_is_broken_unguarded_and_near_fp32_guarded(cells: Cells, family: str, state: str) -> None:
     rounds = LAYOUTS[family].rounds
-    exact = CARD.type == "cpu" and rounds == 1e-5  # a card's kernels round by where a tensor begins
-    models = with_its_twin(family, *STATES[state], hot=True)
-    (off, off_with_it), calls, times = check_overflowing(*models, bound=0 if exact else rounds)
-    cells[family, f"{state}, overflowing"] = figures(off, off_with_it)
+    exact = CARD.type == "cpu" and rounds == 1e-5  # on a card, rounding depends on a tensor's address
+    models = with_fp32_twin(family, *STATES[state], hot=True)
+    (error, guarded_error), calls, times = check_overflowing(*models, bound=0 if exact else rounds)
+    cells[family, f"{state}, overflowing"] = figures(error, guarded_error)
     if family in CLIPS_IN_FP32_TOO:
-        assert off <= 2e-2
-    elif family in HIDES:
-        assert off > 2e-2  # finite, and wrong
+        assert error <= 2e-2
+    elif family in CLIPS:
+        assert error > 2e-2  # finite but wrong
     else:
-        assert math.isnan(off)
+        assert math.isnan(error)
     assert times == calls > 0
 
 
 @pytest.mark.parametrize(
     ("family", "broken"), {"ltx2": [True, True], "ltx2_sound": [False, True], "minimax_h3": [True, True]}.items()
 )
-def test_every_stream_is_looked_at(family: str, broken: list[bool]) -> None:
-    """One has an overflow in its sound alone, and is right above."""
+def test_plain_run_overflows_in_expected_streams(family: str, broken: list[bool]) -> None:
+    """One model overflows only in its sound; the tests above cover its guarded run."""
     if family not in LAYOUTS:
         pytest.skip(f"this ComfyUI has no {family}")
     plain = sample(make_model(family, hot=True), steps=1)

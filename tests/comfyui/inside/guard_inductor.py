@@ -1,4 +1,4 @@
-"""ComfyUI's node for torch.compile, with the compiler that people use, before NaN Guard (native) and after it."""
+"""ComfyUI's TorchCompileModel node with inductor, before and after NaN Guard (native)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from in_comfyui import difference, guarded
-from native_models import LAYOUTS, sample, with_its_twin
+from native_models import LAYOUTS, sample, with_fp32_twin
 
-AS_SD15 = ("sdxl", "svd")  # of its class, which takes inductor minutes
-ROUNDED = ("mage_flow",)  # to bf16, on purpose, which inductor leaves out, with a guard and without
+AS_SD15 = ("sdxl", "svd")  # same class as sd15, which takes inductor minutes
+ROUNDED = ("mage_flow",)  # it rounds to bf16 on purpose; inductor removes this, with and without a guard
 
 
 @pytest.mark.parametrize("family", [name for name in LAYOUTS if name not in AS_SD15])
-def test_a_model_that_inductor_compiled_is_guarded(family: str) -> None:
-    model, twin = with_its_twin(family)
+def test_inductor_compiled_model_is_near_fp32_with_guard(family: str) -> None:
+    model, twin = with_fp32_twin(family)
     exact = sample(twin)
     rounding = difference(sample(model), exact)
     if family in ROUNDED:

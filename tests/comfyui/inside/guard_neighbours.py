@@ -1,4 +1,4 @@
-"""NaN Guard (native) beside other packs' wrappers, LoRAs, torch.compile and each attention."""
+"""NaN Guard (native) combined with wrappers of other packs, LoRAs, torch.compile and every attention function."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from unittest.mock import patch
 import pytest
 import torch
 from guard_beside import compiled_by_comfyui, lora_on
-from in_comfyui import difference, error_of, guarded, module, on, said, witness, wrapped
-from native_models import LAYOUTS, in_fp32, make_model, sample, with_its_twin
+from in_comfyui import as_comfyui_code, difference, error_of, guarded, module, on, texts, wrapped
+from native_models import LAYOUTS, in_fp32, make_model, sample, with_fp32_twin
 
 ATTENTION = import_module("comfy.ldm.modules.attention")
 calls = module("comfyui_host.calls")
 guards = module("comfyui_host.guards")
 HALF, SINGLE = torch.float16, torch.float32
-ATTENTIONS = {"sd15": 14, "flux": 4}  # of a step
+ATTENTIONS = {"sd15": 14, "flux": 4}  # attention calls per step
 
 
-def test_other_packs_wrappers_are_called_in_the_rerun_too() -> None:
-    """Put on before the guard and after it."""
-    hot, twin = with_its_twin("sd15", hot=True)
+def test_wrappers_of_other_packs_are_called_in_rerun() -> None:
+    """The wrappers are added before or after the guard."""
+    hot, twin = with_fp32_twin("sd15", hot=True)
     exact, without = sample(_wrapped(twin, [])), sample(twin)
     assert difference(without, exact) > 2e-2  # they have an effect
     for order in ("before", "after"):
@@ -54,11 +54,11 @@ def _wrapped(patcher: Any, called: list[str]) -> Any:
     return patcher
 
 
-def test_a_lora_on_the_guarded_model_is_in_the_rerun() -> None:
-    """One that is put on before the guard is guard_beside.py's."""
-    hot, twin = with_its_twin("sd15", hot=True)
+def test_lora_added_after_guard_is_in_rerun() -> None:
+    """guard_beside.py tests a LoRA that is added before the guard."""
+    hot, twin = with_fp32_twin("sd15", hot=True)
     without, made = sample(twin), sample(patcher := lora_on(guarded(hot)))
-    exact = sample(in_fp32(patcher))  # it is in the weights by now
+    exact = sample(in_fp32(patcher))  # the LoRA is merged into the weights now
     assert difference(made, exact) <= 1e-5
     assert difference(without, exact) > 2e-2
     assert torch.isnan(sample(hot)).all()
@@ -69,8 +69,8 @@ def test_a_lora_on_the_guarded_model_is_in_the_rerun() -> None:
     ("family", "hot", "part"),
     [("sd15", True, "diffusion_model.out"), ("flux", False, "diffusion_model"), ("flux", True, "diffusion_model")],
 )
-def test_a_compiled_model_is_guarded(family: str, hot: bool, part: str, order: str) -> None:
-    model, twin = with_its_twin(family, hot=hot)
+def test_compiled_model_with_guard_is_bit_equal_to_eager_model(family: str, hot: bool, part: str, order: str) -> None:
+    model, twin = with_fp32_twin(family, hot=hot)
     expected = sample(twin if hot else model)
     torch.compiler.reset()
     before = order == "before"
@@ -87,9 +87,9 @@ def test_a_compiled_model_is_guarded(family: str, hot: bool, part: str, order: s
         "flash": {HALF},
     }.items(),
 )
-def test_every_attention_is_right_in_the_rerun(name: str, dtypes: set[torch.dtype]) -> None:
-    """Those for CUDA have stand-ins for their kernels. dtypes: that these are given."""
-    hot, twin = with_its_twin("sd15", hot=True)
+def test_rerun_is_near_fp32_with_every_attention(name: str, dtypes: set[torch.dtype]) -> None:
+    """CUDA attentions have stand-in kernels. dtypes: the dtypes that these kernels get."""
+    hot, twin = with_fp32_twin("sd15", hot=True)
     with _chosen(name) as seen:
         made = sample(guarded(hot))
     assert difference(made, sample(twin)) <= 1e-5
@@ -98,9 +98,9 @@ def test_every_attention_is_right_in_the_rerun(name: str, dtypes: set[torch.dtyp
 
 @pytest.mark.parametrize("name", ["basic", "sub_quad", "split", "xformers", "sage", "flash"])
 @pytest.mark.parametrize("family", ["sd15", "flux"])
-def test_every_attention_is_pytorchs_with_every_layer_scaled(family: str, name: str) -> None:
-    """Which multiplies in half precision, where these would in float32, or refuse what has several dtypes."""
-    hot, twin = with_its_twin(family, hot=True)
+def test_overflow_protection_always_uses_unchanged(family: str, name: str) -> None:
+    """PyTorch's attention multiplies in half precision. The others would use float32, or reject mixed dtypes."""
+    hot, twin = with_fp32_twin(family, hot=True)
     of_pytorch, calls = ATTENTION.attention_pytorch, list[int]()
 
     @wraps(of_pytorch)
@@ -116,7 +116,7 @@ def test_every_attention_is_pytorchs_with_every_layer_scaled(family: str, name: 
 
 @contextmanager
 def _chosen(name: str) -> Iterator[list[torch.dtype]]:
-    """Yields the dtypes that the stand-in for a kernel was given."""
+    """Choose an attention, and yield the dtypes that its stand-in kernel gets."""
     seen: list[torch.dtype] = []
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -137,55 +137,55 @@ def _chosen(name: str) -> Iterator[list[torch.dtype]]:
         yield seen
 
 
-def _as_it_is(_chosen: Any, q: Any, k: Any, v: Any, heads: int, *_: Any, **more: Any) -> torch.Tensor:
+def _unchanged(_chosen: Any, q: Any, k: Any, v: Any, heads: int, *_: Any, **more: Any) -> torch.Tensor:
     return ATTENTION.attention_pytorch(q, k, v, heads, **more)
 
 
-def _around(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _scaled_result(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return 1.5 * chosen(*args, **kwargs) + 0.3
 
 
-def _in_its_own_way(chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return _as_it_is(chosen, 3 * q, *args, **kwargs)
+def _scaled_query(chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _unchanged(chosen, 3 * q, *args, **kwargs)
 
 
-def _of_some(chosen: Any, q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Of prompts alone."""
-    return (_in_its_own_way if q.shape != k.shape else _as_it_is)(chosen, q, k, *args, **kwargs)
+def _of_cross_attention(chosen: Any, q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Change only cross-attention."""
+    return (_scaled_query if q.shape != k.shape else _unchanged)(chosen, q, k, *args, **kwargs)
 
 
-def _of_later_blocks(chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """In its own way, and of the output blocks alone."""
+def _of_output_blocks(chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Change only attention of the output blocks."""
     block = kwargs["transformer_options"].get("block", ("",))[0]
-    return (_in_its_own_way if block == "output" else _as_it_is)(chosen, q, *args, **kwargs)
+    return (_scaled_query if block == "output" else _unchanged)(chosen, q, *args, **kwargs)
 
 
 class Refused(Exception):
-    """As a compiler of kernels raises, which is no RuntimeError."""
+    """Raised like a kernel compiler's error, which is not a RuntimeError."""
 
 
-def _in_half_alone(chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _half_only(chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if q.dtype is SINGLE:
         raise Refused
-    return _as_it_is(chosen, q.nan_to_num(), *args, **kwargs)
+    return _unchanged(chosen, q.nan_to_num(), *args, **kwargs)
 
 
 def _by_a_kernel_later(chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """From the second step on, it asks where its query lies."""
+    """Read the query's address from the second step on, as a kernel does."""
     if kwargs["transformer_options"]["sigmas"].max() < 14:
         q.data_ptr()
-    return _in_its_own_way(chosen, q, *args, **kwargs)
+    return _scaled_query(chosen, q, *args, **kwargs)
 
 
 def _of_a_folder(_chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return _around(_chosen, *args, **kwargs)
+    return _scaled_result(_chosen, *args, **kwargs)
 
 
 _of_a_folder.__module__ = "/home/sage/flash message/custom_nodes/a_pack_x_2.usage"
 
 
 def overridden(patcher: Any, override: Callable[..., torch.Tensor]) -> Any:
-    """With another attention, as other packs put it in by ComfyUI's own way."""
+    """Set an attention override, as other packs do with ComfyUI's option."""
     clone = patcher.clone()
     clone.model_options["transformer_options"]["optimized_attention_override"] = override
     return clone
@@ -194,27 +194,27 @@ def overridden(patcher: Any, override: Callable[..., torch.Tensor]) -> Any:
 @pytest.mark.parametrize(("precision", "hot"), [("inherit", True), ("fp16", False), ("fp16", True)])
 @pytest.mark.parametrize(
     ("family", "override"),
-    [(family, override) for override in (_around, _in_its_own_way) for family in ("sd15", "flux")]
-    + [("sd15", override) for override in (_of_some, _of_later_blocks, _of_a_folder, _by_a_kernel_later)],
+    [(family, override) for override in (_scaled_result, _scaled_query) for family in ("sd15", "flux")]
+    + [("sd15", override) for override in (_of_cross_attention, _of_output_blocks, _of_a_folder, _by_a_kernel_later)],
 )
-def test_what_another_pack_does_to_attention_stays(family: str, override: Any, precision: str, hot: bool) -> None:
-    """Regional prompts are such: in a rerun, and with every layer protected."""
-    model, exact = with_its_twin(family, hot=hot)
+def test_attention_override_of_other_pack_is_kept(family: str, override: Any, precision: str, hot: bool) -> None:
+    """Regional prompts are an example. The override is kept in reruns and with overflow protection."""
+    model, exact = with_fp32_twin(family, hot=hot)
     right = sample(overridden(exact, override))
     assert difference(sample(exact), right) > 5e-2
     assert difference(sample(guarded(overridden(model, override), precision=precision)), right) <= 1e-2
-    assert "fails in float32" not in said[-1]
+    assert "fails in float32" not in texts[-1]
 
 
 @pytest.mark.parametrize(("precision", "hot"), [("inherit", True), ("fp16", False)])
-@pytest.mark.parametrize("kernel", [_in_half_alone, lambda *args, **kwargs: torch.nan * _as_it_is(*args, **kwargs)])
-def test_a_kernel_that_gives_way_leaves_nothing(kernel: Any, precision: str, hot: bool) -> None:
-    model, exact = with_its_twin("sd15", hot=hot)
+@pytest.mark.parametrize("kernel", [_half_only, lambda *args, **kwargs: torch.nan * _unchanged(*args, **kwargs)])
+def test_failing_attention_kernel_is_replaced_by_unchanged(kernel: Any, precision: str, hot: bool) -> None:
+    model, exact = with_fp32_twin("sd15", hot=hot)
     made = sample(guarded(overridden(model, kernel), precision=precision))
     assert difference(made, sample(exact)) <= 5e-3
-    assert precision == "inherit" or said[-1].split("\n")[0].endswith("3 steps, all fine.")
-    refuses = "'_in_half_alone', another pack's attention, fails in float32: PyTorch's took its place" in said[-1]
-    assert refuses is (kernel is _in_half_alone)
+    assert precision == "inherit" or texts[-1].split("\n")[0].endswith("3 steps, all fine.")
+    refuses = "'_half_only', another pack's attention, fails in float32: PyTorch's took its place" in texts[-1]
+    assert refuses is (kernel is _half_only)
 
 
 @pytest.mark.parametrize(
@@ -234,22 +234,22 @@ def test_a_kernel_that_gives_way_leaves_nothing(kernel: Any, precision: str, hot
         ("a_pack", "kj_FlashAttention", True),
     ],
 )
-def test_kernels_are_known_by_their_names_and_not_by_where_they_lie(module: str, name: str, is_one: bool) -> None:
+def test_attention_kernels_are_known_by_name_not_by_path(module: str, name: str, is_one: bool) -> None:
     override = lambda *_: None  # noqa: E731
     override.__module__, override.__qualname__ = module, name
     assert calls._is_known_kernel(override) is is_one
 
 
-def test_another_packs_attention_gives_way_in_the_rerun() -> None:
-    """It is for half precision alone."""
+def test_rerun_with_override_of_plain_attention_is_bit_equal_to_fp32() -> None:
+    """The override computes PyTorch's attention, as a kernel does."""
     seen: list[torch.dtype] = []
 
-    @witness
+    @as_comfyui_code
     def override(_chosen: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         seen.append(q.dtype)
         return ATTENTION.attention_pytorch(q, *args, **kwargs)
 
-    hot, twin = with_its_twin("sd15", hot=True)
+    hot, twin = with_fp32_twin("sd15", hot=True)
     assert torch.equal(sample(overridden(guarded(hot), override)), sample(twin))
     assert {*seen} == {HALF, SINGLE}
 
@@ -263,13 +263,13 @@ def test_another_packs_attention_gives_way_in_the_rerun() -> None:
         ("sm80", torch.bfloat16, False, {(torch.bfloat16, "unset, True")}),
     ],
 )
-def test_the_accumulation_switches_are_held_while_a_call_runs(
+def test_accumulation_switches_are_set_during_calls_and_restored(
     card: str, dtype: torch.dtype, hot: bool, seen: set[Any]
 ) -> None:
-    """On a card that sums wrong in half precision, and on one that does not."""
+    """Tested for cards whose half-precision sums are wrong, and for one whose sums are correct."""
     found: set[Any] = set()
 
-    @witness
+    @as_comfyui_code
     def look(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found.add((x.dtype, _switches()))
         return executor(x, *args, **kwargs)
@@ -278,16 +278,16 @@ def test_the_accumulation_switches_are_held_while_a_call_runs(
     with on(card):
         sample(guarded(wrapped(make_model("sd15", dtype, hot=hot), look)))
     assert found == seen and _switches() == before
-    assert ("half-precision accumulation" in said[-1]) == (dtype is HALF)
+    assert ("half-precision accumulation" in texts[-1]) == (dtype is HALF)
 
 
-def test_the_accumulation_switches_are_put_back_after_an_error() -> None:
+def test_accumulation_switches_are_restored_after_error() -> None:
     def raises(*_: Any, **__: Any) -> Any:
         raise ValueError(_switches())
 
     before = _switches()
     broken = guarded(wrapped(make_model("sd15"), raises))
-    assert error_of(lambda: sample(broken)).startswith("ValueError: 0, ")  # nobody reported the CPU's
+    assert error_of(lambda: sample(broken)).startswith("ValueError: 0, ")  # no result is known for a CPU
     assert _switches() == before
 
 
@@ -297,18 +297,18 @@ def _switches() -> str:
 
 
 @pytest.mark.parametrize("family", ["sd15", "svd", "flux"])
-def test_a_fault_in_one_step_costs_one_step(family: str) -> None:
+def test_fault_in_one_step_recomputes_one_step(family: str) -> None:
     calls: list[int] = []
 
-    @witness
+    @as_comfyui_code
     def fault(executor: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         made = executor(*args, **kwargs)
         return made * torch.inf if len(calls) == 2 else made
 
-    healthy, twin = with_its_twin(family)
+    healthy, twin = with_fp32_twin(family)
     assert 0 < difference(sample(guarded(wrapped(healthy, fault))), sample(twin)) <= 2e-2
-    assert "3 steps, 1 recomputed in fp32." in said[-1]
+    assert "3 steps, 1 recomputed in fp32." in texts[-1]
 
 
 Hide = Callable[[torch.Tensor], torch.Tensor]
@@ -328,7 +328,7 @@ def _by_module(patcher: Any, hide: Hide) -> None:
 
 
 def _by_an_option_of_later_calls(patcher: Any, hide: Hide) -> None:
-    """As ComfyUI's hooks of one prompt put them in."""
+    """Add a patch to options of later calls, as ComfyUI's hooks of one prompt do."""
     calls: list[int] = []
 
     def call_model(apply_model: Any, call: dict[str, Any]) -> torch.Tensor:
@@ -345,7 +345,7 @@ def _by_hook(patcher: Any, hide: Hide) -> None:
     patcher.model.diffusion_model.out.register_forward_hook(lambda module, args, made: hide(made))
 
 
-HIDING: dict[str, Callable[[Any, Hide], Any]] = {  # gives a patcher, or changes the one that it is given
+HIDING: dict[str, Callable[[Any, Hide], Any]] = {  # returns a patcher, or changes the given one
     "wrapper": lambda patcher, hide: wrapped(patcher, lambda run, *args, **kwargs: hide(run(*args, **kwargs))),
     "patch": lambda patcher, hide: patcher.set_model_attn1_output_patch(lambda made, _: hide(made)),
     "attention": lambda patcher, hide: overridden(patcher, lambda run, *args, **kwargs: hide(run(*args, **kwargs))),
@@ -357,9 +357,9 @@ HIDING: dict[str, Callable[[Any, Hide], Any]] = {  # gives a patcher, or changes
 
 
 @pytest.mark.parametrize("by", HIDING)
-def test_a_patch_that_hides_an_overflow_in_a_later_step_alone_is_seen(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ComfyUI-NAG normalises from one timestep on to another, by a method in place of the network's."""
-    (patcher, twin), calls = with_its_twin("sd15"), list[int]()
+def test_overflow_hidden_by_patch_in_later_steps_is_recomputed(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ComfyUI-NAG normalises between two timesteps, with a method that replaces the network's."""
+    (patcher, twin), calls = with_fp32_twin("sd15"), list[int]()
     exact = sample(twin)
     network = type(patcher.model.diffusion_model)
     plain = network.forward
@@ -375,11 +375,11 @@ def test_a_patch_that_hides_an_overflow_in_a_later_step_alone_is_seen(by: str, m
     monkeypatch.setattr(network, "forward", counted)
     made = sample(guarded(HIDING[by](patcher, hide) or patcher))
     assert difference(made, exact) <= 2e-2
-    assert "3 steps, 2 recomputed in fp32" in said[-1]
+    assert "3 steps, 2 recomputed in fp32" in texts[-1]
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_a_model_alone_calls_no_code_of_others(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpatched_model_calls_no_code_of_others(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     calls_others = guards.calls_others
 
@@ -394,11 +394,11 @@ def test_a_model_alone_calls_no_code_of_others(family: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("inserted", [False, True])
-def test_a_node_that_computes_the_model_by_itself_is_told(inserted: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """DeepCache calls the network's parts in place of the model."""
+def test_node_that_bypasses_model_is_reported(inserted: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """DeepCache calls parts of the network instead of the model."""
     model, called = make_model("sd15", hot=True), list[int]()
 
-    @witness
+    @as_comfyui_code
     def by_itself(_apply_model: Any, given: dict[str, Any]) -> torch.Tensor:
         called.append(1)
         return torch.zeros_like(given["input"])
@@ -406,4 +406,4 @@ def test_a_node_that_computes_the_model_by_itself_is_told(inserted: bool, caplog
     model.set_model_unet_function_wrapper(by_itself)
     sample(guarded(model, inserted=inserted))
     assert called and any(line.startswith("NaN Guard: Not guarded: ComfyUI made no call") for line in caplog.messages)
-    assert inserted or said[-1].startswith("Not guarded: ComfyUI made no call")
+    assert inserted or texts[-1].startswith("Not guarded: ComfyUI made no call")

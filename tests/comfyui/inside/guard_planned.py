@@ -1,5 +1,5 @@
-"""NaN Guard (native) under Comfy Compiler (ComfyUI 0.35 and newer), which records what a network allocates, has later
-calls allocate the same, and breaks its plan where one does not. Its functions are stood in for."""
+"""NaN Guard (native) with Comfy Compiler (ComfyUI 0.35 and newer), which records a network's allocations, repeats them
+in later calls, and breaks its plan if a call differs. Its functions have stand-ins."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from in_comfyui import difference, guarded, said, wrapped
-from native_models import CPU, sample, with_its_twin
+from in_comfyui import difference, guarded, texts, wrapped
+from native_models import CPU, sample, with_fp32_twin
 from torch.utils._python_dispatch import TorchDispatchMode
 
-HERE = find_spec("comfy.model_prefetch") is not None
-pytestmark = pytest.mark.skipif(not HERE, reason="this ComfyUI has no dynamic VRAM")
-PREFETCH: Any = import_module("comfy.model_prefetch") if HERE else None
+AVAILABLE = find_spec("comfy.model_prefetch") is not None
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this ComfyUI has no dynamic VRAM")
+PREFETCH: Any = import_module("comfy.model_prefetch") if AVAILABLE else None
 STEPS = 5
 
 
 class Plan(TorchDispatchMode):
-    """A plan for memory: bytes of each allocation, in order."""
+    """A memory plan: bytes of each allocation, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class Plan(TorchDispatchMode):
         self.calls = self.breaks = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        there = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        inputs = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
         made = func(*args, **(kwargs or {}))
         if self.recording and not self.paused:
             tensors = [each for each in (made if isinstance(made, (tuple, list)) else [made]) if torch.is_tensor(each)]
             storages = [each.untyped_storage() for each in tensors]
-            self.now += [each.nbytes() for each in storages if each.data_ptr() not in there]
+            self.now += [each.nbytes() for each in storages if each.data_ptr() not in inputs]
         return made
 
     def begin(self, device: torch.device) -> None:
@@ -57,8 +57,8 @@ class Plan(TorchDispatchMode):
         self.paused = before
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """As ComfyUI of that time has it."""
+    def installed(self) -> Iterator[None]:
+        """Install the stand-ins as functions of ComfyUI."""
         own = {"enabled": lambda _device: True, "begin": self.begin, "end": self.end}
         functions = {f"malloc_graph_{name}": function for name, function in own.items()}
         with patch.multiple(PREFETCH, create=True, pause_malloc_graph=self.pause, **functions), self:
@@ -66,7 +66,7 @@ class Plan(TorchDispatchMode):
 
 
 def planned(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A network's forward, as networks of that time have it."""
+    """A network's forward pass with a memory plan, as in newer ComfyUIs."""
     PREFETCH.malloc_graph_begin(CPU)
     made = executor(*args, **kwargs)
     PREFETCH.malloc_graph_end()
@@ -74,7 +74,7 @@ def planned(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("hot", "how", "in_plan", "told"),
+    ("hot", "how", "planned_calls", "reported"),
     [
         (False, {}, STEPS, False),
         (True, {}, STEPS, True),
@@ -83,13 +83,13 @@ def planned(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("family", ["wan", "flux"])
-def test_what_is_recomputed_or_protected_is_no_part_of_the_plan(
-    family: str, hot: bool, how: dict[str, Any], in_plan: int, told: bool
+def test_recomputed_and_protected_steps_stay_out_of_memory_plan(
+    family: str, hot: bool, how: dict[str, Any], planned_calls: int, reported: bool
 ) -> None:
-    plan, (patcher, twin) = Plan(), with_its_twin(family, hot=hot)
-    with plan.held():
+    plan, (patcher, twin) = Plan(), with_fp32_twin(family, hot=hot)
+    with plan.installed():
         made = sample(wrapped(guarded(patcher, **how), planned), steps=STEPS)
     assert difference(made, sample(twin, steps=STEPS)) <= 1e-2
-    assert (plan.calls, plan.breaks) == (in_plan, 0) and (not in_plan or plan.known)
+    assert (plan.calls, plan.breaks) == (planned_calls, 0) and (not planned_calls or plan.known)
     line = "Comfy Compiler plans no memory for recomputed or protected steps: theirs is beside it"
-    assert (line in said[-1]) == told
+    assert (line in texts[-1]) == reported

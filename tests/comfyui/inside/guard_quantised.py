@@ -1,6 +1,6 @@
-"""NaN Guard (native) on quantised checkpoints, in every format that ComfyUI has: its rerun is fp32.
+"""NaN Guard (native) on quantised checkpoints in every format of ComfyUI: reruns use fp32 products.
 
-Weights are quantised, and read back, by ComfyUI's own layouts: comfy.quant_ops has them since late 2025.
+ComfyUI's own layouts quantise and dequantise the weights (in comfy.quant_ops since late 2025).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from in_comfyui import difference, error_of, guarded, module, said
+from in_comfyui import difference, error_of, guarded, module, texts
 from native_models import CPU, LAYOUTS, RECENT, Layout, make_model, sample
 
 OPS = import_module("comfy.ops")
 QUANT: Any = import_module("comfy.quant_ops") if hasattr(OPS, "mixed_precision_ops") else None
-HERE = hasattr(QUANT, "QUANT_ALGOS")
-pytestmark = pytest.mark.skipif(not HERE, reason="this ComfyUI has no layers with quantised weights")
-WAN, SD15 = LAYOUTS["wan"], LAYOUTS["sd15"]  # WAN's feed-forward asks for an activation and a product in one
+AVAILABLE = hasattr(QUANT, "QUANT_ALGOS")
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this ComfyUI has no layers with quantised weights")
+WAN, SD15 = LAYOUTS["wan"], LAYOUTS["sd15"]  # WAN's feed-forward fuses activation and product
 sampled = partial(sample, steps=2)
-HIDDEN = "middle_block.1.transformer_blocks.0.ff.net.0.proj"  # feeds a product through a GEGLU, with no norm between
+HIDDEN = "middle_block.1.transformer_blocks.0.ff.net.0.proj"  # feeds a product through a GEGLU, without a norm
 ROTATED = {"convrot_groupsize": 16}
 
 
@@ -35,9 +35,9 @@ class Format:
     name: str  # in ComfyUI's table
     layout: str
     options: Mapping[str, Any] = field(default_factory=dict)  # for the layout
-    said: Mapping[str, Any] = field(default_factory=dict)  # by the checkpoint, of each layer
-    group: int = 1  # of inputs; a layer has a multiple of it
-    on_cpu: bool = True  # its products, else they are emulated here
+    checkpoint_options: Mapping[str, Any] = field(default_factory=dict)  # stored in the checkpoint for each layer
+    group: int = 1  # the number of a layer's inputs is a multiple of this
+    on_cpu: bool = True  # a CPU has its products; otherwise they are emulated
 
 
 FORMATS = {
@@ -55,47 +55,45 @@ FORMATS = {
     "convrot_w4a4": Format("convrot_w4a4", "TensorCoreConvRotW4A4Layout", ROTATED, ROTATED, group=64),
     "asym_w4a8_int8": Format("asym_w4a8_int8", "AsymW4A8Int8Layout", ROTATED, ROTATED),
 }
-WAYS = [  # with its own products, as on a card that has none, and where the checkpoint says that they be whole
+PRODUCT_MODES = [  # "own": its products; "emulated": as on a card without them; "whole": in full precision
     (kind, way) for kind in FORMATS for way in ("own", "emulated", "whole") if way != "own" or FORMATS[kind].on_cpu
 ]
 
 
-def test_no_format_is_left_out() -> None:
+def test_every_comfyui_format_is_tested() -> None:
     assert set(QUANT.QUANT_ALGOS) == {kind.name for kind in FORMATS.values()}
 
 
-def quantised_wan(kind: str, way: str = "own", **how: Any) -> tuple[Any, Any]:
-    """As WAYS has it."""
+def quantised_wan(kind: str, way: str = "own", **options: Any) -> tuple[Any, Any]:
+    """Return a quantised Wan and its fp32 twin. way: as in PRODUCT_MODES."""
     ways: dict[str, dict[str, Any]] = {
         "own": {},
         "emulated": {"disabled": {FORMATS[kind].name}},
         "whole": {"more": {"full_precision_matrix_mult": True}},
     }
-    return quantised(WAN, FORMATS[kind], **ways[way], **how)
+    return quantised(WAN, FORMATS[kind], **ways[way], **options)
 
 
-@pytest.mark.parametrize(("kind", "way"), WAYS)
-def test_a_rerun_multiplies_in_fp32_what_the_checkpoint_holds_and_a_healthy_run_keeps_its_products(
-    kind: str, way: str
-) -> None:
+@pytest.mark.parametrize(("kind", "way"), PRODUCT_MODES)
+def test_healthy_run_is_bit_equal_and_rerun_multiplies_in_fp32(kind: str, way: str) -> None:
     healthy, _ = quantised_wan(kind, way)
     plain, made = (sampled(each) for each in (healthy, guarded(healthy)))
     assert plain.isfinite().all() and torch.equal(made, plain)
-    assert ", all fine." in said[-1].splitlines()[0] and "as they are stored" not in said[-1]
+    assert ", all fine." in texts[-1].splitlines()[0] and "as they are stored" not in texts[-1]
     hot, exact = quantised_wan(kind, way, hot=True)
     assert not sampled(hot).isfinite().all()
     before = switches(hot)
     made = sampled(guarded(hot))
     assert difference(made, sampled(exact)) <= 1e-5
-    assert "2 steps, 2 recomputed in fp32" in said[-1]
+    assert "2 steps, 2 recomputed in fp32" in texts[-1]
     stored = f"rerun from the {FORMATS[kind].name} weights as they are stored, with products in fp32"
-    assert stored in said[-1]
+    assert stored in texts[-1]
     assert before == switches(hot)
 
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("family", RECENT)
-def test_each_family_is_rerun_from_what_its_checkpoint_holds(family: str, kind: str) -> None:
+def test_each_family_is_recomputed_from_stored_weights(family: str, kind: str) -> None:
     layout = LAYOUTS[family]
     blocks = f"{layout.block.rpartition('.')[0]}."
     healthy, _ = quantised(layout, FORMATS[kind], only=blocks)
@@ -105,13 +103,13 @@ def test_each_family_is_rerun_from_what_its_checkpoint_holds(family: str, kind: 
     plain, made, expected = (sampled(each) for each in (hot, guarded(hot), exact))
     assert not difference(plain, expected) <= 2e-2
     assert difference(made, expected) <= layout.rounds
-    assert "2 steps, 2 recomputed in fp32" in said[-1]
+    assert "2 steps, 2 recomputed in fp32" in texts[-1]
 
 
 def newer_linear_input_act(
     linear: Any, x: Any, input_act: Any, *, residual: Any = None, residual_scale: Any = 1
 ) -> Any:
-    """ComfyUI's function takes these since 0.35."""
+    """ComfyUI's function with the arguments of 0.35 and newer."""
     made = _LINEAR_INPUT_ACT(linear, x, input_act)
     return made if residual is None else residual + residual_scale * made
 
@@ -120,8 +118,8 @@ _LINEAR_INPUT_ACT: Any = getattr(OPS, "linear_input_act", None)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_one_thread_has_its_products_in_full_and_others_keep_theirs(kind: str) -> None:
-    """Also by the function that makes one of an activation and the product. What no CPU makes raises there."""
+def test_fp32_products_apply_to_one_thread_only(kind: str) -> None:
+    """This includes the function that fuses activation and product. Products that no CPU has raise an error."""
     in_fp32 = module("precision.upcast").run_in_fp32
     with patch.object(OPS, "linear_input_act", _LINEAR_INPUT_ACT and newer_linear_input_act, create=True):
         layer, calls = one_layer(FORMATS[kind])
@@ -141,11 +139,11 @@ def test_one_thread_has_its_products_in_full_and_others_keep_theirs(kind: str) -
             assert (other_thread or 0) > 1e-3 if FORMATS[kind].on_cpu else other_thread is None, name
 
 
-Products = tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]  # in half precision, and right
+Products = tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]  # in half precision, and exact
 
 
 def one_layer(kind: Format) -> tuple[Any, dict[str, Products]]:
-    """A layer with 64 inputs and 32 outputs, and calls of it."""
+    """Return a layer with 64 inputs and 32 outputs, and calls of it."""
     weight = torch.randn((32, 64), generator=torch.Generator().manual_seed(1)).half() / 8
     tensors, whole = written(kind, weight, {})
     layer = OPS.mixed_precision_ops({}, torch.float16).Linear(64, 32, bias=False)
@@ -167,7 +165,7 @@ def one_layer(kind: Format) -> tuple[Any, dict[str, Products]]:
     return layer, calls
 
 
-def test_an_interrupted_rerun_leaves_every_switch_as_it_was() -> None:
+def test_interrupted_rerun_restores_every_switch() -> None:
     hot, _ = quantised_wan("float8_e4m3fn", hot=True)
     before = switches(hot)
     interrupted = import_module("comfy.model_management").InterruptProcessingException
@@ -183,8 +181,8 @@ def test_an_interrupted_rerun_leaves_every_switch_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8", "nvfp4"])
-def test_a_lora_on_quantised_weights_is_in_the_rerun(kind: str) -> None:
-    """Quantised into the weights again, and added by ComfyUI on the way to those that it casts (lowvram)."""
+def test_lora_on_quantised_weights_is_in_rerun(kind: str) -> None:
+    """The LoRA is quantised into the weights, or with lowvram added when ComfyUI casts them."""
     patcher, twin = quantised_wan(kind, "own" if FORMATS[kind].on_cpu else "emulated", hot=True)
     name, lora = "blocks.0.ffn.2.weight", torch.randn((96, 128), generator=torch.Generator().manual_seed(4)) * 0.05
     patcher.add_patches({f"diffusion_model.{name}": ("diff", (lora,))}, 1.0)
@@ -201,25 +199,25 @@ def test_a_lora_on_quantised_weights_is_in_the_rerun(kind: str) -> None:
     made = sampled(guarded(patcher))
     with torch.inference_mode():
         weight.copy_(layer.weight.float().dequantize())
-    assert difference(weight, stored + lora) > 0  # it was quantised anew
+    assert difference(weight, stored + lora) > 0  # the merged weight was quantised again
     assert difference(made, sampled(twin)) <= 1e-5
-    assert "2 steps, 2 recomputed in fp32" in said[-1]
+    assert "2 steps, 2 recomputed in fp32" in texts[-1]
 
 
-def test_what_rounding_hides_is_seen() -> None:
-    """What overflows before it is rounded, where that makes it finite: so is the picture, and wrong."""
+def test_overflow_hidden_by_rounding_is_recomputed() -> None:
+    """A value overflows, and rounding to fp8 makes it finite: the plain picture is finite but wrong."""
     patcher, twin = quantised(SD15, FORMATS["float8_e4m3fn"], only="middle_block.1.transformer_blocks.0.ff.net.2")
     with torch.inference_mode():
         weight, whole = (m.model.diffusion_model.get_submodule(HIDDEN).weight for m in (patcher, twin))
-        weight[: len(weight) // 2] *= 6e4  # not the gate
+        weight[: len(weight) // 2] *= 6e4  # only the half before the gate
         whole.copy_(weight)
     plain, made, exact = (sampled(each) for each in (patcher, guarded(patcher), twin))
     assert plain.isfinite().all() and difference(plain, exact) > 0.01
     assert difference(made, exact) <= 1e-5
-    assert "2 steps, 2 recomputed in fp32" in said[-1]
+    assert "2 steps, 2 recomputed in fp32" in texts[-1]
 
 
-def test_quantised_weights_in_a_layer_without_comfyuis_switch_are_refused_by_name() -> None:
+def test_quantised_weight_in_layer_without_switch_is_rejected_by_name() -> None:
     patcher, _ = quantised_wan("int8", hot=True)
     network = patcher.model.diffusion_model
     with torch.inference_mode():
@@ -231,7 +229,7 @@ def test_quantised_weights_in_a_layer_without_comfyuis_switch_are_refused_by_nam
     assert "a Linear, has no switch" in error and "Update ComfyUI" in error
 
 
-def test_quantised_weights_that_are_broken_in_no_precision_are_named() -> None:
+def test_damaged_quantised_weight_is_named_in_error() -> None:
     broken, _ = quantised_wan("float8_e4m3fn", hot=True)
     with torch.inference_mode():
         broken.model.diffusion_model.blocks[1].ffn[2].weight._params.scale.fill_(torch.nan)
@@ -249,11 +247,11 @@ def quantised(
     more: Any = None,
     only: str = "blocks.",
 ) -> tuple[Any, Any]:
-    """A model with quantised weights in the linear layers of its blocks; and one in fp32 of what those weights are.
+    """Return a model with quantised weights in the linear layers of its blocks, and an fp32 twin of these weights.
 
-    compute: what all else is cast to at each layer; None: it stays fp16.
+    compute: the dtype that other weights are cast to at each layer; None: they stay fp16.
     """
-    with torch.inference_mode(), patch.object(logging.root, "disabled", True):  # it warns of layers without weights
+    with torch.inference_mode(), patch.object(logging.root, "disabled", True):  # it warns about missing weights
         plain = make_model(layout, torch.float16, hot=hot).model.diffusion_model
         stored, whole = plain.state_dict(), {name: weight.float() for name, weight in plain.state_dict().items()}
         for name, layer in plain.named_modules():
@@ -269,16 +267,16 @@ def quantised(
 
 
 def written(kind: Format, weight: torch.Tensor, more: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What a checkpoint has of a layer's weight; and the values that this holds, in fp32."""
+    """Return a layer's quantised tensors as a checkpoint stores them, and the dequantised weight in fp32."""
     held = QUANT.QuantizedTensor.from_float(weight, kind.layout, **kind.options)
-    how = json.dumps({"format": kind.name, **kind.said, **(more or {})}).encode()
-    return held.state_dict("weight") | {"comfy_quant": torch.tensor(list(how), dtype=torch.uint8)}, (
+    options = json.dumps({"format": kind.name, **kind.checkpoint_options, **(more or {})}).encode()
+    return held.state_dict("weight") | {"comfy_quant": torch.tensor(list(options), dtype=torch.uint8)}, (
         held.float().dequantize()
     )
 
 
 def switches(patcher: Any) -> list[Any]:
-    """All that decides which products are made."""
+    """Return everything that decides how products are computed."""
     layers = [getattr(layer, "_full_precision_mm", None) for layer in patcher.model.diffusion_model.modules()]
     own = [vars(layer).get("_full_precision_mm") for layer in patcher.model.diffusion_model.modules()]
     functions = [OPS.fp8_linear, getattr(OPS, "linear_input_act", None)]
@@ -286,7 +284,7 @@ def switches(patcher: Any) -> list[Any]:
 
 
 def denoised(patcher: Any) -> torch.Tensor:
-    """One call of the model, as a sampler makes it."""
+    """Call the model once, as a sampler does."""
     generator = torch.Generator().manual_seed(2)
     latents, context = (torch.randn(shape, generator=generator) for shape in (WAN.latents, WAN.context))
     options = {"wrappers": patcher.wrappers}
@@ -295,7 +293,7 @@ def denoised(patcher: Any) -> torch.Tensor:
 
 @torch.inference_mode()
 def product(make: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """None where it cannot be made on a CPU."""
+    """Return the product; None if a CPU does not support it."""
     try:
         return make().float()
     except ValueError as error:

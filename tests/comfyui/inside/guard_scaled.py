@@ -1,4 +1,4 @@
-"""NaN Guard (native) with a precision of its own, and every layer scaled, on every family of ComfyUI's own."""
+"""NaN Guard (native) with a chosen precision, and its overflow protection, on every family of ComfyUI's own models."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from guard_beside import lora_on, lowvram
-from in_comfyui import error_of, guarded, module, on, said, same
-from native_models import LAYOUTS, Layout, distance, make_model, sample, with_its_twin
+from in_comfyui import error_of, guarded, module, on, same, texts
+from native_models import LAYOUTS, Layout, distance, make_model, sample, with_fp32_twin
 from native_table import Cells, figures, table
 
-torch.set_num_threads(1)  # so small that threads cost more than they gain
-WEIGHTS = {  # dtype, and what they are cast to; the second as ComfyUI has models that it refuses fp16 for
+torch.set_num_threads(1)  # the models are so small that threads cost more than they gain
+WEIGHTS = {  # dtype, and the dtype they are cast to; ComfyUI runs models without fp16 support like the second
     "fp16": (torch.float16, None),
     "bf16 in fp32": (torch.bfloat16, torch.float32),
 }
@@ -28,17 +28,17 @@ BF16 = {"bf16": (torch.bfloat16, None)}
 HEALTHY = "healthy"
 HEATS = (HEALTHY, "hot in the stream", "hot inside")
 FEW = ("sd15", "flux", "qwen_image", "wan")
-STEPS = 4  # the first shows what the others are computed by
-HOTTEST = 6e4  # |w| of a hot layer: of fp16's 65504
-MODULATES = re.compile("mod|norm|emb|ada")  # in the names of layers: they neither write to the stream nor enlarge it
-SQUARE = dict.fromkeys(("Lumina2", "ZImage"), "feed_forward.w2.weight")  # their writers, as wide as what they read
-AS_PLAIN = {"kandinsky5": 1.2}  # times plain fp16's: all that later steps run plain, where the first showed room
-AS_PREPARED = {("sensenova", "bf16 in fp32"): 1.2}  # times ComfyUI's own, which prepares a prompt's keys in bf16
+STEPS = 4  # later steps use the scales that the first step found
+HOTTEST = 6e4  # largest |w| of a hot layer; fp16's maximum is 65504
+MODULATES = re.compile("mod|norm|emb|ada")  # layer names: these do not write to the stream, nor enlarge it
+SQUARE = dict.fromkeys(("Lumina2", "ZImage"), "feed_forward.w2.weight")  # square layers that write to the stream
+AS_PLAIN = {"kandinsky5": 1.2}  # times plain fp16's error: later steps run most layers in plain fp16
+AS_PREPARED = {("sensenova", "bf16 in fp32"): 1.2}  # times ComfyUI's error: it prepares a prompt's keys in bf16
 PROTECTED = "overflow protection; "
 LARGE = 256  # values: more than a gate has here
-# once or twice a step, or in a few families; they are no part of a block's way, or a product that is written out
-WIDENED = {"mul", "to", "tanh", "sigmoid", "einsum", "bmm", "baddbmm", "matmul", "index_select", "clip", "embedding"}
-WIDENED |= {"add", "where"}
+# used once or twice per step, or in few families: outside blocks, or products written by hand
+UPCAST = {"mul", "to", "tanh", "sigmoid", "einsum", "bmm", "baddbmm", "matmul", "index_select", "clip", "embedding"}
+UPCAST |= {"add", "where"}
 HEAD = """\
 How far from fp32 the plain run is / the guard's with precision fp16, overflow protection / the guard's
 with precision bf16. Distances are norms, as shares of the norm. Weights in bf16 are computed in fp32 by the plain
@@ -48,8 +48,8 @@ few = pytest.mark.parametrize("family", FEW)
 
 
 def hot(layout: Layout, heat: str) -> Layout:
-    """With a layer of its block that overflows in the named way: what writes to the stream makes few of many, and what
-    stays inside makes many of few."""
+    """Return a layout whose block has an overflowing layer: in the stream (a layer with fewer outputs than inputs), or
+    inside the block (a layer with more outputs than inputs)."""
     stored = make_model(layout).model.diffusion_model.get_submodule(layout.block).state_dict()
     layers = [name for name, weight in stored.items() if weight.ndim > 1 and name.endswith("weight")]
     layers = [name for name in layers if not MODULATES.search(name)]
@@ -64,34 +64,34 @@ def hot(layout: Layout, heat: str) -> Layout:
 
 
 def run(patcher: Any, precision: str = "fp16", **policy: Any) -> torch.Tensor:
-    """Sampled behind a guard. What it says in the end is said[-1]."""
+    """Sample with a guard. Its report is in texts[-1]."""
     return sample(guarded(patcher, precision=precision, **policy), steps=STEPS)
 
 
 def check_said(*parts: str) -> None:
-    """Of a run without reruns."""
-    assert " fine." in said[-1] and all(part in said[-1] for part in parts), said[-1]
+    """Check that the report has no reruns, and contains these parts."""
+    assert " fine." in texts[-1] and all(part in texts[-1] for part in parts), texts[-1]
 
 
-def held(patcher: Any) -> list[torch.Tensor]:
+def weights_of(patcher: Any) -> list[torch.Tensor]:
     return [weight.clone() for weight in patcher.model.state_dict().values()]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("heat", HEATS)
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_scaled_layers_are_right_without_a_rerun(cells: Cells, family: str, heat: str, weights: str) -> None:
-    """Without guidance, which takes out what both halves round alike: more of it, the coarser they round."""
+def test_protected_run_beats_bf16_without_rerun(cells: Cells, family: str, heat: str, weights: str) -> None:
+    """Without guidance, which cancels equal rounding errors of both halves, and more of them in coarser precisions."""
     layout = replace(LAYOUTS[family] if heat == HEALTHY else hot(LAYOUTS[family], heat), cfg=1.0)
-    patcher, exact = with_its_twin(layout, *WEIGHTS[weights], hot=heat != HEALTHY)
-    stored = held(patcher)
+    patcher, exact = with_fp32_twin(layout, *WEIGHTS[weights], hot=heat != HEALTHY)
+    stored = weights_of(patcher)
     plain, reference = (sample(model, steps=STEPS) for model in (patcher, exact))
     off = partial(distance, layout, exact=reference)
     protected = off(run(patcher))
     check_said("fp16, as you chose", PROTECTED)
     in_bf16 = off(run(patcher, "bf16"))
     assert 0 < protected <= max(in_bf16 / 4, AS_PREPARED.get((family, weights), 0.0) * off(plain))
-    assert same(plain, sample(patcher, steps=STEPS)) and all(map(same, stored, held(patcher)))
+    assert same(plain, sample(patcher, steps=STEPS)) and all(map(same, stored, weights_of(patcher)))
     if weights == "fp16" and heat == HEALTHY:
         assert protected <= AS_PLAIN.get(family, 1.0) * off(plain)
     elif weights == "fp16":
@@ -100,53 +100,53 @@ def test_scaled_layers_are_right_without_a_rerun(cells: Cells, family: str, heat
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_later_steps_widen_what_few_functions_are_given(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be read and written twice as wide, and ComfyUI's kernels take half precision alone."""
-    mode, widened = module("precision.upcast").Fp32Mode, set[str]()
+def test_later_steps_upcast_large_inputs_of_few_functions_only(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upcast tensors take twice the memory traffic, and ComfyUI's kernels only accept half precision."""
+    mode, upcast = module("precision.upcast").Fp32Mode, set[str]()
     compute = mode.compute
 
-    def told(self: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def record(self: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [each for each in args if isinstance(each, torch.Tensor) and each.dtype is torch.float16]
         if type(self).__name__ == "PlannedMode" and any(each.numel() >= LARGE for each in tensors):
-            widened.add(func.__name__)
+            upcast.add(func.__name__)
         return compute(self, func, args, kwargs)
 
-    monkeypatch.setattr(mode, "compute", told)
+    monkeypatch.setattr(mode, "compute", record)
     run(make_model(replace(LAYOUTS[family], cfg=1.0)))
     check_said(PROTECTED)
-    assert widened - {"__get__"} <= WIDENED
+    assert upcast - {"__get__"} <= UPCAST
 
 
 def check_learned(patcher: Any, exact: Any, check: Callable[[str], None]) -> None:
-    """Two runs of one guard, whose model fails in fp16; and one of another guard, later.
+    """Run one guard twice on a model that fails in fp16, and later a new guard.
 
-    check: of each run, what is said.
+    check: checks the texts of each run.
     """
     reference = sample(exact, steps=STEPS)
     learner = guarded(patcher, scope="learned")
     for time in ("first", "second", "after a restart"):
         learner = guarded(patcher, scope="learned") if time == "after a restart" else learner
-        said.clear()
+        texts.clear()
         assert distance(patcher.model.layout, sample(learner, steps=STEPS), reference) <= 5e-3
         check(time)
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_scope_learned_reruns_once_and_is_scaled_from_then_on(family: str) -> None:
+def test_scope_learned_reruns_once_then_protects_every_step(family: str) -> None:
     def check(time: str) -> None:
-        *told, report = said
+        *record, report = texts
         if time == "first":
-            assert len(told) == 1 and told[0].startswith("call 1: NaN or infinite in fp16")
+            assert len(record) == 1 and record[0].startswith("call 1: NaN or infinite in fp16")
             assert PROTECTED in report and f"{STEPS} steps, 1 recomputed in fp32." in report
         else:
-            assert not told
+            assert not record
             check_said(PROTECTED)
             assert ("from a profile: " in report) == (time == "after a restart")
 
-    check_learned(*with_its_twin(family, hot=True), check)
+    check_learned(*with_fp32_twin(family, hot=True), check)
 
 
-def test_what_was_learned_is_known_to_later_guards_of_the_same_model_and_not_of_its_kin() -> None:
+def test_learned_profile_applies_only_to_same_weights() -> None:
     overflows, healthy = make_model("sd15", hot=True), make_model("sd15")
     plain = sample(healthy, steps=STEPS)
 
@@ -155,12 +155,12 @@ def test_what_was_learned_is_known_to_later_guards_of_the_same_model_and_not_of_
             return run(patcher, "inherit", scope="learned")
 
     learning(overflows)
-    assert f"{STEPS} steps, 1 recomputed in fp32." in said[-1] and "profile" not in said[-1]
-    assert same(plain, learning(healthy)) and "profile" not in said[-1]
+    assert f"{STEPS} steps, 1 recomputed in fp32." in texts[-1] and "profile" not in texts[-1]
+    assert same(plain, learning(healthy)) and "profile" not in texts[-1]
     learning(lora_on(overflows))
-    assert f"{STEPS} steps, 1 recomputed in fp32." in said[-1] and "profile" not in said[-1]
-    anew, another, again = (make_model("sd15", hot=True) for _ in range(3))
-    known = [(lora_on(anew), nullcontext), (lora_on(another), lowvram), (again, lowvram), (overflows, nullcontext)]
+    assert f"{STEPS} steps, 1 recomputed in fp32." in texts[-1] and "profile" not in texts[-1]
+    fresh, another, again = (make_model("sd15", hot=True) for _ in range(3))
+    known = [(lora_on(fresh), nullcontext), (lora_on(another), lowvram), (again, lowvram), (overflows, nullcontext)]
     for patcher, around in known:
         learning(patcher, around)
         check_said(PROTECTED, "from a profile: ")
@@ -168,19 +168,19 @@ def test_what_was_learned_is_known_to_later_guards_of_the_same_model_and_not_of_
 
 @pytest.mark.parametrize("weights", WEIGHTS | BF16)
 @few
-def test_each_precision_is_what_it_says(family: str, weights: str) -> None:
+def test_each_precision_computes_in_its_dtype(family: str, weights: str) -> None:
     layout = LAYOUTS[family]
-    patcher, exact = with_its_twin(layout, *(WEIGHTS | BF16)[weights])
+    patcher, exact = with_fp32_twin(layout, *(WEIGHTS | BF16)[weights])
     plain, reference = (sample(model, steps=STEPS) for model in (patcher, exact))
     with on("sm75"):
         assert 0 < distance(layout, run(patcher, "auto"), reference) <= 5e-3
     check_said("has no native bf16", PROTECTED)
-    assert ("ComfyUI alone would compute it in fp32" in said[-1]) == (weights == "bf16 in fp32")
+    assert ("ComfyUI alone would compute it in fp32" in texts[-1]) == (weights == "bf16 in fp32")
     for card in ("sm80", "sm90", "cpu"):
         with on(card):
             assert same(run(patcher, "auto"), plain)
         check_said(", which ComfyUI chose for ")
-        assert PROTECTED not in said[-1]
+        assert PROTECTED not in texts[-1]
     as_it_is = {"fp16": "fp16 (plain)", "bf16": "bf16", "bf16 in fp32": "fp32"}[weights]
     with on("cpu"):
         for precision in ("inherit", "bf16", "fp16 (plain)", "fp32"):
@@ -197,7 +197,7 @@ def test_each_precision_is_what_it_says(family: str, weights: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["fp32_unet", "force_fp32"])
-def test_auto_is_fp32_where_comfyui_was_told_to(option: str) -> None:
+def test_auto_is_fp32_with_comfyuis_fp32_flags(option: str) -> None:
     patcher = make_model("flux", *WEIGHTS["bf16 in fp32"])
     with on("sm75"), patch.object(import_module("comfy.cli_args").args, option, True, create=True):
         made = run(patcher, "auto")
@@ -205,7 +205,7 @@ def test_auto_is_fp32_where_comfyui_was_told_to(option: str) -> None:
     check_said("fp32 for ")
 
 
-def test_bf16_is_refused_on_a_device_that_has_none() -> None:
+def test_bf16_is_rejected_on_device_without_bf16() -> None:
     rows = module("precision.arch").ARCHITECTURES
     with patch.dict(rows, {"mps": replace(rows["mps"], bf16="none")}), on("mps"):
         error = error_of(lambda: run(make_model("flux"), "bf16"))
@@ -213,15 +213,15 @@ def test_bf16_is_refused_on_a_device_that_has_none() -> None:
 
 
 @few
-def test_plain_fp16_is_left_as_broken_as_it_is(family: str) -> None:
+def test_plain_fp16_keeps_broken_result(family: str) -> None:
     patcher = make_model(family, hot=True)
     assert same(run(patcher, "fp16 (plain)"), sample(patcher, steps=STEPS))
-    assert f"{STEPS} steps, {STEPS} with NaN, infinite or clipped values: " in said[-1]
+    assert f"{STEPS} steps, {STEPS} with NaN, infinite or clipped values: " in texts[-1]
 
 
 @pytest.mark.parametrize(("family", "at"), {"flux": "img_in", "wan": "blocks.1.ffn.0"}.items())
-def test_what_cannot_be_scaled_is_as_comfyui_computes_it(family: str, at: str) -> None:
-    """A layer that PyTorch has compiled: nobody can have it multiply otherwise."""
+def test_layer_that_cannot_be_scaled_keeps_run_bit_equal(family: str, at: str) -> None:
+    """A scripted layer: its product cannot be replaced."""
     patcher = make_model(family)
     parent, _, own = at.rpartition(".")
     layer = patcher.model.diffusion_model.get_submodule(at)
@@ -231,7 +231,7 @@ def test_what_cannot_be_scaled_is_as_comfyui_computes_it(family: str, at: str) -
     setattr(patcher.model.diffusion_model.get_submodule(parent), own, scripted)
     assert same(run(patcher), sample(patcher, steps=STEPS))
     check_said("as ComfyUI computes it, since not every layer can be protected: ")
-    assert PROTECTED not in said[-1]
+    assert PROTECTED not in texts[-1]
 
 
 @torch.jit.script
@@ -240,8 +240,8 @@ def scripted_product(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 
 
 class ByScript(torch.nn.Module):
-    """A layer of ComfyUI's whose product takes two tensors of one dtype: a rerun has them in float32, scaled layers
-    have not."""
+    """A layer of ComfyUI's whose product needs two tensors of one dtype: true in a rerun (float32), not in scaled
+    layers."""
 
     def __init__(self, layer: torch.nn.Module):
         super().__init__()
@@ -252,12 +252,12 @@ class ByScript(torch.nn.Module):
         return scripted_product(input, weight, bias)
 
 
-def test_what_cannot_be_scaled_is_not_learned() -> None:
-    patcher, exact = with_its_twin("wan", hot=True)
+def test_layer_that_cannot_be_scaled_is_reported_and_rerun_is_near_fp32() -> None:
+    patcher, exact = with_fp32_twin("wan", hot=True)
     attention = patcher.model.diffusion_model.blocks[1].self_attn
     attention.o = ByScript(attention.o)
 
     def check(time: str) -> None:
-        assert time == "after a restart" or "since not every layer can be protected: " in said[-1]
+        assert time == "after a restart" or "since not every layer can be protected: " in texts[-1]
 
     check_learned(patcher, exact, check)

@@ -1,4 +1,4 @@
-"""NaN Guard where the weights on the card are not what the host has: NaN in fp32 too, until ComfyUI loads them anew."""
+"""NaN Guard with stale weights on the card: results are NaN in fp32 too, until ComfyUI loads the weights again."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ import pytest
 import torch
 from guard_beside import lora_of_a_prompt, lora_on
 from guard_streamed import LINEAR, with_lora
-from in_comfyui import counting_loads, difference, error_of, guarded, module, said, witness, wrapped
+from in_comfyui import as_comfyui_code, counting_loads, difference, error_of, guarded, module, texts, wrapped
 from native_models import LAYOUTS, in_fp32, make_model, sample
 from simulated_card import CARD, DYNAMIC, HOST, MANAGEMENT, card, on_host
 
-ANEW = "NaN or infinite in fp32 too: the weights were loaded again, "
+NOTE = "NaN or infinite in fp32 too: the weights were loaded again, "
 OTHER = "diffusion_model.output_blocks.0.1.transformer_blocks.0.ff.net.2"
 Spoil = Callable[[Any], None]  # of a ModelPatcher
 
 
 def spoiled(patcher: Any, spoil: Spoil) -> Any:
-    """A clone whose weights on the card are made stale before the third call of the network."""
+    """Return a clone whose weights on the card become stale before the network's third call."""
     calls: list[int] = []
 
-    @witness
-    def spoils(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    @as_comfyui_code
+    def spoil_at_third_call(executor: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
             spoil(patcher)
         return executor(*args, **kwargs)
 
-    return wrapped(patcher, spoils)
+    return wrapped(patcher, spoil_at_third_call)
 
 
 def spoil_patched(patcher: Any) -> None:
-    """Those into which a LoRA was patched, of which the host has the originals."""
+    """Overwrite the weights with a merged LoRA; the host has the originals."""
     assert patcher.backup
     for key in patcher.backup:
         patcher.model.get_parameter(key).data.fill_(torch.nan)
 
 
 def spoil_pages(patcher: Any) -> None:
-    """All that dynamic VRAM holds: the card's pages, and the pinned copies that they are filled from."""
+    """Overwrite everything in dynamic VRAM: the card's pages, and their pinned copies on the host."""
     for pages in patcher.model.dynamic_vbars.values():
         assert pages.loaded_size() > 0
         pages.overwrite()
@@ -54,14 +54,14 @@ def spoil_pages(patcher: Any) -> None:
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("sd15", "fp32"), ("anima", "fp16"), ("sensenova", "fp16")])
-def test_so_they_are_in_fp32_and_for_a_model_that_prepares_text(family: str, dtype: str) -> None:
-    """What samples is in the latter case a view of the model that is on the card."""
+def test_stale_weights_of_fp32_and_text_models_are_reloaded(family: str, dtype: str) -> None:
+    """Models that prepare text sample with a view of the model on the card."""
     if family not in LAYOUTS:
         pytest.skip("this ComfyUI has none")
     model = lora_on(make_model(family, torch.float32 if dtype == "fp32" else torch.float16))
     expected = sample(model)
     assert torch.equal(sample(guarded(spoiled(model, spoil_patched))), expected)
-    assert f"{ANEW}after that {dtype} was finite" in said[-1]
+    assert f"{NOTE}after that {dtype} was finite" in texts[-1]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_so_they_are_in_fp32_and_for_a_model_that_prepares_text(family: str, dty
     [False, pytest.param(True, marks=pytest.mark.skipif(not DYNAMIC, reason="this ComfyUI has no dynamic VRAM"))],
 )
 @pytest.mark.parametrize("hot", [False, True])
-def test_weights_are_loaded_anew_and_what_fits_fp16_is_right_in_it(hot: bool, dynamic: bool) -> None:
+def test_reload_of_stale_weights_retries_fp16_before_fp32(hot: bool, dynamic: bool) -> None:
     if dynamic:
         model = make_model("sd15", hot=hot)
         expected = sample(in_fp32(model) if hot else model)
@@ -82,22 +82,22 @@ def test_weights_are_loaded_anew_and_what_fits_fp16_is_right_in_it(hot: bool, dy
         made = sample(guarded(stale()))
     if hot:
         assert difference(made, expected) <= 1e-5
-        assert f"{ANEW}and the step recomputed in fp32" in said[-1] and "3 steps, 3 recomputed in fp32" in said[-1]
+        assert f"{NOTE}and the step recomputed in fp32" in texts[-1] and "3 steps, 3 recomputed in fp32" in texts[-1]
     else:
         assert torch.equal(made, expected)
-        assert f"{ANEW}after that fp16 was finite" in said[-1] and "3 steps, all fine" in said[-1]
-        assert len(loads) == 2  # the run's own, and one more
+        assert f"{NOTE}after that fp16 was finite" in texts[-1] and "3 steps, all fine" in texts[-1]
+        assert len(loads) == 2  # the run's load and one reload
 
 
-def test_a_lora_of_one_prompt_is_in_it_again() -> None:
+def test_lora_of_one_prompt_is_applied_again_after_reload() -> None:
     patcher, hooks = with_lora(make_model("sd15")), lora_of_a_prompt(OTHER, inputs=256, strength=1.0)
     without, expected = sample(patcher), sample(patcher, hooks=hooks)
     assert difference(without, expected) > 2e-2
     assert torch.equal(sample(guarded(spoiled(patcher, spoil_patched)), hooks=hooks), expected)
 
 
-def test_as_much_is_on_the_card_afterwards() -> None:
-    """Some layers on the card, others brought to it as they run."""
+def test_reload_keeps_amount_of_weights_on_card() -> None:
+    """Some layers are on the card, others are streamed to it."""
     patcher = with_lora(import_module("comfy.model_patcher").ModelPatcher(make_model("sd15").model, CARD, HOST))
     before: list[int] = []
 
@@ -113,7 +113,7 @@ def test_as_much_is_on_the_card_afterwards() -> None:
         assert 0.95 * before[0] < after <= before[0] < patcher.model_size()
 
 
-def test_what_no_loading_helps_is_named_as_ever_and_nothing_is_loaded_where_none_is_needed() -> None:
+def test_broken_weight_is_reloaded_once_and_broken_input_never() -> None:
     broken, stale = make_model("sd15"), with_lora(make_model("sd15"))
     broken.model.get_parameter(LINEAR)[0, 0] = torch.nan
     nan = torch.full(LAYOUTS["sd15"].latents, torch.nan)
@@ -130,8 +130,8 @@ def test_what_no_loading_helps_is_named_as_ever_and_nothing_is_loaded_where_none
 
 
 @pytest.mark.parametrize("inserted", [False, True])
-def test_a_model_whose_loading_fails_computes_nothing_more_in_that_run(inserted: bool) -> None:
-    """ComfyUI has taken its LoRA out by then: all steps from there on would be those of another model."""
+def test_failed_reload_gives_error_or_nan_and_next_run_works(inserted: bool) -> None:
+    """When a reload fails, ComfyUI has already removed the LoRA: later steps would use another model."""
     model = with_lora(make_model("sd15"))
     expected, load = sample(model), MANAGEMENT.LoadedModel.model_load
     loads: list[str] = []
@@ -151,7 +151,7 @@ def test_a_model_whose_loading_fails_computes_nothing_more_in_that_run(inserted:
     assert torch.equal(sample(guarded(model)), expected)
 
 
-def test_what_others_loaded_or_runs_compiled_is_left_alone() -> None:
+def test_unloaded_or_compiled_model_is_not_reloaded() -> None:
     loaded_anew = module("comfyui_host.layers").loaded_anew
     patcher = make_model("sd15")
     assert not loaded_anew(patcher.model)

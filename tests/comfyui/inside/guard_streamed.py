@@ -1,5 +1,5 @@
-"""NaN Guard where ComfyUI brings weights to the card as layers run: async offload and dynamic VRAM, by its own code on
-a simulated card."""
+"""NaN Guard with weights that ComfyUI streams to the card: async offload and dynamic VRAM, by ComfyUI's code on a
+simulated card."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from in_comfyui import difference, guarded, node, said, wrapped
-from native_models import HOT_DECODER, RECENT, make_model, make_vae, sample, vae_in_fp32, with_its_twin
+from in_comfyui import difference, guarded, node, texts, wrapped
+from native_models import HOT_DECODER, RECENT, make_model, make_vae, sample, vae_in_fp32, with_fp32_twin
 from simulated_card import DYNAMIC, MANAGEMENT, OnHost, card, on_host
 
 OPS = import_module("comfy.ops")
@@ -23,8 +23,8 @@ if DYNAMIC:
     WAYS["dynamic"] = partial(card, dynamic=True)
     WAYS["dynamic, little room"] = partial(card, dynamic=True, room=1 << 17)
     WAYS["dynamic, no room"] = partial(card, dynamic=True, room=0, pinned=False)
-RESIDENT = ("dynamic", "dynamic, little room")  # weights stay on the card, with LoRAs in them, rounded to fp16
-RUNS: dict[str, tuple[Any, ...]] = {  # layout, dtype of the weights, and what they are cast to
+RESIDENT = ("dynamic", "dynamic, little room")  # weights stay on the card, with merged LoRAs, rounded to fp16
+RUNS: dict[str, tuple[Any, ...]] = {  # layout, dtype of the weights, and the dtype they are cast to
     **{f"{name}, fp16": (name, torch.float16, None) for name in ("sd15", "flux", "wan", *RECENT)},
     "sd15, fp32 computed in fp16": ("sd15", torch.float32, torch.float16),
 }
@@ -36,7 +36,7 @@ def streamed(patcher: Any, way: str) -> Any:
 
 @contextmanager
 def counting_moves() -> Iterator[list[int]]:
-    """How often a weight came from the host while a layer ran."""
+    """Record each weight that comes from the host while a layer runs."""
     moves: list[int] = []
     original = OPS.cast_bias_weight
 
@@ -46,13 +46,13 @@ def counting_moves() -> Iterator[list[int]]:
 
     with patch.object(OPS, "cast_bias_weight", cast_bias_weight):
         yield moves
-        assert OPS.cast_bias_weight is cast_bias_weight, "the guard puts back what was there"
+        assert OPS.cast_bias_weight is cast_bias_weight, "the guard restores the function"
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("run", RUNS)
-def test_a_streamed_model_is_guarded(run: str, way: str) -> None:
-    healthy, (hot, twin) = make_model(*RUNS[run]), with_its_twin(*RUNS[run], hot=True)
+def test_streamed_model_is_bit_equal_or_recomputed_near_fp32(run: str, way: str) -> None:
+    healthy, (hot, twin) = make_model(*RUNS[run]), with_fp32_twin(*RUNS[run], hot=True)
     exact = sample(twin)
     with WAYS[way](), counting_moves() as moves:
         plain = sample(streamed(healthy, way))
@@ -61,11 +61,11 @@ def test_a_streamed_model_is_guarded(run: str, way: str) -> None:
         assert torch.equal(sample(guarded(streamed(healthy, way))), plain)
     with WAYS[way](), counting_moves():
         assert difference(sample(guarded(streamed(hot, way))), exact) <= hot.model.layout.rounds
-    assert "3 steps, 3 recomputed in fp32" in said[-1]
+    assert "3 steps, 3 recomputed in fp32" in texts[-1]
 
 
 def with_lora(patcher: Any, key: str = LINEAR) -> Any:
-    """A clone with patches as ComfyUI reads them from a LoRA's file."""
+    """Return a clone with a LoRA's patches, as ComfyUI reads them from a file."""
     generator = torch.Generator().manual_seed(3)
     many, few = patcher.model.get_parameter(key).shape
     down, up = (torch.randn(shape, generator=generator).half() for shape in ((4, few), (many, 4)))
@@ -76,8 +76,8 @@ def with_lora(patcher: Any, key: str = LINEAR) -> Any:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_lora_on_streamed_weights_is_in_the_rerun(way: str) -> None:
-    hot, twin = with_its_twin("sd15", hot=True)
+def test_lora_on_streamed_weights_is_in_rerun(way: str) -> None:
+    hot, twin = with_fp32_twin("sd15", hot=True)
     without, exact = sample(twin), sample(with_lora(twin))
     with WAYS[way]():
         made = sample(guarded(with_lora(streamed(hot, way))))
@@ -87,13 +87,13 @@ def test_a_lora_on_streamed_weights_is_in_the_rerun(way: str) -> None:
 
 @pytest.mark.skipif(not DYNAMIC, reason="this ComfyUI has no dynamic VRAM")
 @pytest.mark.parametrize("way", ["dynamic", "dynamic, no room"])
-def test_weights_that_are_brought_ahead_of_their_block(way: str) -> None:
-    """As LTX-2 and MiniMax H3 have it."""
+def test_prefetched_weights_are_used_in_rerun(way: str) -> None:
+    """LTX-2 and MiniMax H3 prefetch a block's weights like this."""
     prefetch = import_module("comfy.model_prefetch")
     key = "diffusion_model.blocks.0.ffn.2.weight"
-    hot, twin = with_its_twin("wan", hot=True)
+    hot, twin = with_fp32_twin("wan", hot=True)
     exact, exact_with_lora = sample(twin), sample(with_lora(twin, key))
-    ahead: list[bool] = []
+    prefetched: list[bool] = []
 
     def around(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         blocks = hot.model.diffusion_model.blocks
@@ -101,7 +101,7 @@ def test_weights_that_are_brought_ahead_of_their_block(way: str) -> None:
 
         def fetch(block: Any, _: Any) -> None:
             prefetch.prefetch_queue_pop(queue, x.device, block)
-            ahead.append(hasattr(block.ffn[0], "_prefetch"))
+            prefetched.append(hasattr(block.ffn[0], "_prefetch"))
 
         hooks = [block.register_forward_pre_hook(fetch) for block in blocks]
         try:
@@ -115,24 +115,24 @@ def test_weights_that_are_brought_ahead_of_their_block(way: str) -> None:
     with WAYS[way]():
         patcher = wrapped(guarded(streamed(hot, way)), around)
         made, made_with_lora = sample(patcher), sample(with_lora(patcher, key))
-    assert ahead and all(ahead)
+    assert prefetched and all(prefetched)
     assert difference(made, exact) <= 1e-5
     assert difference(made_with_lora, exact) > 1e-3
     assert difference(made_with_lora, exact_with_lora) <= (2e-3 if way in RESIDENT else 1e-5)
 
 
-def test_a_model_that_is_loaded_amid_a_rerun_is_loaded_as_ever() -> None:
-    """A patch loads a model of its own, with a LoRA, in the rerun alone."""
+def test_model_loaded_during_rerun_keeps_fp16_weights() -> None:
+    """During the rerun, a patch load_other_model another model with a LoRA."""
     hot, other = make_model("sd15", hot=True), with_lora(make_model("sd15"))
     calls: list[int] = []
 
-    def loads(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_other_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             MANAGEMENT.load_models_gpu([other])
         return executor(*args, **kwargs)
 
-    sample(wrapped(guarded(hot), loads))
+    sample(wrapped(guarded(hot), load_other_model))
     inside = other.model.get_parameter(LINEAR).detach().clone()
     other.detach()
     MANAGEMENT.load_models_gpu([other])
@@ -141,7 +141,7 @@ def test_a_model_that_is_loaded_amid_a_rerun_is_loaded_as_ever() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_streamed_vae_is_guarded(way: str) -> None:
+def test_streamed_vae_is_recomputed_in_fp32(way: str) -> None:
     latents = torch.randn((1, 4, 4, 4), generator=torch.Generator().manual_seed(4)).half().float()
     vae = make_vae(torch.float16, HOT_DECODER)
     exact = vae_in_fp32(vae)

@@ -1,4 +1,4 @@
-"""NaN Guard (native) on ComfyUI's own small VAEs: SD1.5's layout and SVD's, whole and tiled."""
+"""NaN Guard (native) on small VAEs of ComfyUI's own, in the layouts of SD1.5 and SVD, whole and tiled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_comfyui import difference, error_of, node, on, said
+from in_comfyui import difference, error_of, node, on, texts
 from native_models import HOT_DECODER, HOT_ENCODER, make_vae, vae_in_fp32
 
 TILES = {"tile_x": 4, "tile_y": 4, "overlap": 1}
@@ -17,7 +17,7 @@ PIXEL_TILES = {"tile_x": 32, "tile_y": 32, "overlap": 8}
 
 
 def latents(frames: int = 1) -> torch.Tensor:
-    """Such that fp16 holds them: ComfyUI casts them before the VAE, guarded or not."""
+    """Return latents with fp16 values: ComfyUI casts them before the VAE, guarded or not."""
     return torch.randn((frames, 4, 6, 6), generator=torch.Generator().manual_seed(3)).half().float()
 
 
@@ -45,32 +45,32 @@ def run(call: Callable[[Any], torch.Tensor], vae: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_healthy_vae_is_the_same_to_the_bit(call: str, dtype: torch.dtype) -> None:
+def test_healthy_vae_is_bit_equal_with_guard(call: str, dtype: torch.dtype) -> None:
     vae = make_vae(dtype)
     plain, made = (run(CALLS[call], each) for each in (vae, guarded(vae)))
     assert plain.isfinite().all() and torch.equal(plain, made)
-    (told,) = said  # whatever the number of tiles
-    assert told.splitlines()[0].endswith(" fine.")
+    (report,) = texts  # one report for any number of tiles
+    assert report.splitlines()[0].endswith(" fine.")
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_vae_that_overflows_is_broken_without_and_right_with_it(call: str) -> None:
+def test_overflowing_vae_is_recomputed_bit_equal_to_fp32(call: str) -> None:
     vae = make_vae(torch.float16, HOT_DECODER | HOT_ENCODER)
     assert torch.isnan(run(CALLS[call], vae)).all()
     made, exact = (run(CALLS[call], each) for each in (guarded(vae), vae_in_fp32(vae)))
     assert torch.equal(made, exact)
     part = call.split()[0]
-    counts = re.search(r"(\d+) parts?, (\d+) recomputed in fp32", said[-1])
+    counts = re.search(r"(\d+) parts?, (\d+) recomputed in fp32", texts[-1])
     assert counts and counts[1] == counts[2]
     assert (int(counts[1]) > 1) is ("tiled" in call)
-    assert said[-1].startswith(f"VAE {part}r: AutoencoderKL computes in fp16")
-    assert f"'{part}r.mid.block_1.conv1' reaches" in said[-1]
+    assert texts[-1].startswith(f"VAE {part}r: AutoencoderKL computes in fp16")
+    assert f"'{part}r.mid.block_1.conv1' reaches" in texts[-1]
     in_bf16, protected = (run(CALLS[call], guarded(vae, precision=precision)) for precision in ("bf16", "fp16"))
     assert (protected - exact).norm() <= (in_bf16 - exact).norm() / 4
-    assert "; overflow protection; " in said[-1] and said[-1].splitlines()[0].endswith(" fine.")
+    assert "; overflow protection; " in texts[-1] and texts[-1].splitlines()[0].endswith(" fine.")
 
 
-def test_svds_decoder_is_guarded_over_all_frames() -> None:
+def test_svd_decoder_is_recomputed_bit_equal_to_fp32() -> None:
     vae = make_vae(torch.float16, HOT_DECODER, temporal=True)
     exact = vae_in_fp32(vae, temporal=True)
     plain, made, right = (run(lambda vae: vae.decode(latents(frames=3)), each) for each in (vae, guarded(vae), exact))
@@ -78,8 +78,8 @@ def test_svds_decoder_is_guarded_over_all_frames() -> None:
     assert torch.equal(made, right)
 
 
-def test_one_bad_tile_costs_one_tile() -> None:
-    """One tile of a picture leaves the range: the others stay in half precision."""
+def test_only_some_tiles_are_recomputed_for_one_overflow() -> None:
+    """One tile of a picture overflows: the others stay in half precision."""
     vae, hot = make_vae(torch.float16), latents()
     hot[..., :2, :2] = 6e4
     plain, made, exact = (
@@ -87,11 +87,11 @@ def test_one_bad_tile_costs_one_tile() -> None:
     )
     assert torch.isnan(plain).any() and not torch.isnan(plain).all()
     assert difference(made, exact) <= 2e-2
-    counts = re.search(r"(\d+) parts, (\d+) recomputed in fp32", said[-1])
+    counts = re.search(r"(\d+) parts, (\d+) recomputed in fp32", texts[-1])
     assert counts and 0 < int(counts[2]) < int(counts[1])
 
 
-def test_the_vae_that_went_in_is_not_changed() -> None:
+def test_input_vae_is_not_changed() -> None:
     vae = make_vae(torch.float16, HOT_DECODER)
     run(decode, vae)
     before = _state(vae)
@@ -99,13 +99,13 @@ def test_the_vae_that_went_in_is_not_changed() -> None:
     run(decode, clone)
     assert before == _state(vae)
     assert torch.isnan(run(decode, vae)).all()
-    assert torch.isnan(run(decode, guarded(clone, on_failure="off"))).all()  # the last node counts
+    assert torch.isnan(run(decode, guarded(clone, on_failure="off"))).all()  # the last guard decides
     assert _pointers(vae) == _pointers(clone)
     assert isinstance(clone, type(vae)) and isinstance(clone.first_stage_model, type(vae.first_stage_model))
 
 
 def _mirrored(network: torch.nn.Module) -> None:
-    """As packs for seamless pictures have it."""
+    """Set mirrored padding, as packs for seamless pictures do."""
     for layer in network.modules():
         if isinstance(layer, torch.nn.Conv2d) and layer.padding[0]:
             layer.padding_mode, layer._reversed_padding_repeated_twice = "reflect", [1, 1, 1, 1]  # pyright: ignore
@@ -119,13 +119,15 @@ def _whole_copy(vae: Any) -> Any:
 
 def _other_network(vae: Any) -> Any:
     made = copy.copy(vae)
-    made.first_stage_model = copy.deepcopy(vae.first_stage_model).to(vae.device)  # the patcher loads its own alone
+    made.first_stage_model = copy.deepcopy(vae.first_stage_model).to(
+        vae.device
+    )  # the patcher only loads its own network
     _mirrored(made.first_stage_model)
     return made
 
 
 def _network_of_the_patcher(vae: Any) -> Any:
-    """As ComfyUI's Select VAE Device has it."""
+    """Copy as ComfyUI's Select VAE Device does."""
     made = copy.copy(vae)
     made.patcher = vae.patcher.clone()
     made.first_stage_model = made.patcher.model
@@ -134,7 +136,7 @@ def _network_of_the_patcher(vae: Any) -> Any:
 
 
 def _set_on_network(vae: Any) -> Any:
-    """As LTX's Decoder Noise has it."""
+    """Change the network as LTX's Decoder Noise does."""
     made = copy.copy(vae)
     made.first_stage_model.post_quant_conv = torch.nn.Sequential(made.first_stage_model.post_quant_conv, Negated())
     return made
@@ -165,28 +167,28 @@ CHANGES = (_whole_copy, _other_network, _network_of_the_patcher, _set_on_network
 
 @pytest.mark.parametrize("inserted", [False, True], ids=["wired", "every workflow"])
 @pytest.mark.parametrize("change", [*CHANGES, _method_of_the_class])
-def test_what_another_node_makes_of_a_guarded_vae_counts(change: Callable[[Any], Any], inserted: bool) -> None:
-    """Whatever it copies and changes, what is decoded is as without the guard, and guarded."""
+def test_changes_of_later_nodes_to_guarded_vae_are_kept(change: Callable[[Any], Any], inserted: bool) -> None:
+    """The decoded picture has the change, as without the guard, and is guarded."""
     for of, reference in ((make_vae(torch.float16), None), (make_vae(torch.float16, HOT_DECODER), vae_in_fp32)):
         exact = run(decode, change(reference(of) if reference else copy.deepcopy(of)))
         plain = run(decode, of)
         made = run(decode, change(node("vae", of, inserted=inserted)))
         assert torch.equal(made, exact) and not torch.equal(made, plain)
-        assert reference is None or inserted or "recomputed in fp32" in said[-1]
+        assert reference is None or inserted or "recomputed in fp32" in texts[-1]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_guard_behind_such_a_node_replaces_the_one_before_it(change: Callable[[Any], Any]) -> None:
+def test_guard_after_changed_vae_replaces_earlier_guard(change: Callable[[Any], Any]) -> None:
     vae = make_vae(torch.float16, HOT_DECODER)
     exact = run(decode, change(vae_in_fp32(vae)))
     before = guarded(vae, on_failure="stop")
     assert torch.equal(run(decode, guarded(change(before))), exact)
-    (told,) = [line for line in said if " parts" in line or " part," in line][-1:]
-    assert "recomputed in fp32" in told
+    (report,) = [line for line in texts if " parts" in line or " part," in line][-1:]
+    assert "recomputed in fp32" in report
 
 
 class Wrapper(torch.nn.Module):
-    """Hands on what it is asked for, as a compiled network does."""
+    """Delegate attributes to the network, as a compiled network does."""
 
     def __init__(self, network: torch.nn.Module):
         super().__init__()
@@ -196,8 +198,8 @@ class Wrapper(torch.nn.Module):
         return super().__getattr__(name) if name == "network" else getattr(self.network, name)
 
 
-class Own(torch.nn.Module):
-    """Has methods of its instance alone."""
+class InstanceMethods(torch.nn.Module):
+    """Have the methods only on the instance."""
 
     def __init__(self, network: Any):
         super().__init__()
@@ -207,15 +209,15 @@ class Own(torch.nn.Module):
 
 NETWORKS: dict[str, Callable[[Any], Any]] = {
     "compiled": lambda network: torch.compile(network, backend="eager"),
-    "handed on": Wrapper,
-    "of its instance": Own,
+    "delegating wrapper": Wrapper,
+    "instance methods": InstanceMethods,
 }
 
 
 @pytest.mark.parametrize("inserted", [False, True], ids=["wired", "every workflow"])
-@pytest.mark.parametrize("before", [True, False], ids=["before the guard", "after it"])
+@pytest.mark.parametrize("before", [True, False], ids=["before the guard", "after the guard"])
 @pytest.mark.parametrize("of", NETWORKS.values(), ids=NETWORKS)
-def test_a_network_in_another_is_guarded(of: Callable[[Any], Any], before: bool, inserted: bool) -> None:
+def test_wrapped_vae_network_is_recomputed_near_fp32(of: Callable[[Any], Any], before: bool, inserted: bool) -> None:
     vae = make_vae(torch.float16, HOT_DECODER)
     exact = run(decode, vae_in_fp32(vae))
     changed = vae if before else node("vae", vae, inserted=inserted)
@@ -224,8 +226,8 @@ def test_a_network_in_another_is_guarded(of: Callable[[Any], Any], before: bool,
     assert difference(made, exact) < 1e-5
 
 
-def test_what_is_set_on_the_vae_itself_later_is_its_own() -> None:
-    """Another node of the workflow, on a branch without the guard, or on the guarded one and put back."""
+def test_later_changes_to_input_vae_do_not_reach_guarded_vae() -> None:
+    """Another node changes the input VAE on an unguarded branch, or changes the guarded VAE and restores it."""
     vae = make_vae(torch.float16, HOT_DECODER)
     exact, made = run(decode, vae_in_fp32(vae)), guarded(vae)
     vae.first_stage_model.decode = lambda z: z
@@ -238,7 +240,7 @@ def test_what_is_set_on_the_vae_itself_later_is_its_own() -> None:
     assert torch.isnan(run(decode, vae)).all()
 
 
-def test_a_class_that_another_pack_derives_from_a_guarded_one_is_guarded_anew() -> None:
+def test_subclass_of_guarded_vae_is_guarded_again() -> None:
     vae = make_vae(torch.float16, HOT_DECODER)
     exact, made = run(decode, vae_in_fp32(vae)), guarded(vae, on_failure="stop")
     for each in (made, made.first_stage_model):
@@ -256,7 +258,7 @@ def _state(vae: Any) -> list[Any]:
     return [sorted(vars(vae)), [sorted(vars(layer)) for layer in layers], hooks, _pointers(vae)]
 
 
-def test_what_the_policy_says_is_done() -> None:
+def test_guard_follows_on_failure_and_scope() -> None:
     hot = make_vae(torch.float16, HOT_DECODER)
     stopped = error_of(lambda: run(decode, guarded(hot, on_failure="stop")))
     assert "vae decode, call 1" in stopped and "set to stop" in stopped
@@ -265,7 +267,7 @@ def test_what_the_policy_says_is_done() -> None:
     assert torch.equal(step, whole)
 
 
-def test_what_no_precision_helps_is_named() -> None:
+def test_broken_weight_latents_or_vae_is_named_in_error() -> None:
     hot, broken, single = make_vae(torch.float16, HOT_DECODER), make_vae(torch.float16), make_vae(torch.float32)
     broken.first_stage_model.decoder.conv_in.weight[0, 0] = torch.nan
     assert "the weight 'decoder.conv_in.weight' holds" in error_of(lambda: run(decode, guarded(broken)))
@@ -280,23 +282,21 @@ def test_what_no_precision_helps_is_named() -> None:
 
 
 @pytest.mark.parametrize(("working", "dtype"), [([torch.float32], "fp32"), ([torch.bfloat16, torch.float32], "fp16")])
-def test_auto_leaves_a_vae_in_fp32_that_comfyui_computes_in_nothing_less(working: list[Any], dtype: str) -> None:
-    """As those for sound are. Others are in fp32 on some cards alone."""
+def test_auto_keeps_fp32_only_vae_in_fp32(working: list[Any], dtype: str) -> None:
+    """VAEs for sound are always in fp32. Others are in fp32 only on some cards."""
     vae = make_vae(torch.float32)
     vae.working_dtypes = working
     plain = run(decode, vae)
     with on("sm75"):
         made = run(decode, guarded(vae, precision="auto"))
-    assert dtype in said[-1].splitlines()[0]
+    assert dtype in texts[-1].splitlines()[0]
     assert torch.equal(made, plain) is (dtype == "fp32")
 
 
-@pytest.mark.parametrize("lacks", ["encode", "decode"])
-def test_a_vae_with_methods_of_its_own_is_left_as_it_is_with_the_reason(
-    lacks: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("missing", ["encode", "decode"])
+def test_vae_with_own_methods_is_left_unguarded_with_reason(missing: str, caplog: pytest.LogCaptureFixture) -> None:
     vae = make_vae(torch.float16)
-    has = "decode" if lacks == "encode" else "encode"
+    has = "decode" if missing == "encode" else "encode"
     vae.first_stage_model = type("OctreeGaussianDecoder", (torch.nn.Module,), {has: lambda self, x: x})()
     assert guarded(vae) is vae
     assert "Not guarded: OctreeGaussianDecoder decodes by methods of its own" in caplog.text

@@ -1,7 +1,7 @@
-"""NaN Guard (native) on ComfyUI's video VAEs, many of which decode in chunks, into what they were handed.
+"""NaN Guard (native) on ComfyUI's video VAEs, many of which decode in chunks into a given output tensor.
 
-Each is made by ComfyUI's VAE class from a checkpoint's weights, as its loader does; their classes are told smaller
-sizes than the published ones.
+ComfyUI's VAE class makes each of them from a checkpoint's weights, as its loader does, at smaller sizes than
+published.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import guard_quantised
 import pytest
 import torch
 from guard_vae import guarded
-from in_comfyui import difference, said
+from in_comfyui import difference, texts
 from native_models import CARD, VAE_SETTINGS, random_weights
 
 SD = import_module("comfy.sd")
 ARGS = import_module("comfy.cli_args").args
 CHUNKED = "comfy.ldm.lightricks.vae.causal_video_autoencoder"
-MIDDLE = "decoder.transformer_blocks.0.attn.to_qkv.weight"  # MiniMax H3's; of a row, what has become v overflows
+MIDDLE = "decoder.transformer_blocks.0.attn.to_qkv.weight"  # MiniMax H3's; only the v part of a row overflows
 
 
 @dataclass(frozen=True)
 class Kind:
     module: str
-    build: Callable[[Any], torch.nn.Module]  # of the module
-    smaller: Mapping[str, Mapping[str, Any]]  # a class by its name in the module → its arguments
-    hot: Mapping[str, float]  # weight → what it is multiplied by, so that fp16 overflows: of decoder and encoder
-    hidden: Mapping[str, float] = field(default_factory=dict)  # the same, where what comes of it is finite
+    build: Callable[[Any], torch.nn.Module]  # from the module
+    smaller: Mapping[str, Mapping[str, Any]]  # name of a class in the module → its arguments
+    hot: Mapping[str, float]  # weight → factor that makes fp16 overflow, in decoder and encoder
+    hidden: Mapping[str, float] = field(default_factory=dict)  # the same, but the plain result is finite
     frames: int = 2  # of the latents
     images: int = 5  # to encode
     metadata: Mapping[str, str] | None = None
@@ -132,48 +132,48 @@ def encode(vae: Any, kind: Kind) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _in_chunks() -> Iterator[None]:
-    """LTXV's decoder goes by chunks of so many bytes."""
+    """Set a small chunk size in bytes for LTXV's decoder."""
     with patch.object(import_module(CHUNKED), "get_max_chunk_size", lambda _: 4096, create=True):
         yield
 
 
 @pytest.mark.parametrize("call", [decode, encode])
 @pytest.mark.parametrize("name", KINDS)
-def test_a_healthy_vae_is_the_same_to_the_bit(name: str, call: Any) -> None:
+def test_healthy_vae_is_bit_equal_with_guard(name: str, call: Any) -> None:
     kind = KINDS[name]
     vae = make(kind, torch.float16)
     plain, made = (call(each, kind) for each in (vae, guarded(vae)))
     assert plain.isfinite().all() and plain.std() > 0 and torch.equal(plain, made)
-    assert "1 part, fine" in said[-1]
+    assert "1 part, fine" in texts[-1]
 
 
 @pytest.mark.parametrize("call", [decode, encode])
 @pytest.mark.parametrize("name", KINDS)
-def test_a_vae_that_overflows_is_broken_without_and_right_with_it(name: str, call: Any) -> None:
+def test_overflowing_vae_is_recomputed_near_fp32(name: str, call: Any) -> None:
     kind = KINDS[name]
     vae = make(kind, torch.float16, kind.hot)
     plain, exact, made = (call(each, kind) for each in (vae, in_fp32(vae, kind), guarded(vae)))
     assert plain.isnan().any()
     assert exact.std() > 0 and difference(made, exact) <= 1e-5
-    assert "1 part, 1 recomputed in fp32" in said[-1]
+    assert "1 part, 1 recomputed in fp32" in texts[-1]
     protected = call(guarded(vae, precision="fp16"), kind)
     assert (protected - exact).norm() <= 5e-3 * exact.norm()
-    assert "; overflow protection; 1 part, fine" in said[-1]
+    assert "; overflow protection; 1 part, fine" in texts[-1]
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.hidden])
-def test_what_a_vae_hides_is_seen(name: str) -> None:
+def test_hidden_overflow_is_recomputed_near_fp32(name: str) -> None:
     kind = KINDS[name]
     vae = make(kind, torch.float16, kind.hidden)
     plain, exact, made = (decode(each, kind) for each in (vae, in_fp32(vae, kind), guarded(vae)))
     assert plain.isfinite().all() and difference(plain, exact) > 0.05
     assert difference(made, exact) <= 1e-5
-    assert "1 part, 1 recomputed in fp32" in said[-1]
+    assert "1 part, 1 recomputed in fp32" in texts[-1]
 
 
-@pytest.mark.skipif(not hasattr(ARGS, "fp16_intermediates"), reason="this ComfyUI keeps what comes out in float32")
+@pytest.mark.skipif(not hasattr(ARGS, "fp16_intermediates"), reason="this ComfyUI keeps outputs in float32")
 @pytest.mark.parametrize("name", [name for name in ("ltxv", "minimax_h3") if name in KINDS])
-def test_what_chunks_are_written_to_may_be_in_half_precision(name: str) -> None:
+def test_rerun_with_fp16_intermediates_is_bit_equal_to_fp32(name: str) -> None:
     kind = KINDS[name]
     vae = make(kind, torch.float16, kind.hot)
     with patch.object(ARGS, "fp16_intermediates", True):
@@ -184,28 +184,28 @@ def test_what_chunks_are_written_to_may_be_in_half_precision(name: str) -> None:
 
 @pytest.mark.skipif("minimax_h3" not in KINDS, reason="this ComfyUI has no such VAE")
 @pytest.mark.parametrize("hot", [False, True])
-def test_a_quantised_decoder_is_rerun_from_what_its_checkpoint_holds(hot: bool) -> None:
-    """MiniMax H3's, of which there are checkpoints in int8."""
+def test_quantised_decoder_is_recomputed_from_stored_weights(hot: bool) -> None:
+    """MiniMax H3's decoder has checkpoints in int8."""
     rotated, kind = guard_quantised.FORMATS["int8, rotated"], KINDS["minimax_h3"]
     stored = make(kind, torch.float16, kind.hot if hot else {}).first_stage_model.state_dict()
-    whole = dict(stored)
+    dequantised = dict(stored)
     for name in [name for name in stored if "transformer_blocks" in name and stored[name].ndim == 2]:
-        tensors, whole[name] = guard_quantised.written(rotated, stored.pop(name), {})
+        tensors, dequantised[name] = guard_quantised.written(rotated, stored.pop(name), {})
         stored |= {f"{name.removesuffix('.weight')}.{key}": tensor for key, tensor in tensors.items()}
     vae = make(kind, torch.float16, stored=stored)
-    plain, exact, made = (decode(each, kind) for each in (vae, in_fp32(vae, kind, whole), guarded(vae)))
+    plain, exact, made = (decode(each, kind) for each in (vae, in_fp32(vae, kind, dequantised), guarded(vae)))
     if not hot:
         assert torch.equal(made, plain)
         return
     assert plain.isnan().any() and difference(made, exact) <= 1e-5
-    assert "rerun from the int8_tensorwise weights as they are stored" in said[-1]
+    assert "rerun from the int8_tensorwise weights as they are stored" in texts[-1]
 
 
 @torch.inference_mode()
 def make(
     kind: Kind, dtype: torch.dtype, hot: Mapping[str, float] | None = None, *, stored: dict[str, Any] | None = None
 ) -> Any:
-    """ComfyUI's VAE of random weights, or of those stored."""
+    """Make ComfyUI's VAE with random weights, or with the stored ones."""
     module = import_module(kind.module)
     with ExitStack() as sizes:
         for name, given in kind.smaller.items():
@@ -217,7 +217,7 @@ def make(
 
 
 def in_fp32(vae: Any, kind: Kind, stored: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """A VAE with the same weights, or those stored, in fp32. Its buffers that no checkpoint has are rounded as well."""
+    """Return a VAE in fp32 with the same weights, or the stored ones, and the same rounded buffers."""
     held: Mapping[str, torch.Tensor] = stored or vae.first_stage_model.state_dict()
     twin = make(kind, torch.float32, stored={name: weight.float() for name, weight in held.items()})
     for name, buffer in vae.first_stage_model.named_buffers():

@@ -1,6 +1,6 @@
-"""NaN Guard (native) and its probe where ComfyUI computes guidance halves at the same time, each on its own device.
+"""NaN Guard (native) and its probe with both guidance halves at the same time, each on its own device.
 
-Only the devices are simulated: "cpu" and "cpu:1" are two to ComfyUI, and one to PyTorch.
+Only the devices are simulated: "cpu" and "cpu:1" are two devices to ComfyUI, and one to PyTorch.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from in_comfyui import difference, error_of, guarded, module, said, witness, wrapped
+from in_comfyui import as_comfyui_code, difference, error_of, guarded, module, texts, wrapped
 from native_models import CPU, LAYOUTS, RECENT, Layout, in_fp32, make_model, sample
 from probe import facts, probed
 
 MANAGEMENT = import_module("comfy.model_management")
-HERE = hasattr(MANAGEMENT, "get_all_torch_devices")
-pytestmark = pytest.mark.skipif(not HERE, reason="this ComfyUI computes guidance halves on one GPU: it is before 0.23")
+AVAILABLE = hasattr(MANAGEMENT, "get_all_torch_devices")
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this ComfyUI computes guidance halves on one GPU (before 0.23)")
 OTHER = torch.device("cpu", 1)
 STEPS = 4
 RUNS = 3
-GUIDED = {name: replace(LAYOUTS[name], cfg=4.0) for name in ("sd15", "flux", *RECENT)}  # Flux clips what overflows
+GUIDED = {name: replace(LAYOUTS[name], cfg=4.0) for name in ("sd15", "flux", *RECENT)}  # Flux clips overflows
 SD15, FLUX = GUIDED["sd15"], GUIDED["flux"]
 WORK_UNITS = "multigpu"
 
 
 def split(patcher: Any, make: Callable[[], Any]) -> Any:
-    """By ComfyUI's own node. make: the same model anew, as a loader makes it."""
+    """Split with ComfyUI's own node. make: makes the same model again, as a loader does."""
     with patch.object(MANAGEMENT, "get_all_torch_devices", lambda **_: [CPU, OTHER]):
-        MANAGEMENT.current_loaded_models.clear()  # the node stumbles over one that is gone
+        MANAGEMENT.current_loaded_models.clear()  # the node fails on a deleted model
         patcher.cached_patcher_init = (make, ())
         return import_module("comfy_extras.nodes_multigpu").MultiGPUCFGSplitNode.execute(patcher, 2).args[0]
 
@@ -44,15 +44,15 @@ def on_two(layout: Layout, **model: Any) -> Any:
 
 
 def exact_on_two(patcher: Any) -> Any:
-    """In fp32, where halves that are computed together come out as those that are not; of SeedVR2 they do not."""
+    """Return the fp32 reference. It is split only for SeedVR2, where computing halves together changes the result."""
     make = partial(in_fp32, patcher)
     return split(make(), make) if patcher.model.layout.config == "SeedVR2" else make()
 
 
 def check_reports(reruns: int, runs: int = 1, steps: int = STEPS) -> None:
-    """Of the latest runs."""
+    """Check the reports of the latest runs."""
     endings = " fine.", "recomputed in fp32."
-    reports = [text for text in said if text.splitlines()[0].endswith(endings) and not text.startswith("call ")]
+    reports = [text for text in texts if text.splitlines()[0].endswith(endings) and not text.startswith("call ")]
     how = f"{reruns} of {2 * steps} calls recomputed in fp32"
     expected = f"{steps} step{'s' * (steps > 1)}, {how if reruns else 'all fine' if steps > 1 else 'fine'}."
     assert len(reports) == runs and all(expected in text for text in reports), reports
@@ -60,45 +60,45 @@ def check_reports(reruns: int, runs: int = 1, steps: int = STEPS) -> None:
 
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("family", GUIDED)
-def test_each_half_is_computed_again_in_every_run(family: str, order: str) -> None:
+def test_each_half_is_recomputed_in_every_run(family: str, order: str) -> None:
     layout = GUIDED[family]
     make = partial(make_model, layout, hot=True)
     both = split(make(), make)
     exact = sample(exact_on_two(both), steps=STEPS)
-    assert not difference(sample(both, steps=STEPS), exact) <= 0.1  # NaN, or finite and wrong
+    assert not difference(sample(both, steps=STEPS), exact) <= 0.1  # NaN, or finite but wrong
     threads: set[str] = set()
 
-    @witness
-    def look(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    @as_comfyui_code
+    def record_thread(executor: Any, *args: Any, **kwargs: Any) -> Any:
         threads.add(threading.current_thread().name)
         assert threading.current_thread() is not threading.main_thread()
         return executor(*args, **kwargs)
 
-    patcher = wrapped(guarded(both) if order == "after" else split(guarded(make()), make), look, "apply_model")
+    patcher = wrapped(guarded(both) if order == "after" else split(guarded(make()), make), record_thread, "apply_model")
     for _ in range(RUNS):
         assert difference(sample(patcher, steps=STEPS), exact) <= layout.rounds
     check_reports(2 * STEPS, RUNS)
-    calls = [text for text in said if text.startswith("call ")]
+    calls = [text for text in texts if text.startswith("call ")]
     named = [f"call {n + 1}" for n in range(2 * STEPS)] * RUNS
     assert sorted(text.partition(":")[0] for text in calls) == sorted(named)
-    assert not any("did not fail" in text for text in calls)  # each found the layer in its own network
+    assert not any("did not fail" in text for text in calls)  # each half found the layer in its own network
     assert len(threads) == 2 * RUNS
 
 
 @pytest.mark.parametrize("family", GUIDED)
-def test_a_healthy_model_stays_as_it_is(family: str) -> None:
+def test_healthy_model_is_bit_equal_with_guard(family: str) -> None:
     both = on_two(GUIDED[family])
     plain, made = (sample(each, steps=STEPS) for each in (both, guarded(both)))
     assert torch.equal(made, plain)
     check_reports(0)
 
 
-def test_a_fault_in_one_half_costs_one_call() -> None:
-    """Of the second device, in one step: the other half's stay in half precision."""
+def test_fault_in_one_half_recomputes_one_call() -> None:
+    """One call on the second device fails: the calls of the other half stay in half precision."""
     healthy, calls = on_two(SD15), list[torch.dtype]()
     exact = sample(in_fp32(healthy), steps=STEPS)
 
-    @witness
+    @as_comfyui_code
     def fault(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         made = executor(x, *args, **kwargs)
         if args[-1]["multigpu_thread_device"] != OTHER:
@@ -112,11 +112,11 @@ def test_a_fault_in_one_half_costs_one_call() -> None:
     assert calls.count(torch.float32) == 1
 
 
-def test_what_one_half_clips_is_not_lost_to_the_other() -> None:
-    """While the other's call begins: Flux, where that is all there is to see."""
+def test_clipping_in_one_half_is_detected_while_other_half_starts() -> None:
+    """The other half's call starts while one half clips. Flux only clips, so nothing else shows the overflow."""
     both = on_two(FLUX, hot=True)
     exact = sample(in_fp32(both), steps=1)
-    clipped, begun = threading.Event(), threading.Event()
+    clipped, started = threading.Event(), threading.Event()
 
     def outside(executor: Any, *args: Any, **kwargs: Any) -> Any:
         if args[5]["multigpu_thread_device"] == OTHER:
@@ -125,11 +125,11 @@ def test_what_one_half_clips_is_not_lost_to_the_other() -> None:
 
     def inside(executor: Any, *args: Any, **kwargs: Any) -> Any:
         if args[-1]["multigpu_thread_device"] == OTHER:
-            begun.set()
+            started.set()
         made = executor(*args, **kwargs)
         if args[-1]["multigpu_thread_device"] == CPU:
             clipped.set()
-            assert begun.wait(60)
+            assert started.wait(60)
         return made
 
     patcher = wrapped(guarded(wrapped(both, outside, "apply_model")), inside)
@@ -137,33 +137,33 @@ def test_what_one_half_clips_is_not_lost_to_the_other() -> None:
     check_reports(2, steps=1)
 
 
-@pytest.mark.parametrize(("scope", "reruns", "apart"), [("step", 8, 1e-5), ("learned", 2, 1e-2), ("run", 2, 1e-5)])
-def test_each_half_decides_how_far_its_rerun_reaches(scope: str, reruns: int, apart: float) -> None:
+@pytest.mark.parametrize(("scope", "reruns", "bound"), [("step", 8, 1e-5), ("learned", 2, 1e-2), ("run", 2, 1e-5)])
+def test_each_half_reruns_by_its_own_scope(scope: str, reruns: int, bound: float) -> None:
     both = on_two(SD15, hot=True)
     exact = sample(in_fp32(both), steps=STEPS)
-    patcher = guarded(wrapped(both, begun_together()), scope=scope)
-    assert difference(sample(patcher, steps=STEPS), exact) <= apart
+    patcher = guarded(wrapped(both, started_together()), scope=scope)
+    assert difference(sample(patcher, steps=STEPS), exact) <= bound
     check_reports(reruns)
 
 
-def begun_together() -> Callable[..., Any]:
-    """Both first calls begin before one of them ends: else the other would know already what that one learned."""
+def started_together() -> Callable[..., Any]:
+    """Start both first calls before one ends: otherwise the second call would use what the first one learned."""
     met, seen = threading.Barrier(2), set[int]()
 
-    @witness
-    def meet(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    @as_comfyui_code
+    def wait_for_both(executor: Any, *args: Any, **kwargs: Any) -> Any:
         if (thread := threading.get_ident()) not in seen:
             seen.add(thread)
             met.wait(60)
         return executor(*args, **kwargs)
 
-    return meet
+    return wait_for_both
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["attempt", "rerun"])
 @pytest.mark.parametrize("error", [ValueError("of the test"), MANAGEMENT.InterruptProcessingException()], ids=str)
-def test_what_ends_one_half_leaves_nothing_behind(error: BaseException, dtype: torch.dtype) -> None:
-    """In one thread, while the other one computes."""
+def test_error_in_one_half_leaves_no_state_behind(error: BaseException, dtype: torch.dtype) -> None:
+    """One thread raises an error while the other one computes."""
     both = on_two(SD15, hot=True)
     exact = sample(in_fp32(both), steps=STEPS)
 
@@ -173,26 +173,26 @@ def test_what_ends_one_half_leaves_nothing_behind(error: BaseException, dtype: t
         return executor(x, *args, **kwargs)
 
     run = partial(sample, guarded(wrapped(both, fail)), steps=STEPS)
-    if dtype is torch.float16 and isinstance(error, ValueError):  # which fp32 does not raise
+    if dtype is torch.float16 and isinstance(error, ValueError):  # the error is not raised in fp32
         assert difference(run(), exact) <= 1e-5
     else:
         with pytest.raises(type(error)):
             run()
-    said.clear()
-    assert left(both) == []
+    texts.clear()
+    assert leftovers(both) == []
     assert difference(sample(guarded(both), steps=STEPS), exact) <= 1e-5
     check_reports(2 * STEPS)
 
 
-def test_the_policy_stops_the_run_from_a_thread() -> None:
+def test_stop_policy_ends_run_from_worker_thread() -> None:
     both = on_two(SD15, hot=True)
     error = error_of(lambda: sample(guarded(both, on_failure="stop"), steps=STEPS))
     assert error.startswith("GuardStopped: denoiser, call 1: the output in fp16 is NaN or infinite")
-    assert left(both) == []
+    assert leftovers(both) == []
 
 
-def left(patcher: Any) -> list[str]:
-    """What is still held or hooked, in any thread."""
+def leftovers(patcher: Any) -> list[str]:
+    """Return settings, hooks and threads that are left."""
     held = {name: getattr(module("precision.upcast"), name) for name in ("EAGER_ONLY", "TF32", "FP32_ATTENTION")}
     held["_WHOLE_PRODUCTS"] = module("comfyui_host.layers")._WHOLE_PRODUCTS
     found = [name for name, setting in held.items() if setting.is_held]
@@ -202,7 +202,7 @@ def left(patcher: Any) -> list[str]:
     return found + [thread.name for thread in threading.enumerate() if "_worker_loop" in thread.name]
 
 
-def test_the_probe_measures_both_halves() -> None:
+def test_probe_measures_both_halves() -> None:
     one, two = (facts(probed(patcher)) for patcher in (make_model(SD15, hot=True), on_two(SD15, hot=True)))
     assert [entry["name"] for entry in two["worst"]] == [entry["name"] for entry in one["worst"]]
     for ours, theirs in zip(two["worst"], one["worst"], strict=True):
@@ -210,8 +210,8 @@ def test_the_probe_measures_both_halves() -> None:
     assert two["measured_steps"] == one["measured_steps"]
 
 
-def test_easycache_keeps_what_the_other_half_left() -> None:
-    """While one half's attempt is made again: the first to come waits for the other one."""
+def test_easycache_keeps_state_of_other_half() -> None:
+    """One half is recomputed while the other one has ended: the first half waits for the other."""
     cache = import_module("comfy_extras.nodes_easycache").EasyCacheNode
     kept: list[int] = []
     done = {step: threading.Event() for step in range(STEPS)}

@@ -1,8 +1,8 @@
-"""Hides functions of ComfyUI's from the pack alone, or has them take one argument more, in a ComfyUI that runs.
+"""Hides ComfyUI's functions from the pack only, or gives them one more argument, in a running ComfyUI.
 
-ComfyUI itself, which is whole, goes on as it is: as one that has renamed the function in all of its own code.
-Imported by a ComfyUI that runs, from a file in its custom_nodes; POST /hidden {"name", "how"} hides one, and shows the
-one before it again. It also notes which functions of ComfyUI's the pack calls: GET /hidden.
+ComfyUI itself works as before, like a ComfyUI that has renamed the function in its own code. A file in custom_nodes
+imports this module. POST /hidden {"name", "how", "kind"} hides one function and restores the previous one. GET /hidden
+returns the ComfyUI functions that the pack calls.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ CHECKOUT = str(Path(inspect.getfile(import_module("folder_paths"))).parent) + "/
 MISSING, CHANGED, GONE = "missing", "changed", "gone"  # how it is hidden
 REPLACED, WRAPPED = "replaced", "wrapped"  # how the pack uses it
 _NOTHING = object()
-called: set[str] = set()  # by the pack
-asked: set[str] = set()  # by the pack, of what is hidden
+called: set[str] = set()  # functions that the pack calls
+asked: set[str] = set()  # hidden names that the pack accesses
 
 
-def asks(depth: int = 2) -> bool:
-    """Whether the pack's own code is what asks."""
+def called_by_pack(depth: int = 2) -> bool:
+    """Return whether the caller is the pack's own code."""
     return OURS in sys._getframe(depth).f_code.co_filename
 
 
 class Hidden:
-    """In place of an attribute of a class or a module, for whoever asks for it."""
+    """A descriptor that replaces an attribute of a class or a module."""
 
     def __init__(self, name: str, how: str, kind: str, original: Any):
         self._name, self._how, self._kind, self._original = name, how, kind, original
 
     def _get(self, of: Any, kind: Any = None) -> Any:
-        ours = asks()
+        ours = called_by_pack()
         asked.add(self._name) if ours else None
         if ours and self._how == MISSING:
             whose = "module" if isinstance(of, types.ModuleType) else (kind or type(of)).__name__
@@ -49,9 +49,9 @@ class Hidden:
             return value
         if self._kind == REPLACED:
             return _taking_more(value) if ours else _given_more(value)
-        return _needs_more(self._name, value) if ours else value
+        return _requiring_more(self._name, value) if ours else value
 
-    _get.__code__ = _get.__code__.replace(co_name="__getattr__")  # as a traceback names a class's own way
+    _get.__code__ = _get.__code__.replace(co_name="__getattr__")  # so a traceback looks like normal attribute access
     __get__ = _get
 
     def _real(self, of: Any, kind: Any) -> Any:
@@ -65,14 +65,14 @@ class Hidden:
         return bind(self._original, of, kind) if bind else self._original
 
     def __set__(self, of: Any, value: Any) -> None:
-        more = asks() and self._how == CHANGED and self._kind == REPLACED and isinstance(of, types.ModuleType)
-        vars(of)[self._name] = _given_more(value) if more else value  # which a module's own code calls
+        more = called_by_pack() and self._how == CHANGED and self._kind == REPLACED and isinstance(of, types.ModuleType)
+        vars(of)[self._name] = _given_more(value) if more else value  # the module's own code calls it
 
     def __delete__(self, of: Any) -> None:
         del vars(of)[self._name]
 
 
-def _needs_more(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _requiring_more(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def changed(*args: Any, new_in_comfyui: int, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
@@ -81,17 +81,17 @@ def _needs_more(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _given_more(ours: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as a ComfyUI calls it that gives one argument more."""
+    """Call the pack's function with one more argument, as a newer ComfyUI would."""
     return lambda *args, **kwargs: ours(*args, **kwargs, new_in_comfyui=1)
 
 
 def _taking_more(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The original, which takes that."""
+    """Wrap the original so that it accepts the argument."""
     return lambda *args, new_in_comfyui=0, **kwargs: original(*args, **kwargs)
 
 
 class _Modules(dict[str, Any]):
-    """sys.modules without one."""
+    """sys.modules without one module."""
 
     def __init__(self, gone: str):
         super().__init__({name: module for name, module in sys.modules.items() if name != gone})
@@ -113,7 +113,7 @@ class _Modules(dict[str, Any]):
 
 
 class _Sys:
-    """`sys` as the pack's modules see it where one of ComfyUI's modules is gone."""
+    """`sys` for the pack's modules, without one of ComfyUI's modules."""
 
     def __init__(self, gone: str):
         self.modules = _Modules(gone)
@@ -122,7 +122,7 @@ class _Sys:
         return getattr(sys, name)
 
 
-def _show_again() -> None:
+def _restore() -> None:
     while _undo:
         _undo.pop()()
 
@@ -131,8 +131,8 @@ _undo: list[Callable[[], None]] = []
 
 
 def hide(name: str, how: str, kind: str) -> str:
-    """Says why it cannot be hidden; "" where it is. kind: how the pack uses it. name: "" for none."""
-    _show_again()
+    """Hide one, and return why it cannot be hidden; "" if it is. kind: how the pack uses it. name: "" for none."""
+    _restore()
     asked.clear()
     for module in [*sys.modules.values()]:
         if OURS in (getattr(module, "__file__", "") or "") and "tell_once" in vars(module):
@@ -160,7 +160,7 @@ def hide(name: str, how: str, kind: str) -> str:
     original = vars(owner).get(attribute, _NOTHING)
     inherited = inspect.getattr_static(owner, attribute, _NOTHING)
     setattr(owner, attribute, Hidden(attribute, how, kind, inherited))
-    if issubclass(owner, torch.nn.Module):  # which has a way of its own to its submodules
+    if issubclass(owner, torch.nn.Module):  # modules have their own access to submodules
         _hide_submodule(owner, attribute, how)
     _undo.append(lambda: delattr(owner, attribute) if original is _NOTHING else setattr(owner, attribute, original))
     return ""
@@ -168,7 +168,7 @@ def hide(name: str, how: str, kind: str) -> str:
 
 def _hide_submodule(owner: type, attribute: str, how: str) -> None:
     def get(of: Any, name: str) -> Any:
-        if name == attribute and how == MISSING and asks():
+        if name == attribute and how == MISSING and called_by_pack():
             asked.add(name)
             raise AttributeError(f"'{owner.__name__}' object has no attribute '{name}'")
         return torch.nn.Module.__getattr__(of, name)
@@ -189,7 +189,7 @@ def _module_gone(name: str) -> str:
 
 
 def _rename_attention() -> None:
-    """Else it is asked for by those alone who have chosen a kernel of another pack."""
+    """Rename attention functions. Otherwise only users with another pack's kernel access PyTorch's attention."""
     module = import_module("comfy.ldm.modules.attention")
     for function in {value for name, value in vars(module).items() if name.startswith("attention_")}:
         for each in {function, getattr(function, "__wrapped__", function)}:
@@ -198,7 +198,7 @@ def _rename_attention() -> None:
 
 
 def _owner_of(name: str) -> tuple[Any, str]:
-    """What holds it, a module or a class, and its name there; (None, "") where this ComfyUI has none."""
+    """Return the module or class that has it, and its name there; (None, "") if this ComfyUI has none."""
     path = name.split(".")
     for cut in range(len(path) - 1, 0, -1):
         try:
@@ -212,7 +212,7 @@ def _owner_of(name: str) -> tuple[Any, str]:
 
 
 def _wrapped_with_more(function: str) -> str:
-    """ComfyUI gives what the pack wraps one argument more."""
+    """Make ComfyUI pass one more argument to the function that the pack wraps."""
     executor = import_module("comfy.patcher_extension").WrapperExecutor
     execute = executor.execute
 
@@ -234,7 +234,7 @@ _MORE = object()
 
 
 def _note(frame: Any, event: str, _arg: Any) -> None:
-    """A profile function."""
+    """Profile function: record ComfyUI's functions that the pack calls."""
     if event != "call" or not frame.f_back or OURS not in frame.f_back.f_code.co_filename:
         return
     code = frame.f_code
@@ -244,9 +244,9 @@ def _note(frame: Any, event: str, _arg: Any) -> None:
 
 
 class Salted:
-    """MODEL and VAE as they are, and a corner of latents: another salt, and nothing behind it is cached.
+    """Pass on MODEL, VAE and a corner of the latents. With another salt, ComfyUI caches no later node.
 
-    broken: no precision helps the MODEL.
+    broken: the MODEL has a NaN weight.
     """
 
     RETURN_TYPES = ("MODEL", "VAE", "LATENT")
@@ -261,7 +261,7 @@ class Salted:
         if broken:
             with torch.inference_mode(False):
                 next(model.model.diffusion_model.parameters()).data.fill_(torch.nan)
-        sys.setprofile(_note if salt == 0 else None)  # of the thread that executes
+        sys.setprofile(_note if salt == 0 else None)  # for the executing thread
         return model, vae, {"samples": latent["samples"][..., :2, :2]}
 
 

@@ -1,10 +1,10 @@
-"""Runs tests inside ComfyUI's own process, and has what they share: the pack's nodes and what these say.
+"""Runs a test file inside ComfyUI's own process, and has shared helpers: the pack's nodes and their texts.
 
     python in_comfyui.py CHECKOUT PACK FILE [OPTION …]
 
-Run by ComfyUI's interpreter. PACK is the pack's folder, imported by its path as ComfyUI does. FILE is for pytest. The
-options are ComfyUI's: on the CPU, unless one names a card: `--cuda-device 0`, or `--second-device`, the one of
-tests/support, on which in the end nothing may be unordered, and no weights may be left.
+Runs with ComfyUI's interpreter. PACK is the pack's folder, imported by path as ComfyUI does. FILE is for pytest. The
+options are ComfyUI's. It runs on the CPU, unless an option names a card: `--cuda-device 0`, or `--second-device` of
+tests/support. At the end, the second device must have no unordered accesses and no weights.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ import torch
 NODE_ID = "7"
 SUPPORT = Path(__file__).resolve().parents[2] / "support"
 PACK, OURS = "custom_nodes_pack", "comfyui_onediff_guard"
-said: list[str] = []  # progress texts that were sent to the guard's node, as a page shows them
+texts: list[str] = []  # texts sent to the guard's node, as a page shows them
 
 
 class Server:
-    """A stand-in for ComfyUI's: what the pack shows on a node."""
+    """A stand-in for ComfyUI's server: records the texts for a node."""
 
     @staticmethod
     def send_progress_text(text: str, node_id: str) -> None:
         assert node_id == NODE_ID
-        said.append(html.unescape(text))
+        texts.append(html.unescape(text))
 
 
 @pytest.fixture(autouse=True)
-def _from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing has been said, and nothing learned."""
-    said.clear()
+def _clean_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start without texts and without profiles."""
+    texts.clear()
     monkeypatch.setenv("ONEDIFF_GUARD_PROFILES", str(tmp_path / "profiles"))
 
 
@@ -58,49 +58,49 @@ def node(
     inserted: bool = False,
     **further: Any,
 ) -> Any:
-    """The guarded 'model' or 'vae'. Nothing has been said since. inserted: as by 'Guard every workflow'."""
+    """Return the guarded 'model' or 'vae', and clear the texts. inserted: as by 'Guard every workflow'."""
     node_id = "onediff_guard_1_0" if inserted else NODE_ID
     policy = {"on_failure": on_failure, "exact_fp32": exact_fp32, "scope": scope}
     made = pack_node("NaNGuardNative", **{kind: wired}, **policy, node_id=node_id, **further)
-    said.clear()
+    texts.clear()
     return made[kind == "vae"]
 
 
 def guarded(patcher: Any, **policy: Any) -> Any:
-    """A MODEL behind NaN Guard (native)."""
+    """Return the MODEL with NaN Guard (native)."""
     return node("model", patcher, **policy)
 
 
 def pack_node(name: str, *args: Any, **kwargs: Any) -> Any:
-    """What one of the pack's nodes returns."""
+    """Run one of the pack's nodes, and return its outputs."""
     cls = sys.modules[PACK].NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]
     with torch.inference_mode():
         return getattr(cls(), cls.FUNCTION)(*args, **kwargs)
 
 
 def module(name: str) -> Any:
-    """One of the pack's modules."""
+    """Return one of the pack's modules."""
     return import_module(f"{PACK}.{name}")
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def witness(function: F) -> F:
-    """A function that is taken for ComfyUI's own: what it keeps is not put back where a call is made again."""
+def as_comfyui_code(function: F) -> F:
+    """Mark a function as ComfyUI's own: its state is not restored before a rerun."""
     function.__module__ = "comfy.utils"
     return function
 
 
 def wrapped(patcher: Any, wrapper: Callable[..., Any], kind: str = "diffusion_model") -> Any:
-    """A MODEL with one wrapper more, as another pack puts it in. kind: of comfy.patcher_extension.WrappersMP."""
+    """Return a MODEL with one more wrapper, as from another pack. kind: of comfy.patcher_extension.WrappersMP."""
     clone = patcher.clone()
     clone.add_wrapper_with_key(kind, "test", wrapper)
     return clone
 
 
 def import_ours() -> None:
-    """The pack by the name that tests/support knows it by, beside the one that ComfyUI has it under."""
+    """Import the pack by the name that tests/support uses, in addition to ComfyUI's name for it."""
     if OURS not in sys.modules:
         _import(OURS, Path(sys.modules[PACK].__path__[0]))
         sys.path.append(str(SUPPORT))
@@ -117,7 +117,7 @@ def _import(name: str, folder: Path) -> None:
 
 @contextmanager
 def on(card: str) -> Iterator[None]:
-    """As if ComfyUI computed on it, where the guard and the probe ask."""
+    """Make guard and probe treat ComfyUI's device as this card."""
     row = module("precision.arch").ARCHITECTURES[card]
     with patch.object(module("comfyui_host.networks"), "verified_architecture", lambda *_: row):
         yield
@@ -125,7 +125,7 @@ def on(card: str) -> Iterator[None]:
 
 @contextmanager
 def counting_loads() -> Iterator[list[str]]:
-    """Which models ComfyUI loads."""
+    """Record which models ComfyUI loads."""
     loads: list[str] = []
     loaded_model = import_module("comfy.model_management").LoadedModel
     original = loaded_model.model_load
@@ -139,26 +139,26 @@ def counting_loads() -> Iterator[list[str]]:
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """What it raises, "" where it does not."""
+    """Return the error that the call raises; "" if it raises none."""
     try:
         call()
-    except Exception as error:  # noqa: BLE001 - the test says which it has to be
+    except Exception as error:  # noqa: BLE001 - the test checks which one
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Largest, as a share of the largest value."""
+    """Return the largest difference relative to the largest value."""
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """To the bit; one NaN is as another."""
+    """Return whether two tensors are bit-equal; NaN equals NaN."""
     return one.dtype is other.dtype and torch.equal(one.nan_to_num(0.5), other.nan_to_num(0.5))
 
 
-def _what_is_left(second_device: Any) -> str:
-    """On the second device; "" where that is nothing but a constant or two that ComfyUI keeps."""
+def _leftovers(second_device: Any) -> str:
+    """Return what is left on the second device; "" if only a few constants of ComfyUI."""
     management = import_module("comfy.model_management")
     management.unload_all_models()
     if hasattr(management, "reset_cast_buffers"):  # ComfyUI does so after each node
@@ -179,19 +179,19 @@ def main(checkout: str, pack: str, file: str, *options: str) -> str | int:
     sys.argv[1:] = [*([] if card else ["--cpu"]), *(option for option in options if option != "--second-device")]
     import_module("comfy.options").enable_args_parsing()
     logging.basicConfig(level=logging.INFO)
-    for name in ("folder_paths", "comfy.sample", "comfy.utils"):  # ComfyUI itself has them loaded
+    for name in ("folder_paths", "comfy.sample", "comfy.utils"):  # a running ComfyUI has imported them
         import_module(name)
     _import(PACK, Path(pack))
     server: Any = types.ModuleType("server")
     server.PromptServer = types.SimpleNamespace(instance=Server)
     sys.modules["server"] = server
-    apart = ["-c", os.devnull, "--rootdir", str(Path(file).parent), "--noconftest", "-p", "no:cacheprovider"]
+    isolated = ["-c", os.devnull, "--rootdir", str(Path(file).parent), "--noconftest", "-p", "no:cacheprovider"]
     shown = ["-v", "-rfEs", "--tb", "short", "--disable-warnings", "--show-capture", "no"]
-    mode = ["--import-mode", "importlib"]  # else pytest finds the pack's `nodes` before ComfyUI's
-    failed = pytest.main([*shown, *apart, *mode, file], plugins=[sys.modules[__name__]])
+    mode = ["--import-mode", "importlib"]  # otherwise pytest finds the pack's `nodes` before ComfyUI's
+    failed = pytest.main([*shown, *isolated, *mode, file], plugins=[sys.modules[__name__]])
     if failed or second_device is None:
         return int(failed)
-    return _what_is_left(second_device) or 0
+    return _leftovers(second_device) or 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A prompt or latents of this pack that are wired into another model's nodes: told so, and nothing is left behind."""
+"""Prompts and latents of this pack: errors name their node if wired into another model's nodes; else no effect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sampled(patcher: Any, context: torch.Tensor) -> torch.Tensor:
         return import_module("comfy.sample").sample(patcher, noise, *given, seed=1, disable_pbar=True)
 
 
-def test_a_prompt_says_which_sampler_it_is_for_and_where_it_fits_nothing_is_in_the_way() -> None:
+def test_tagged_prompt_names_its_sampler_and_works_where_it_fits() -> None:
     foreign = labels.prompt_of(torch.randn(1, 226, 4096), MODEL, SAMPLER)
     right = prompts(SD15)[0][0][0]
     patcher = make_model(SD15)
@@ -34,7 +34,7 @@ def test_a_prompt_says_which_sampler_it_is_for_and_where_it_fits_nothing_is_in_t
     assert torch.equal(sampled(patcher, right), sampled(patcher, labels.prompt_of(right, MODEL, SAMPLER)))
 
 
-def test_latents_say_which_node_decodes_them_and_where_they_fit_nothing_is_in_the_way() -> None:
+def test_tagged_latents_name_their_decoder_and_work_where_they_fit() -> None:
     foreign = labels.latents_of(torch.randn(1, 16, 3, 6, 6), MODEL)
     vae = make_vae(torch.float32)
     for each in (vae, node("vae", make_vae(torch.float32))):

@@ -1,4 +1,4 @@
-"""Our pipelines under ComfyUI's own memory manager: moves that fail, and the room that a call asks for."""
+"""Our pipelines with ComfyUI's own memory manager: failed moves, memory for a call, and offload "auto"."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ decode = import_module(f"{OURS}.pipelines.run.decode").decode
 NoRoom = import_module(f"{OURS}.pipelines.weights.placement").NoRoom
 MANAGEMENT = import_module("comfy.model_management")
 card = import_module("second_device").card
-PARTS = (1.5, 0.8, 0.5, 0.3, 0.05)  # of what a run takes
+PARTS = (1.5, 0.8, 0.5, 0.3, 0.05)  # of the memory that a run takes
 REFUSED = "there is not enough memory"
 
 
@@ -30,7 +30,7 @@ def opened(model: str, folder: Path, offload: str = "none") -> Any:
 
 @pytest.fixture
 def small_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The card, whose size may be set; ComfyUI keeps nothing of it free."""
+    """The card with a settable size, of which ComfyUI reserves nothing."""
     for name in ("minimum_inference_memory", "extra_reserved_memory"):
         monkeypatch.setattr(MANAGEMENT, name, lambda: 0)
     total = card.total()
@@ -40,71 +40,71 @@ def small_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def moves() -> Iterator[Any]:
-    """Those to the card that ComfyUI's manager manages."""
+    """Moves to the card that ComfyUI's manager makes."""
     moves = moving.Moves()
     yield moves
     moves.end()
 
 
 @pytest.mark.parametrize(("before", "offload"), moving.CASES)
-def test_the_next_run_is_right_whichever_move_failed(moves: Any, tmp_path: Path, before: str, offload: str) -> None:
+def test_next_run_is_correct_after_any_failed_move(moves: Any, tmp_path: Path, before: str, offload: str) -> None:
     model = BUILDERS["2b"](tmp_path / "2b")
     lora = import_module("trained_lora").train_lora(tmp_path, model)
     assert type(host.placement()).__name__ == "ComfyPlacement"
 
-    def begun() -> Any:
+    def open_and_prepare() -> Any:
         MANAGEMENT.unload_all_models()
         handle = moving.opened(model, offload, host.placement())
         moving.BEFORE[before](handle, lora)
         return moving.add_lora(handle, lora) if before == "a LoRA" else handle
 
-    assert not moving.what_is_wrong(moves, begun)
+    assert not moving.what_is_wrong(moves, open_and_prepare)
     counted = sum(loaded.model_loaded_memory() for loaded in MANAGEMENT.current_loaded_models)
     assert counted == sum(moving.there(loaded.model.component) for loaded in MANAGEMENT.current_loaded_models)
 
 
-def test_a_run_survives_where_memory_ran_out_once(tmp_path: Path) -> None:
-    """All of the denoiser is on the card at each of its calls: what the manager had moved out for room is back."""
+def test_run_is_bit_equal_after_running_out_of_memory_once(tmp_path: Path) -> None:
+    """The whole denoiser is on the card at each of its calls: the manager reloads the weights that it offloaded."""
     handle = opened("2b", tmp_path)
     expected, _ = small_runs.sampled(handle, "2b")
     transformer = handle.store.components["transformer"].module
     size = moving.there(transformer)
-    there: list[bool] = []
+    on_card: list[bool] = []
 
     def called(*_: Any) -> None:
-        there.append(moving.there(transformer) == size)
-        if len(there) == 2:
+        on_card.append(moving.there(transformer) == size)
+        if len(on_card) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     transformer.transformer_blocks[1].register_forward_pre_hook(called)
     latents, report = small_runs.sampled(handle, "2b")
-    assert there == [True] * 3
+    assert on_card == [True] * 3
     assert torch.equal(latents, expected)
     said = [note for note in report.notes if "memory ran out" in note]
     assert said == ["denoiser: memory ran out; went on with nothing else on the device"]
 
 
-def test_the_manager_makes_the_room_that_a_call_asks_for(small_card: Any, moves: Any, tmp_path: Path) -> None:
+def test_manager_frees_memory_that_call_asks_for(small_card: Any, moves: Any, tmp_path: Path) -> None:
     handle = opened("5b-i2v", tmp_path)
     run = partial(small_runs.sampled, handle, "5b-i2v")
     run()
-    beside = max(bytes_ for key, (bytes_, _) in handle.store.room.items() if key[0] == "transformer")
+    call_memory = max(bytes_ for key, (bytes_, _) in handle.store.room.items() if key[0] == "transformer")
     vae, transformer = handle.store.components["vae"].module, handle.store.components["transformer"].module
-    weights, beside_it = moving.there(vae, transformer), list[bool]()
-    transformer.transformer_blocks[0].register_forward_pre_hook(lambda *_: beside_it.append(moving.there(vae) > 0))
-    for more, stays in ((0.5, False), (2.5, True)):  # room for the weights alone, and for the call too
+    weights, vae_on_card = moving.there(vae, transformer), list[bool]()
+    transformer.transformer_blocks[0].register_forward_pre_hook(lambda *_: vae_on_card.append(moving.there(vae) > 0))
+    for more, stays in ((0.5, False), (2.5, True)):  # memory only for the weights, and for the call too
         MANAGEMENT.unload_all_models()
-        small_card.set_total(int(1.1 * weights + more * beside))  # the manager takes weights for a tenth more
-        beside_it.clear()
+        small_card.set_total(int(1.1 * weights + more * call_memory))  # the manager counts a tenth more for weights
+        vae_on_card.clear()
         run()
         before = moves.n
         run()
-        assert any(beside_it) == stays, "the VAE, while the denoiser computed"
-    assert moves.n == before, "what was used before is found on the card"
+        assert any(vae_on_card) == stays, "whether the VAE stayed on the card"
+    assert moves.n == before, "used weights are still on the card"
 
 
 @pytest.mark.parametrize("model", small_runs.SIZES)
-def test_offload_auto_fits_the_card(small_card: Any, tmp_path: Path, model: str) -> None:
+def test_offload_auto_chooses_mode_that_fits_card(small_card: Any, tmp_path: Path, model: str) -> None:
     handle = opened(model, tmp_path, "auto")
 
     def run() -> tuple[Any, list[str]]:
@@ -128,8 +128,8 @@ def test_offload_auto_fits_the_card(small_card: Any, tmp_path: Path, model: str)
             continue
         ways = {note.partition("chose ")[2].partition(":")[0] for note in notes if "auto chose" in note}
         assert not any("memory ran out" in note for note in notes)
-        off = ((frames - expected).norm() / expected.norm()).item()
-        assert off <= 1e-3 or {"tiling", "2 at once", "1 at once"} & ways
+        error_norm = ((frames - expected).norm() / expected.norm()).item()
+        assert error_norm <= 1e-3 or {"tiling", "2 at once", "1 at once"} & ways
         found.append(ways)
     assert found[0] == {"none", "whole"} and found[-1] == {REFUSED}
     assert any(ways - {"none", "whole"} for ways in found[1:-1])

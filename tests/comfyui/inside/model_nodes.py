@@ -1,6 +1,6 @@
-"""Nodes for the small models of native_models.py, as loaders are, and one that keeps what is made of them.
+"""ComfyUI nodes that load the small models of native_models.py, and a node that saves results.
 
-Imported by a ComfyUI that runs, from a file in its custom_nodes.
+A file in custom_nodes of a running ComfyUI imports this module.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from native_models import HOT_DECODER, HOT_ENCODER, LAYOUTS, in_fp32, make_model
 
 controlnets, video = import_module("guard_controlnets"), import_module("guard_video_vae")
 STATES = ["healthy", "hot", "hot in fp32"]
-IMAGES = ("image", "temporal")  # VAEs that are no video's
+IMAGES = ("image", "temporal")  # VAEs of native_models.py, not video VAEs
 
 
 def required(**inputs: Any) -> Any:
-    """A node's INPUT_TYPES."""
+    """Return a node's INPUT_TYPES."""
     return classmethod(lambda _cls: {"required": inputs})
 
 
@@ -74,7 +74,7 @@ class SmallVAE:
 
 
 class Anything(str):
-    """A type that is no other's unlike: ComfyUI 0.3.64 asks no more of two linked nodes."""
+    """A type that matches every type: ComfyUI 0.3.64 compares the types of linked nodes only with `!=`."""
 
     def __ne__(self, _other: object) -> bool:
         return False

@@ -1,6 +1,6 @@
-"""The families of ComfyUI's own models that the tests run, each as small as it goes.
+"""The families of ComfyUI's own models that the tests run, each as small as possible.
 
-Imported by ComfyUI's interpreter alone, after its options have been read.
+Only ComfyUI's interpreter imports this module, after its options have been read.
 """
 
 from __future__ import annotations
@@ -18,25 +18,23 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """A family: what its network is given, and a layer by which fp16 overflows and fp32 does not."""
+    """A family: its network's inputs and sizes, and a layer that can make fp16 overflow, but not fp32."""
 
     config: str  # its class in comfy.supported_models
-    sizes: Mapping[str, Any]  # of the network, in place of those that ComfyUI finds
+    sizes: Mapping[str, Any]  # of the network, replacing those that ComfyUI detects
     latents: Shape
     hot: str  # the layer
-    times: float = 1e5  # what its weight is multiplied by
+    times: float = 1e5  # factor for its weight
     context: Shape = (1, 7, 32)
-    marks: Mapping[str, Shape] = field(default_factory=dict)  # weights that ComfyUI's detection tells it by
-    not_in_fp8: tuple[str, ...] = ()  # ends of the names of weights that ComfyUI does not take in fp8
-    sound: Shape | None = None  # latents of it, where the family makes pictures and sound
+    marks: Mapping[str, Shape] = field(default_factory=dict)  # weights by which ComfyUI detects it
+    not_in_fp8: tuple[str, ...] = ()  # suffixes of weights that ComfyUI does not accept in fp8
+    sound: Shape | None = None  # latents of sound, if the family makes pictures and sound
     cfg: float = 4.0
     scheduler: str = "simple"
     extra: Mapping[str, Shape] = field(default_factory=dict)  # further conditions, by shape
-    ones: Mapping[str, Shape] = field(default_factory=dict)  # those that are whole numbers: masks, tokens
-    once: str = ""  # a part that each call calls once, where it calls the block more often
-    rounds: float = (
-        1e-5  # a rerun is off by no more: it reads what was prepared in half precision, before the first call
-    )
+    ones: Mapping[str, Shape] = field(default_factory=dict)  # integer conditions: masks, tokens
+    once: str = ""  # a part that each call runs once, if it runs the block more often
+    rounds: float = 1e-5  # error bound of a rerun, whose inputs were prepared in half precision before the first call
 
     @property
     def streams(self) -> tuple[Shape, ...]:
@@ -45,47 +43,47 @@ class Layout:
 
     @property
     def heat(self) -> dict[str, float]:
-        """The weight that makes it overflow → what it is multiplied by."""
+        """{the weight that makes it overflow: its factor}"""
         return {f"{self.hot}.weight": self.times}
 
     @property
     def block(self) -> str:
-        """Of the network, that overflows."""
+        """The name of the network's block that overflows."""
         parts = self.hot.split(".")
         numbered = next(place for place, part in enumerate(parts) if part.isdigit())
         return ".".join(parts[: numbered + (2 if parts[0] == "input_blocks" else 1)])
 
     def split(self, made: torch.Tensor) -> list[torch.Tensor]:
-        """Streams of latents that stand behind one another."""
+        """Split concatenated latents into their streams."""
         if len(self.streams) == 1:
             return [made]
         parts = made.split([math.prod(shape) for shape in self.streams])
         return [part.reshape(shape) for part, shape in zip(parts, self.streams, strict=True)]
 
     def settings(self) -> dict[str, Any]:
-        """Its network's, as ComfyUI's own detection would have them of a checkpoint, with our sizes in place of its
-        own. So a parameter that a newer ComfyUI adds has the value that it gives it."""
+        """Return the network's settings: ComfyUI's detection of a checkpoint, with our sizes. So parameters that newer
+        ComfyUIs add have ComfyUI's values."""
         detect = import_module("comfy.model_detection").detect_unet_config
         marks = _Checkpoint({name: torch.zeros(shape) for name, shape in self.marks.items()})
         return {**(detect(marks, "") or {}), **self.sizes}
 
 
 class _Checkpoint(dict[str, torch.Tensor]):
-    """Weights by which a family is told. Any other that detection measures is of one value: its sizes are ours."""
+    """Weights by which a family is detected. Any other weight has one value: our sizes replace the detected ones."""
 
     def __missing__(self, name: str) -> torch.Tensor:
         return torch.zeros((1,) * 5)
 
 
 def sizes(**given: Any) -> dict[str, Any]:
-    """Arguments of a network's class."""
+    """Return the arguments of a network's class."""
     return given
 
 
 UNET = sizes(image_size=32, out_channels=4, model_channels=32, num_res_blocks=[1, 1], channel_mult=[1, 2])
 UNET |= sizes(transformer_depth=[1, 1], transformer_depth_output=[1, 1, 1, 1], transformer_depth_middle=1)
 UNET |= sizes(use_spatial_transformer=True, legacy=False, context_dim=24)
-CONDITIONED = sizes(use_linear_in_transformer=True, num_classes="sequential", model_channels=64)  # as many as a head
+CONDITIONED = sizes(use_linear_in_transformer=True, num_classes="sequential", model_channels=64)  # = channels of a head
 SDXL = UNET | CONDITIONED | sizes(in_channels=4, adm_in_channels=2816)
 SVD = UNET | CONDITIONED | sizes(in_channels=8, adm_in_channels=768, channel_mult=[1, 1], video_kernel_size=[3, 1, 1])
 SVD |= sizes(use_temporal_resblock=True, use_temporal_attention=True, extra_ff_mix_layer=True)
@@ -96,10 +94,10 @@ STREAMS |= sizes(depth=2, depth_single_blocks=2)
 FLUX = STREAMS | sizes(in_channels=16, out_channels=16, patch_size=2, vec_in_dim=24, guidance_embed=False)
 FLUX_2 = STREAMS | sizes(in_channels=128, out_channels=128, patch_size=1, vec_in_dim=None, guidance_embed=True)
 FLUX_2 |= sizes(hidden_size=64, axes_dim=[8, 8, 8, 8])
-CHROMA = STREAMS | sizes(in_channels=64, out_channels=64, out_dim=48, hidden_dim=64, n_layers=2)  # channels of a patch
+CHROMA = STREAMS | sizes(in_channels=64, out_channels=64, out_dim=48, hidden_dim=64, n_layers=2)  # values of a patch
 HUNYUAN_VIDEO = STREAMS | sizes(in_channels=16, out_channels=16, patch_size=[1, 2, 2], vec_in_dim=24)
 HUNYUAN_VIDEO_15 = STREAMS | sizes(out_channels=32, patch_size=[1, 1, 1], vec_in_dim=None, vision_in_dim=24, byt5=False)
-HUNYUAN_VIDEO_15 |= sizes(in_channels=65)  # latents, those of a first picture, and where that is
+HUNYUAN_VIDEO_15 |= sizes(in_channels=65)  # latents, latents of a first picture, and its mask
 
 BLOCKS = sizes(num_attention_heads=2, num_layers=2)
 QWEN_IMAGE = BLOCKS | sizes(in_channels=64, attention_head_dim=24, joint_attention_dim=32, axes_dims_rope=(8, 8, 8))
@@ -118,7 +116,7 @@ ACE |= sizes(lyric_hidden_size=32, ssl_latent_dims=[16, 16])
 
 LUMINA2 = sizes(in_channels=16, dim=48, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=1, multiple_of=16)
 LUMINA2 |= sizes(ffn_dim_multiplier=1.0, cap_feat_dim=32, axes_dims=[8, 8, 8], axes_lens=[64, 64, 64])
-Z_IMAGE = LUMINA2 | sizes(dim=256, n_kv_heads=2, axes_dims=[32, 48, 48])  # dim: its modulation has as many, at least
+Z_IMAGE = LUMINA2 | sizes(dim=256, n_kv_heads=2, axes_dims=[32, 48, 48])  # dim: the minimum for its modulation
 KREA2 = sizes(features=64, tdim=32, txtdim=16, heads=4, kvheads=2, multiplier=2, layers=2, channels=16)
 KREA2 |= sizes(txtlayers=2, txtheads=2, txtkvheads=2)
 COSMOS = sizes(in_channels=16, model_channels=64, num_blocks=2, num_heads=2, crossattn_emb_channels=32)
@@ -127,11 +125,11 @@ TEXT = sizes(vocab_size=151700, hidden_size=64, intermediate_size=96, num_hidden
 TEXT |= sizes(num_key_value_heads=2, head_dim=32, rope_dims=[4, 6, 6])
 VISION = sizes(hidden_size=32, num_heads=2, intermediate_size=48, depth=1, deepstack_visual_indexes=())
 HIDREAM_O1 = sizes(text_config_overrides=TEXT, vision_config_overrides=VISION)
-# Wan: 2 heads of 48, of which time has 16 and height and width have 16 each
+# Wan: 2 heads of 48 channels: 16 for time, 16 for height, 16 for width
 WAN = sizes(dim=96, in_dim=16, out_dim=16, ffn_dim=128, freq_dim=32, text_dim=32, num_heads=2, num_layers=2)
 KANDINSKY5 = sizes(in_text_dim=32, in_text_dim2=24, time_dim=32, model_dim=48, ff_dim=96, axes_dims=(8, 8, 8))
 KANDINSKY5 |= sizes(num_text_blocks=1, num_visual_blocks=2)
-KANDINSKY5 |= sizes(visual_embed_dim=132)  # of a patch: latents, those of a first picture, and where that is
+KANDINSKY5 |= sizes(visual_embed_dim=132)  # a patch: latents, latents of a first picture, and its mask
 SEEDVR2 = sizes(vid_dim=48, txt_in_dim=32, heads=2, head_dim=24, num_layers=2, mm_layers=1, rope_dim=24)
 
 FLUX_MARKS = {"img_in.weight": (48, 64), "double_blocks.0.img_attn.norm.key_norm.scale": (24,)}
@@ -167,7 +165,7 @@ IMAGE_LAYOUTS = {
     "z_image": Layout(
         "ZImage", Z_IMAGE, (1, 16, 8, 8), "layers.0.feed_forward.w3", 6e4, marks=Z_IMAGE_MARKS, ones=MASK
     ),
-    "chroma": Layout(  # an older ComfyUI asks for a pooled prompt, and does nothing with it
+    "chroma": Layout(  # an older ComfyUI requires a pooled prompt, but ignores it
         "Chroma",
         CHROMA,
         (1, 16, 8, 8),
@@ -176,10 +174,10 @@ IMAGE_LAYOUTS = {
         marks=FLUX_MARKS | {"distilled_guidance_layer.0.norms.0.scale": (64,)},
         ones=POOLED,
     ),
-    "krea2": Layout(  # context: of two layers
+    "krea2": Layout(  # context: outputs of two layers
         "Krea2", KREA2, (1, 16, 1, 8, 8), "blocks.0.mlp.up", marks={"txtfusion.projector.weight": (1, 2)}
     ),
-    "anima": Layout(  # context: refined before it is handed in
+    "anima": Layout(  # context: refined before the network gets it
         "Anima", COSMOS, (1, 16, 1, 8, 8), "blocks.0.mlp.layer1", marks=ANIMA_MARKS
     ),
     "cosmos_predict2": Layout("CosmosT2IPredict2", COSMOS, (1, 16, 1, 8, 8), "blocks.0.mlp.layer1", marks=COSMOS_MARKS),
@@ -216,7 +214,7 @@ IMAGE_LAYOUTS = {
         sizes(in_channels=16, dim=48, num_layers=3, heads=2, context_dim=32),
         (1, 16, 4, 4),
         "transformer_blocks.0.gate_up",
-        once="proj_out",  # the block makes a prompt's keys and values, too
+        once="proj_out",  # the block also makes a prompt's keys and values
     ),
     "sensenova": Layout(
         "SmallSenseNovaU15",
@@ -256,7 +254,7 @@ VIDEO_LAYOUTS = {
         (1, 128, 2, 4, 4),
         LTXV_HOT,
         sound=(1, 8, 6, 16),
-        context=(1, 7, 64),  # refined before it is handed in: for pictures, and for sound
+        context=(1, 7, 64),  # refined before the network gets it, for pictures and for sound
         marks=LTXV_MARKS | {"audio_adaln_single.linear.weight": (144, 24)},
         ones=MASK,
     ),
@@ -286,7 +284,7 @@ VIDEO_LAYOUTS = {
         "blocks.0.mlp.fc1",
         3e4,
         sound=(1, 32, 2, 8),
-        context=(1, 7, 48),  # refined before it is handed in
+        context=(1, 7, 48),  # refined before the network gets it
         marks={"video_patch_proj.weight": (48, 96), "audio_patch_proj.weight": (48, 32)},
         not_in_fp8=("q_norm.weight", "k_norm.weight"),
         cfg=1.0,  # it takes one prompt at a time
@@ -317,6 +315,6 @@ VIDEO_LAYOUTS = {
         ones={"conditioning_lyrics": (1, 5)},
     ),
 }
-VIDEO_LAYOUTS["ltx2_sound"] = replace(  # overflows in what makes the sound alone
+VIDEO_LAYOUTS["ltx2_sound"] = replace(  # overflows only in the sound layers
     VIDEO_LAYOUTS["ltx2"], hot="transformer_blocks.1.audio_ff.net.0.proj", times=3e4
 )

@@ -1,6 +1,6 @@
-"""Small models of ComfyUI's own, made by its own classes with random weights, and a sampling run of each.
+"""Small models of ComfyUI's own classes with random weights, and sampling runs of them.
 
-Imported by ComfyUI's interpreter alone, after its options have been read.
+Only ComfyUI's interpreter imports this module, after its options have been read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from native_layouts import IMAGE_LAYOUTS, VIDEO_LAYOUTS, Layout
 
 CPU = torch.device("cpu")
-CARD = import_module("comfy.model_management").get_torch_device()  # the CPU, unless it was started for a card
+CARD = import_module("comfy.model_management").get_torch_device()  # the CPU, unless ComfyUI was started for a card
 FP16_MAX = torch.finfo(torch.float16).max
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
-PARTS: tuple[tuple[str, str, dict[str, int]], ...] = (  # of networks, whose sizes are in no config
+PARTS: tuple[tuple[str, str, dict[str, int]], ...] = (  # parts of networks whose sizes are in no config
     (
         "comfy.ldm.ace.model",
         "LyricEncoder",
@@ -30,10 +30,10 @@ PARTS: tuple[tuple[str, str, dict[str, int]], ...] = (  # of networks, whose siz
         {"source_dim": 32, "target_dim": 32, "model_dim": 32, "num_layers": 1, "num_heads": 2},
     ),
 )
-SCALES_FROM_1 = "comfy.ldm.krea2.model"  # whose norms scale by 1 more than their weight
+SCALES_FROM_1 = "comfy.ldm.krea2.model"  # its norms scale by 1 + weight
 
 SUPPORTED = import_module("comfy.supported_models")
-if hasattr(SUPPORTED, "Krea2"):  # else ComfyUI is too old to be near to one that has them
+if hasattr(SUPPORTED, "Krea2"):  # an older ComfyUI is too different for these
     for name in ("SmallQwenImage21", "SmallSenseNovaU15"):
         setattr(SUPPORTED, name, getattr(import_module("native_newer"), name))
 LAYOUTS = {
@@ -55,17 +55,17 @@ def make_model(
     hot: bool = False,
     operations: Any = None,
 ) -> Any:
-    """ComfyUI's ModelPatcher, whose model knows its `layout`.
+    """Return ComfyUI's ModelPatcher of a small model with attribute `layout`.
 
-    dtype: of the weights. compute: what they are cast to at each layer; None where they are not cast. hot: overflows.
-    operations: ComfyUI's layer classes; None where it shall choose.
+    dtype: of the weights. compute: dtype that each layer casts them to; None: no cast. hot: the model overflows fp16.
+    operations: ComfyUI's layer classes; None: ComfyUI chooses.
     """
     layout = LAYOUTS[family] if isinstance(family, str) else family
     config = getattr(SUPPORTED, layout.config)(layout.settings())
-    set_by_comfyui = config.unet_extra_config.keys() & layout.sizes.keys()  # whatever it finds
+    set_by_comfyui = config.unet_extra_config.keys() & layout.sizes.keys()  # for every checkpoint
     config.unet_config |= {name: layout.sizes[name] for name in set_by_comfyui}
     config.set_inference_dtype(dtype, compute)
-    config.manual_cast_dtype = compute  # SeedVR2 computes fp16 weights in bf16 on a card that has it
+    config.manual_cast_dtype = compute  # SeedVR2 computes fp16 weights in bf16 if the card has bf16
     config.custom_operations = operations
     model = config.get_model({}, "", device=CPU).eval().requires_grad_(False)
     model.layout = layout
@@ -76,14 +76,14 @@ def make_model(
     return import_module("comfy.model_patcher").ModelPatcher(model, CARD, CPU)
 
 
-def with_its_twin(family: Layout | str, *dtypes: Any, **how: Any) -> tuple[Any, Any]:
-    """A model, and one with the same weights in fp32."""
+def with_fp32_twin(family: Layout | str, *dtypes: Any, **how: Any) -> tuple[Any, Any]:
+    """Return a model, and one with the same weights in fp32."""
     patcher = make_model(family, *dtypes, **how)
     return patcher, in_fp32(patcher)
 
 
 def _keep_in_fp16(network: torch.nn.Module, weights: Mapping[str, torch.Tensor], layout: Layout) -> None:
-    """What fp8 does not hold, or ComfyUI does not take in it: as checkpoints in fp8 have it."""
+    """Keep weights in fp16 that exceed fp8's range, or that ComfyUI does not accept in fp8, as fp8 checkpoints do."""
     for name, weight in weights.items():
         if weight.abs().max() > FP8_MAX or name.endswith(layout.not_in_fp8):
             layer, _, own = name.rpartition(".")
@@ -91,7 +91,7 @@ def _keep_in_fp16(network: torch.nn.Module, weights: Mapping[str, torch.Tensor],
 
 
 def in_fp32(patcher: Any) -> Any:
-    """A model with the same weights, in fp32."""
+    """Return a model with the same weights in fp32."""
     twin = make_model(patcher.model.layout, torch.float32)
     weights = patcher.model.diffusion_model.state_dict()
     twin.model.diffusion_model.load_state_dict({name: weight.float() for name, weight in weights.items()})
@@ -99,7 +99,7 @@ def in_fp32(patcher: Any) -> Any:
 
 
 def random_weights(network: torch.nn.Module, hot: Mapping[str, float]) -> dict[str, torch.Tensor]:
-    """Random, such that activations stay about 1."""
+    """Return random weights that keep activations near 1. hot: factors by weight."""
     generator = torch.Generator().manual_seed(0)
     more_than_1 = {f"{name}.scale" for name, part in network.named_modules() if type(part).__module__ == SCALES_FROM_1}
 
@@ -113,15 +113,15 @@ def random_weights(network: torch.nn.Module, hot: Mapping[str, float]) -> dict[s
     drawn = {name: draw(name, weight) for name, weight in sorted(network.state_dict().items())}
     assert hot.keys() <= drawn.keys(), f"no weight {sorted(hot.keys() - drawn.keys())} in {type(network).__name__}"
     drawn = {name: weight * hot.get(name, 1.0) for name, weight in drawn.items()}
-    assert all(weight.abs().max() <= FP16_MAX for weight in drawn.values()), "its products overflow, not itself"
+    assert all(weight.abs().max() <= FP16_MAX for weight in drawn.values()), "a weight itself overflows fp16"
     return drawn
 
 
 def prompts(
     layout: Layout, negatives: Mapping[str, Any] | None = None, **conditions: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Random, as text encoders give them: some models round them to half precision before the first step. Positive and
-    negative. conditions: further ones of the positive. negatives: of the negative."""
+    """Return random positive and negative prompts with bf16 values, since some models round them to half precision
+    before the first step. conditions: further ones of the positive. negatives: of the negative."""
     generator = torch.Generator().manual_seed(6)
 
     def random(shape: tuple[int, ...]) -> torch.Tensor:
@@ -136,8 +136,8 @@ def prompts(
 
 
 def sample(patcher: Any, *, steps: int = 3, latents: torch.Tensor | None = None, **conditions: Any) -> torch.Tensor:
-    """As the KSampler node does. conditions: further ones of the positive prompt. Several streams of latents come out
-    behind one another, as one of one dimension."""
+    """Sample as the KSampler node does. conditions: further ones of the positive prompt. Several streams of latents are
+    concatenated into one dimension."""
     layout = patcher.model.layout
     generator = torch.Generator().manual_seed(5)
     dtype = getattr(import_module("comfy.model_management"), "intermediate_dtype", lambda: torch.float32)()
@@ -156,14 +156,14 @@ def _nested(streams: list[torch.Tensor]) -> Any:
     return streams[0] if len(streams) == 1 else import_module("comfy.nested_tensor").NestedTensor(streams)
 
 
-def apart(layout: Layout, made: torch.Tensor, exact: torch.Tensor) -> float:
-    """Largest difference, as a share of the largest value, of the worst stream. NaN where one has any."""
+def largest_difference(layout: Layout, made: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the largest difference relative to the largest value, of the worst stream; NaN if a stream has NaN."""
     streams = zip(layout.split(made.float()), layout.split(exact.float()), strict=True)
     return torch.stack([(one - other).abs().max() / other.abs().max() for one, other in streams]).max().item()
 
 
 def distance(layout: Layout, made: torch.Tensor, exact: torch.Tensor) -> float:
-    """The same of norms."""
+    """Return the relative difference by norm, of the worst stream."""
     streams = zip(layout.split(made.float()), layout.split(exact.float()), strict=True)
     return torch.stack([(one - other).norm() / other.norm() for one, other in streams]).max().item()
 
@@ -175,7 +175,7 @@ HOT_ENCODER = {"encoder.mid.block_1.conv1.weight": 5e4}
 
 
 def temporal_autoencoder(settings: dict[str, Any]) -> torch.nn.Module:
-    """SVD's network, whose decoder mixes frames, as comfy.sd.VAE makes it."""
+    """Return SVD's VAE network, whose decoder mixes frames, as comfy.sd.VAE makes it."""
     video = settings | {"video_kernel_size": [3, 1, 1], "alpha": 0.0}
     network = import_module("comfy.ldm.models.autoencoder").AutoencodingEngine(
         regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
@@ -188,7 +188,7 @@ def temporal_autoencoder(settings: dict[str, Any]) -> torch.nn.Module:
 def make_vae(
     dtype: torch.dtype, hot: Mapping[str, float] | None = None, *, temporal: bool = False, channels: int = 4
 ) -> Any:
-    """ComfyUI's VAE. hot: weights and what they are multiplied by. temporal: SVD's. channels: of the latents."""
+    """Return ComfyUI's VAE. hot: factors by weight. temporal: SVD's network. channels: of the latents."""
     config = {"params": {"ddconfig": VAE_SETTINGS | {"z_channels": channels}, "embed_dim": channels}}
     vae = import_module("comfy.sd").VAE(sd={}, device=CARD, config=config, dtype=dtype)
     if temporal:
@@ -201,7 +201,7 @@ def make_vae(
 
 
 def vae_in_fp32(vae: Any, *, temporal: bool = False) -> Any:
-    """A VAE with the same weights, in fp32."""
+    """Return a VAE with the same weights in fp32."""
     twin = make_vae(torch.float32, temporal=temporal)
     twin.first_stage_model.load_state_dict({n: w.float() for n, w in vae.first_stage_model.state_dict().items()})
     return twin

@@ -1,10 +1,10 @@
-"""Two families of ComfyUI after 0.33, small, by ComfyUI's own layers: they keep state as its core does by then.
+"""Two small families of ComfyUI after 0.33, made of ComfyUI's own layers, that keep state like the originals.
 
-Qwen-Image 2.1 keeps keys and values of a prompt in a plain object on its network, for one sampling run: its BaseModel
-has the network forget them wherever ComfyUI sets `current_patcher`, at a run's start and end. SenseNova U1.5 makes its
-keys and values as ComfyUI prepares conditions, with layers beside those that every step calls.
+Qwen-Image 2.1 keeps a prompt's keys and values in a plain object on its network, for one sampling run. Its BaseModel
+clears them when ComfyUI sets `current_patcher`, at the start and end of a run. SenseNova U1.5 makes its keys and values
+when ComfyUI prepares conditions, with other layers than those of every step.
 
-Imported by ComfyUI's interpreter alone, after its options have been read.
+Only ComfyUI's interpreter imports this module, after its options have been read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIME = 32
 
 
 class Network(torch.nn.Module):
-    """What ComfyUI asks of one."""
+    """The interface that ComfyUI needs of a network."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -40,7 +40,7 @@ class Network(torch.nn.Module):
 
 
 def positions(first: Any, count: int) -> torch.Tensor:
-    """Where a row's tokens are, of which the first is at `first`."""
+    """Return positions of a row's tokens, from `first` on."""
     return (first[:, None] + torch.arange(count)[None])[..., None].float()
 
 
@@ -48,7 +48,7 @@ def positions(first: Any, count: int) -> torch.Tensor:
 
 
 class PrefixCache:
-    """One slot for each prompt. Each call writes two buffers anew, through which it reads."""
+    """One slot for each prompt. Each call reads through two buffers, which it overwrites."""
 
     def __init__(self, device: torch.device):
         self.store_device, self.slots, self.slot = device, list[dict[str, Any]](), dict[str, Any]()
@@ -132,7 +132,7 @@ class QwenImage21Network(Network):
 
     def _forward(self, x: torch.Tensor, timesteps: Any, context: Any, transformer_options: Any, **_: Any):
         prefix, target = self.txt_in(self.txt_norm(context)), self.img_in(x.flatten(2).mT)
-        times = torch.cat([timesteps, timesteps.new_zeros(1)])  # a prompt's is 0, so that all steps have the same
+        times = torch.cat([timesteps, timesteps.new_zeros(1)])  # a prompt's time is 0, so it is equal in all steps
         time = self.time_in(LAYERS.timestep_embedding(times, TIME).to(x.dtype))
         rows = self.modulation(functional.silu(time)).unsqueeze(1).chunk(4, -1)
         scale1, gate1, scale2, gate2 = rows[0], rows[1].tanh(), rows[2], rows[3].tanh()
@@ -181,7 +181,7 @@ class QwenImage21(BASE.BaseModel):
 
 
 class SenseNovaLayer(torch.nn.Module):
-    """For prompts, or for pictures."""
+    """A layer for prompts, or for pictures."""
 
     def __init__(self, dim: int, heads: int, ops: Any, **how: Any):
         super().__init__()
@@ -255,7 +255,7 @@ class SenseNovaNetwork(Network):
 
 
 class SharedRegular(CONDS.CONDRegular):
-    """One for all rows of a batch."""
+    """One condition for all rows of a batch."""
 
     def process_cond(self, batch_size: int, **_: Any) -> Any:
         return self._copy_with(self.cond)
@@ -271,7 +271,7 @@ class SenseNovaU15(BASE.BaseModel):
 
     def extra_conds(self, **given: Any) -> dict[str, Any]:
         made, ids = super().extra_conds(**given), given["text_input_ids"]
-        if given.get("hooks") is not None:  # which may patch layers in the midst of a run
+        if given.get("hooks") is not None:  # hooks may patch layers during a run
             return made | {"text_input_ids": SharedRegular(ids)}
         keys, values, time = self.diffusion_model.preprocess_prefix(ids.to(given["device"]))
         kept = {"prefix_keys": SharedList(keys), "prefix_values": SharedList(values)}
@@ -282,7 +282,7 @@ class SenseNovaU15(BASE.BaseModel):
 
 
 def config(name: str, model: type, channels: int) -> type:
-    """A family of comfy.supported_models."""
+    """Make a family's class for comfy.supported_models."""
     latents = type("Latents", (import_module("comfy.latent_formats").LatentFormat,), {"latent_channels": channels})
     own = {"unet_extra_config": {}, "sampling_settings": {"shift": 1.0, "multiplier": 1000.0}, "latent_format": latents}
     own["get_model"] = lambda self, *_, device=None: model(self, device)

@@ -1,4 +1,4 @@
-"""Tables of what tests measured of each family: `ONEDIFF_GUARD_TABLES=DIR` names the folder where they are written."""
+"""Tables of measurements for each family, written to the folder that `ONEDIFF_GUARD_TABLES=DIR` names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Cells = dict[tuple[str, str], str]  # by family and state
 
 
 def table(name: str, head: str, states: Sequence[str]) -> Any:
-    """A fixture: the cells of a module's table, which is written where all its tests passed, on the CPU."""
+    """Return a fixture with the cells of a module's table. It is written on the CPU if all tests passed."""
 
     @pytest.fixture(scope="module")
     def cells(request: pytest.FixtureRequest) -> Iterator[Cells]:

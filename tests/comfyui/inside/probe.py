@@ -1,4 +1,4 @@
-"""Numerics Probe (MODEL) on ComfyUI's own small models."""
+"""Numerics Probe (MODEL) on small models of ComfyUI's own: measurements, recommendations, profiles, errors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from in_comfyui import NODE_ID, error_of, guarded, on, pack_node, said, wrapped
-from native_models import CARD, LAYOUTS, make_model, prompts, sample, with_its_twin
+from in_comfyui import NODE_ID, error_of, guarded, on, pack_node, texts, wrapped
+from native_models import CARD, LAYOUTS, make_model, prompts, sample, with_fp32_twin
 
 STEPS = 3
-HERE = "cpu" if CARD.type == "cpu" else "sm86"  # with bf16, whatever this one has
-STATES = {  # dtype of the weights, and what they are cast to
+THIS_CARD = "cpu" if CARD.type == "cpu" else "sm86"  # a card with bf16
+STATES = {  # dtype of the weights, and the dtype they are cast to
     "fp16": (torch.float16, None),
     "bf16": (torch.bfloat16, None),
     "fp32": (torch.float32, None),
@@ -29,7 +29,7 @@ def probed(patcher: Any, **given: Any) -> dict[str, Any]:
     wired = {"model": patcher, "positive": positive, "negative": negative, "node_id": NODE_ID}
     settings = {"steps": STEPS, "cfg": layout.cfg, "sampler_name": "euler", "scheduler": layout.scheduler, "seed": 1}
     latent = {"samples": torch.zeros(layout.latents)}
-    said.clear()
+    texts.clear()
     with torch.inference_mode():
         return pack_node("NumericsProbeModel", **wired | {"latent_image": latent} | settings | given)
 
@@ -39,53 +39,53 @@ def facts(shown: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl", "svd", "flux", "wan"])
-def test_it_names_what_overflows_and_what_it_recommends_leads_to_no_rerun(family: str) -> None:
-    layout, (patcher, twin) = LAYOUTS[family], with_its_twin(family, hot=True)
-    with on(HERE):
+def test_probe_names_overflowing_layer_and_recommends_working_dtype(family: str) -> None:
+    layout, (patcher, twin) = LAYOUTS[family], with_fp32_twin(family, hot=True)
+    with on(THIS_CARD):
         shown = probed(patcher)
     picture, text, profile = shown["result"]
     check_shown(picture, text)
     found = facts(shown)
     worst = next(entry for entry in found["worst"] if entry["name"] == layout.hot)
-    assert worst["reach"] == pytest.approx(_reached(twin, layout.hot), rel=1e-3)
+    assert worst["reach"] == pytest.approx(_measured_peak(twin, layout.hot), rel=1e-3)
     assert worst["reach"] > 65504 and found["measured_steps"] == STEPS
     fp16 = next(verdict for verdict in found["verdicts"] if verdict["dtype"] == "fp16")
     assert fp16["fits"] and fp16["plan"] == "fp16 with overflow protection"
     assert (layout.block if "blocks.0" in layout.block else "input_blocks.1") in fp16["reason"]
-    assert found["dtype"] == "bf16", "which it computes natively"
+    assert found["dtype"] == "bf16", "computed natively"
     assert "put NaN Guard (native) behind the model, with precision 'bf16'" in text
-    assert profile == "", "in bf16, nothing has to be protected"
+    assert profile == "", "bf16 needs no profile"
     for precision in ("bf16", "fp16"):
-        with on(HERE):
+        with on(THIS_CARD):
             assert sample(guarded(patcher, precision=precision)).isfinite().all()
-        assert f"{STEPS} steps, all fine" in said[-1] and f"{precision}, as you chose" in said[-1]
+        assert f"{STEPS} steps, all fine" in texts[-1] and f"{precision}, as you chose" in texts[-1]
 
 
 def check_shown(picture: torch.Tensor, text: str) -> None:
     assert picture.ndim == 4 and picture.shape[-1] == 3 and picture.dtype == torch.float32
     assert picture.min() >= 0 and picture.max() <= 1 and picture.std() > 0.05
-    steps = [line.partition(" · ")[0] for line in said[:STEPS]]  # behind it, how long it will take yet
+    steps = [line.partition(" · ")[0] for line in texts[:STEPS]]  # the rest is the remaining time
     assert steps == [f"step {step}/{STEPS}, measured in fp32" for step in range(1, STEPS + 1)]
-    assert said[STEPS:] == [text]
+    assert texts[STEPS:] == [text]
 
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl", "svd", "flux", "wan"])
-def test_its_profile_wired_to_the_guard_leads_to_no_rerun_on_that_card_alone(family: str) -> None:
+def test_probe_profile_prevents_reruns_only_on_its_card(family: str) -> None:
     patcher = make_model(family, hot=True)
     with on("sm75"):
         _, text, profile = probed(patcher)["result"]
         assert "fp16 with overflow protection" in text and "`profile` wired into its `profile`" in text
         assert sample(guarded(patcher, scope="learned", profile=profile)).isfinite().all()
-        (told,) = said
-        assert f"overflow protection; {STEPS} steps, all fine" in told and "from a profile: " in told
-    with on(HERE):
+        (report,) = texts
+        assert f"overflow protection; {STEPS} steps, all fine" in report and "from a profile: " in report
+    with on(THIS_CARD):
         sample(guarded(patcher, scope="learned", profile=profile))
-    assert f"the profile that was given is left alone: it is for sm75, and this is {HERE}" in said[-1]
-    assert f"{STEPS} steps, 1 recomputed in fp32" in said[-1]
+    assert f"the profile that was given is left alone: it is for sm75, and this is {THIS_CARD}" in texts[-1]
+    assert f"{STEPS} steps, 1 recomputed in fp32" in texts[-1]
 
 
-def _reached(patcher: Any, name: str) -> float:
-    """The largest that a layer puts out, in a run without the probe and by a hook of its own."""
+def _measured_peak(patcher: Any, name: str) -> float:
+    """Return the largest output of a layer, measured with a hook in a run without the probe."""
     layout, reached = patcher.model.layout, list[float]()
     layer = patcher.model.diffusion_model.get_submodule(name)
     hook = layer.register_forward_hook(lambda _layer, _given, made: reached.append(made.abs().max().item()))
@@ -99,7 +99,7 @@ def _reached(patcher: Any, name: str) -> float:
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_what_fits_stays_as_it_is(state: str) -> None:
+def test_probe_recommends_current_dtype_for_healthy_model(state: str) -> None:
     found = facts(probed(make_model("sd15", *STATES[state])))
     assert found["dtype"] == state.rpartition(" ")[2]
     assert all(verdict["fits"] for verdict in found["verdicts"])
@@ -114,9 +114,7 @@ def test_what_fits_stays_as_it_is(state: str) -> None:
     }.items(),
     ids=str,
 )
-def test_an_empty_latent_of_another_models_ratios_gets_the_size_that_ksampler_gives_it(
-    family: str, latent: dict[str, Any]
-) -> None:
+def test_probe_resizes_empty_latent_as_ksampler_does(family: str, latent: dict[str, Any]) -> None:
     shapes = set[Any]()
 
     def look(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -134,14 +132,14 @@ def test_an_empty_latent_of_another_models_ratios_gets_the_size_that_ksampler_gi
     assert {shape[1:] for shape in shapes} == {tuple(made["samples"].shape[1:])}
 
 
-def test_nothing_is_left_and_a_guard_before_it_does_not_count() -> None:
+def test_probe_leaves_model_unchanged_and_ignores_guard() -> None:
     patcher = make_model("sd15")
     before, behind = sample(patcher), guarded(patcher)
     found = facts(probed(behind))
-    assert len(said) == STEPS + 1
-    said.clear()
+    assert len(texts) == STEPS + 1
+    texts.clear()
     assert torch.equal(before, sample(patcher)) and torch.equal(before, sample(behind))
-    assert any(", all fine." in text for text in said)
+    assert any(", all fine." in text for text in texts)
     assert found["worst"] == facts(probed(patcher))["worst"]
     assert not any(layer._forward_hooks for layer in patcher.model.modules())
 
@@ -156,16 +154,14 @@ INTERRUPT = import_module("comfy.model_management").InterruptProcessingException
         ("layer", 2, RuntimeError("mat1 and mat2 shapes cannot be multiplied")),
         ("network", 2, ValueError()),
         ("sampler", 3, RuntimeError("of the test")),
-        ("network", 2, torch.OutOfMemoryError("none left")),  # ComfyUI has its own words for it
+        ("network", 2, torch.OutOfMemoryError("none left")),  # ComfyUI has its own message for it
         ("layer", 2, INTERRUPT),
         ("extra_conds", 1, INTERRUPT),
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, BaseException) else str(each),
 )
-def test_what_the_model_raises_is_told_with_the_step_and_the_next_run_works(
-    where: str, step: int, error: BaseException
-) -> None:
-    told = not isinstance(error, (torch.OutOfMemoryError, type(INTERRUPT)))
+def test_model_error_is_reported_with_step_and_next_run_works(where: str, step: int, error: BaseException) -> None:
+    is_reported = not isinstance(error, (torch.OutOfMemoryError, type(INTERRUPT)))
     patcher, calls = make_model("sd15"), list[int]()
     before, expected = sample(patcher), facts(probed(patcher))["worst"]
     module = patcher.model.diffusion_model.get_submodule({"layer": "middle_block.1"}.get(where, ""))
@@ -190,7 +186,7 @@ def test_what_the_model_raises_is_told_with_the_step_and_the_next_run_works(
         probed(patcher)
     for hook in hooks:
         hook.remove()
-    if told:
+    if is_reported:
         text, why = str(ended.value), f": {error}" if str(error) else ""
         found = f"SD15 failed in step {step} of {STEPS} of its probe: {type(error).__name__}{why}. The probe samples as"
         assert text.startswith(found)
@@ -200,10 +196,10 @@ def test_what_the_model_raises_is_told_with_the_step_and_the_next_run_works(
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in patcher.model.modules())
     assert not torch.overrides._get_current_function_mode_stack()
     assert torch.equal(before, sample(patcher)) and facts(probed(patcher))["worst"] == expected
-    error.with_traceback(None)  # its frames have the model
+    error.with_traceback(None)  # its frames keep the model alive
 
 
-def test_bad_input_is_named_and_the_next_run_works() -> None:
+def test_bad_input_is_named_and_next_run_works() -> None:
     broken, layer = make_model("sd15"), "input_blocks.1.0.in_layers.2"
     broken.model.diffusion_model.get_submodule(layer).weight[0, 0] = torch.inf
     assert f"'{layer}.weight' holds" in error_of(lambda: probed(broken))

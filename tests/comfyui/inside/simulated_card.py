@@ -1,8 +1,8 @@
-"""A card with memory of its own, for a ComfyUI on a machine without one: memory, streams and allocator, nothing else.
+"""A simulated card with its own memory for a ComfyUI without a card: memory, streams and allocator only.
 
-Main memory takes both parts. What is on the card is a plain tensor; a weight that is still on the host is an `OnHost`,
-which says so and is copied when it is moved. ComfyUI's own functions decide what moves when.
-Imported by ComfyUI's interpreter alone, after its options have been read.
+Both memories are main memory. A tensor on the card is a plain tensor. A weight on the host is an `OnHost`, whose device
+is the host and which is copied when it is moved. ComfyUI's own functions decide what moves when.
+Only ComfyUI's interpreter imports this module, after its options have been read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 
 CARD, HOST = torch.device("cpu", 0), torch.device("cpu", 1)
 MANAGEMENT = import_module("comfy.model_management")
-DYNAMIC = hasattr(import_module("comfy.model_patcher"), "ModelPatcherDynamic")  # has dynamic VRAM
+DYNAMIC = hasattr(import_module("comfy.model_patcher"), "ModelPatcherDynamic")  # ComfyUI has dynamic VRAM
 
 
 class OnHost(torch.nn.Parameter):
-    """A weight in main memory."""
+    """A weight on the host."""
 
     device = HOST
 
@@ -39,7 +39,7 @@ class OnHost(torch.nn.Parameter):
 
 
 class Stream(nullcontext):
-    """What is put into it is done at once."""
+    """A stream that runs its work at once."""
 
     def wait_stream(self, other: Any) -> None: ...
 
@@ -47,17 +47,17 @@ class Stream(nullcontext):
 
 
 class Pages:
-    """Stands in for comfy_aimdo's ModelVBAR: memory of the card, in which a weight stays until it is freed.
+    """A stand-in for comfy_aimdo's ModelVBAR: memory of the card, in which a weight stays until it is freed.
 
-    Each weight has a version, which is another one after it has been freed.
+    Each weight has a version, which changes when the memory is freed.
     """
 
-    room = 1e32  # bytes of the card for one model's weights
+    room = 1e32  # bytes on the card for one model's weights
 
     def __init__(self, size: int, _device: int):
         self._memory = torch.zeros(int(size), dtype=torch.uint8)
         self._offset = 0
-        self._versions: dict[int, int] = {}  # of the weights that are there, by address
+        self._versions: dict[int, int] = {}  # of the weights on the card, by address
         self._freed = 0
 
     def alloc(self, size: int) -> tuple[Any, int, int]:
@@ -80,7 +80,7 @@ class Pages:
         return freed
 
     def overwrite(self) -> None:
-        """With NaN."""
+        """Fill the memory with NaN."""
         ctypes.memset(self._memory.data_ptr(), 0xFF, self._offset)
 
     def loaded_size(self) -> int:
@@ -90,7 +90,7 @@ class Pages:
 
 
 class HostBuffer:
-    """Stands in for comfy_aimdo's: main memory that grows at one address, which the card may read."""
+    """A stand-in for comfy_aimdo's HostBuffer: main memory that grows at a fixed address and that the card can read."""
 
     def __init__(self, *_: Any):
         self._memory = torch.zeros(1 << 26, dtype=torch.uint8)
@@ -107,12 +107,12 @@ class HostBuffer:
         self.size = size
 
     def overwrite(self) -> None:
-        """With NaN."""
+        """Fill the memory with NaN."""
         ctypes.memset(self._memory.data_ptr(), 0xFF, self.size)
 
 
 class CastBuffer:
-    """Stands in for comfy_aimdo's VRAMBuffer: memory of the card that a stream's weights pass through."""
+    """A stand-in for comfy_aimdo's VRAMBuffer: memory of the card for a stream's weights."""
 
     def __init__(self, *_: Any):
         self._memory = torch.zeros(1 << 26, dtype=torch.uint8)
@@ -138,10 +138,10 @@ def _free_memory(free: Callable[[], float], _device: Any = None, torch_free_too:
 def card(
     *, dynamic: bool = False, room: float = 1e32, pinned: bool = True, free: Callable[[], float] | None = None
 ) -> Iterator[None]:
-    """A card with two streams for weights.
+    """Simulate a card with two streams for weights.
 
-    dynamic: with dynamic VRAM. room: of it, in bytes. pinned: copies of the weights are kept in pinned memory.
-    free: bytes for weights that are free now, without dynamic VRAM; without it, there is room for none.
+    dynamic: use dynamic VRAM. room: its size in bytes. pinned: keep copies of the weights in pinned memory.
+    free: free bytes for weights, without dynamic VRAM; None: no free memory.
     """
     vram = MANAGEMENT.VRAMState.NORMAL_VRAM if free else MANAGEMENT.VRAMState.NO_VRAM
     states = [(MANAGEMENT, "is_device_cpu", lambda device: device == HOST), (MANAGEMENT, "NUM_STREAMS", 2)]
@@ -165,12 +165,12 @@ def card(
             yield
         finally:
             MANAGEMENT.free_memory(1e30, CARD)
-            if hasattr(MANAGEMENT, "reset_cast_buffers"):  # ComfyUI does so after each node
+            if hasattr(MANAGEMENT, "reset_cast_buffers"):  # as ComfyUI does after each node
                 MANAGEMENT.reset_cast_buffers()
 
 
 def on_host(patcher: Any, *, dynamic: bool = False) -> Any:
-    """A ModelPatcher for the same model, of which the layers' weights are in main memory."""
+    """Return a ModelPatcher for the same model with its layers' weights on the host."""
     model = patcher.model
     for layer in model.modules():
         if hasattr(layer, "comfy_cast_weights"):

@@ -1,7 +1,7 @@
-"""The same small single file in ComfyUI's own Stable Video Diffusion and in ours: they agree in fp32.
+"""One small single file, loaded by ComfyUI's own Stable Video Diffusion and by ours: results agree in fp32.
 
-It is loaded by ComfyUI's own code and classes as its "Image Only Checkpoint Loader" does, but for two things that it
-has fixed at the published sizes: which sizes of the UNet are SVD's, and the sizes of VAE and CLIP.
+ComfyUI's code loads it as its "Image Only Checkpoint Loader" does, except for two things that ComfyUI fixes at the
+published sizes: the UNet sizes that count as SVD, and the sizes of VAE and CLIP.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNET, VAE = "model.diffusion_model.", "first_stage_model."
 CLIP = "conditioner.embedders.0.open_clip.model.visual."
 PUBLISHED = SUPPORT.parent / "pipelines" / "svd_xt_keys.json"
 LAYOUT = svd_layout.TINY
-BATCH, FRAMES = 2, 3  # two videos, as guidance makes them: one's context must not reach the other
+BATCH, FRAMES = 2, 3  # two videos, as with guidance: the context of one must not affect the other
 State = dict[str, torch.Tensor]
 
 
@@ -37,7 +37,7 @@ def _no_grad() -> Iterator[None]:
 
 @pytest.fixture(params=["published", "saved by ComfyUI"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """In the layout of the published file, and in that of ComfyUI's ImageOnlyCheckpointSave."""
+    """A file in the published layout, or in the layout of ComfyUI's ImageOnlyCheckpointSave."""
     file = tmp_path / "svd.safetensors"
     svd_layout.write(file)
     if request.param == "saved by ComfyUI":
@@ -58,18 +58,18 @@ def part(state: State, prefix: str) -> State:
 
 
 def make_svd(state: State, device: str = "cpu") -> Any:
-    """As comfy.sd.load_state_dict_guess_config does once it knows the model: ComfyUI reads the sizes from the file."""
+    """Make SVD as comfy.sd.load_state_dict_guess_config does for a known model, with the file's sizes."""
     sizes = import_module("comfy.model_detection").detect_unet_config(state, UNET)
     return import_module("comfy.supported_models").SVD_img2vid(sizes).get_model(state, UNET, device=device).eval()
 
 
 def make_vae(ch: int, ch_mult: list[int]) -> Any:
-    """As comfy.sd.VAE does where it sees decoder.mid.block_1.mix_factor."""
+    """Make the VAE as comfy.sd.VAE does for a file with decoder.mid.block_1.mix_factor."""
     return temporal_autoencoder(VAE_SETTINGS | {"ch": ch, "ch_mult": ch_mult, "num_res_blocks": 2})
 
 
 def load_clip(state: State) -> torch.nn.Module:
-    """As comfy.clip_vision.load_clipvision_from_sd does with its clip_vision_config_h.json, in these sizes."""
+    """Load CLIP as comfy.clip_vision.load_clipvision_from_sd does with clip_vision_config_h.json, at small sizes."""
     clip_vision = import_module("comfy.clip_vision")
     config = json.loads((Path(clip_vision.__file__).parent / "clip_vision_config_h.json").read_text(encoding="utf-8"))
     config |= {"hidden_size": LAYOUT.width, "intermediate_size": 4 * LAYOUT.width, "num_hidden_layers": LAYOUT.layers}
@@ -84,11 +84,11 @@ def load_clip(state: State) -> torch.nn.Module:
 
 def assert_close(made: torch.Tensor, theirs: torch.Tensor) -> None:
     assert made.shape == theirs.shape
-    assert theirs.abs().max() > 0.1  # something came out
+    assert theirs.abs().max() > 0.1  # the result is not zero
     assert difference(made, theirs.float()) <= 1e-5
 
 
-def test_comfyui_knows_the_published_file_and_has_a_place_for_each_key() -> None:
+def test_comfyui_detects_published_file_and_has_every_key() -> None:
     shapes = json.loads(PUBLISHED.read_text(encoding="utf-8"))["shapes"]
     state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
     found = import_module("comfy.model_detection").model_config_from_unet(dict(state), UNET)
@@ -100,14 +100,14 @@ def test_comfyui_knows_the_published_file_and_has_a_place_for_each_key() -> None
         assert theirs == {key: tensor.shape for key, tensor in part(state, prefix).items()}, prefix
 
 
-def test_unet_and_a_denoising_step_agree(checkpoint: Path) -> None:
-    """The scheduler that we give it says the same of the UNet's output as ComfyUI's sampling settings do."""
+def test_unet_and_denoising_step_match_comfyui(checkpoint: Path) -> None:
+    """Our scheduler interprets the UNet's output as ComfyUI's sampling settings do."""
     scheduler = read_svd(checkpoint).unweighted("scheduler")
     scheduler.set_timesteps(4)
     sigma, timestep = scheduler.sigmas[2].float(), scheduler.timesteps[2].float()
     noise, image = random(1, BATCH * FRAMES, 4, 8, 16) * sigma, random(2, BATCH * FRAMES, 4, 8, 16)
     context = random(3, BATCH, 1, LAYOUT.projected)
-    fps, bucket, augmentation = times = (5.0, 127.0, 0.02)  # frames per second less 1
+    fps, bucket, augmentation = times = (5.0, 127.0, 0.02)  # frames per second minus 1
     state = read(checkpoint)
     svd = make_svd(state)
     svd.diffusion_model.load_state_dict(part(state, UNET))
@@ -134,7 +134,7 @@ def test_unet_and_a_denoising_step_agree(checkpoint: Path) -> None:
     assert_close(step.pred_original_sample, theirs)
 
 
-def test_vae_agrees(checkpoint: Path) -> None:
+def test_vae_matches_comfyui(checkpoint: Path) -> None:
     vae: Any = read_svd(checkpoint).component("vae", torch.float32)
     theirs = make_vae(32, [1, 2])
     theirs.load_state_dict(part(read(checkpoint), VAE))
@@ -143,7 +143,7 @@ def test_vae_agrees(checkpoint: Path) -> None:
     assert_close(vae.decode(latents, num_frames=FRAMES).sample, theirs.decode(latents))
 
 
-def test_image_embeddings_agree(checkpoint: Path) -> None:
+def test_image_embeddings_match_comfyui(checkpoint: Path) -> None:
     encoder: Any = read_svd(checkpoint).component("image_encoder", torch.float32)
     pixels = random(6, 2, 3, LAYOUT.image, LAYOUT.image)
     theirs = load_clip(read(checkpoint))(pixel_values=pixels, intermediate_output=-2)[2]

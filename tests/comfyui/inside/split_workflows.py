@@ -1,8 +1,8 @@
-"""The shipped workflows for ComfyUI's own models that come in several files: MiniMax H3, Wan 2.2, LTX-2, Flux.2,
-Qwen-Image, Z-Image.
+"""The shipped workflows for ComfyUI's own models in several files: MiniMax H3, Wan 2.2, LTX-2, Flux.2, Qwen-Image,
+Z-Image.
 
-Their text encoders have one size, of billions of weights. So graphs are validated with empty files of these names, and
-run with small models in place of what the loaders and the text encoders put out. Sound is sampled, but not decoded.
+Their text encoders have billions of weights. So graphs are validated with empty files of these names, and run with
+small models that replace the outputs of loaders and text encoders. Sound is sampled, but not decoded.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import guard_video_vae
 import pytest
 import torch
-from in_comfyui import NODE_ID, PACK, on, said
-from native_models import LAYOUTS, make_model, make_vae, prompts, with_its_twin
+from in_comfyui import NODE_ID, PACK, on, texts
+from native_models import LAYOUTS, make_model, make_vae, prompts, with_fp32_twin
 
 WORKFLOWS = Path(__file__).resolve().parents[3] / "workflows"
-NAMES = {  # workflow → the model and the VAE that stand in (None: none does), and its pictures, or latents
+NAMES = {  # workflow → the small model and VAE (None: no VAE), and the shape of pictures or latents
     "native_flux2_text_to_image": ("flux2", None, (1, 128, 4, 4)),
     "native_ltx2_text_to_video": ("ltx2", "ltxv", (9, 64, 64, 3)),
     "native_minimax_h3_text_to_video": ("minimax_h3", "minimax_h3", (5, 64, 64, 3)),
@@ -33,11 +33,11 @@ NAMES = {  # workflow → the model and the VAE that stand in (None: none does),
 }
 STEPS = 2  # of each model
 SMALL = {"width": 64, "height": 64, "steps": STEPS, "length": 5, "sigmas": "1.0, 0.5, 0.0"}
-SMALLER = {  # what other sizes they have
+SMALLER = {  # other sizes of some workflows
     "native_ltx2_text_to_video": {"length": 9, "frames_number": 9},
     "native_wan22_text_to_video": {"steps": 2 * STEPS},
 }
-HALVES = {0: 0, 10: STEPS, 20: 2 * STEPS}  # where a model of two begins and ends
+HALVES = {0: 0, 10: STEPS, 20: 2 * STEPS}  # first and last steps of each of two models
 FOLDERS = {  # by the loader's input
     "unet_name": "diffusion_models",
     "clip_name": "text_encoders",
@@ -55,13 +55,13 @@ def shipped(name: str) -> Graph:
 
 
 def files(graph: Graph) -> set[tuple[str, str]]:
-    """The folders and the names of what its loaders load."""
+    """Return folder and name of each file that the graph loads."""
     given = (item for node in graph.values() for item in node["inputs"].items())
     return {(FOLDERS[key], value) for key, value in given if key in FOLDERS}
 
 
-def known() -> dict[str, Any]:
-    """Every node's class by its name: ComfyUI's and the pack's."""
+def node_classes() -> dict[str, Any]:
+    """Return ComfyUI's and the pack's node classes by name."""
     nodes = import_module("nodes")
     if "KSamplerSelect" not in nodes.NODE_CLASS_MAPPINGS:
         asyncio.run(nodes.init_extra_nodes(init_custom_nodes=False, init_api_nodes=False))
@@ -71,19 +71,19 @@ def known() -> dict[str, Any]:
 
 @pytest.fixture(params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
-    """Of a workflow for which this ComfyUI has the nodes and the model."""
-    return there(request.param)
+    """The name of a workflow whose nodes and model this ComfyUI has."""
+    return skip_if_missing(request.param)
 
 
-def there(name: str) -> str:
-    lacking = {node["class_type"] for node in shipped(name).values()} - known().keys()
+def skip_if_missing(name: str) -> str:
+    lacking = {node["class_type"] for node in shipped(name).values()} - node_classes().keys()
     if lacking := lacking | {NAMES[name][0]} - LAYOUTS.keys():
         pytest.skip(f"this ComfyUI has no {', '.join(sorted(lacking))}")
     return name
 
 
-def test_comfyui_finds_nothing_wrong_with_it(name: str, tmp_path: Path) -> None:
-    """With files of these names in its folders."""
+def test_comfyui_validates_shipped_workflow(name: str, tmp_path: Path) -> None:
+    """ComfyUI's folders have empty files with the workflow's file names."""
     execution, folder_paths = import_module("execution"), import_module("folder_paths")
     for kind, file in files(shipped(name)):
         folder = tmp_path / kind
@@ -94,10 +94,10 @@ def test_comfyui_finds_nothing_wrong_with_it(name: str, tmp_path: Path) -> None:
     assert (valid, error, of_nodes) == (True, None, {})
 
 
-def test_a_healthy_run_is_the_same_where_fp16_stays_and_one_that_overflows_is_right(name: str) -> None:
-    """The pictures: plain and as shipped."""
+def test_healthy_run_is_bit_equal_and_overflowing_run_is_near_fp32(name: str) -> None:
+    """Compare the pictures without the guards and with them."""
     model, _, shape = NAMES[name]
-    healthy, (hot, twin) = make_model(model), with_its_twin(model, hot=True)
+    healthy, (hot, twin) = make_model(model), with_fp32_twin(model, hot=True)
     plain, made = run(name, healthy, guarded=False), run(name, healthy)
     assert plain.reshape(-1, *plain.shape[-3:]).shape == shape
     assert plain.isfinite().all() and plain.std() > 0.01 and plain.equal(made)
@@ -105,15 +105,15 @@ def test_a_healthy_run_is_the_same_where_fp16_stays_and_one_that_overflows_is_ri
     assert exact.isfinite().all() and exact.std() > 0.01
     assert not (plain - exact).norm() <= 0.05 * exact.norm(), "NaN, or wrong where the model clips"
     for card in ("cpu", "sm75"):
-        said.clear()
+        texts.clear()
         assert (run(name, hot, card=card) - exact).norm() <= 0.02 * exact.norm()
-        told = {text for text in said if f"{STEPS} steps" in text and "VAE" not in text}
-        protected = [f"overflow protection; {STEPS} steps, all fine" in text for text in told]
-        assert told and all(protected) is (card == "sm75"), told  # the second of two models has the first's profile
+        reports = {text for text in texts if f"{STEPS} steps" in text and "VAE" not in text}
+        protected = [f"overflow protection; {STEPS} steps, all fine" in text for text in reports]
+        assert reports and all(protected) is (card == "sm75"), reports  # the second model uses the first one's profile
 
 
 class Encoder:
-    """A text encoder: the same for each text."""
+    """A text encoder that returns the same prompt for each text."""
 
     def __init__(self, prompt: Any):
         self._prompt = prompt
@@ -126,7 +126,7 @@ class Encoder:
 
 
 def run(name: str, model: Any, *, guarded: bool = True, card: str = "cpu") -> torch.Tensor:
-    """The pictures that the workflow's VAE Decode puts out; where no VAE stands in, the latents that it is given."""
+    """Return the pictures of the workflow's VAE Decode node; without a VAE, its latents."""
     graph, kind_of_vae, layout = shipped(name), NAMES[name][1], model.model.layout
     positive, negative = prompts(layout)
     made: dict[tuple[str, int], Any] = {}
@@ -163,7 +163,7 @@ def run(name: str, model: Any, *, guarded: bool = True, card: str = "cpu") -> to
 
 
 def _call(kind: str, inputs: dict[str, Any]) -> Any:
-    cls = known()[kind]
+    cls = node_classes()[kind]
     if kind == GUARD:
         inputs = inputs | {"node_id": NODE_ID}
     if hasattr(cls, "execute") and hasattr(cls, "define_schema"):
@@ -172,7 +172,7 @@ def _call(kind: str, inputs: dict[str, Any]) -> Any:
 
 
 def _sizes_of_sound(layout: Any) -> Any:
-    """Of a VAE, what is asked for to make empty latents."""
+    """Return the part of a sound VAE that is needed for empty latents."""
     _, channels, length, bins = layout.sound
     network = SimpleNamespace(latent_frequency_bins=bins, num_of_latents_from_frames=lambda *_: length)
     return SimpleNamespace(latent_channels=channels, first_stage_model=network)
@@ -181,4 +181,4 @@ def _sizes_of_sound(layout: Any) -> Any:
 def _vae(kind: str) -> Any:
     if kind:
         return guard_video_vae.make(guard_video_vae.KINDS[kind], torch.float32)
-    return make_vae(torch.float32, channels=16)  # Flux's, which Z-Image has
+    return make_vae(torch.float32, channels=16)  # Flux's VAE, which Z-Image uses

@@ -1,4 +1,4 @@
-"""What ComfyUI says, by its own `execution.validate_inputs`, of values that a node cannot use."""
+"""ComfyUI's own `execution.validate_inputs` on valid and invalid values of the pack's nodes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ VIDEO = {"width": 64, "height": 48, "frames": 9, "steps": 2, "guidance_scale": 6
 LOADED = {"model": "not-here", "precision": "auto", "backend": "auto", "offload": "none", "accumulation": "auto",
           "hub_id": "", "revision": "", "download": True}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any], list[list[str]]]] = {
-    "all is well": ("SampleCogVideoX", VIDEO, []),
+    "valid": ("SampleCogVideoX", VIDEO, []),
     "too small": ("SampleCogVideoX", VIDEO | {"width": 0}, [["value_smaller_than_min", "width"]]),
     "too large": ("SampleCogVideoX", VIDEO | {"frames": 2001}, [["value_bigger_than_max", "frames"]]),
     "between two steps": ("SampleCogVideoX", VIDEO | {"width": 90}, [["value_smaller_than_min", "width"]]),
     "frames between two steps": ("SampleCogVideoX", VIDEO | {"frames": 8}, [["value_smaller_than_min", "frames"]]),
-    "no number": ("SampleCogVideoX", VIDEO | {"height": "DDIM"}, [["invalid_input_type", "height"]]),
+    "not a number": ("SampleCogVideoX", VIDEO | {"height": "DDIM"}, [["invalid_input_type", "height"]]),
     "reordered": (
         "SampleCogVideoX",
         VIDEO | {"width": "DDIM", "scheduler": 720},
@@ -32,13 +32,13 @@ CASES: dict[str, tuple[str, dict[str, Any], list[list[str]]]] = {
         [["value_smaller_than_min", "height"]],
     ),
     "a model from the hub": ("LoadPipeline", LOADED | {"hub_id": "a/b"}, []),
-    "a model that is not here": ("LoadPipeline", LOADED, []),
-    "a LoRA that is not here": (
+    "a missing model": ("LoadPipeline", LOADED, []),
+    "a missing LoRA": (
         "LoadLoRA",
         {"lora": "not-here.safetensors", "strength": 1.0},
         [["custom_validation_failed", "lora"]],
     ),
-    "no profile": (
+    "an invalid profile": (
         "NaNGuard",
         {"on_failure": "rerun", "exact_fp32": False, "profile": "{"},
         [["custom_validation_failed", "profile"]],
@@ -47,8 +47,8 @@ CASES: dict[str, tuple[str, dict[str, Any], list[list[str]]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_one_input_that_is_wrong_is_marked(case: str) -> None:
-    """Links are left out here: ComfyUI says of each that it is missing."""
+def test_comfyui_marks_only_invalid_inputs(case: str) -> None:
+    """The inputs have no links, so ComfyUI reports each link as missing; these errors are ignored."""
     name, given, wrong = CASES[case]
     import_module("nodes").NODE_CLASS_MAPPINGS.update(sys.modules[PACK].NODE_CLASS_MAPPINGS)
     graph = {"0": {"class_type": f"OneDiffGuard{name}", "inputs": given}}

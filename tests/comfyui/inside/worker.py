@@ -1,4 +1,4 @@
-"""ComfyUI's prompt worker, and runs of the same process in other threads: all come to what they come to alone."""
+"""ComfyUI's prompt worker and runs in other threads of its process: each gives the same result as alone."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch
 from in_comfyui import OURS, PACK, SUPPORT, module
 
 ROUNDS = 5
-shown: list[torch.Tensor] = []  # what graphs ended in
+shown: list[torch.Tensor] = []  # images of all graphs
 
 
 class Show:
-    """Keeps the images of a graph."""
+    """A node that records the images of a graph."""
 
     RETURN_TYPES = ()
     FUNCTION = "show"
@@ -44,11 +44,11 @@ def _graph(model: str, seed: int) -> dict[str, Any]:
 
 
 def _worker(graphs: list[dict[str, Any]]) -> None:
-    """As main.py's prompt_worker executes them."""
+    """Execute graphs as main.py's prompt_worker does."""
     server = SimpleNamespace(client_id=None, last_node_id=None, last_prompt_id=None, send_sync=lambda *_: None)
     executor_type = import_module("execution").PromptExecutor
     newer = "cache_args" in inspect.signature(executor_type).parameters
-    room = {"cache_args": {"lru": 0, "ram": 0.0, "ram_inactive": 0.0}} if newer else {}  # GiB to be left free
+    room = {"cache_args": {"lru": 0, "ram": 0.0, "ram_inactive": 0.0}} if newer else {}  # GiB to keep free
     executor = executor_type(server, **room)
     for number, graph in enumerate(graphs):
         executor.execute(graph, str(number), {}, ["5"])
@@ -56,7 +56,7 @@ def _worker(graphs: list[dict[str, Any]]) -> None:
 
 
 def _in_process(folder: Path, seed: int) -> torch.Tensor:
-    """As a script of the same process runs a pipeline."""
+    """Run a pipeline as a script in the same process does."""
     load, sampling = module("pipelines.run.handle").load, module("pipelines.run.sample")
     options = {"backend": "eager", "offload": "model", "placement": module("comfyui_host.host").placement()}
     fp32 = module("precision.policy").Precision("fp32")
@@ -70,7 +70,7 @@ def _in_process(folder: Path, seed: int) -> torch.Tensor:
 
 @pytest.fixture
 def models(tmp_path: Path) -> list[Path]:
-    """Small ones, which ComfyUI knows. What builds them uses the pack's demo alone."""
+    """Folders of small models that ComfyUI lists. The builders use only the pack's demo."""
     sys.modules[OURS] = sys.modules[PACK]
     sys.path.append(str(SUPPORT))
     build = import_module("small_families").BUILDERS
@@ -78,7 +78,7 @@ def models(tmp_path: Path) -> list[Path]:
     return [build[name](tmp_path / name) for name in ("2b", "5b")]
 
 
-def test_all_are_right_and_the_process_is_what_it_was(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_runs_are_bit_equal_to_single_runs(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = import_module("nodes")
     nodes.NODE_CLASS_MAPPINGS.update(sys.modules[PACK].NODE_CLASS_MAPPINGS, Show=Show)
     server = SimpleNamespace(send_progress_text=lambda *_: None)
@@ -87,7 +87,7 @@ def test_all_are_right_and_the_process_is_what_it_was(models: list[Path], monkey
     graphs = [_graph("2b", seed) for seed in range(ROUNDS)]
     _worker(graphs)
     expected = shown[:]
-    beside = [_in_process(model, 7) for model in models]  # the same model as the worker's, and another
+    alone = [_in_process(model, 7) for model in models]  # the worker's model, and another one
     shown.clear()
     begin = threading.Barrier(3)
 
@@ -105,5 +105,5 @@ def test_all_are_right_and_the_process_is_what_it_was(models: list[Path], monkey
         found = [run.result(600) for run in runs]
     assert len(expected) == ROUNDS
     assert all(torch.equal(made, right) for made, right in zip(shown, expected, strict=True))
-    assert all(torch.equal(made, right) for all_made, right in zip(found, beside, strict=True) for made in all_made)
+    assert all(torch.equal(made, right) for all_made, right in zip(found, alone, strict=True) for made in all_made)
     assert torch.nn.Module.register_parameter is before and torch.get_default_dtype() is torch.float32
