@@ -1,4 +1,4 @@
-"""A ComfyUI of few lines: what its modules do with this pack, without the rest."""
+"""A minimal ComfyUI for tests: stand-ins for the modules of ComfyUI that this pack uses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.comfyui_host import host
-from cpu_bf16 import cpu_multiplies_bf16  # noqa: F401 - a fixture for all tests here
+from cpu_bf16 import cpu_multiplies_bf16  # noqa: F401 - fixture for all tests in this folder
 
 
 class LoadedModel:
-    """As ComfyUI's: it does not keep the model."""
+    """As ComfyUI's: holds the model by a weak reference."""
 
     def __init__(self, model):
         self._model = weakref.ref(model)
@@ -32,7 +32,7 @@ class LoadedModel:
 
 
 class Management(types.SimpleNamespace):
-    """What ComfyUI's model_management does with a model, in the fewest lines."""
+    """Stand-in for ComfyUI's model_management: loads, unloads and frees models."""
 
     def __init__(self):
         super().__init__(current_loaded_models=[], freed=[], interrupted=False, LoadedModel=LoadedModel)
@@ -56,7 +56,7 @@ class Management(types.SimpleNamespace):
     def unload_all_models(self):
         while self.current_loaded_models:
             loaded = self.current_loaded_models.pop()
-            assert loaded.model is not None, "a model died amid unloading, which ComfyUI does not expect"
+            assert loaded.model is not None, "a model was freed while unloading, which ComfyUI does not expect"
             loaded.model_unload()
 
     def soft_empty_cache(self):
@@ -69,14 +69,14 @@ class Management(types.SimpleNamespace):
 
 @pytest.fixture
 def without_comfyui(model_folder, tmp_path):
-    """A process without ComfyUI, which has the models that tests share."""
+    """A process without ComfyUI, with the small models that tests share."""
     with host.plain_folders(models=[model_folder("2b").parent], input=tmp_path, output=tmp_path):
         yield
 
 
 @pytest.fixture
 def own_folder(tmp_path):
-    """A process without ComfyUI, which looks for models in this folder, where none is yet."""
+    """A process without ComfyUI that looks for models in this folder, which is empty at first."""
     with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
         yield tmp_path
 
@@ -104,7 +104,7 @@ def comfyui(model_folder, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "folder_paths", paths)
     monkeypatch.setitem(sys.modules, "comfy.model_management", management)
     monkeypatch.setitem(sys.modules, "comfy.utils", types.SimpleNamespace(ProgressBar=Bar))
-    sent, texts = [], []  # as it leaves, and as the page shows it
+    sent, texts = [], []  # sent: as sent to the page; texts: (node id, text as the page shows it)
 
     def send_progress_text(text, node_id):
         sent.append(text)

@@ -1,4 +1,4 @@
-"""Comfy Compiler (ComfyUI 0.35 and newer) plans a block's memory: what outlives it is made while that is paused."""
+"""Comfy Compiler (ComfyUI 0.35 and newer) plans a block's memory: tensors that outlive it are allocated outside."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Allocations(TorchDispatchMode):
-    """The storages that were made while the plan was being recorded, and are still there."""
+    """Records the storages that are allocated while the plan is recorded, and keeps them alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,14 +28,14 @@ class Allocations(TorchDispatchMode):
         self.recorded: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        there = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
-        made = func(*args, **(kwargs or {}))
-        for each in made if isinstance(made, (tuple, list)) else [made]:
+        inputs = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        outputs = func(*args, **(kwargs or {}))
+        for each in outputs if isinstance(outputs, (tuple, list)) else [outputs]:
             if isinstance(each, torch.Tensor) and not self.paused:
                 storage = each.untyped_storage()
-                if storage.data_ptr() not in there:
+                if storage.data_ptr() not in inputs:
                     self.recorded.setdefault(storage.data_ptr(), storage)
-        return made
+        return outputs
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.recorded
@@ -58,24 +58,24 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Allocations:
     return plan
 
 
-def test_what_one_thread_recomputes_is_not_planned_and_what_others_compute_is(plan: Allocations) -> None:
+def test_recompute_disables_plan_only_in_its_own_thread(plan: Allocations) -> None:
     module = sys.modules["comfy.model_prefetch"]
     module.malloc_graph_enabled = enabled = lambda _device: True  # type: ignore[attr-defined]
 
-    def asked() -> bool:
+    def is_planned() -> bool:
         return module.malloc_graph_enabled("cuda")
 
-    with products_in_fp32(torch.nn.Linear(1, 1)), ThreadPoolExecutor(1) as others:
-        assert not asked() and others.submit(asked).result()
+    with products_in_fp32(torch.nn.Linear(1, 1)), ThreadPoolExecutor(1) as pool:
+        assert not is_planned() and pool.submit(is_planned).result()
     assert module.malloc_graph_enabled is enabled
 
 
-def test_a_comfyui_without_plans_is_asked_for_its_version_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step asks for each of its layers, and reading a package's files each time would take longer than a layer."""
-    asked: list[str] = []
+def test_version_of_comfyui_without_plans_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer of a step needs it, and reading a package's files each time would take longer than a layer."""
+    reads: list[str] = []
     monkeypatch.setitem(sys.modules, "folder_paths", ModuleType("folder_paths"))
     monkeypatch.delitem(sys.modules, "comfyui_version", raising=False)
-    monkeypatch.setattr(host.metadata, "version", lambda package: asked.append(package) or "0.33.0")
+    monkeypatch.setattr(host.metadata, "version", lambda package: reads.append(package) or "0.33.0")
     host._installed_version.cache_clear()
     try:
         for _ in range(3):
@@ -83,10 +83,10 @@ def test_a_comfyui_without_plans_is_asked_for_its_version_once(monkeypatch: pyte
                 assert host.version() == "0.33.0"
     finally:
         host._installed_version.cache_clear()
-    assert asked == ["comfyui"]
+    assert reads == ["comfyui"]
 
 
-def test_limits_of_weights_outlive_the_block(plan: Allocations) -> None:
+def test_weight_limits_are_allocated_outside_plan(plan: Allocations) -> None:
     assert shared.lasting is calls._outside_of_allocation_graphs
     layer = torch.nn.Linear(8, 8).half()
     limits = scaled_products._WeightBoundsCache()
@@ -98,7 +98,7 @@ def test_limits_of_weights_outlive_the_block(plan: Allocations) -> None:
     assert not [kept for kept in known[2] if kept is not None and kept in plan]
 
 
-def test_the_peak_of_what_was_clipped_is_the_tensor_that_was_there_before(plan: Allocations) -> None:
+def test_clip_peak_is_allocated_outside_plan(plan: Allocations) -> None:
     clips = ClipDetector("fp16")
 
     def block(x: torch.Tensor) -> torch.Tensor:
@@ -110,8 +110,8 @@ def test_the_peak_of_what_was_clipped_is_the_tensor_that_was_there_before(plan: 
     assert peak is not None and peak.isinf() and peak not in plan and plan.recorded
 
 
-def test_what_a_step_notes_of_layers_outlives_their_blocks(plan: Allocations) -> None:
-    """In the first step, which is learned from, and in the next one."""
+def test_recorded_peaks_of_layers_are_allocated_outside_plan(plan: Allocations) -> None:
+    """In the first step, which learns scales, and in the next one, which uses them."""
     layer, products = torch.nn.Linear(8, 8).half().requires_grad_(False), LearnedProducts()
     kept: list[torch.Tensor] = []
 

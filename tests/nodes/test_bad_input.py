@@ -1,4 +1,4 @@
-"""What people wire or type that cannot work: said in words, before a weight is read, and the next run works."""
+"""Invalid inputs of nodes: refused with a message before weights are read, and the next run works."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ STARTS = {"1.5-i2v": "image", "svd": "image", "5b from a video": "video"}
 
 @pytest.fixture
 def opened(model_folder, without_comfyui):
-    """opened(family) → its graph and a pipeline, with nothing loaded."""
+    """opened(family) → its graph and a pipeline without loaded weights."""
 
     def load(family, precision="fp32"):
-        gc.collect()  # the pipelines of the tests before
+        gc.collect()  # pipelines of earlier tests
         graph = GRAPHS[family]
         return graph, graph.load(model_folder(family.split()[0]), precision=precision)
 
@@ -36,22 +36,22 @@ def prompts(graph, pipeline) -> Any:
     return graph.encode(pipeline)["result"] if graph.prompted else ()
 
 
-def made_up_prompts(graph) -> Any:
+def zero_prompts(graph) -> Any:
     return [[[torch.zeros(1, 226, 32), {}]]] * 2 if graph.prompted else ()
 
 
-def nothing_is_read(pipeline) -> bool:
-    """But for the text encoder, which prompts need."""
+def no_weights_read(pipeline) -> bool:
+    """Except the text encoder's, which prompts need."""
     return not pipeline.store.loaded().keys() - {"text_encoder"}
 
 
-def refused(graph, pipeline, error, message, **bad):
-    """The sampler refuses it before it loads anything; with good input the same pipeline samples and decodes."""
+def assert_refused(graph, pipeline, error, message, **bad):
+    """Assert that the sampler refuses `bad` before it reads weights, and then samples and decodes valid input."""
     wired = prompts(graph, pipeline)
-    assert nothing_is_read(pipeline)
+    assert no_weights_read(pipeline)
     with pytest.raises(error, match=message):
         graph.sample(pipeline, wired, **bad)
-    assert nothing_is_read(pipeline)
+    assert no_weights_read(pipeline)
     latents = graph.sample(pipeline, wired)["result"][0]
     assert torch.isfinite(graph.decode(pipeline, latents)["result"][0]).all()
 
@@ -59,18 +59,18 @@ def refused(graph, pipeline, error, message, **bad):
 # --- images -----------------------------------------------------------------------------------------------------------
 
 
-def start(family, **given):
+def start_input(family, **size):
     frames = 9 if STARTS[family] == "video" else 1
-    return {STARTS[family]: picture(frames=frames, **given)}
+    return {STARTS[family]: picture(frames=frames, **size)}
 
 
 @pytest.mark.parametrize("family", STARTS)
-def test_an_image_of_another_size_is_fitted_as_chosen(opened, family):
+def test_crop_and_stretch_fit_start_image_differently(opened, family):
     graph, pipeline = opened(family)
     wired = prompts(graph, pipeline)
     width, height = graph.sampling["width"], graph.sampling["height"]
     latents = {
-        fit: graph.sample(pipeline, wired, fit=fit, **start(family, width=2 * width, height=height))["result"][0]
+        fit: graph.sample(pipeline, wired, fit=fit, **start_input(family, width=2 * width, height=height))["result"][0]
         for fit in ("crop", "stretch")
     }
     assert latents["crop"]["samples"].shape == latents["stretch"]["samples"].shape
@@ -78,10 +78,10 @@ def test_an_image_of_another_size_is_fitted_as_chosen(opened, family):
 
 
 @pytest.mark.parametrize("family", STARTS)
-def test_an_image_of_another_size_is_refused_where_that_is_chosen(opened, family):
+def test_fit_refuse_rejects_start_image_of_other_size(opened, family):
     graph, pipeline = opened(family)
     message = r"The image is 80×40, but \d+×\d+ is to be made. Set fit to 'crop' or 'stretch', or resize"
-    refused(graph, pipeline, BadInput, message, fit="refuse", **start(family, width=80, height=40))
+    assert_refused(graph, pipeline, BadInput, message, fit="refuse", **start_input(family, width=80, height=40))
 
 
 @pytest.mark.parametrize("family", FROM_IMAGE)
@@ -100,8 +100,8 @@ def test_alpha_and_grey_become_rgb(opened, family):
     assert torch.equal(sampled(grey), sampled(grey.expand_as(rgb)))
     batch = graph.sample(pipeline, wired, image=torch.cat([rgb, clear[..., :3] * 0]))
     assert torch.equal(batch["result"][0]["samples"], sampled(rgb)), "of a batch, the first"
-    said = "Of the batch of 2 images, only the first is used."
-    assert said in batch["result"][1] and said in batch["ui"]["text"][0]
+    note = "Of the batch of 2 images, only the first is used."
+    assert note in batch["result"][1] and note in batch["ui"]["text"][0]
 
 
 NAN = picture().index_fill(1, torch.tensor([3]), float("nan"))
@@ -117,35 +117,35 @@ IMAGES = {
 
 
 @pytest.mark.parametrize("family", STARTS)
-@pytest.mark.parametrize("what", IMAGES)
-def test_what_is_no_image_is_refused(opened, family, what):
+@pytest.mark.parametrize("case", IMAGES)
+def test_invalid_start_image_is_refused(opened, family, case):
     graph, pipeline = opened(family)
-    image, message = IMAGES[what]
+    image, message = IMAGES[case]
     with pytest.raises(BadInput, match=message):
-        graph.sample(pipeline, made_up_prompts(graph), **{STARTS[family]: image})
-    assert nothing_is_read(pipeline)
+        graph.sample(pipeline, zero_prompts(graph), **{STARTS[family]: image})
+    assert no_weights_read(pipeline)
 
 
 @pytest.mark.parametrize(
-    ("long", "frames", "error"),
+    ("length", "frames", "error"),
     [(2, 9, "2 frames of the video are to be used, but 5"), (4, 5, "4 frames of the video")],
 )
-def test_a_video_of_which_one_frame_would_be_left_is_refused(opened, long, frames, error):
+def test_video_with_too_few_usable_frames_is_refused(opened, length, frames, error):
     graph, pipeline = opened("5b from a video")
-    refused(graph, pipeline, BadSize, error, video=picture(frames=long), frames=frames)
+    assert_refused(graph, pipeline, BadSize, error, video=picture(frames=length), frames=frames)
 
 
 @pytest.mark.parametrize(
-    ("long", "frames", "used", "told"),
+    ("length", "frames", "used", "reported"),
     [(7, 9, 5, True), (9, 9, 9, False), (9, 5, 5, True), (7, 5, 5, True), (5, 1, 1, True), (6, 5, 5, True)],
 )
-def test_so_many_frames_of_a_video_are_used_and_those_left_out_are_named(opened, long, frames, used, told):
+def test_unused_frames_of_start_video_are_reported(opened, length, frames, used, reported):
     graph, pipeline = opened("5b from a video")
-    latents, report = graph.sample(pipeline, prompts(graph, pipeline), video=picture(frames=long), frames=frames)[
+    latents, report = graph.sample(pipeline, prompts(graph, pipeline), video=picture(frames=length), frames=frames)[
         "result"
     ]
     assert latents["samples"].shape[2] == (used + 3) // 4
-    assert ("Of the video" in report) == told
+    assert ("Of the video" in report) == reported
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ PROMPTED = ("2b", "1.5-i2v", "cogview3", "cogview4")
 
 
 @pytest.mark.parametrize("family", PROMPTED)
-def test_empty_prompts_make_a_picture(opened, family):
+def test_empty_prompts_give_finite_picture(opened, family):
     graph, pipeline = opened(family)
     wired = graph.encode(pipeline, prompt="", negative_prompt="")["result"]
     latents = graph.sample(pipeline, wired)["result"][0]
@@ -166,20 +166,20 @@ LIMITS = {"2b": 226, "1.5-i2v": 226, "cogview3": 224, "cogview4": 1024}
 
 @pytest.mark.parametrize("family", PROMPTED)
 @pytest.mark.parametrize("which", ["prompt", "negative_prompt"])
-def test_what_is_cut_off_a_long_prompt_is_said_on_the_node_and_in_the_history(opened, family, which):
+def test_truncated_part_of_prompt_is_shown_on_node_and_in_history(opened, family, which):
     graph, pipeline = opened(family)
-    long = "the end of a very long prompt " * (LIMITS[family] // 4) + "zebra"
-    encoded = graph.encode(pipeline, **{which: long})
+    long_prompt = "the end of a very long prompt " * (LIMITS[family] // 4) + "zebra"
+    encoded = graph.encode(pipeline, **{which: long_prompt})
     (note,) = [note for note in encoded["ui"]["onediff_guard"][0]["notes"] if "cut off" in note]
     assert f"longer than {LIMITS[family]} tokens" in note and note.rstrip().endswith("zebra")
-    assert encoded["ui"]["text"][0].count("cut off") == 1, "where it is seen"
-    again = graph.encode(pipeline, **{which: long})
-    assert any("cut off" in note for note in again["ui"]["onediff_guard"][0]["notes"]), "also where it was remembered"
+    assert encoded["ui"]["text"][0].count("cut off") == 1, "in the text on the node"
+    again = graph.encode(pipeline, **{which: long_prompt})
+    assert any("cut off" in note for note in again["ui"]["onediff_guard"][0]["notes"]), "also for a cached prompt"
     latents = graph.sample(pipeline, encoded["result"])["result"][0]["samples"]
     assert torch.isfinite(latents).all()
 
 
-BESIDE = [  # what nodes of ComfyUI's write beside a prompt, and what a sampler says of it; "": it changes nothing
+PROMPT_OPTIONS = [  # options that ComfyUI's nodes add to a prompt, and the sampler's message; "": no effect
     ({"area": (8, 8, 0, 0), "strength": 1.0, "set_area_to_bounds": False}, "sets area, which"),  # (Set Area)
     ({"area": ("percentage", 0.5, 0.5, 0, 0), "strength": 0.5, "set_area_to_bounds": False}, "sets area, strength"),
     ({"strength": 0.5}, "sets strength"),  # (Set Area Strength)
@@ -193,21 +193,21 @@ BESIDE = [  # what nodes of ComfyUI's write beside a prompt, and what a sampler 
 
 
 @pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize(("beside", "message"), BESIDE)
-def test_what_stands_beside_a_prompt_and_is_not_used_is_refused(opened, beside, message, which):
+@pytest.mark.parametrize(("added", "message"), PROMPT_OPTIONS)
+def test_unsupported_options_of_prompt_are_refused(opened, added, message, which):
     graph, pipeline = opened("cogview4")
-    wired = [[[tensor, {**options, **(beside if n == which else {})}] for tensor, options in each]
+    wired = [[[tensor, {**options, **(added if n == which else {})}] for tensor, options in each]
              for n, each in enumerate(prompts(graph, pipeline))]  # fmt: skip
     if not message:
         assert torch.isfinite(graph.sample(pipeline, wired)["result"][0]["samples"]).all()
         return
     with pytest.raises(BadInput, match=f"'{('positive', 'negative')[which]}' {message}"):
         graph.sample(pipeline, wired)
-    assert nothing_is_read(pipeline)
+    assert no_weights_read(pipeline)
 
 
 @pytest.mark.parametrize("family", PROMPTED)
-def test_prompts_that_are_combined_or_of_other_numbers_are_refused(opened, family):
+def test_combined_prompts_and_unequal_batches_are_refused(opened, family):
     graph, pipeline = opened(family)
     positive, negative = prompts(graph, pipeline)
     (tensor, options), *_ = positive
@@ -218,11 +218,11 @@ def test_prompts_that_are_combined_or_of_other_numbers_are_refused(opened, famil
     ):
         with pytest.raises(BadInput, match=message):
             graph.sample(pipeline, wired)
-        assert nothing_is_read(pipeline)
+        assert no_weights_read(pipeline)
 
 
 @pytest.mark.parametrize(
-    ("family", "scales", "named"),
+    ("family", "scales", "reason"),
     [
         ("wan", (6.0, 3.0), ": this model has no second transformer."),
         ("wan", (6.0, 0.0), ""),
@@ -231,40 +231,40 @@ def test_prompts_that_are_combined_or_of_other_numbers_are_refused(opened, famil
         ("wan-two", (1.0, 0.0), ""),
     ],
 )
-def test_a_second_transformers_guidance_is_named_where_it_is_not_used(opened, family, scales, named):
+def test_unused_guidance_scale_2_is_reported(opened, family, scales, reason):
     graph, pipeline = opened(family)
     chosen = dict(zip(("guidance_scale", "guidance_scale_2"), scales, strict=True))
     sampled = graph.sample(pipeline, prompts(graph, pipeline), **chosen)
     for text in (sampled["result"][1], sampled["ui"]["text"][0]):
-        assert text.count("guidance_scale_2 is not used") == text.count(f"used{named}") == bool(named)
+        assert text.count("guidance_scale_2 is not used") == text.count(f"used{reason}") == bool(reason)
 
 
 @pytest.mark.parametrize(("steps", "strength"), [(1, 0.8), (4, 0.2)])
-def test_less_than_one_step_of_a_video_is_refused(opened, steps, strength):
+def test_video_to_video_with_less_than_one_step_is_refused(opened, steps, strength):
     graph, pipeline = opened("5b from a video")
-    refused(graph, pipeline, BadInput, "is less than one step", steps=steps, strength=strength)
+    assert_refused(graph, pipeline, BadInput, "is less than one step", steps=steps, strength=strength)
 
 
-def test_a_family_without_prompts_says_so(opened):
+def test_encoding_prompt_for_family_without_prompts_is_refused(opened):
     graph, pipeline = opened("svd")
     with pytest.raises(BadInput, match="takes no prompt: it starts from an image"):
         graph.encode(pipeline)
-    assert nothing_is_read(pipeline)
+    assert no_weights_read(pipeline)
 
 
 @pytest.mark.parametrize(("encoded_by", "sampled_by"), [("2b", "cogview3"), ("cogview3", "2b"), ("cogview4", "2b")])
-def test_another_familys_prompts_are_refused(opened, encoded_by, sampled_by):
+def test_prompts_of_other_family_are_refused(opened, encoded_by, sampled_by):
     graph, pipeline = opened(encoded_by)
     foreign = prompts(graph, pipeline)
     graph, pipeline = opened(sampled_by)
     with pytest.raises(BadInput, match="Wire it to an Encode Prompt node that gets the same pipeline"):
         graph.sample(pipeline, foreign)
-    assert nothing_is_read(pipeline)
+    assert no_weights_read(pipeline)
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
-SIZES = [  # what ComfyUI's check says of a constant, and the sampler of what comes over a wire
+SIZES = [  # messages: of ComfyUI's validation of a constant, of the sampler for a wired value
     ("2b", {"frames": 0}, "0 smaller than min of 1", "frames is 0, but must be .* Nearest: 1"),
     ("1.5-i2v", {"frames": -3}, "-3 smaller than min of 1", "frames is -3.* Nearest: 1"),
     ("svd", {"frames": 0}, "0 smaller than min of 2", "frames is 0, but must be from 2 to 200. Nearest: 2"),
@@ -282,18 +282,18 @@ SIZES = [  # what ComfyUI's check says of a constant, and the sampler of what co
 ]
 
 
-@pytest.mark.parametrize(("family", "size", "says", "_"), SIZES)
-def test_sizes_that_cannot_be_made_are_refused_before_the_graph_runs(opened, family, size, says, _):
+@pytest.mark.parametrize(("family", "size", "message", "_"), SIZES)
+def test_invalid_constant_sizes_are_refused_before_graph_runs(opened, family, size, message, _):
     graph, pipeline = opened(family)
-    with pytest.raises(Refused, match=f"Value {says}") as refusal:
-        graph.sample(pipeline, made_up_prompts(graph), **size)
+    with pytest.raises(Refused, match=f"Value {message}") as refusal:
+        graph.sample(pipeline, zero_prompts(graph), **size)
     assert refusal.value.marked == tuple(size), "this one, and no other"
 
 
 @pytest.mark.parametrize("value", ["DDIM", "", "7.5"])
 @pytest.mark.parametrize("family", ["2b", "svd", "cogview3"])
-def test_what_is_no_number_is_left_to_comfyui(opened, family, value):
-    """As a file has it whose values stand in another order."""
+def test_non_numeric_sizes_are_refused_by_comfyui(opened, family, value):
+    """As in a file whose values are in another order."""
     graph, pipeline = opened(family)
     with pytest.raises(Refused, match="Failed to convert an input value to a INT value") as refusal:
         graph.sample(pipeline, width=value)
@@ -301,16 +301,16 @@ def test_what_is_no_number_is_left_to_comfyui(opened, family, value):
 
 
 @pytest.mark.parametrize(("family", "size", "_", "message"), SIZES)
-def test_sizes_that_come_over_a_wire_are_refused_before_a_weight_is_read(opened, family, size, message, _):
-    """ComfyUI validates constants alone."""
+def test_invalid_wired_sizes_are_refused_before_weights_are_read(opened, family, size, message, _):
+    """ComfyUI validates only constants."""
     graph, pipeline = opened(family)
-    given = {"pipeline": pipeline, **dict(zip(("positive", "negative"), made_up_prompts(graph), strict=False))}
+    inputs = {"pipeline": pipeline, **dict(zip(("positive", "negative"), zero_prompts(graph), strict=False))}
     with pytest.raises(BadSize, match=message):
-        call(graph.sampler, wired=tuple(size), **{**given, "seed": 3, **graph.sampling, **graph.start, **size})
-    assert nothing_is_read(pipeline)
+        call(graph.sampler, wired=tuple(size), **{**inputs, "seed": 3, **graph.sampling, **graph.start, **size})
+    assert no_weights_read(pipeline)
 
 
-def test_one_frame_of_cogvideox_is_a_picture(opened):
+def test_cogvideox_with_one_frame_makes_picture(opened):
     graph, pipeline = opened("2b")
     latents = graph.sample(pipeline, prompts(graph, pipeline), frames=1)["result"][0]
     images = graph.decode(pipeline, latents)["result"][0]
@@ -333,18 +333,18 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("family", "sampler", "message"), WRONG)
-def test_the_wrong_sampler_is_told_which_one_to_use(opened, family, sampler, message):
-    """Whatever else does not fit that model, such as a size or an image."""
+def test_error_of_wrong_sampler_says_what_to_use(opened, family, sampler, message):
+    """Even if a size or an image does not fit the model either."""
     _, pipeline = opened(family)
     graph = GRAPHS[sampler]
     refuse = {"fit": "refuse"} if graph.start else {}
-    size = 128 if sampler == "svd" else 96  # 96 is none of SVD's
+    size = 128 if sampler == "svd" else 96  # SVD cannot make 96
     with pytest.raises(BadInput, match=message):
-        graph.sample(pipeline, made_up_prompts(graph), **{"width": size, "height": size} | refuse)
-    assert nothing_is_read(pipeline)
+        graph.sample(pipeline, zero_prompts(graph), **{"width": size, "height": size} | refuse)
+    assert no_weights_read(pipeline)
 
 
-# --- values of other kinds, as a damaged file holds them --------------------------------------------------------------
+# --- values of wrong types, as in a damaged file ----------------------------------------------------------------------
 
 CLASSES = {**core_nodes.NODE_CLASS_MAPPINGS, **NODE_CLASS_MAPPINGS}
 CHOICES = ("precision", "backend", "offload")  # of every loader
@@ -361,15 +361,15 @@ OWN_CHECKS = [
 @pytest.mark.parametrize(
     ("kind", "name", "declared"), OWN_CHECKS, ids=[f"{kind}-{name}" for kind, name, _ in OWN_CHECKS]
 )
-def test_a_nodes_own_check_answers_whatever_a_file_holds(own_folder: Path, kind: str, name: str, declared: Any) -> None:
-    for value in NASTY:  # of a STRING, ComfyUI makes a text before it asks; of a list's entry, nothing
+def test_validate_inputs_accepts_or_explains_any_value(own_folder: Path, kind: str, name: str, declared: Any) -> None:
+    for value in NASTY:  # ComfyUI converts the value of a STRING to text before it validates
         answer = CLASSES[kind].VALIDATE_INPUTS(**{name: str(value) if declared == "STRING" else value})
         assert answer is True or (isinstance(answer, str) and answer), value
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, name, _ in OWN_CHECKS if name in ("model", "lora")])
-def test_what_names_no_file_ends_a_run_in_words(own_folder: Path, kind: str, name: str) -> None:
-    """As what comes over a wire, at which no check looks beforehand."""
+def test_invalid_model_or_lora_name_is_refused_with_message(own_folder: Path, kind: str, name: str) -> None:
+    """As a wired value, which is not validated before the run."""
     node = CLASSES[kind]
     others = {"pipeline": None, "strength": 1.0} if name == "lora" else dict.fromkeys(CHOICES, "auto")
     for value in NASTY:

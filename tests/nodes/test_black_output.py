@@ -1,4 +1,4 @@
-"""Looking at what nodes put out: which prompts' outputs, and for how long ComfyUI has our cache provider."""
+"""Detection of black outputs: which prompts are checked, and how long the cache provider is registered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GUARDED = {**LOADED, "2": node("Save", model=["1", 0])}
 
 
 class Comfy:
-    """What of ComfyUI queues prompts, runs them and asks cache providers."""
+    """Stand-in for ComfyUI that queues prompts, runs them and calls cache providers."""
 
     class CacheProvider:
         pass
@@ -28,7 +28,7 @@ class Comfy:
     def __init__(self) -> None:
         self.providers: list[Any] = []
         self.register_cache_provider, self.unregister_cache_provider = self.providers.append, self.providers.remove
-        self.told: list[Any] = []
+        self.events: list[Any] = []
         self.client_id = "page"
         self.prompt_queue = self
         self.running: list[Any] = []
@@ -38,8 +38,8 @@ class Comfy:
     def get_current_queue_volatile(self) -> tuple[list[Any], list[Any]]:
         return [*self.running], [*self.pending]
 
-    def send_sync(self, event: str, told: dict[str, Any], client: str) -> None:
-        self.told.append((event, told["prompt"], told["node"], told["problem"], client))
+    def send_sync(self, event: str, data: dict[str, Any], client: str) -> None:
+        self.events.append((event, data["prompt"], data["node"], data["problem"], client))
 
     def post(self, prompt: dict[str, Any] = PROMPT, *, refused: bool = False, **more: Any) -> str:
         data = every_workflow.on_prompt({"prompt": prompt, "client_id": "page", **more})
@@ -49,7 +49,7 @@ class Comfy:
         return prompt_id
 
     def run(self, *, outputs: Any = BLACK, error: bool = False) -> None:
-        """Execute the next one of the queue. error: in its last node."""
+        """Run the next prompt of the queue. error: its last node fails."""
         self.running = [self.pending.pop(0)]
         _, prompt_id, prompt, *_ = self.running[0]
         self.notify("on_prompt_start", prompt_id)
@@ -79,12 +79,12 @@ def comfy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Comfy]:
     black_output._watching.clear()
 
 
-def test_the_page_is_told_of_the_node_that_came_out_black(comfy: Comfy) -> None:
+def test_page_is_notified_of_node_with_black_output(comfy: Comfy) -> None:
     mine, theirs = comfy.post(), comfy.post(prompt_id="its own")
     assert theirs == "its own" != mine
     for _ in range(2):
         comfy.run()
-    assert comfy.told == [("onediff_guard.black", each, "3", "black", "page") for each in (mine, theirs)]
+    assert comfy.events == [("onediff_guard.black", each, "3", "black", "page") for each in (mine, theirs)]
 
 
 @pytest.mark.parametrize(
@@ -92,28 +92,26 @@ def test_the_page_is_told_of_the_node_that_came_out_black(comfy: Comfy) -> None:
     [{"client_id": None}, {"prompt": GUARDED}, {"extra_data": {"onediff_guard": True}}, {"prompt": {}}],
     ids=["by API", "no guard could help", "guarded", "empty"],
 )
-def test_what_is_not_looked_at_goes_on_as_it_came(comfy: Comfy, more: dict[str, Any]) -> None:
+def test_prompts_that_need_no_check_register_no_provider(comfy: Comfy, more: dict[str, Any]) -> None:
     comfy.post(**more)
     assert not comfy.providers and not black_output._awaited
     comfy.run()
-    assert not comfy.told
+    assert not comfy.events
 
 
-def test_a_prompt_between_those_that_are_looked_at_is_not(comfy: Comfy) -> None:
+def test_unchecked_prompt_between_checked_ones_sends_no_event(comfy: Comfy) -> None:
     first, _, last = comfy.post(), comfy.post(client_id=None), comfy.post()
     for _ in range(3):
         comfy.run()
-    assert [told[1] for told in comfy.told] == [first, last] and not comfy.providers
+    assert [event[1] for event in comfy.events] == [first, last] and not comfy.providers
 
 
-@pytest.mark.parametrize("how", ["healthy", "black", "error", "telling fails", "a node without a class"])
-def test_nothing_stays_registered_after_the_last_prompt(
-    comfy: Comfy, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("how", ["healthy", "black", "error", "sending fails", "a node without a class"])
+def test_provider_is_unregistered_after_last_prompt(comfy: Comfy, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError(how)
 
-    if how == "telling fails":
+    if how == "sending fails":
         monkeypatch.setattr(comfy, "send_sync", broken)
     if how == "a node without a class":
         monkeypatch.setattr(black_output.host, "node_classes", lambda: CLASSES if not comfy.running else {})
@@ -126,8 +124,8 @@ def test_nothing_stays_registered_after_the_last_prompt(
 
 
 @pytest.mark.parametrize("gone", ["refused", "taken from the queue"])
-def test_what_never_runs_is_not_waited_for(comfy: Comfy, gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ComfyUI validates a prompt after it was seen, so it is given time to come into the queue."""
+def test_prompt_that_never_runs_is_not_awaited(comfy: Comfy, gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ComfyUI validates a prompt after the handler saw it, so it is given time to enter the queue."""
     comfy.post(refused=True)
     if gone == "taken from the queue":
         comfy.post()
@@ -135,13 +133,13 @@ def test_what_never_runs_is_not_waited_for(comfy: Comfy, gone: str, monkeypatch:
     monkeypatch.setattr(black_output.time, "monotonic", lambda: 1e12)
     comfy.post(client_id=None)
     comfy.run()
-    assert not comfy.providers and not black_output._awaited and not comfy.told
+    assert not comfy.providers and not black_output._awaited and not comfy.events
 
 
-def test_what_is_being_validated_is_waited_for(comfy: Comfy) -> None:
+def test_prompt_that_is_being_validated_is_awaited(comfy: Comfy) -> None:
     late = comfy.post(refused=True)
     comfy.post(client_id=None)
     comfy.run()
     comfy.pending.append((0, late, PROMPT, {"client_id": "page"}, []))
     comfy.run()
-    assert [told[1] for told in comfy.told] == [late] and not comfy.providers
+    assert [event[1] for event in comfy.events] == [late] and not comfy.providers

@@ -1,4 +1,4 @@
-"""What a network, and the caches beside it, remember of a call that is made again, without ComfyUI."""
+"""CallMemory: a repeated call starts from the state before it, in the network and in its caches; without ComfyUI."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ import torch
 from comfyui_onediff_guard.comfyui_host.calls import CallMemory
 
 FP16 = torch.float16
-Written = Callable[[Any, dict[str, Any]], Any]  # of a network and options → what a call reads before it writes
+Write = Callable[[Any, dict[str, Any]], Any]  # (network, options) → the state that a call reads before it writes
 
 
-def beside_in_a_dict(_network: Any, options: dict[str, Any]) -> Any:
+def in_option_dict(_network: Any, options: dict[str, Any]) -> Any:
     before = dict(options["cache"])
     options["cache"]["keys"] = options["cache"].get("keys", 0) + 1
     return before
 
 
-def beside_in_a_nested_list(_network: Any, options: dict[str, Any]) -> Any:
+def in_option_nested_list(_network: Any, options: dict[str, Any]) -> Any:
     before = [*options["nested"][0]["layers"]]
     options["nested"][0]["layers"].append(1)
     return before
 
 
-def beside_in_an_object(_network: Any, options: dict[str, Any]) -> Any:
+def in_option_object(_network: Any, options: dict[str, Any]) -> Any:
     before = options["holder"].state
     options["holder"].state = 1 if before is None else before + 1
     return before
 
 
-def in_the_easycache(_network: Any, options: dict[str, Any]) -> Any:
+def in_easycache(_network: Any, options: dict[str, Any]) -> Any:
     before = options["easycache"].skipped
     options["easycache"].skipped = before + 1
     return before
 
 
-def within_the_network(network: Any, _options: dict[str, Any]) -> Any:
+def in_network(network: Any, _options: dict[str, Any]) -> Any:
     before = dict(network.cache)
     network.cache["keys"] = len(before) + 1
     network.added = True
@@ -47,7 +47,7 @@ def within_the_network(network: Any, _options: dict[str, Any]) -> Any:
 
 
 class Prefix:
-    """Keys of a prompt's start, as Qwen-Image 2.1 keeps them in an object on its network."""
+    """Keys of a prompt's prefix, as Qwen-Image 2.1 keeps them in an object on its network."""
 
     __slots__ = ("keys", "layers", "network")
 
@@ -55,7 +55,7 @@ class Prefix:
         self.keys, self.layers, self.network = torch.zeros(2), {0: deque([0], 3)}, network
 
 
-def within_an_object(network: Any, _options: dict[str, Any]) -> Any:
+def in_network_object(network: Any, _options: dict[str, Any]) -> Any:
     prefix = network.inner.prefix
     before = prefix.keys.tolist(), [*prefix.layers[0]], len(network.inner.seen), float(network.inner.count)
     prefix.keys.add_(1)
@@ -65,23 +65,23 @@ def within_an_object(network: Any, _options: dict[str, Any]) -> Any:
     return before
 
 
-def within_a_tensor_by_the_name_of_a_cache(network: Any, _options: dict[str, Any]) -> Any:
+def in_network_cache_tensor(network: Any, _options: dict[str, Any]) -> Any:
     before = network.prefix_cache.tolist()
     network.prefix_cache.mul_(5)
     return before
 
 
-def in_what_it_is_given(_network: Any, options: dict[str, Any]) -> Any:
+def in_input_tensor(_network: Any, options: dict[str, Any]) -> Any:
     before = options["keys"].tolist(), torch.rand(1).item()
     options["keys"].mul_(2)
     return before
 
 
-WRITTEN = (
-    *(beside_in_a_dict, beside_in_a_nested_list, beside_in_an_object, in_the_easycache),
-    *(within_the_network, within_an_object, within_a_tensor_by_the_name_of_a_cache, in_what_it_is_given),
+WRITES = (
+    *(in_option_dict, in_option_nested_list, in_option_object, in_easycache),
+    *(in_network, in_network_object, in_network_cache_tensor, in_input_tensor),
 )
-WITHIN = (within_the_network, within_an_object, within_a_tensor_by_the_name_of_a_cache)
+NETWORK_WRITES = (in_network, in_network_object, in_network_cache_tensor)
 
 
 def network() -> Any:
@@ -103,35 +103,35 @@ def options() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("write", WRITTEN)
-def test_each_call_begins_with_what_was_remembered_before_the_first(write: Written) -> None:
-    module, given = network(), options()
-    memory = CallMemory(module, given, FP16)
+@pytest.mark.parametrize("write", WRITES)
+def test_each_call_starts_from_state_before_first_call(write: Write) -> None:
+    module, inputs = network(), options()
+    memory = CallMemory(module, inputs, FP16)
     with memory.settled():
         reads = [write(module, memory.of_a_call({})) for _ in range(3)]
         memory.keep()
     assert reads == [reads[0]] * 3
 
 
-@pytest.mark.parametrize("write", WRITTEN)
-def test_what_the_one_call_that_counts_wrote_stays_beside_and_not_within_the_network(write: Written) -> None:
-    module, given, read = network(), options(), []
+@pytest.mark.parametrize("write", WRITES)
+def test_kept_call_changes_state_of_options_but_not_of_network(write: Write) -> None:
+    module, inputs, read = network(), options(), []
     for _ in range(2):
-        memory = CallMemory(module, given, FP16)
+        memory = CallMemory(module, inputs, FP16)
         with memory.settled():
             write(module, memory.of_a_call({}))  # the attempt
-            read.append(write(module, memory.of_a_call({})))  # the rerun, which counts
+            read.append(write(module, memory.of_a_call({})))  # the rerun, which is kept
             memory.keep()
-    assert (read[0] == read[1]) is (write in WITHIN)
+    assert (read[0] == read[1]) is (write in NETWORK_WRITES)
     assert not hasattr(module, "added")
 
 
-@pytest.mark.parametrize("write", WRITTEN)
-def test_a_call_that_raises_leaves_nothing(write: Written) -> None:
-    module, given = network(), options()
+@pytest.mark.parametrize("write", WRITES)
+def test_failed_call_leaves_no_state(write: Write) -> None:
+    module, inputs = network(), options()
 
     def fail() -> None:
-        memory = CallMemory(module, given, FP16)
+        memory = CallMemory(module, inputs, FP16)
         with memory.settled():
             write(module, memory.of_a_call({}))
             raise RuntimeError
@@ -142,34 +142,34 @@ def test_a_call_that_raises_leaves_nothing(write: Written) -> None:
     torch.manual_seed(0)
     with pytest.raises(RuntimeError):
         fail()
-    assert write(module, given) == expected
+    assert write(module, inputs) == expected
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(3.0, FP16), (1e6, torch.float32)])
-def test_a_rerun_leaves_half_precision_where_that_holds_it(value: float, dtype: torch.dtype) -> None:
-    given = options()
-    given["cache"]["known"] = known = torch.zeros(2)
-    memory = CallMemory(network(), given, FP16)
+def test_kept_values_are_cast_to_fp16_if_they_fit(value: float, dtype: torch.dtype) -> None:
+    inputs = options()
+    inputs["cache"]["known"] = known = torch.zeros(2)
+    memory = CallMemory(network(), inputs, FP16)
     with memory.settled():
         memory.of_a_call({})["cache"]["keys"] = torch.full((2,), value)
         memory.keep()
-    assert given["cache"]["keys"].dtype is dtype and given["cache"]["keys"][0] == value
-    assert given["cache"]["known"] is known and known.dtype is torch.float32, "what was there stays as it was"
+    assert inputs["cache"]["keys"].dtype is dtype and inputs["cache"]["keys"][0] == value
+    assert inputs["cache"]["known"] is known and known.dtype is torch.float32, "existing values stay as they were"
 
 
-def test_where_no_call_counts_nothing_is_kept() -> None:
-    given = options()
-    memory = CallMemory(network(), given, FP16)
+def test_forgotten_calls_leave_no_state() -> None:
+    inputs = options()
+    memory = CallMemory(network(), inputs, FP16)
     with memory.settled():
         memory.of_a_call({})["easycache"].skipped = 5
         memory.keep()
         memory.forget()
         memory.of_a_call({"more": 1})
-    assert given["easycache"].skipped == 0 and "more" not in given
+    assert inputs["easycache"].skipped == 0 and "more" not in inputs
 
 
 @pytest.mark.parametrize("slots", [[None], [{}], [SimpleNamespace(pinned=[])], 3])
-def test_a_cache_whose_slots_are_others_ends_no_run(slots: Any) -> None:
+def test_unknown_cache_slots_do_not_end_run(slots: Any) -> None:
     module = network()
     module.prefix_cache = SimpleNamespace(slots=slots)
     memory = CallMemory(module, options(), FP16)

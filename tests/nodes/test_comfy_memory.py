@@ -1,4 +1,4 @@
-"""What ComfyUI's memory manager says that the card has, as offload 'auto' counts on it."""
+"""The GPU's memory by ComfyUI's memory manager, as offload 'auto' uses it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def management(device: str, free: int, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("free", "reserved", "left"),
+    ("free", "reserved", "expected"),
     [
         (5 * GIB, GIB, 4 * GIB),  # --reserve-vram
         (GIB // 2, GIB, 0),
@@ -31,11 +31,11 @@ def management(device: str, free: int, **more: Any) -> Any:
         (5 * GIB, None, 5 * GIB),  # 0.0.1 reserves nothing
     ],
 )
-def test_what_comfyui_reserves_is_not_counted_as_free(free: int, reserved: int | None, left: int) -> None:
+def test_memory_that_comfyui_reserves_is_not_free(free: int, reserved: int | None, expected: int) -> None:
     more = {} if reserved is None else {"extra_reserved_memory": lambda: reserved}
     memory = ComfyPlacement(management("cuda:0", free, **more)).memory()
-    assert memory is not None and (memory.total, memory.free) == (8 * GIB, left)
+    assert memory is not None and (memory.total, memory.free) == (8 * GIB, expected)
 
 
-def test_a_cpu_is_not_asked() -> None:
+def test_cpu_has_no_memory_figures() -> None:
     assert ComfyPlacement(management("cpu", GIB)).memory() is None

@@ -1,6 +1,6 @@
-"""Where ComfyUI lacks a function or has another one, what needs it is off and said once; all other errors pass.
+"""If a ComfyUI lacks or changes a function, the feature is switched off and logged once; other errors are raised.
 
-tests/comfyui/test_surface_in_comfyui.py tries each in real ComfyUIs.
+tests/comfyui/test_surface_in_comfyui.py tries each name in real ComfyUIs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from comfyui_onediff_guard.trust.message import BadInput
 
 
 @pytest.fixture(autouse=True)
-def _nothing_told() -> Iterator[None]:
+def _nothing_logged() -> Iterator[None]:
     compat.tell_once.cache_clear()
     yield
     compat.tell_once.cache_clear()
@@ -29,29 +29,29 @@ def _nothing_told() -> Iterator[None]:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_has_every_name_that_the_code_looks_up_and_no_other() -> None:
+def test_table_has_all_names_that_code_uses_and_no_others() -> None:
     assert not surface.used().keys() - surface.USES.keys()
     assert not surface.modules() - {surface.module_of(name) for name in surface.USES} - {"comfy.cmd.folder_paths"}
     assert not [name for name, files in surface.files().items() if not files]
 
 
-def test_the_page_is_what_the_script_writes() -> None:
-    """Else: `python scripts/comfyui_surface.py`, with --read for each ComfyUI where the table has new names."""
+def test_surface_page_is_up_to_date() -> None:
+    """If it fails: run `python scripts/comfyui_surface.py`, with --read for each ComfyUI if the table has new names."""
     assert surface.PAGE.read_text(encoding="utf-8") == surface.render()
 
 
-# --- what is taken for a change ---------------------------------------------------------------------------------------
+# --- what counts as a change ------------------------------------------------------------------------------------------
 
 
-def one_more(_text: str, _node: str, *, new: int) -> None:
+def extra_argument(_text: str, _node: str, *, new: int) -> None:
     del new
 
 
-def fails_itself(*_: Any) -> None:
+def raises_type_error(*_: Any) -> None:
     raise TypeError("ComfyUI's own")
 
 
-def lacks_something(*_: Any) -> None:
+def raises_attribute_error(*_: Any) -> None:
     SimpleNamespace().missing()
 
 
@@ -59,22 +59,22 @@ def out_of_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError
 
 
-@pytest.mark.parametrize("server", [SimpleNamespace(), SimpleNamespace(send_progress_text=one_more)])
-def test_a_missing_or_changed_function_is_told_once(
+@pytest.mark.parametrize("server", [SimpleNamespace(), SimpleNamespace(send_progress_text=extra_argument)])
+def test_missing_or_changed_function_is_logged_once(
     server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(host, "server", lambda: server)
     for _ in range(2):
         host.say("7", "a text")
-    (told,) = caplog.messages
-    assert told.startswith("Off: texts on nodes; this ComfyUI is not as this pack knows it")
+    (message,) = caplog.messages
+    assert message.startswith("Off: texts on nodes; this ComfyUI is not as this pack knows it")
 
 
 @pytest.mark.parametrize(
     ("function", "error"),
-    [(fails_itself, TypeError), (lacks_something, AttributeError), (out_of_memory, torch.OutOfMemoryError)],
+    [(raises_type_error, TypeError), (raises_attribute_error, AttributeError), (out_of_memory, torch.OutOfMemoryError)],
 )
-def test_an_error_in_comfyui_passes(
+def test_error_inside_comfyui_is_raised(
     function: Callable[..., None], error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "server", lambda: SimpleNamespace(send_progress_text=function))
@@ -82,8 +82,8 @@ def test_an_error_in_comfyui_passes(
         host.say("7", "a text")
 
 
-def test_an_error_after_which_something_is_lost_passes() -> None:
-    """Nobody may go on as if nothing had been done."""
+def test_error_with_lost_state_is_raised() -> None:
+    """The run must not continue as if nothing had happened."""
 
     @compat.unless_changed("loading", False, kinds=(TypeError,))
     def loads() -> None:
@@ -95,7 +95,7 @@ def test_an_error_after_which_something_is_lost_passes() -> None:
         loads()
 
 
-def test_what_we_say_ourselves_is_no_change() -> None:
+def test_own_errors_do_not_count_as_change() -> None:
     assert not compat.what_changed(BadInput("not wired"))
     assert compat.what_changed(compat.NotInComfyUI("not there")) == "not there"
 
@@ -103,7 +103,7 @@ def test_what_we_say_ourselves_is_no_change() -> None:
 @pytest.mark.parametrize(
     ("version", "missed"), {"0.3.64": False, "0.33.0": True, "of an unknown version": False}.items()
 )
-def test_what_an_older_release_never_had_is_not_missed(
+def test_names_that_older_release_never_had_are_not_missed(
     version: str, missed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "version", lambda: version)
@@ -111,10 +111,10 @@ def test_what_an_older_release_never_had_is_not_missed(
         host.check_absence("comfy.ops.x", since=(0, 33))
 
 
-# --- what goes on without it ------------------------------------------------------------------------------------------
+# --- what works without it --------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_handler_that_is_given_more_hands_the_prompt_on() -> None:
+def test_prompt_handler_accepts_extra_arguments() -> None:
     data = {"extra_data": {every_workflow.KEY: False}}
     assert every_workflow.on_prompt(data, 1, new=2) == data
 
@@ -124,9 +124,9 @@ MANAGEMENT = ("soft_empty_cache", "load_models_gpu", "free_memory", "minimum_inf
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_components_move_without_comfyuis_memory_manager(changed: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Its functions are missing, or take one argument more; and it calls something that our stand-in for its models
-    does not have."""
-    functions = dict.fromkeys(MANAGEMENT, one_more) if changed else {}
+    """Its functions are missing, or take one more argument and call a method that our stand-in for its models
+    lacks."""
+    functions = dict.fromkeys(MANAGEMENT, extra_argument) if changed else {}
     if changed:
         functions["load_models_gpu"] = lambda models, memory_required: models[0].new_in_comfyui()
     management = SimpleNamespace(get_torch_device=lambda: torch.device("cpu"), **functions)
@@ -139,21 +139,21 @@ def test_components_move_without_comfyuis_memory_manager(changed: bool, caplog: 
     assert caplog.messages and all(text.startswith("Off: ComfyUI's memory manager") for text in caplog.messages)
 
 
-def test_a_comfyui_without_a_device_is_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comfyui_without_device_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "folder_paths", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "comfy.model_management", SimpleNamespace())
     assert type(host.placement()).__name__ == "PlainPlacement"
     assert not list(host.weight_files("loras")) and not host.model_folders()
 
 
-def test_a_run_that_is_stopped_is_told_from_one_that_fails() -> None:
+def test_interrupts_are_distinguished_from_errors() -> None:
     class InterruptProcessingException(Exception):
         pass
 
     assert host.is_interrupt(InterruptProcessingException()) and not host.is_interrupt(ValueError())
 
 
-def test_the_log_says_what_is_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_names_feature_that_is_off(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         compat.tell_once("previews", "no 'x'")
     assert caplog.messages == ["Off: previews; no 'x'"]

@@ -1,4 +1,4 @@
-"""What ComfyUI was started with, and what is said of it."""
+"""ComfyUI's command-line flags: which are read, what they change, and what reports say of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Fast(Enum):
 
 
 def parser() -> argparse.ArgumentParser:
-    """A few of ComfyUI's, as it has them."""
+    """A few of ComfyUI's arguments, as ComfyUI defines them."""
     made = argparse.ArgumentParser()
     for name in (
         *("lowvram", "novram", "highvram", "gpu-only"),
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """start("--lowvram"): as if this process were a ComfyUI that was started so."""
+    """start("--lowvram"): as if this process were a ComfyUI that was started with it."""
 
     def start(*flags: str, keeps_parser: bool = True) -> None:
         args = parser().parse_args(flags)
@@ -55,7 +55,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return start
 
 
-def given() -> list[str]:
+def given_flags() -> list[str]:
     return [flag.given for flag in host.flags()]
 
 
@@ -74,38 +74,38 @@ def given() -> list[str]:
         ("--fp16-unet", ["--fp16-unet"]),
     ],
 )
-def test_what_was_given_is_seen_and_nothing_else(
+def test_only_given_known_flags_are_listed(
     start: Callable[..., None], flags: str, expected: list[str], keeps_parser: bool
 ) -> None:
     start(*flags.split(), keeps_parser=keeps_parser)
-    assert given() == expected
+    assert given_flags() == expected
 
 
-def test_nothing_reserved_is_not_what_is_reserved_by_default(start: Callable[..., None]) -> None:
+def test_reserve_vram_0_is_listed_as_given(start: Callable[..., None]) -> None:
     start("--reserve-vram", "0")
-    assert given() == ["--reserve-vram 0"]
+    assert given_flags() == ["--reserve-vram 0"]
 
 
 @pytest.mark.parametrize(
-    ("flag", "wish"),
+    ("flag", "offload"),
     [
         *((["--lowvram"], "group"), (["--novram"], "sequential")),
         *((["--highvram"], "none"), (["--gpu-only"], "none"), ([], ""), (["--reserve-vram", "2"], "")),
     ],
 )
-def test_the_offload_that_flags_ask_for(start: Callable[..., None], comfyui: Any, flag: list[str], wish: str) -> None:
+def test_memory_flags_choose_offload(start: Callable[..., None], comfyui: Any, flag: list[str], offload: str) -> None:
     start(*flag)
-    assert host.memory_wish() == wish
-    assert host.placement().wish == wish
+    assert host.memory_wish() == offload
+    assert host.placement().wish == offload
 
 
-def test_the_layout_that_a_flag_asks_for(start: Callable[..., None], comfyui: Any) -> None:
-    for flags, asked in (([], False), (["--force-channels-last"], True)):
+def test_force_channels_last_sets_layout(start: Callable[..., None], comfyui: Any) -> None:
+    for flags, expected in (([], False), (["--force-channels-last"], True)):
         start(*flags)
-        assert host.placement().channels_last == asked
+        assert host.placement().channels_last == expected
 
 
-def test_a_process_that_is_no_comfyui_has_no_flags(start: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_without_comfyui_has_no_flags(start: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     start("--lowvram")
     monkeypatch.delitem(sys.modules, "folder_paths")
     assert (host.flags(), host.memory_wish(), host.placement().wish) == ((), "", "")
@@ -113,15 +113,15 @@ def test_a_process_that_is_no_comfyui_has_no_flags(start: Callable[..., None], m
 
 @pytest.fixture
 def loaded(comfyui: Any, model_folder: Callable[..., Path]) -> Callable[[], Any]:
-    """loaded(): what Load Pipeline hands on."""
+    """loaded(): the pipeline that Load Pipeline returns."""
     return lambda: GRAPHS["2b"].load(model_folder("2b"))
 
 
-def test_the_report_says_what_each_does(start: Callable[..., None], loaded: Callable[[], Any]) -> None:
+def test_report_says_what_each_flag_does(start: Callable[..., None], loaded: Callable[[], Any]) -> None:
     start("--lowvram", "--reserve-vram", "2", "--fp32-vae", "--fast", "fp16_accumulation")
     shown = with_surroundings(diagnose_pipeline(loaded()))
-    text, told = shown.text(), shown.as_dict()
-    assert {flag["given"]: flag["effect"] for flag in told["comfyui"]["flags"]} == {
+    text, fields = shown.text(), shown.as_dict()
+    assert {flag["given"]: flag["effect"] for flag in fields["comfyui"]["flags"]} == {
         "--reserve-vram 2": HONOURED,
         "--lowvram": MAPPED,
         "--fp32-vae": NO_EFFECT,
@@ -132,7 +132,7 @@ def test_the_report_says_what_each_does(start: Callable[..., None], loaded: Call
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_the_report_says_what_comfy_compiler_leaves_out(
+def test_report_names_comfy_compiler_only_if_it_is_on(
     start: Callable[..., None], loaded: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, on: bool
 ) -> None:
     """In ComfyUI 0.35 and newer."""
@@ -146,12 +146,12 @@ def test_the_report_says_what_comfy_compiler_leaves_out(
     assert shown.as_dict()["comfyui"]["plans_memory"] == on and max(map(len, shown.text().splitlines())) <= WIDTH
 
 
-def test_no_flag_is_told_twice() -> None:
+def test_no_flag_is_listed_twice_in_table() -> None:
     names = [name for row in ROWS for name in row.names]
     assert len(names) == len(set(names))
 
 
-def test_the_page_has_the_table(root: Path) -> None:
+def test_memory_page_has_table_of_flags(root: Path) -> None:
     """docs/memory.md, in the order of the table."""
     rows = [
         f"| {', '.join(f'`{name}`' for name in row.names)} | {row.effect} | {row.here} | {row.native} |" for row in ROWS

@@ -1,4 +1,4 @@
-"""What a network keeps of earlier runs, without ComfyUI."""
+"""State that a native network keeps from earlier runs: cleared before a run, without ComfyUI."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from comfyui_onediff_guard.precision.guard import GuardPolicy
 
 
 class Network(torch.nn.Module):
-    """With what a node has put on it, which is no business of ours, whatever it holds."""
+    """Has its own state, and an attribute that a node has added, which must stay."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.entries, self.put_there = [torch.tensor(torch.nan)], {"embedding": torch.tensor(torch.nan)}
+        self.entries, self.added_by_node = [torch.tensor(torch.nan)], {"embedding": torch.tensor(torch.nan)}
 
 
-def test_what_a_network_forgets_is_its_own_business() -> None:
+def test_state_is_cleared_only_by_method_of_network() -> None:
     network = Network()
     forget_earlier_runs(SimpleNamespace(diffusion_model=network))
     assert len(network.entries) == 1
     network.clear_kv_cache = network.entries.clear
     forget_earlier_runs(SimpleNamespace(diffusion_model=network))
-    assert network.entries == [] and network.put_there["embedding"].isnan()
+    assert network.entries == [] and network.added_by_node["embedding"].isnan()
 
 
 def broken(*_: Any) -> None:
@@ -35,7 +35,7 @@ def broken(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("method", [lambda _which: None, broken])
-def test_a_method_that_has_changed_or_raises_ends_no_run(caplog: pytest.LogCaptureFixture, method: Any) -> None:
+def test_changed_or_raising_method_does_not_end_run(caplog: pytest.LogCaptureFixture, method: Any) -> None:
     compat.tell_once.cache_clear()
     network = Network()
     network.clear_kv_cache = method
@@ -43,7 +43,7 @@ def test_a_method_that_has_changed_or_raises_ends_no_run(caplog: pytest.LogCaptu
     assert "Off: forgetting what a model keeps of earlier runs" in caplog.text
 
 
-def test_a_comfyui_that_does_not_hand_on_its_model_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_model_argument_does_not_end_run(caplog: pytest.LogCaptureFixture) -> None:
     compat.tell_once.cache_clear()
     guard = guards._ModelGuard(Settings(GuardPolicy()))
     with guarded_run(Settings(GuardPolicy())) as run:

@@ -1,4 +1,4 @@
-"""What NaN Guard (native) reports of a run that did not come to its end."""
+"""Reports of NaN Guard (native) on complete runs and on runs that ended early."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from comfyui_onediff_guard.comfyui_host.runs import Settings, guarded_run
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure, Scope
 from comfyui_onediff_guard.precision.policy import Component
 
-FINE, TOO_LARGE, BROKEN = 1.0, 1e4, float("nan")  # given, of which the network makes 64 times as much
+FINE, TOO_LARGE, BROKEN = 1.0, 1e4, float("nan")  # inputs; the network multiplies them by 64
 STOP = {"on_failure": OnFailure.STOP}
 OFF = {"on_failure": OnFailure.OFF}
 INTERRUPT, ERROR = host.Interrupted("by the user"), torch.OutOfMemoryError("of the test")
 
 
 def report_of(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: Iterable[Any], *, steps: int, **policy: Any
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, calls: Iterable[Any], *, steps: int, **policy: Any
 ) -> dict[str, Any]:
-    """given: to each call, what; or what the call raises."""
-    told: list[dict[str, Any]] = []
-    monkeypatch.setattr(host, "send_report", lambda _id, output, _type: told.append(output))
+    """calls: the input of each call, or the error that it raises."""
+    outputs: list[dict[str, Any]] = []
+    monkeypatch.setattr(host, "send_report", lambda _id, output, _type: outputs.append(output))
     monkeypatch.setenv(host.PROFILES_VARIABLE, str(tmp_path))
     network = torch.nn.Linear(64, 2, bias=False).half().requires_grad_(False)
     network.weight.fill_(1.0)
@@ -35,25 +35,25 @@ def report_of(
             raise raised[0]
         return network(x.to(network.weight.dtype))
 
-    of = ComfyNetwork(
+    comfy_network = ComfyNetwork(
         "Tiny", Component.DENOISER, network, torch.float16, torch.device("cpu"), attempt, attempt, attempt
     )
-    given, caught = [*given], None
+    calls, caught = [*calls], None
     try:
         with guarded_run(Settings(GuardPolicy(scope=Scope.STEP, **policy), node_id="7"), steps) as run:
-            for each in given:
+            for each in calls:
                 value, raised = (1.0, [each]) if isinstance(each, BaseException) else (each, [])
-                run.call(of, torch.full((1, 64), value).half(), raised)
+                run.call(comfy_network, torch.full((1, 64), value).half(), raised)
     except (GuardStopped, host.Interrupted, torch.OutOfMemoryError) as error:
         caught = error
-    own = [each for each in given if isinstance(each, BaseException)]
-    assert isinstance(caught, GuardStopped) or [caught] == (own or [None]), "what ended it comes out"
-    (output,) = told
+    errors = [each for each in calls if isinstance(each, BaseException)]
+    assert isinstance(caught, GuardStopped) or [caught] == (errors or [None]), "the error that ended the run is raised"
+    (output,) = outputs
     return output["onediff_guard"][0]
 
 
 @pytest.mark.parametrize(
-    ("given", "steps", "policy", "ended", "cells", "said"),
+    ("calls", "steps", "policy", "ended", "cells", "summary"),
     [
         ([FINE] * 3, 3, {}, False, ["half"] * 3, "3 steps, all fine."),
         ([FINE] * 4, 2, {}, False, ["half"] * 2, "2 steps, all fine."),
@@ -75,17 +75,17 @@ def report_of(
         ([ERROR], 4, {}, True, [], "; ended by an error at call 1."),
     ],
 )  # fmt: skip
-def test_a_run_that_was_ended_is_not_reported_as_fine(
-    given: list[Any],
+def test_report_says_how_run_ended_and_which_calls_failed(
+    calls: list[Any],
     steps: int,
     policy: dict[str, Any],
     ended: bool,
     cells: list[str],
-    said: str,
+    summary: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    report = report_of(monkeypatch, tmp_path, given, steps=steps, **policy)
-    assert report["summary"].endswith(said)
+    report = report_of(monkeypatch, tmp_path, calls, steps=steps, **policy)
+    assert report["summary"].endswith(summary)
     assert (report["ended"], report["cells"]) == (ended, cells)
     assert report["outcomes"].get("non-finite", 0) == cells.count("failed")

@@ -1,4 +1,4 @@
-"""Guard every workflow: where guards go in a prompt, and whether it is to have any."""
+"""Guard every workflow: where guards are inserted in a prompt, and whether any are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped
 
 
 class AnyType(str):
-    """As packs write it: a string that equals every other one."""
+    """As packs define it: a string that equals every other string."""
 
     def __ne__(self, _other: object) -> bool:
         return False
@@ -118,7 +118,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # a prompt, and the inpu
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_guards_go_where_a_model_or_vae_is_used(name: str) -> None:
+def test_guards_are_inserted_where_model_or_vae_is_used(name: str) -> None:
     prompt, expected = CASES[name]
     before = copy.deepcopy(prompt)
     made, count = with_guards(prompt, CLASSES, "auto")
@@ -143,7 +143,7 @@ def test_one_guard_serves_all_uses_of_an_output() -> None:
     assert {tuple(made[str(n)]["inputs"]["model"]) for n in range(2, 9)} == {("onediff_guard_1_0_", 0)}
 
 
-def test_each_guard_has_an_id_of_its_own() -> None:
+def test_each_guard_has_its_own_id() -> None:
     any_output = {"1": node("Reroute", value=["9", 0]), "2": node("AllInOne", model=["1", 0], vae=["1", 0])}
     much_alike = {"5:1": node("Checkpoint"), "5_1": node("Checkpoint"), "6": node("AllInOne", model=["5:1", 0])}
     much_alike |= {"7": node("AllInOne", model=["5_1", 0]), "onediff_guard_5_1_0_": node("Nothing")}
@@ -153,7 +153,7 @@ def test_each_guard_has_an_id_of_its_own() -> None:
 
 
 ON = {"OneDiffGuard.EveryWorkflow": True}
-WISHES: list[tuple[Any, str, dict[str, Any], str]] = [  # extra_data.onediff_guard, variable, settings, what it comes to
+WISHES: list[tuple[Any, str, dict[str, Any], str]] = [  # extra_data.onediff_guard, variable, settings, result
     (None, "", {}, ""),
     (None, "", ON, "inherit"),
     (None, "", {"OneDiffGuard.EveryWorkflow": "yes please"}, ""),
@@ -172,28 +172,28 @@ WISHES: list[tuple[Any, str, dict[str, Any], str]] = [  # extra_data.onediff_gua
 ]
 
 
-@pytest.mark.parametrize(("asked", "variable", "settings", "expected"), WISHES)
-def test_the_prompt_goes_before_the_variable_and_that_before_the_setting(
-    asked: Any, variable: str, settings: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("requested", "variable", "settings", "expected"), WISHES)
+def test_prompt_overrides_variable_and_variable_overrides_setting(
+    requested: Any, variable: str, settings: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(every_workflow.VARIABLE, variable)
     monkeypatch.setattr(every_workflow, "settings_of", lambda _user: settings)
-    extra = {} if asked is None else {"onediff_guard": asked}
+    extra = {} if requested is None else {"onediff_guard": requested}
     assert every_workflow.wanted({"prompt": {}, "extra_data": extra}) == expected
 
 
 @pytest.fixture
 def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """ComfyUI's folder of users."""
-    held = SimpleNamespace(get_user_directory=lambda: str(tmp_path))
-    monkeypatch.setitem(sys.modules, "folder_paths", held)  # pyright: ignore[reportArgumentType]
+    folder_paths = SimpleNamespace(get_user_directory=lambda: str(tmp_path))
+    monkeypatch.setitem(sys.modules, "folder_paths", folder_paths)  # pyright: ignore[reportArgumentType]
     for user, settings in {"default": json.dumps(ON), "anna": '{"OneDiffGuard.EveryWorkflow": false}'}.items():
         (tmp_path / user).mkdir()
         (tmp_path / user / "comfy.settings.json").write_text(settings, encoding="utf-8")
     return tmp_path
 
 
-def test_each_user_has_settings_of_their_own(users: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_user_has_their_own_settings(users: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(every_workflow.VARIABLE, raising=False)
     found = {}
     for user in ("default", "anna", "somebody new"):
@@ -204,14 +204,14 @@ def test_each_user_has_settings_of_their_own(users: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"OneDiffGuard.EveryWorkflow": ', "\udcff"])
-def test_settings_that_cannot_be_read_are_none(users: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_settings_mean_off(users: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(every_workflow.VARIABLE, raising=False)
     (users / "default" / "comfy.settings.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     assert every_workflow.wanted({}) == ""
 
 
 X = torch.full((1, 8, 8, 3), 0.5)
-OUTPUTS: list[tuple[str, Any, str]] = [  # a slot's type, what is in it, and what is wrong with that
+OUTPUTS: list[tuple[str, Any, str]] = [  # a slot's type, its content, and the problem with it
     ("IMAGE", [X], ""),
     ("IMAGE", [X, X * torch.nan], "non-finite"),
     ("IMAGE", [X - X], "black"),
@@ -231,17 +231,17 @@ OUTPUTS: list[tuple[str, Any, str]] = [  # a slot's type, what is in it, and wha
 ]
 
 
-@pytest.mark.parametrize(("kind", "slot", "wrong"), OUTPUTS)
-def test_what_is_wrong_with_an_output(kind: str, slot: Any, wrong: str) -> None:
-    assert problem_of([["text"], slot], ["STRING", kind]) == wrong
-    assert problem_of([slot], [kind, "IMAGE"]) == wrong
+@pytest.mark.parametrize(("kind", "slot", "problem"), OUTPUTS)
+def test_problem_of_each_output_is_found(kind: str, slot: Any, problem: str) -> None:
+    assert problem_of([["text"], slot], ["STRING", kind]) == problem
+    assert problem_of([slot], [kind, "IMAGE"]) == problem
 
 
 @pytest.mark.parametrize(
     ("class_type", "computed"),
     [("Sampler", True), ("Decode", True), ("Lora", False), ("Save", False), ("Nothing", False), ("Unknown", False)],
 )
-def test_a_black_picture_counts_where_a_model_or_vae_made_it(class_type: str, computed: bool) -> None:
+def test_only_nodes_that_compute_with_model_or_vae_are_checked(class_type: str, computed: bool) -> None:
     assert computes(CLASSES.get(class_type)) is computed
 
 
@@ -249,12 +249,12 @@ def test_a_black_picture_counts_where_a_model_or_vae_made_it(class_type: str, co
     "data",
     [None, [], "prompt", {}, {"prompt": None}, {"prompt": []}, {"prompt": {}, "extra_data": []}, {"extra_data": 1}],
 )
-def test_what_is_no_prompt_goes_on_as_it_came(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_prompt_is_passed_on_unchanged(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(every_workflow.VARIABLE, "1")
     assert every_workflow.on_prompt(data) is data
 
 
-def test_an_error_of_ours_leaves_the_prompt_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_error_leaves_prompt_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Any:
         raise RuntimeError("no classes")
 
@@ -275,12 +275,12 @@ def raising(error: Exception) -> Callable[[], Any]:
     return call
 
 
-def test_each_prompt_in_the_history_has_the_summaries_of_its_own_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_prompt_in_history_has_summaries_of_its_own_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """One guard serves them all: ComfyUI caches it."""
     server = SimpleNamespace(client_id=None, prompt_queue=SimpleNamespace(currently_running={}))
     monkeypatch.setattr(host, "server", lambda: server)
     settings = Settings(GuardPolicy(), inserted=True)
-    held = dict[str, Any]()
+    summaries = dict[str, Any]()
     for prompt_id in ("first", "second", "of a guard that was wired"):
         server.last_prompt_id, extra = prompt_id, {"client_id": "page"}
         server.prompt_queue.currently_running = {7: (0, prompt_id, {}, extra, [])}
@@ -288,21 +288,21 @@ def test_each_prompt_in_the_history_has_the_summaries_of_its_own_runs(monkeypatc
             run = Run(replace(settings, inserted="wired" not in prompt_id), steps=1)
             run._given_up = f"of the {prompt_id}"
             run.end()
-        held[prompt_id] = extra.get("onediff_guard_summaries")
-    assert held == {
+        summaries[prompt_id] = extra.get("onediff_guard_summaries")
+    assert summaries == {
         "first": ["of the first"] * 2,
         "second": ["of the second"] * 2,
         "of a guard that was wired": None,
     }
 
 
-def test_a_prompt_from_the_history_brings_no_summaries_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summaries_are_removed_from_prompt_taken_from_history(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(every_workflow, "settings_of", lambda _user: {})
     data = {"prompt": {}, "extra_data": {"onediff_guard_summaries": ["of then"], "extra_pnginfo": {}}}
     assert every_workflow.on_prompt(data) == {"prompt": {}, "extra_data": {"extra_pnginfo": {}}}
 
 
-def test_an_inserted_guard_that_fails_lets_the_run_through(caplog: pytest.LogCaptureFixture) -> None:
+def test_run_continues_unguarded_after_error_in_inserted_guard(caplog: pytest.LogCaptureFixture) -> None:
     run, calls = run_of(), []
     assert run.or_plain(raising(TypeError("of ours")), lambda: "plain") == "plain"
     assert run.or_plain(lambda: calls.append("guarded"), lambda: "plain again") == "plain again" and not calls
@@ -310,7 +310,7 @@ def test_an_inserted_guard_that_fails_lets_the_run_through(caplog: pytest.LogCap
     assert "Not guarded from call 1 on: TypeError: of ours" in caplog.text
 
 
-def test_what_comfyui_itself_raises_is_raised_as_without_a_guard() -> None:
+def test_error_of_comfyui_itself_is_raised_as_without_guard() -> None:
     run = run_of()
     with pytest.raises(ValueError, match="a wrong LoRA"):
         run.or_plain(raising(ValueError("seen under the guard")), raising(ValueError("a wrong LoRA")))
@@ -318,12 +318,12 @@ def test_what_comfyui_itself_raises_is_raised_as_without_a_guard() -> None:
 
 
 @pytest.mark.parametrize(("error", "inserted"), [(host.Interrupted("stop"), True), (TypeError("ours"), False)])
-def test_an_interrupt_ends_the_run_and_an_error_of_a_guard_that_was_wired(error: Exception, inserted: bool) -> None:
+def test_interrupt_or_error_of_wired_guard_ends_run(error: Exception, inserted: bool) -> None:
     with pytest.raises(type(error)):
         run_of(inserted=inserted).or_plain(raising(error), lambda: "plain")
 
 
-def test_where_comfyui_goes_on_in_tiles_memory_may_run_out_once() -> None:
+def test_first_out_of_memory_is_raised_so_that_comfyui_uses_tiles() -> None:
     run = run_of()
     run.retried = True
     with pytest.raises(torch.OutOfMemoryError):
@@ -332,7 +332,7 @@ def test_where_comfyui_goes_on_in_tiles_memory_may_run_out_once() -> None:
     assert run.or_plain(raising(torch.OutOfMemoryError("a tile")), lambda: "plain") == "plain"
 
 
-def test_what_cannot_be_put_back_makes_no_result_that_looks_right() -> None:
+def test_state_that_cannot_be_restored_gives_broken_result() -> None:
     error = GuardStopped("overwritten")
     error.lost = "ar_state"  # pyright: ignore[reportAttributeAccessIssue]
     assert run_of().or_plain(raising(error), lambda: "plain", lambda: "broken") == "broken"

@@ -1,6 +1,6 @@
-"""What saved workflows name stays: node ids, inputs with their order, options and outputs. Only additions pass.
+"""Node ids, inputs and their order, options and outputs that saved workflows use stay. Only additions pass.
 
-`python tests/nodes/test_frozen.py` adds what is new to `frozen.json`, and nothing where something is gone.
+`python tests/nodes/test_frozen.py` adds new entries to `frozen.json`, unless an old one is gone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ON_DISK = {"model", "image", "lora"}  # their options are this machine's files
 
 
 def nodes_now() -> dict[str, Any]:
-    """By id: {input: its type, or its options}, and the outputs. Widgets are saved by their place: order counts."""
+    """By node id: {input: its type or its options}, and the outputs. Widgets are saved by position: order counts."""
     return {
         id_: {
             "inputs": {
@@ -35,23 +35,23 @@ def as_text(nodes: dict[str, Any]) -> str:
     return json.dumps(nodes, indent=1) + "\n"
 
 
-def test_what_saved_workflows_name_is_still_there() -> None:
+def test_no_node_input_option_or_output_is_removed() -> None:
     frozen, now = json.loads(FROZEN.read_text(encoding="utf-8")), json.loads(as_text(nodes_now()))
     for id_, node in frozen.items():
         assert now[id_]["required"] == node["required"], f"{id_}: saved API files lack what becomes required"
         for kind, named in ((kind, node[kind]) for kind in ("inputs", "outputs")):
-            there = now[id_][kind]
-            assert [*there][: len(named)] == [*named], f"{id_}: {kind} may only be added, at the end"
-            for name, what in named.items():
-                lost = set(what) - set(there[name]) if isinstance(what, list) else {what} - {there[name]}
-                assert not lost, f"{id_}.{name}: {lost}"
+            current = now[id_][kind]
+            assert [*current][: len(named)] == [*named], f"{id_}: {kind} may only be added, at the end"
+            for name, saved in named.items():
+                missing = set(saved) - set(current[name]) if isinstance(saved, list) else {saved} - {current[name]}
+                assert not missing, f"{id_}.{name}: {missing}"
 
 
-def test_it_is_up_to_date() -> None:
+def test_frozen_json_is_up_to_date() -> None:
     assert FROZEN.read_text(encoding="utf-8") == as_text(nodes_now()), "run python tests/nodes/test_frozen.py"
 
 
 if __name__ == "__main__":
     if FROZEN.is_file():
-        test_what_saved_workflows_name_is_still_there()
+        test_no_node_input_option_or_output_is_removed()
     FROZEN.write_text(as_text(nodes_now()), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Loader nodes that take their model from the hub: the real huggingface_hub against a hub on this machine."""
+"""The loader node with models from the hub: the real huggingface_hub against a hub on this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[HubServ
 
 @pytest.fixture(scope="module")
 def files(model_folder: Callable[..., Path]) -> dict[str, bytes]:
-    """Of a small CogVideoX."""
+    """Files of a small CogVideoX."""
     return files_of(model_folder())
 
 
@@ -60,8 +60,8 @@ def load(hub_id: str = ID, **more: Any) -> Any:
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 
-def test_its_inputs_stand_in_one_order(no_models: Path) -> None:
-    """Widget values stand in files in the order of the inputs, so new ones come last, and are optional."""
+def test_loader_inputs_keep_their_order(no_models: Path) -> None:
+    """Files store widget values in the order of the inputs, so new inputs come last, and are optional."""
     schema = loader().INPUT_TYPES()
     further = ["hub_id", "backend", "offload", "accumulation", "revision", "download"]
     assert [*schema["required"], *schema["optional"]][:8] == ["model", "precision", *further]
@@ -70,7 +70,7 @@ def test_its_inputs_stand_in_one_order(no_models: Path) -> None:
     assert schema["required"]["model"][0] == [NO_MODEL], "an empty list has no value that could be sent"
 
 
-def test_the_list_without_models_is_refused_until_a_hub_id_is_filled_in(no_models: Path) -> None:
+def test_empty_list_of_models_is_refused_without_hub_id(no_models: Path) -> None:
     def refused(model: str) -> str:
         with pytest.raises(BadFolder) as error:
             loader()().load(model, "fp32", "eager", "none", hub_id=" ")
@@ -79,17 +79,17 @@ def test_the_list_without_models_is_refused_until_a_hub_id_is_filled_in(no_model
     empty = refused(NO_MODEL)
     assert empty.startswith("No model is chosen. Put its folder, with model_index.json, into")
     assert "Found: none." in empty and str(no_models) in empty and "Not listed" not in empty
-    assert refused("none found: fill in hub_id") == empty, "as earlier versions wrote it to files"
+    assert refused("none found: fill in hub_id") == empty, "the entry that earlier versions wrote to files"
     assert "hub_id" in empty and "Model 'CogVideoX-2b' was not found" in refused("CogVideoX-2b")
     assert loader().VALIDATE_INPUTS(model="gone") is True, "hub_id may name another"
 
 
-def test_what_cannot_be_a_hub_id_is_refused_before_anyone_is_asked(server: HubServer, no_models: Path) -> None:
+def test_is_changed_sends_no_request_for_invalid_hub_ids(server: HubServer, no_models: Path) -> None:
     assert loader().IS_CHANGED(hub_id="CogVideoX-2b") == loader().IS_CHANGED(hub_id=ID, revision="../main") == ""
     assert not server.requests
 
 
-def test_checking_imports_no_torch(fresh_python: Callable[..., str]) -> None:
+def test_reading_input_types_does_not_import_torch(fresh_python: Callable[..., str]) -> None:
     code = (
         "import sys\n"
         "from comfyui_onediff_guard.nodes.load import LoadPipeline\n"
@@ -102,7 +102,7 @@ def test_checking_imports_no_torch(fresh_python: Callable[..., str]) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_loader_downloads_its_models(
+def test_loader_downloads_models_of_every_family(
     server: HubServer, no_models: Path, model_folder: Callable[..., Path], variant: str
 ) -> None:
     server.push(ID, files := files_of(model_folder(variant)))
@@ -111,7 +111,7 @@ def test_every_loader_downloads_its_models(
     assert files_of(pipeline.store.model.path) == files
 
 
-def test_the_node_shows_the_bytes_and_then_the_commit(server: HubServer, files: dict[str, bytes], comfyui: Any) -> None:
+def test_node_shows_downloaded_bytes_and_then_commit(server: HubServer, files: dict[str, bytes], comfyui: Any) -> None:
     commit = server.push(ID, files)
     server.faults.seconds_per_block = 0.02
     load()
@@ -125,7 +125,7 @@ def test_the_node_shows_the_bytes_and_then_the_commit(server: HubServer, files: 
     assert any(f" of {total / 1e6:.1f} MB" in line for line in between)
 
 
-def test_without_comfyui_the_bytes_are_on_stderr(
+def test_downloaded_bytes_are_on_stderr_without_comfyui(
     server: HubServer, files: dict[str, bytes], no_models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.push(ID, files)
@@ -134,7 +134,7 @@ def test_without_comfyui_the_bytes_are_on_stderr(
     assert f"{size} of {size} MB" in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_the_download(
+def test_interrupt_cancels_download(
     server: HubServer, files: dict[str, bytes], comfyui: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.push(ID, files)
@@ -153,12 +153,10 @@ def test_an_interrupt_ends_the_download(
     assert files_of(load().store.model.path) == files
 
 
-# --- what cannot be had -----------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_messages_name_the_hub_id_and_not_the_commit(
-    server: HubServer, files: dict[str, bytes], no_models: Path
-) -> None:
+def test_error_messages_name_hub_id(server: HubServer, files: dict[str, bytes], no_models: Path) -> None:
     server.push(ID, text(files, "text_encoder/config.json", num_heads="four"))
     with pytest.raises(BadFolder, match=f"^'{ID}/text_encoder/config.json' cannot be used: its 'num_heads' is four"):
         load()
@@ -182,7 +180,7 @@ def test_messages_name_the_hub_id_and_not_the_commit(
 # --- when the loader runs again ---------------------------------------------------------------------------------------
 
 
-def test_a_new_commit_in_the_cache_is_noticed_and_nobody_is_asked(
+def test_is_changed_notices_new_cached_commit_without_request(
     server: HubServer, files: dict[str, bytes], no_models: Path
 ) -> None:
     changed = loader().IS_CHANGED
@@ -192,14 +190,14 @@ def test_a_new_commit_in_the_cache_is_noticed_and_nobody_is_asked(
     assert changed(model=NO_MODEL, hub_id=f" {ID} ", revision=" ") == old
     new = server.push(ID, text(files, "scheduler/scheduler_config.json", snr_shift_scale=2.0))
     server.requests.clear()
-    assert changed(hub_id=ID) == old and not server.requests, "what the hub has is asked when the node runs"
+    assert changed(hub_id=ID) == old and not server.requests, "the hub is asked only when the node runs"
     fetch(ID, None)
     server.close()
     assert changed(hub_id=ID) == new and changed(hub_id=ID, revision=old) == old
     assert changed(hub_id=ID, revision="v9") == ""
 
 
-def test_a_cache_that_is_damaged_never_raises(server: HubServer, files: dict[str, bytes], no_models: Path) -> None:
+def test_is_changed_never_raises_on_damaged_cache(server: HubServer, files: dict[str, bytes], no_models: Path) -> None:
     server.push(ID, files)
     folder = load().store.model.path
     (folder / "model_index.json").write_bytes(b"\xff")
@@ -214,7 +212,7 @@ def test_a_cache_that_is_damaged_never_raises(server: HubServer, files: dict[str
 # --- without a browser ------------------------------------------------------------------------------------------------
 
 
-def test_a_hub_id_from_the_command_line(
+def test_hub_id_can_be_set_on_command_line(
     server: HubServer, files: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.push(ID, files)
@@ -239,12 +237,12 @@ def test_a_hub_id_from_the_command_line(
     )
 
 
-def test_the_doctor_knows_models_in_the_cache(
+def test_doctor_plans_cached_models_without_request(
     server: HubServer, files: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.push(ID, files)
     assert cli.main(["doctor", "--model", ID]) == 2 and f"There is no '{ID}'" in capsys.readouterr().err
-    assert not server.requests, "a plan is worth no download"
+    assert not server.requests, "doctor downloads nothing"
     fetch(ID, None)
     assert cli.main(["doctor", "--model", ID, "--verbose"]) == 0
     assert f"Plan for {ID}: " in capsys.readouterr().out

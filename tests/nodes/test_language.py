@@ -1,4 +1,4 @@
-"""What the program says, in the language of ComfyUI's page; and in English everywhere else."""
+"""Translation of messages into the language of ComfyUI's page; English everywhere else."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ NOTHING_WIRED = f"Nothing is wired to NaN Guard (native).{WIRE}"
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Choose:
-    """Have this process look like a ComfyUI, whose page is set to a language."""
+    """choose(locale): make this process look like a ComfyUI whose page is set to this language."""
     settings = tmp_path / "default" / "comfy.settings.json"
     settings.parent.mkdir()
     seconds = count(1)
     monkeypatch.setitem(sys.modules, "folder_paths", SimpleNamespace(get_user_directory=lambda: str(tmp_path)))
 
-    def choose(chosen: object) -> None:
-        settings.write_text(json.dumps({"Comfy.Locale": chosen}))
+    def choose(locale: object) -> None:
+        settings.write_text(json.dumps({"Comfy.Locale": locale}))
         os.utime(settings, (0, next(seconds)))
 
     return choose
 
 
 @pytest.mark.parametrize("language_", messages.LANGUAGES)
-def test_everything_that_is_said_has_a_translation(language_: str) -> None:
-    """Else: `python scripts/messages.py`, and fill in what is empty."""
+def test_every_message_has_translation_with_same_placeholders(language_: str) -> None:
+    """If it fails: run `python scripts/messages.py`, and fill in the empty entries."""
     catalogue = messages.catalogue(language_)
     assert set(catalogue) == messages.templates() and not messages.made_at_run_time()
     for template, translation in catalogue.items():
@@ -63,7 +63,7 @@ def test_everything_that_is_said_has_a_translation(language_: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "begins"),
+    ("locale", "message"),
     [
         ("zh", f"“NaN 守护（原生）”没有任何连接。{WIRE}"),
         ("ru", f"К узлу «Защита от NaN (встроенные модели)» ничего не подключено.{WIRE}"),
@@ -74,14 +74,14 @@ def test_everything_that_is_said_has_a_translation(language_: str) -> None:
         (None, NOTHING_WIRED),
     ],
 )
-def test_an_error_of_a_node_begins_in_the_language_of_the_page(page: Choose, chosen: object, begins: str) -> None:
-    page(chosen)
+def test_node_error_is_in_language_of_page(page: Choose, locale: object, message: str) -> None:
+    page(locale)
     with pytest.raises(BadInput) as caught:
         GUARD().apply()
-    assert str(caught.value) == begins
+    assert str(caught.value) == message
 
 
-def test_without_comfyui_everything_is_english() -> None:
+def test_messages_are_english_without_comfyui() -> None:
     with pytest.raises(BadInput, match=f"^{re.escape(NOTHING_WIRED)}$"):
         GUARD().apply()
     assert (
@@ -91,12 +91,12 @@ def test_without_comfyui_everything_is_english() -> None:
 
 
 @pytest.mark.parametrize("settings", ["", "[]", "{", '{"Comfy.Locale": {}}'])
-def test_settings_that_cannot_be_used_are_english(page: Choose, tmp_path: Path, settings: str) -> None:
+def test_unusable_settings_mean_english(page: Choose, tmp_path: Path, settings: str) -> None:
     (tmp_path / "default" / "comfy.settings.json").write_text(settings)
     assert language.page_language() == ""
 
 
-def test_what_the_page_takes_holds_where_nobody_chose(page: Choose, tmp_path: Path) -> None:
+def test_page_language_applies_until_user_chooses_one(page: Choose, tmp_path: Path) -> None:
     file = tmp_path / "default" / "comfy.settings.json"
     file.write_text(json.dumps({"OneDiffGuard.Language": "ru"}))
     assert language.page_language() == "ru"
@@ -104,13 +104,13 @@ def test_what_the_page_takes_holds_where_nobody_chose(page: Choose, tmp_path: Pa
     assert language.page_language() == "zh"
 
 
-def test_another_choice_holds_from_then_on(page: Choose) -> None:
-    said = []
-    for chosen in ("zh", "ru", "en"):
-        page(chosen)
+def test_change_of_language_takes_effect_at_once(page: Choose) -> None:
+    texts = []
+    for locale in ("zh", "ru", "en"):
+        page(locale)
         at, reruns = Message("step {}/{}", 3, 50), Message("{} recomputed in fp32", 2)
-        said.append(language.translated(joined(" · ", (at, "fp16", reruns, in_words(180)))))
-    assert said == [
+        texts.append(language.translated(joined(" · ", (at, "fp16", reruns, in_words(180)))))
+    assert texts == [
         "第 3/50 步 · fp16 · 用 fp32 重算 2 次 · 还需 3 分钟",
         "шаг 3/50 · fp16 · пересчитано в fp32: 2 · осталось 3 мин",
         "step 3/50 · fp16 · 2 recomputed in fp32 · 3 min left",
@@ -126,14 +126,14 @@ def _report(variant: Variant, architecture: str, component: Component, *steps: S
     return RunReport(variant.name, architecture, plan, steps=list(steps))
 
 
-def _refused(**sizes: int) -> str:
+def size_error(**sizes: int) -> str:
     with pytest.raises(BadSize) as caught:
         FAMILIES["CogVideoXPipeline"].sizes.check(**sizes)
     return message_of(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("said", "chinese"),
+    ("build", "chinese"),
     [
         (
             lambda: _report(COGVIDEOX_5B, "sm80", Component.DENOISER, STEP, replace(STEP, outcome="rerun")).summary(),
@@ -153,33 +153,33 @@ def _refused(**sizes: int) -> str:
             lambda: Message("the prompt is longer than {} tokens; this was cut off: {}", 226, "step 1; 1 rerun"),
             "提示词超过 226 个 token；截掉的是：step 1; 1 rerun",
         ),
-        (lambda: _refused(width=100), "width 是 100，但必须是 16 的倍数，从 16 到 4096。 Nearest: 96."),
+        (lambda: size_error(width=100), "width 是 100，但必须是 16 的倍数，从 16 到 4096。 Nearest: 96."),
         (lambda: pickle.loads(pickle.dumps(Message("decoding part {} of {}", 1, 2))), "解码第 1/2 部分"),
         (lambda: copy.deepcopy(Message("decoding part {} of {}", 1, 2)), "解码第 1/2 部分"),
         (lambda: "nobody knows this, nor that.", "nobody knows this, nor that."),
         (lambda: Message("{}", "/models/a: b, {0}; d"), "/models/a: b, {0}; d"),
-        (lambda: "decoding 1 of 2", "decoding 1 of 2"),  # other people's text
+        (lambda: "decoding 1 of 2", "decoding 1 of 2"),  # text of another program
     ],
 )
-def test_a_line_is_put_together_of_parts(page: Choose, said: Callable[[], str], chinese: str) -> None:
+def test_composed_messages_are_translated_part_by_part(page: Choose, build: Callable[[], str], chinese: str) -> None:
     page("zh")
-    assert language.translated(said()) == chinese
+    assert language.translated(build()) == chinese
 
 
-def test_a_message_is_the_text_that_format_makes() -> None:
-    """As a string, in logs, for programs and without a page, it is English."""
+def test_message_equals_formatted_english_text() -> None:
+    """As a string, in logs, for programs and without a page, a message is English."""
     inner = Message("'{}' {:.1%}, {!r}", "{x}", 0.125, "a")
-    said = Message("{} of {}", inner, BadInput("no {}", "{y}"))
-    assert inner == "'{x}' 12.5%, 'a'" and str(said) == f"{said}" == "'{x}' 12.5%, 'a' of no {y}"
-    assert (said.template, said.fields[1]) == ("{0} of {1}", "no {y}") and json.loads(json.dumps(said)) == said
+    outer = Message("{} of {}", inner, BadInput("no {}", "{y}"))
+    assert inner == "'{x}' 12.5%, 'a'" and str(outer) == f"{outer}" == "'{x}' 12.5%, 'a' of no {y}"
+    assert (outer.template, outer.fields[1]) == ("{0} of {1}", "no {y}") and json.loads(json.dumps(outer)) == outer
     assert Message("a {b}") == "a {b}" and ("x" + Message("{}", 1) + "y") == "x1y" and str(BadInput("{")) == "{"
 
 
 def test_every_reason_of_every_plan_is_translated(page: Choose) -> None:
-    """No English word of three letters is left in it, apart from names."""
+    """No English word of three or more letters is left in it, except names."""
 
     page("zh")
-    left = set[str]()
+    untranslated = set[str]()
     for family in FAMILIES.values():
         for variant in family.variants:
             for architecture in map(named, ARCHITECTURES):
@@ -188,12 +188,12 @@ def test_every_reason_of_every_plan_is_translated(page: Choose) -> None:
                         plan = choose(architecture, variant, Component.DENOISER, request)
                     except PlanImpossible:
                         continue
-                    said = language.translated(plan.reason).replace(str(architecture), "").replace(variant.name, "")
-                    left |= set(re.findall(r"\b[a-z]{3,}\b", said)) - {"plain", "auto"}
-    assert not left
+                    text = language.translated(plan.reason).replace(str(architecture), "").replace(variant.name, "")
+                    untranslated |= set(re.findall(r"\b[a-z]{3,}\b", text)) - {"plain", "auto"}
+    assert not untranslated
 
 
-def test_errors_of_others_are_theirs(page: Choose) -> None:
+def test_only_errors_of_this_pack_are_translated(page: Choose) -> None:
     page("zh")
     with pytest.raises(ValueError, match=re.escape(NOTHING_WIRED)), language.speaking():
         raise ValueError(NOTHING_WIRED)
@@ -202,7 +202,7 @@ def test_errors_of_others_are_theirs(page: Choose) -> None:
     assert str(caught.value) == "“a”不是仓库 id；请写成 owner/name。 Make room."
 
 
-def test_the_class_of_an_error_can_be_read_where_comfyui_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_class_has_readable_module_name_inside_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, shown in {"other": HubError.__module__, "execution": "OneDiffGuard"}.items():
         monkeypatch.setitem(sys.modules, module, sys)
         with pytest.raises(HubError) as caught, language.speaking(), language.speaking():
@@ -210,7 +210,7 @@ def test_the_class_of_an_error_can_be_read_where_comfyui_shows_it(monkeypatch: p
         assert (caught.type.__module__, caught.type.__qualname__) == (shown, "HubError")
 
 
-def test_errors_of_a_guard_of_comfyuis_own_models_too(page: Choose) -> None:
+def test_errors_of_native_guard_are_translated(page: Choose) -> None:
     page("zh")
     with pytest.raises(GuardStopped) as caught, guarded_run(Settings(GuardPolicy())):
         raise GuardStopped(
@@ -222,7 +222,7 @@ def test_errors_of_a_guard_of_comfyuis_own_models_too(page: Choose) -> None:
     assert str(caught.value) == "第 4 步：fp16 中的输出是 NaN 或无穷大，而守护设为 stop。 Set it to 'rerun'."
 
 
-def test_what_a_node_shows_is_in_the_language_of_the_page(page: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_text_is_translated_unless_sent_as_it_is(page: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     monkeypatch.setattr(host, "server", lambda: SimpleNamespace(send_progress_text=lambda text, _: shown.append(text)))
     page("zh")
@@ -231,7 +231,7 @@ def test_what_a_node_shows_is_in_the_language_of_the_page(page: Choose, monkeypa
     assert shown[1] == "decoding 1 of 2" and shown[0].startswith("解码第 1/2 部分")
 
 
-def test_what_is_typed_wrong_is_refused_in_the_language_of_the_page(page: Choose) -> None:
+def test_validation_error_is_translated(page: Choose) -> None:
     page("zh")
     answer = NODE_CLASS_MAPPINGS["OneDiffGuardNaNGuard"].VALIDATE_INPUTS("{")
     assert "不是可用的配置档" in answer

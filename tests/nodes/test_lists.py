@@ -1,4 +1,4 @@
-"""What loaders offer: models of their own family, or where to put one."""
+"""Lists of models and LoRAs in loaders: supported ones only, or where to put one."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def models(own_folder):
     for kind in ("diffusers", "checkpoints", "loras"):
         (own_folder / kind).mkdir()
     for name, pipeline in PIPELINES.items():
-        index(own_folder / "diffusers" / name, json.dumps({"_class_name": pipeline}))
-    index(own_folder / "diffusers" / "broken", "{")
-    index(own_folder / "diffusers" / "list", "[]")
-    index(own_folder / "diffusers" / "deep", "[" * 100_000)
+        write_index(own_folder / "diffusers" / name, json.dumps({"_class_name": pipeline}))
+    write_index(own_folder / "diffusers" / "broken", "{")
+    write_index(own_folder / "diffusers" / "list", "[]")
+    write_index(own_folder / "diffusers" / "deep", "[" * 100_000)
     svd = shutil.copyfile(shared_models.svd_file(), own_folder / "checkpoints" / "svd_xt.safetensors")
-    others(own_folder / "checkpoints", load_file(svd))
+    write_other_checkpoints(own_folder / "checkpoints", load_file(svd))
     return own_folder
 
 
-def index(folder: Path, content: str) -> None:
+def write_index(folder: Path, content: str) -> None:
     folder.mkdir()
     (folder / "model_index.json").write_text(content, encoding="utf-8")
 
 
-def others(folder: Path, svd: dict[str, torch.Tensor]) -> None:
-    """Checkpoints that are no Stable Video Diffusion, or not all of it."""
+def write_other_checkpoints(folder: Path, svd: dict[str, torch.Tensor]) -> None:
+    """Checkpoints of other models, and incomplete ones."""
     one = torch.zeros(1)
     save_file(svd | {"conditioner.embedders.1.encoder.x": one}, folder / "sv3d.safetensors")
     save_file({k: v for k, v in svd.items() if k.startswith("model.")}, folder / "unet.safetensors")
@@ -66,15 +66,15 @@ def listed(loader=LOADER, key: str = "model") -> list[str]:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
-def test_a_name_that_a_page_may_take_for_html_is_not_offered(models):
-    index(models / "diffusers" / "<img src=x onerror=run()>", json.dumps({"_class_name": PIPELINES["four"]}))
+def test_names_that_look_like_html_are_not_listed(models):
+    write_index(models / "diffusers" / "<img src=x onerror=run()>", json.dumps({"_class_name": PIPELINES["four"]}))
     for kind in ("checkpoints", "loras"):
         shutil.copy(models / "checkpoints" / "svd_xt.safetensors", models / kind / "<b>.safetensors")
     assert "<" not in str([LOADER.INPUT_TYPES(), LORA.INPUT_TYPES()])
     assert "<" not in str([host.model_folders(), host.weight_files("checkpoints"), host.weight_files("loras")])
 
 
-def test_the_list_has_models_of_every_family_of_ours_and_no_others(models):
+def test_list_has_models_of_all_supported_families_and_no_others(models):
     own = sorted(PIPELINES.keys() - {"foreign"})
     assert listed() == [*own, "svd_xt.safetensors"] and {PIPELINES[name] for name in own} == set(FAMILIES)
 
@@ -90,29 +90,29 @@ def test_files_below_a_linked_folder_are_listed(models, tmp_path):
     assert listed(LORA, "lora") == ["a link/its.SAFETENSORS", "linked/mine.safetensors", "own/its.SAFETENSORS"]
 
 
-def test_another_familys_folder_that_a_file_names_is_explained(models):
+def test_folder_of_unsupported_family_is_refused_with_its_class(models):
     with pytest.raises(BadFolder, match="holds a FluxPipeline"):
         LOADER().load("foreign", "fp32", "eager", "none")
 
 
-def test_where_none_is_listed_what_is_there_is_named(own_folder):
-    """Such as a download that was cut off, and models of other families."""
+def test_error_for_empty_list_names_unusable_folders(own_folder):
+    """Such as an incomplete download, and models of other families."""
     for number in range(12):
-        index(own_folder / f"other-{number:02}", json.dumps({"_class_name": "FluxPipeline"}))
-    index(own_folder / "my-model", "")
+        write_index(own_folder / f"other-{number:02}", json.dumps({"_class_name": "FluxPipeline"}))
+    write_index(own_folder / "my-model", "")
     (only,) = listed()
     with pytest.raises(BadFolder) as refusal:
         LOADER().load(only, "fp32", "eager", "none")
-    said = str(refusal.value)
+    text = str(refusal.value)
     assert (
-        said.startswith("No model is chosen. Put its folder") and "Found: none. Not listed, since they cannot" in said
+        text.startswith("No model is chosen. Put its folder") and "Found: none. Not listed, since they cannot" in text
     )
-    assert "other families: my-model, other-00, " in said and said.endswith("other-10 and 1 more.")
+    assert "other families: my-model, other-00, " in text and text.endswith("other-10 and 1 more.")
 
 
 def test_headers_are_read_once_until_a_file_changes(models, monkeypatch):
     file, read = models / "checkpoints" / "flux.safetensors", []
-    original = folders.header_text  # not parsed: that takes seconds of a hundred checkpoints
+    original = folders.header_text  # not parsed, which would take seconds for a hundred checkpoints
     monkeypatch.setattr(folders, "header_text", lambda path: read.append(path.name) or original(path))
     folders._pipeline.cache_clear()
     listed()
@@ -125,7 +125,7 @@ def test_headers_are_read_once_until_a_file_changes(models, monkeypatch):
     assert read == ["flux.safetensors"]
 
 
-def test_no_list_is_empty(own_folder):
+def test_empty_lists_say_where_to_put_files(own_folder):
     (only,), (none,) = listed(), listed(LORA, "lora")
     assert only.startswith("none found: put one into models/diffusers")
     assert none == "none found: put one into models/loras"
@@ -138,8 +138,8 @@ def test_no_list_is_empty(own_folder):
     "name", [b"\xff.json", b"\xff.safetensors", b"\xff", b"diffusion_pytorch_model-\xff.safetensors"]
 )
 @pytest.mark.parametrize("below", [b"", b"tokenizer", b"transformer"])
-def test_a_file_whose_name_is_no_text_harms_nothing(model_folder, own_folder, below, name):
-    """As archives of other systems unpack them."""
+def test_model_with_file_name_that_is_not_utf8_loads(model_folder, own_folder, below, name):
+    """As archives of other systems unpack to."""
     folder = shared_models.copied(model_folder(), own_folder / "model")
     (folder / os.fsdecode(below) / os.fsdecode(name)).write_text("{}")
     assert LOADER.listed() == ["model"] and LOADER.IS_CHANGED(model="model") != LOADER.IS_CHANGED(model="")
@@ -148,7 +148,7 @@ def test_a_file_whose_name_is_no_text_harms_nothing(model_folder, own_folder, be
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="their file systems have no such names")
-def test_a_folder_whose_name_is_no_text_is_not_offered(model_folder, own_folder):
+def test_folder_whose_name_is_not_utf8_is_not_listed(model_folder, own_folder):
     folder = shared_models.copied(model_folder(), own_folder / os.fsdecode(b"m\xff"))
     assert LOADER.listed() == [] and LOADER.IS_CHANGED(model=folder.name) == ""
     with pytest.raises(BadFolder, match="was not found"):

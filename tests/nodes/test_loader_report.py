@@ -1,4 +1,4 @@
-"""What Load Pipeline shows: what `doctor` says, of its pipeline."""
+"""The report of Load Pipeline: what `doctor` says, for its pipeline."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def load(folder: Path, precision: str = "auto", **more: str) -> dict[str, Any]:
     return call("LoadPipeline", model=folder.name, precision=precision, backend="eager", **more)
 
 
-def told(loaded: dict[str, Any]) -> dict[str, Any]:
+def diagnosis_of(loaded: dict[str, Any]) -> dict[str, Any]:
     return loaded["ui"]["onediff_guard"][0]["diagnosis"]
 
 
-def test_it_says_what_doctor_says(folder: Path) -> None:
-    shown = told(load(folder))
+def test_loader_report_equals_doctor_report(folder: Path) -> None:
+    shown = diagnosis_of(load(folder))
     examined = examine(folder).as_dict()
     assert shown["backends"]["chosen"] == "eager", "the pipeline's own"
     assert shown | {"backends": None} == examined | {"backends": None}
     assert shown["backends"]["states"] == examined["backends"]["states"]
 
 
-def test_the_strip_has_the_reason_and_behind_it_the_whole_report(folder: Path) -> None:
+def test_strip_has_reason_and_full_report(folder: Path) -> None:
     ui = load(folder)["ui"]
     (shown,) = ui["onediff_guard"]
     (text,) = ui["text"]
@@ -49,20 +49,20 @@ def test_the_strip_has_the_reason_and_behind_it_the_whole_report(folder: Path) -
     json.dumps(ui, allow_nan=False)
 
 
-def test_it_is_the_loaders_own_settings(folder: Path) -> None:
+def test_report_shows_settings_of_loader_and_reads_no_weight(folder: Path) -> None:
     loaded = load(folder, "fp16", accumulation="fast")
-    shown = told(loaded)
+    shown = diagnosis_of(loaded)
     assert (shown["precision"], shown["accumulation"]) == ("fp16", "fast")
     assert {plan["dtype"] for plan in shown["models"][0]["plans"]} == {"fp16"}
     assert loaded["result"][0].store.loaded() == {}, "no weight was read for it"
 
 
-def test_switches_are_as_they_stand(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_shows_current_value_of_switch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ATTENTION_SWITCH, "maybe")
     assert f"{ATTENTION_SWITCH} = maybe" in load(folder)["ui"]["onediff_guard"][0]["text"]
 
 
-def test_one_node_loads_all_families() -> None:
+def test_load_pipeline_is_only_loader_node() -> None:
     loading = {
         NODE_DISPLAY_NAME_MAPPINGS[name]
         for name, cls in NODE_CLASS_MAPPINGS.items()

@@ -1,4 +1,4 @@
-"""Load LoRA: as diffusers adds it, by its strength, and off again."""
+"""The Load LoRA node: strength, removal, refused files, and the list of files."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ def sample(pipeline, steps=2):
     return latents["samples"], report
 
 
-def test_each_is_added_at_its_strength():
-    """As diffusers adds it: tests/pipelines/test_lora.py."""
-    plain, chosen = load(), {"2b.safetensors": 0.7, "2b-other.safetensors": -0.5}
+def test_each_lora_is_added_at_its_strength():
+    """tests/pipelines/test_lora.py compares LoRAs with diffusers."""
+    plain, strengths = load(), {"2b.safetensors": 0.7, "2b-other.safetensors": -0.5}
     pipeline, made, report = plain, [sample(plain)[0]], ""
-    for name, strength in chosen.items():
+    for name, strength in strengths.items():
         pipeline = with_lora(pipeline, name, strength)
         found, report = sample(pipeline)
         made.append(found)
-    assert {lora.path.name: lora.scale for lora in pipeline.loras} == chosen and plain.loras == ()
-    assert all(f"LoRA {name} at {strength:g}" in report for name, strength in chosen.items())
+    assert {lora.path.name: lora.scale for lora in pipeline.loras} == strengths and plain.loras == ()
+    assert all(f"LoRA {name} at {strength:g}" in report for name, strength in strengths.items())
     assert min((a - b).abs().max() / b.abs().max() for a, b in combinations(made, 2)) > 1e-2
 
 
-def test_taking_it_away_reloads_nothing_and_leaves_nothing():
+def test_removing_lora_reloads_nothing_and_restores_output():
     plain = load()
     before, _ = sample(plain)
     weights = plain.store.module("transformer", "fp32")
@@ -74,13 +74,13 @@ def test_taking_it_away_reloads_nothing_and_leaves_nothing():
     assert torch.equal(after, before) and "LoRA" not in report
     assert plain.store.module("transformer", "fp32") is weights
     assert with_lora(plain).memory_key("transformer", "fp16") != plain.memory_key("transformer", "fp16"), (
-        "what it teaches is of this LoRA alone"
+        "overrides are stored for each LoRA"
     )
     zero, _ = sample(with_lora(plain, strength=0.0))
     assert torch.equal(zero, before)
 
 
-def test_a_transformer_that_the_model_does_not_have_is_refused_before_anything_is_loaded():
+def test_missing_second_transformer_is_refused_before_weights_are_read():
     plain = load()
     assert [lora.denoiser for lora in with_lora(plain, transformer="both").loras] == [""]
     with pytest.raises(BadLora, match=r"CogVideoX-2B has no second transformer.*Choose 'both'"):
@@ -88,7 +88,7 @@ def test_a_transformer_that_the_model_does_not_have_is_refused_before_anything_i
     assert not plain.store.loaded()
 
 
-def test_strength_is_honoured_when_compiled_and_one_shell_is_kept():
+def test_compiled_lora_applies_strength_and_keeps_one_compiled_copy():
     eager, compiled = load(), load(backend="inductor")
     for strength in (1.0, 0.25):
         expected, _ = sample(with_lora(eager, strength=strength), steps=1)
@@ -97,7 +97,7 @@ def test_strength_is_honoured_when_compiled_and_one_shell_is_kept():
     assert len({loras for _, loras, *_ in compiled.store.compiled if loras}) == 1
 
 
-def test_guarded_and_with_overflow_protection_a_lora_is_near_fp32(model_folder):
+def test_lora_in_protected_fp16_is_near_fp32(model_folder):
     model_folder("5b", "stream")
     expected, _ = sample(with_lora(load("5b-stream"), "5b.safetensors"), steps=3)
     found, report = sample(with_lora(load("5b-stream", precision="fp16"), "5b.safetensors"), steps=3)
@@ -106,39 +106,39 @@ def test_guarded_and_with_overflow_protection_a_lora_is_near_fp32(model_folder):
 
 
 @pytest.mark.parametrize(
-    ("model", "lora", "says"),
+    ("model", "lora", "message"),
     [
         ("svd-none", "2b.safetensors", "has no LoRA for Stable Video Diffusion"),
         ("2b-none", "gone.safetensors", "is gone"),
     ],
 )
-def test_a_lora_that_does_not_fit_is_refused_before_anything_is_loaded(model, lora, says, model_folder, loras):
+def test_unusable_lora_is_refused_before_weights_are_read(model, lora, message, model_folder, loras):
     model_folder(model.removesuffix("-none"))
     pipeline = load(model)
     pipeline.store.drop("transformer")
-    with pytest.raises(BadLora, match=says):
+    with pytest.raises(BadLora, match=message):
         LoadLoRA().add(pipeline, lora, 1.0)
     assert "transformer" not in pipeline.store.loaded() and pipeline.loras == ()
 
 
 @pytest.mark.parametrize("strength", [0.0039, -0.0039, 1.0, 10.0, -10.0])
-def test_a_page_keeps_the_strength_that_is_typed(strength):
-    """ComfyUI's pages show, and keep, as many decimals as the step has."""
+def test_widget_keeps_typed_strength(strength):
+    """ComfyUI's page shows and keeps as many decimals as the step has."""
     kind, options = LoadLoRA.INPUT_TYPES()["required"]["strength"]
     decimals = max(0, -math.floor(math.log10(options["step"])))
     assert kind == "FLOAT" and options["min"] <= round(strength, decimals) == strength <= options["max"]
 
 
-def test_the_list_and_what_changes_it(loras):
+def test_list_names_lora_files_and_is_changed_notices_new_file_time(loras):
     assert LoadLoRA.INPUT_TYPES()["required"]["lora"][0][0] == "2b-other.safetensors"
-    said = str(LoadLoRA.VALIDATE_INPUTS(lora="x"))
-    assert "Found: 2b-other" in said and "loras" in said
+    answer = str(LoadLoRA.VALIDATE_INPUTS(lora="x"))
+    assert "Found: 2b-other" in answer and "loras" in answer
     before = LoadLoRA.IS_CHANGED(lora="2b.safetensors")
     (loras / "loras" / "2b.safetensors").touch()
     assert LoadLoRA.IS_CHANGED(lora="2b.safetensors") != before
 
 
-def test_a_folder_of_peft_changes_with_its_settings(loras):
+def test_is_changed_notices_new_settings_of_peft_folder(loras):
     folder = loras / "loras" / "kite"
     folder.mkdir()
     shutil.copyfile(loras / "loras" / "2b.safetensors", folder / "adapter_model.safetensors")

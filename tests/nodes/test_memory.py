@@ -1,4 +1,4 @@
-"""What stays in memory under ComfyUI's memory manager, and what goes, from one run of a graph to the next."""
+"""Weights under ComfyUI's memory manager: which stay in memory and which are freed between runs of a graph."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ GRAPH = GRAPHS["2b"]
 
 
 def weights_in_memory():
-    """Bytes of all parameters that live anywhere in this process."""
+    """Bytes of all parameters alive in this process."""
     gc.collect()
     parameters = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Parameter) and not o.is_meta]
     return sum({p.data_ptr(): p.nbytes for p in parameters}.values())
 
 
 class Graph:
-    """Load → Encode → Sample → Decode, of which ComfyUI keeps the outputs; a node that changed loses its own first."""
+    """Load → Encode → Sample → Decode. As in ComfyUI, outputs are kept until the next run."""
 
     def __init__(self, model, offload="none"):
         self.model = model
@@ -46,7 +46,7 @@ def graph(comfyui, model_folder):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """Component and bytes of all weights in memory right after it was read, for each that is read."""
+    """For each component that is read: its name, and the bytes of all weights in memory right after it."""
     seen = []
     original = ComponentStore._load
 
@@ -63,14 +63,14 @@ def names(loads):
     return [name for name, _ in loads]
 
 
-def test_comfyuis_memory_manager_holds_what_is_loaded_and_loses_what_is_let_go(comfyui, model_folder):
+def test_memory_manager_lists_loaded_components_and_drops_offloaded_ones(comfyui, model_folder):
     pipeline = GRAPH.load(model_folder("2b"), precision="fp32")
 
     def loaded():
         return [m.model.component for m in comfyui.management.current_loaded_models if m.model and m.model.model_size()]
 
     GRAPH.encode(pipeline)
-    assert loaded() == [], "the text encoder rests after encoding"
+    assert loaded() == [], "the text encoder is offloaded after encoding"
     denoiser = pipeline.store.module("transformer", "fp32")
     assert loaded() == [denoiser]
     size = comfyui.management.current_loaded_models[0].model.model_size()
@@ -80,39 +80,39 @@ def test_comfyuis_memory_manager_holds_what_is_loaded_and_loses_what_is_let_go(c
     assert pipeline.store.module("transformer", "fp32") is denoiser, "moved, not read again"
 
 
-def test_another_precision_that_comes_to_the_same_reads_nothing(graph, loads):
+def test_precision_that_resolves_to_same_dtype_reads_nothing(graph, loads):
     graph.run("auto")  # fp32 on a CPU, for a model trained in fp16
     assert names(loads) == ["text_encoder", "transformer", "vae"]
     graph.run("fp32")
     assert names(loads) == ["text_encoder", "transformer", "vae"]
 
 
-def test_the_samplers_precision_reads_the_denoiser_alone(graph, loads):
+def test_changing_sampler_precision_reads_only_denoiser(graph, loads):
     graph.run("fp32")
     del loads[:]
     graph.run("fp32", sampler="bf16")
     assert names(loads) == ["transformer"]
 
 
-def test_switching_precision_never_leaves_two_copies(graph, loads):
+def test_switching_precision_never_keeps_two_copies_of_weights(graph, loads):
     before = weights_in_memory()
     graph.run("fp32")
     whole = weights_in_memory() - before
     largest = max(whole, *(n - before for _, n in loads))
-    for precision, read in (
+    for precision, expected_reads in (
         ("bf16", ["text_encoder", "transformer", "vae"]),
         ("fp16", ["text_encoder", "transformer", "vae"]),
-        ("fp32", ["transformer", "vae"]),  # its prompt is remembered
+        ("fp32", ["transformer", "vae"]),  # its prompt is cached
     ):
         del loads[:]
         graph.run(precision)
-        assert names(loads) == read
+        assert names(loads) == expected_reads
         assert max(n for _, n in loads) - before <= largest
         half = 1.02 * whole / 2  # T5 keeps some layers in fp32
         assert weights_in_memory() - before <= (whole if precision == "fp32" else half)
 
 
-def test_a_store_that_nobody_uses_gives_way_when_room_is_needed(comfyui, graph, loads):
+def test_unload_all_models_frees_unused_store(comfyui, graph, loads):
     before = weights_in_memory()
     graph.run("fp32")
     graph.outputs.clear()  # another workflow was opened
@@ -121,25 +121,23 @@ def test_a_store_that_nobody_uses_gives_way_when_room_is_needed(comfyui, graph, 
     assert weights_in_memory() == before
     del loads[:]
     graph.run("fp32")
-    assert names(loads) == ["text_encoder", "transformer", "vae"], "what was emptied is not used again"
+    assert names(loads) == ["text_encoder", "transformer", "vae"], "an emptied store is not used again"
 
 
-def test_another_model_takes_the_place_of_the_last_one(graph, loads, model_folder):
+def test_loading_another_model_frees_previous_one(graph, loads, model_folder):
     other = Graph(model_folder("5b"))
     before = weights_in_memory()
     graph.run("fp32")
-    alone = weights_in_memory() - before
+    one_model = weights_in_memory() - before
     graph.outputs.clear()
     other.run("fp32")
     assert comfy_placement._lingering and comfy_placement._lingering.store
     assert comfy_placement._lingering.store.model.path == other.model
-    assert weights_in_memory() - before < 2 * alone
+    assert weights_in_memory() - before < 2 * one_model
 
 
 @pytest.mark.parametrize("offload", ["group", "sequential"])
-def test_weights_that_come_in_parts_are_not_said_to_be_on_the_device_and_free_gives_them_back(
-    comfyui, graph, monkeypatch, offload
-):
+def test_block_offloaded_weights_are_not_listed_as_loaded_and_are_freed(comfyui, graph, monkeypatch, offload):
     for module in (handles, offloading, stores):
         monkeypatch.setattr(module, "brings_parts_to", lambda _device: True)
     before = weights_in_memory()

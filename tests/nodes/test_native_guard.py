@@ -1,4 +1,4 @@
-"""NaN Guard (native) by what is wired to it, without ComfyUI: what it puts out, and what it says of a missing wire."""
+"""NaN Guard (native), without ComfyUI: its outputs by what is wired to it, and errors for missing wires."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ class Blocker:
 
 
 def prompt(**inputs: Any) -> dict[str, Any]:
-    """With a node 2 that takes these."""
+    """A prompt whose node 2 has these inputs."""
     return {"1": {"class_type": "OneDiffGuardNaNGuardNative", "inputs": {}}, "2": {"class_type": "X", "inputs": inputs}}
 
 
-NOT_WIRED = {  # what the prompt takes from a guard that has a VAE, or nothing → what is said
-    "a model that it has not": (Vae(), prompt(model=["1", 0]), "no model, since none is wired to its input 'model'"),
+NOT_WIRED = {  # name → (wired VAE, prompt, message)
+    "model not wired": (Vae(), prompt(model=["1", 0]), "no model, since none is wired to its input 'model'"),
     "nothing wired": (None, prompt(), "Nothing is wired to NaN Guard"),
 }
 
 
 @pytest.mark.parametrize("name", NOT_WIRED)
-def test_what_is_not_wired_is_told_before_anything_is_computed(name: str) -> None:
-    vae, of, says = NOT_WIRED[name]
-    with pytest.raises(BadInput, match=says):
-        NaNGuardNative().apply(vae=vae, node_id="1", prompt=of)
+def test_missing_wire_is_refused_before_computing(name: str) -> None:
+    vae, graph, message = NOT_WIRED[name]
+    with pytest.raises(BadInput, match=message):
+        NaNGuardNative().apply(vae=vae, node_id="1", prompt=graph)
 
 
-@pytest.mark.parametrize("of", [None, {}, prompt(vae=["1", 1]), prompt(model=["3", 0]), prompt(model="1")])
-def test_what_nobody_takes_need_not_be_wired(of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wire that is put in later finds the node in ComfyUI's cache: there it is told where it is taken."""
+@pytest.mark.parametrize("graph", [None, {}, prompt(vae=["1", 1]), prompt(model=["3", 0]), prompt(model="1")])
+def test_unused_output_needs_no_wire(graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wire that is added later finds the node in ComfyUI's cache: then an ExecutionBlocker carries the message."""
     vae = Vae()
-    assert NaNGuardNative().apply(vae=vae, node_id="1", prompt=of)[0] is None
+    assert NaNGuardNative().apply(vae=vae, node_id="1", prompt=graph)[0] is None
     monkeypatch.setitem(sys.modules, "comfy_execution.graph_utils", module := ModuleType("graph_utils"))
     module.ExecutionBlocker = Blocker  # pyright: ignore[reportAttributeAccessIssue]
-    model, guarded = NaNGuardNative().apply(vae=vae, node_id="1", prompt=of)
+    model, guarded = NaNGuardNative().apply(vae=vae, node_id="1", prompt=graph)
     assert "Wire one to it." in model.message
     assert guarded is not vae and guarded.first_stage_model is not vae.first_stage_model

@@ -38,7 +38,7 @@ def run(precision, model, steps=2):
     return sampled, graph.decode(pipeline, sampled["result"][0])
 
 
-def test_options_are_those_of_the_layers_below():
+def test_options_of_nodes_equal_those_of_lower_layers():
     assert tuple(p.value for p in Precision) == inputs.PRECISIONS
     assert tuple(p.value for p in OnFailure) == inputs.ON_FAILURE
     assert inputs.BACKENDS == BACKENDS
@@ -47,7 +47,7 @@ def test_options_are_those_of_the_layers_below():
 
 
 @pytest.mark.parametrize("name", NODE_CLASS_MAPPINGS)
-def test_every_node_is_described_and_every_input_and_output_has_a_tooltip(name):
+def test_every_node_has_description_and_tooltips(name):
     cls = NODE_CLASS_MAPPINGS[name]
     schema = cls.INPUT_TYPES()
     assert re.fullmatch("OneDiff Guard/(Load|Sample|Guard|Diagnose|Native)", cls.CATEGORY)
@@ -60,14 +60,14 @@ def test_every_node_is_described_and_every_input_and_output_has_a_tooltip(name):
 
 
 @pytest.mark.parametrize("name", NODE_CLASS_MAPPINGS)
-def test_what_a_node_shows_is_told_of_again_where_it_is_remembered(name):
-    """Of the nodes that a cached run does not come to, ComfyUI does so for those that ask; the others are its ends."""
+def test_nodes_that_show_something_show_it_again_when_cached(name):
+    """ComfyUI shows it again for output nodes, and for nodes with HAS_INTERMEDIATE_OUTPUT."""
     cls = NODE_CLASS_MAPPINGS[name]
-    shows = getattr(cls, cls.FUNCTION).__annotations__["return"] == "dict[str, Any]"  # else the outputs alone
+    shows = getattr(cls, cls.FUNCTION).__annotations__["return"] == "dict[str, Any]"  # else only outputs
     assert getattr(cls, "OUTPUT_NODE", False) + getattr(cls, "HAS_INTERMEDIATE_OUTPUT", False) == shows
 
 
-def test_guarded_fp16_is_right_where_plain_fp16_is_black(folders):
+def test_protected_fp16_is_near_fp32_where_plain_fp16_is_nan(folders):
     _, plain = run("fp16 (plain)", folders)
     assert torch.isnan(plain["result"][0]).all()
     sampled, decoded = run("fp16", folders)
@@ -77,11 +77,11 @@ def test_guarded_fp16_is_right_where_plain_fp16_is_black(folders):
     assert (images - expected["result"][0]).abs().max() <= 2e-2
     assert sampled["result"][0]["samples"].shape == (1, 16, 3, 4, 4)
     assert "overflow protection; 2 steps, all fine" in sampled["ui"]["text"][0]
-    (told,) = sampled["ui"]["onediff_guard"]
-    assert told["protection"] == "overflow protection" and told["reruns"] == 0
+    (report,) = sampled["ui"]["onediff_guard"]
+    assert report["protection"] == "overflow protection" and report["reruns"] == 0
 
 
-def test_a_rerun_is_told_where_it_can_be_seen(model_folder, without_comfyui):
+def test_rerun_is_shown_on_node(model_folder, without_comfyui):
     sampled = GRAPHS["svd"].sample(GRAPHS["svd"].load(model_folder("svd", "inside"), precision="fp16"))
     assert "2 steps, 1 recomputed in fp32" in sampled["ui"]["text"][0]
     finding = sampled["ui"]["text"][0].splitlines()[1]
@@ -94,7 +94,7 @@ def test_a_rerun_is_told_where_it_can_be_seen(model_folder, without_comfyui):
     assert "\nstep 2 (t=" in sampled["result"][1]
 
 
-def test_a_handle_is_never_changed_by_a_node(folders):
+def test_nodes_never_change_their_input_handle(folders):
     (pipeline,) = node("LoadPipeline").load(folders.name, "fp16", "eager", "none")["result"]
     (stopping,) = node("NaNGuard").apply(pipeline, "stop", True)
     assert (pipeline.policy.on_failure, stopping.policy.on_failure) == (OnFailure.RERUN, OnFailure.STOP)
@@ -103,7 +103,7 @@ def test_a_handle_is_never_changed_by_a_node(folders):
         stopping.policy = pipeline.policy
 
 
-def test_what_others_wrote_leaves_for_the_page_as_text(comfyui):
+def test_markup_is_escaped_for_page(comfyui):
     text = "<img src=x onerror=a()> & [words](http://b) [[words|http://b]]"
     host.say("1", text)
     with host.Progress(1, "1") as progress:
@@ -112,7 +112,7 @@ def test_what_others_wrote_leaves_for_the_page_as_text(comfyui):
     assert not any(mark in sent for sent in comfyui.sent for mark in "<>[")
 
 
-def test_models_are_listed_and_a_missing_one_is_explained(folders):
+def test_models_are_listed_and_named_in_error_for_missing_one(folders):
     assert folders.name in LoadPipeline.INPUT_TYPES()["required"]["model"][0]
     with pytest.raises(BadFolder, match="Model 'CogVideoX-9b' was not found") as refusal:
         node("LoadPipeline").load("CogVideoX-9b", "fp32", "eager", "none")
@@ -128,12 +128,12 @@ def test_the_loader_runs_again_when_a_file_changes(model_folder, own_folder):
     assert LoadPipeline.IS_CHANGED(model=model.name) != before
 
 
-def test_in_comfyui_its_folders_progress_and_memory_manager_are_used(comfyui, model_folder):
+def test_run_in_comfyui_uses_its_folders_and_shows_progress(comfyui, model_folder):
     model = model_folder("2b")
     run("fp32", model)
     prompts, steps, chunks = [(0, 2), (1, 2), (2, 2)], [(0, 2), (1, 2), (2, 2)], [(0, 1), (1, 1)]
     moved = [[mark for n, mark in enumerate(bar) if mark[0] or bar[n + 1][0]] for bar in comfyui.bars]
-    assert moved == [prompts, steps, chunks], "and before that stands at 0, while weights are read"
+    assert moved == [prompts, steps, chunks], "and each bar stays at 0 while weights are read"
     assert ("5", "step 1/2 · fp32") in comfyui.texts
     assert re.match(
         "loading the weights of transformer, [0-9.]+ MB", next(text for node, text in comfyui.texts if node == "5")
@@ -141,6 +141,6 @@ def test_in_comfyui_its_folders_progress_and_memory_manager_are_used(comfyui, mo
     assert comfyui.texts[-1][1].startswith("fp32, as you chose; 2 steps, all fine")
 
 
-def test_a_fork_that_does_not_set_it_finds_help_in_the_packs_folder() -> None:
+def test_relative_python_module_is_folder_of_pack() -> None:
     modules = {node.RELATIVE_PYTHON_MODULE for node in NODE_CLASS_MAPPINGS.values()}
     assert modules == {f"custom_nodes.{Path(comfyui_onediff_guard.__file__).parent.name}"}

@@ -1,4 +1,4 @@
-"""Other packs' global variables: state of a call is put back, all else is left alone, and nothing raises."""
+"""Other packs' global variables: state of a call is restored, all else stays, and nothing raises."""
 
 from __future__ import annotations
 
@@ -50,66 +50,66 @@ def pack(file: str = "ComfyUI/custom_nodes/a_pack/nodes.py") -> Any:
 
 
 def set_(name: str, value: Any) -> Any:
-    return lambda it: setattr(it, name, value)
+    return lambda m: setattr(m, name, value)
 
 
 ONES = torch.ones(2)
-PUT_BACK = {  # how a call changes a pack's variables; what tells that it was put back
-    "a count": (set_("calls", 3), lambda it: it.calls == 0),
-    "a share": (set_("share", 1), lambda it: it.share == 0.5),
-    "a tensor": (set_("made", ONES), lambda it: it.made is None),
-    "a new variable": (set_("last", ONES), lambda it: not hasattr(it, "last")),
-    "a class's": (lambda it: setattr(it.Kept, "made", ONES), lambda it: it.Kept.made is None),
-    "a class's new one": (lambda it: setattr(it.Kept, "last", ONES), lambda it: not hasattr(it.Kept, "last")),
-    "in an object": (lambda it: vars(it.kept).update(hits=2, cache={1: ONES}), lambda it: vars(it.kept)["hits"] == 0),
-    "in an object's dict": (lambda it: it.kept.cache.update({1: ONES}), lambda it: it.kept.cache == {}),
-    "in a dict": (lambda it: it.cache.update(last=ONES, more=1), lambda it: [*it.cache] == ["last", "order"]),
-    "in place": (lambda it: it.cache["last"].fill_(torch.nan), lambda it: bool((it.cache["last"] == 1).all())),
-    "a tensor that is dropped": (lambda it: it.cache.clear(), lambda it: [*it.cache] == ["last", "order"]),
-    "behind a large table": (lambda it: it.after["last"].fill_(3), lambda it: bool((it.after["last"] == 1).all())),
-    "beside what is not copied": (lambda it: it.mixed["last"].fill_(3), lambda it: bool((it.mixed["last"] == 1).all())),
-    "in a set": (lambda it: it.mixed["steps"].add(2), lambda it: it.mixed["steps"] == {1}),
-    "in what holds itself": (lambda it: it.mixed["itself"].append(ONES), lambda it: len(it.mixed["itself"]) == 1),
-    "beside a tensor": (lambda it: it.cache["order"].append(3), lambda it: it.cache["order"] == [1, 2]),
+RESTORED = {  # (a change of a pack's variables by a call, a check that it was restored)
+    "a count": (set_("calls", 3), lambda m: m.calls == 0),
+    "a share": (set_("share", 1), lambda m: m.share == 0.5),
+    "a tensor": (set_("made", ONES), lambda m: m.made is None),
+    "a new variable": (set_("last", ONES), lambda m: not hasattr(m, "last")),
+    "a class variable": (lambda m: setattr(m.Kept, "made", ONES), lambda m: m.Kept.made is None),
+    "a new class variable": (lambda m: setattr(m.Kept, "last", ONES), lambda m: not hasattr(m.Kept, "last")),
+    "an object": (lambda m: vars(m.kept).update(hits=2, cache={1: ONES}), lambda m: vars(m.kept)["hits"] == 0),
+    "a dict of an object": (lambda m: m.kept.cache.update({1: ONES}), lambda m: m.kept.cache == {}),
+    "a dict": (lambda m: m.cache.update(last=ONES, more=1), lambda m: [*m.cache] == ["last", "order"]),
+    "a tensor in place": (lambda m: m.cache["last"].fill_(torch.nan), lambda m: bool((m.cache["last"] == 1).all())),
+    "a dropped tensor": (lambda m: m.cache.clear(), lambda m: [*m.cache] == ["last", "order"]),
+    "after a large table": (lambda m: m.after["last"].fill_(3), lambda m: bool((m.after["last"] == 1).all())),
+    "beside uncopied tensors": (lambda m: m.mixed["last"].fill_(3), lambda m: bool((m.mixed["last"] == 1).all())),
+    "a set": (lambda m: m.mixed["steps"].add(2), lambda m: m.mixed["steps"] == {1}),
+    "a list in a cycle": (lambda m: m.mixed["itself"].append(ONES), lambda m: len(m.mixed["itself"]) == 1),
+    "a list beside a tensor": (lambda m: m.cache["order"].append(3), lambda m: m.cache["order"] == [1, 2]),
 }
-LEFT_ALONE = {  # by the variable
-    "a flag": (set_("flag", True), lambda it: it.flag is True),
-    "what a first call sets up": (lambda it: it.models.update(gain=1.5), lambda it: it.models == {"gain": 1.5}),
-    "a name that holds a tensor now": (set_("file", ONES), lambda it: it.file is ONES),
-    "what holds too much": (lambda it: it.table.update(last=ONES), lambda it: "last" in it.table),
-    "a module's own": (lambda it: setattr(it.block, "last", ONES), lambda it: it.block.last is ONES),
-    "a queue": (lambda it: it.queue.append(2), lambda it: it.queue == [1, 2]),
-    "a model": (lambda it: it.models.update(a=nn.Linear(1, 1)), lambda it: [*it.models] == ["a"]),
-    "a function": (set_("patched", lambda: 1), lambda it: hasattr(it, "patched")),
-    "what was loaded": (set_("made", "a name"), lambda it: it.made == "a name"),
-    "what cannot be set": (lambda it: type.__setattr__(it.Strict, "made", ONES), lambda it: it.Strict.made is ONES),
+UNCHANGED = {  # (a change, a check that it stayed)
+    "a flag": (set_("flag", True), lambda m: m.flag is True),
+    "a setting of a first call": (lambda m: m.models.update(gain=1.5), lambda m: m.models == {"gain": 1.5}),
+    "a name that becomes a tensor": (set_("file", ONES), lambda m: m.file is ONES),
+    "a too large table": (lambda m: m.table.update(last=ONES), lambda m: "last" in m.table),
+    "an attribute of a module": (lambda m: setattr(m.block, "last", ONES), lambda m: m.block.last is ONES),
+    "a queue": (lambda m: m.queue.append(2), lambda m: m.queue == [1, 2]),
+    "a model": (lambda m: m.models.update(a=nn.Linear(1, 1)), lambda m: [*m.models] == ["a"]),
+    "a function": (set_("patched", lambda: 1), lambda m: hasattr(m, "patched")),
+    "a loaded name": (set_("made", "a name"), lambda m: m.made == "a name"),
+    "a read-only variable": (lambda m: type.__setattr__(m.Strict, "made", ONES), lambda m: m.Strict.made is ONES),
 }
 
 
-@pytest.mark.parametrize(("change", "is_so"), [*PUT_BACK.values(), *LEFT_ALONE.values()], ids=[*PUT_BACK, *LEFT_ALONE])
-def test_what_a_call_keeps_is_put_back_and_what_others_keep_is_not(change: Any, is_so: Any) -> None:
-    it = pack()
-    variables = PackVariables([it])
-    change(it)
+@pytest.mark.parametrize(("change", "check"), [*RESTORED.values(), *UNCHANGED.values()], ids=[*RESTORED, *UNCHANGED])
+def test_state_of_call_is_restored_and_other_changes_stay(change: Any, check: Any) -> None:
+    m = pack()
+    variables = PackVariables([m])
+    change(m)
     variables.restore()
-    assert is_so(it)
+    assert check(m)
 
 
-@pytest.mark.parametrize(("dtypes", "otherwise"), [({}, torch.float16), ({}, None), ("float32", torch.float16)])
-def test_what_a_rerun_leaves_is_narrowed_where_half_precision_left_it_so(dtypes: Any, otherwise: Any) -> None:
-    it = pack()
-    before = PackVariables([it])
-    it.made, it.Kept.made, it.cache["new"] = torch.ones(2), torch.ones(2), [torch.ones(2), torch.full((2,), 1e6)]
-    it.cache["one"] = torch.ones(2)
+@pytest.mark.parametrize(("dtypes", "default"), [({}, torch.float16), ({}, None), ("float32", torch.float16)])
+def test_rerun_tensors_are_narrowed_to_dtypes_of_half_precision_call(dtypes: Any, default: Any) -> None:
+    m = pack()
+    before = PackVariables([m])
+    m.made, m.Kept.made, m.cache["new"] = torch.ones(2), torch.ones(2), [torch.ones(2), torch.full((2,), 1e6)]
+    m.cache["one"] = torch.ones(2)
     known = before.dtypes_now() if dtypes else {}
-    PackVariables([it]).narrow(known, otherwise, before.tensors)
-    expected = torch.float16 if otherwise and not dtypes else torch.float32
-    assert {it.made.dtype, it.Kept.made.dtype, it.cache["new"][0].dtype, it.cache["one"].dtype} == {expected}
-    assert it.cache["new"][1].dtype is it.cache["last"].dtype is torch.float32, "beyond fp16, and there before"
+    PackVariables([m]).narrow(known, default, before.tensors)
+    expected = torch.float16 if default and not dtypes else torch.float32
+    assert {m.made.dtype, m.Kept.made.dtype, m.cache["new"][0].dtype, m.cache["one"].dtype} == {expected}
+    assert m.cache["new"][1].dtype is m.cache["last"].dtype is torch.float32, "beyond fp16, and from before the call"
 
 
 @pytest.mark.parametrize(
-    ("file", "is_one"),
+    ("file", "is_pack"),
     [
         ("ComfyUI/custom_nodes/a_pack/nodes.py", True),
         ("lib/site-packages/comfyui/custom_nodes/a_pack.py", True),
@@ -119,7 +119,7 @@ def test_what_a_rerun_leaves_is_narrowed_where_half_precision_left_it_so(dtypes:
         (None, False),
     ],
 )
-def test_what_lies_with_comfyuis_packs_is_a_pack(file: Any, is_one: bool) -> None:
-    it = pack(file)
-    network = nn.Sequential(nn.Linear(1, 1), it.Block())
-    assert modules_of_packs(network, [it.Hostile(), print, lambda: 1]) == [it] * is_one
+def test_modules_in_custom_nodes_folder_are_packs(file: Any, is_pack: bool) -> None:
+    m = pack(file)
+    network = nn.Sequential(nn.Linear(1, 1), m.Block())
+    assert modules_of_packs(network, [m.Hostile(), print, lambda: 1]) == [m] * is_pack

@@ -1,4 +1,4 @@
-"""Which previews somebody asked for: in the page's settings, else on the command line."""
+"""The preview method: by the page's settings, else by the command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from comfyui_onediff_guard.comfyui_host import host, previews
 @pytest.mark.parametrize(
     ("on_page", "argument", "options", "method"),
     [
-        (None, "none", [], ""),  # nobody said anything
+        (None, "none", [], ""),  # nothing is set
         (None, "none", ["--preview-method", "none"], "none"),
         (None, "none", ["--preview-method=none"], "none"),
         (None, "taesd", [], "taesd"),
@@ -21,7 +21,7 @@ from comfyui_onediff_guard.comfyui_host import host, previews
         ("none", "auto", ["--preview-method", "auto"], "none"),
     ],
 )
-def test_the_page_comes_before_the_command_line(
+def test_setting_of_page_overrides_command_line(
     monkeypatch: pytest.MonkeyPatch, on_page: str | None, argument: str, options: list[str], method: str
 ) -> None:
     settings = {} if on_page is None else {"preview_method": on_page}

@@ -1,4 +1,4 @@
-"""The Numerics Probe node: what it hands on, and what it refuses."""
+"""The Numerics Probe node: its outputs, saved profiles, progress and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from comfyui_onediff_guard.precision.policy import Component
 from comfyui_onediff_guard.trust.message import BadInput
 
 SMALL = {"steps": 1, "width": 64, "height": 48, "frames": 9}
-FEW = {"steps": 1, "width": 64, "height": 64, "frames": 2}  # of Stable Video Diffusion
+SVD_SMALL = {"steps": 1, "width": 64, "height": 64, "frames": 2}
 SAVED = {"architecture": "sm75", "save": True}
 
 
@@ -27,12 +27,12 @@ def folder(model_folder: Callable[..., Path], without_comfyui: None) -> Path:
     return model_folder("5b", "stream")
 
 
-def probed(pipeline: Any, **given: Any) -> dict[str, Any]:
+def probed(pipeline: Any, **inputs: Any) -> dict[str, Any]:
     positive, negative = GRAPHS["5b"].encode(pipeline)["result"]
-    return call("NumericsProbe", **{"pipeline": pipeline, "positive": positive, "negative": negative} | SMALL | given)
+    return call("NumericsProbe", **{"pipeline": pipeline, "positive": positive, "negative": negative} | SMALL | inputs)
 
 
-def test_it_hands_on_a_picture_a_recommendation_and_a_profile(folder: Path) -> None:
+def test_probe_outputs_picture_recommendation_and_profile(folder: Path) -> None:
     answer = probed(GRAPHS["5b"].load(folder), architecture="sm75", seed=3)
     images, text, profile = answer["result"]
     assert images.ndim == 4 and images.shape[0] == 1 and images.shape[3] == 3
@@ -40,28 +40,28 @@ def test_it_hands_on_a_picture_a_recommendation_and_a_profile(folder: Path) -> N
     assert text.startswith(f"Recommended on sm75 (Turing): fp16 with {ALL_LAYERS_SCALED}\n")
     assert answer["ui"]["text"] == [text] and "To apply it" not in text
     assert parse(profile, "it").architecture == "sm75"
-    (told,) = answer["ui"]["onediff_guard"]
-    assert told["profile"] == profile and told["measured_steps"] == 1 and len(told["worst"]) == 10
-    json.dumps(told, allow_nan=False)
-    assert list(host.profiles_directory().glob("*.json")) == [], "kept only where that is asked for"
+    (report,) = answer["ui"]["onediff_guard"]
+    assert report["profile"] == profile and report["measured_steps"] == 1 and len(report["worst"]) == 10
+    json.dumps(report, allow_nan=False)
+    assert list(host.profiles_directory().glob("*.json")) == [], "saved only on request"
 
 
-def test_another_card_changes_the_recommendation_and_not_the_pipeline(folder: Path) -> None:
+def test_other_card_changes_recommendation_but_not_pipeline(folder: Path) -> None:
     pipeline = GRAPHS["5b"].load(folder)
-    (told,) = probed(pipeline, architecture="sm80")["ui"]["onediff_guard"]
-    assert (told["plan"], told["architecture"]) == ("bf16", "sm80") and pipeline.architecture.name == "cpu"
-    whose = profile_of(pipeline, pipeline.family.denoiser, "fp16")
-    assert whose.architecture == "cpu", "nor what a profile of the pipeline's own card is called"
+    (report,) = probed(pipeline, architecture="sm80")["ui"]["onediff_guard"]
+    assert (report["plan"], report["architecture"]) == ("bf16", "sm80") and pipeline.architecture.name == "cpu"
+    own_profile = profile_of(pipeline, pipeline.family.denoiser, "fp16")
+    assert own_profile.architecture == "cpu", "nor the card of the pipeline's own profile"
 
 
 @pytest.mark.parametrize("model", ["5b", "svd"])
-def test_it_keeps_a_profile_that_says_something_where_that_is_asked_for(
+def test_save_stores_profile_only_if_it_has_overrides(
     model_folder: Callable[..., Path], without_comfyui: None, model: str
 ) -> None:
-    """What a denoiser needs that is protected from the start, no profile has to say."""
+    """A denoiser that is protected from the start needs no profile."""
     pipeline = GRAPHS[model].load(model_folder(model, "inside"))
     if model == "svd":
-        answer = call("NumericsProbe", pipeline=pipeline, image=picture(frames=1), **FEW, **SAVED)
+        answer = call("NumericsProbe", pipeline=pipeline, image=picture(frames=1), **SVD_SMALL, **SAVED)
     else:
         answer = probed(pipeline, **SAVED)
     kept = {file.read_text(): file.stem for file in host.profiles_directory().glob("*.json")}
@@ -70,13 +70,13 @@ def test_it_keeps_a_profile_that_says_something_where_that_is_asked_for(
     assert parse(answer["result"][2], "it").learned.all_layers_scaled is bool(kept)
 
 
-def test_the_size_is_the_models_own_unless_given(folder: Path) -> None:
+def test_size_0_means_size_of_model_and_invalid_size_is_refused(folder: Path) -> None:
     with pytest.raises(BadSize, match="width is 65"):
         probed(GRAPHS["5b"].load(folder), width=65)
     assert probed(GRAPHS["5b"].load(folder), width=0, height=0, frames=0)["result"][1]
 
 
-def test_what_is_missing_is_named(folder: Path, model_folder: Callable[..., Path]) -> None:
+def test_missing_input_is_named_in_error(folder: Path, model_folder: Callable[..., Path]) -> None:
     pipeline = GRAPHS["5b"].load(folder)
     with pytest.raises(BadInput, match="wire positive and negative from Encode Prompt"):
         call("NumericsProbe", pipeline=pipeline, **SMALL)
@@ -86,20 +86,20 @@ def test_what_is_missing_is_named(folder: Path, model_folder: Callable[..., Path
         probed(pipeline, architecture="sm7")
 
 
-def test_a_model_without_a_prompt(folder: Path, model_folder: Callable[..., Path]) -> None:
+def test_model_without_prompt_is_probed_from_image(folder: Path, model_folder: Callable[..., Path]) -> None:
     pipeline = GRAPHS["svd"].load(model_folder("svd"))
-    given = {"pipeline": pipeline, "architecture": "sm80", **FEW}
+    inputs = {"pipeline": pipeline, "architecture": "sm80", **SVD_SMALL}
     for number in (1, 2):
-        answer = call("NumericsProbe", image=picture(frames=number), **given)
+        answer = call("NumericsProbe", image=picture(frames=number), **inputs)
         text = answer["result"][1]
         assert text.startswith("Recommended on sm80 (Ampere): fp16 plain") and answer["ui"]["text"] == [text]
         assert ("Of the batch of 2 images, only the first is used." in text) is (number == 2)
 
 
-def test_it_shows_its_progress_and_can_be_interrupted(comfyui: Any, model_folder: Callable[..., Path]) -> None:
+def test_probe_shows_progress_and_can_be_interrupted(comfyui: Any, model_folder: Callable[..., Path]) -> None:
     pipeline = GRAPHS["2b"].load(model_folder("2b"))
     probed(pipeline, steps=2)
-    assert comfyui.bars[-1] == [(0, 2), (1, 2), (2, 2)], "the first is told while the denoiser is read"
+    assert comfyui.bars[-1] == [(0, 2), (1, 2), (2, 2)], "the first is sent while the denoiser is read"
     comfyui.management.interrupted = True
     with pytest.raises(KeyError, match="InterruptProcessingException"):
         probed(pipeline, steps=2)

@@ -1,4 +1,4 @@
-"""What a model of ComfyUI's prepares with layers of its own, before it samples."""
+"""Conditions that a native model prepares with its own layers before sampling: guarded and recomputed in fp32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LARGE = 3e4
 
 
 class Network(torch.nn.Module):
-    """Makes keys and values of a prompt, as SenseNova's network does of its prefix."""
+    """Computes keys and values of a prompt, as SenseNova's network does of its prefix."""
 
     def __init__(self, scale: float):
         super().__init__()
@@ -29,7 +29,7 @@ class Network(torch.nn.Module):
 
 
 class Model:
-    """As a BaseModel: what it prepares is in objects of ComfyUI's classes for conditions."""
+    """As ComfyUI's BaseModel: prepared conditions are objects with an attribute `cond`."""
 
     def __init__(self, scale: float = 1.0, **more: Any):
         self.diffusion_model = Network(scale)
@@ -37,34 +37,34 @@ class Model:
         self.model_config = SimpleNamespace()
         self.more = more
 
-    def extra_conds(self, **given: Any) -> dict[str, Any]:
-        prefix = self.diffusion_model.preprocess_prefix(given["cross_attn"].to(torch.float16))
+    def extra_conds(self, **options: Any) -> dict[str, Any]:
+        prefix = self.diffusion_model.preprocess_prefix(options["cross_attn"].to(torch.float16))
         return {"prefix": SimpleNamespace(cond=prefix), **self.more}
 
 
 def prepared(model: Model, text: float = 4.0, **policy: Any) -> tuple[dict[str, Any], list[str]]:
-    told: list[str] = []
-    view = refining_guarded(model, GuardPolicy(**policy), told.append)
-    return view.extra_conds(cross_attn=torch.full((1, 4), text), device=torch.device("cpu")), told
+    messages: list[str] = []
+    view = refining_guarded(model, GuardPolicy(**policy), messages.append)
+    return view.extra_conds(cross_attn=torch.full((1, 4), text), device=torch.device("cpu")), messages
 
 
 @pytest.mark.parametrize("more", [{}, {"mask": SimpleNamespace(cond=torch.tensor([0.0, -torch.inf]))}])
 @pytest.mark.parametrize("text", [4.0, -4.0])
-def test_an_overflow_in_what_an_object_holds_is_prepared_again_in_fp32(text: float, more: dict[str, Any]) -> None:
-    made, told = prepared(Model(LARGE, **more), text)
-    assert made["prefix"].cond.layers[0]["keys"].tolist() == [[text * LARGE] * 4]
-    assert told == ["prefix: NaN or infinite in fp16, prepared again in fp32"]
+def test_overflow_in_prepared_condition_is_recomputed_in_fp32(text: float, more: dict[str, Any]) -> None:
+    conds, messages = prepared(Model(LARGE, **more), text)
+    assert conds["prefix"].cond.layers[0]["keys"].tolist() == [[text * LARGE] * 4]
+    assert messages == ["prefix: NaN or infinite in fp16, prepared again in fp32"]
 
 
-def test_what_is_healthy_stays_as_it_is() -> None:
-    made, told = prepared(Model())
-    assert made["prefix"].cond.layers[0]["keys"].dtype == torch.float16 and told == []
+def test_finite_condition_stays_in_fp16() -> None:
+    conds, messages = prepared(Model())
+    assert conds["prefix"].cond.layers[0]["keys"].dtype == torch.float16 and messages == []
 
 
-def test_a_mask_is_right() -> None:
+def test_infinite_values_in_mask_are_accepted() -> None:
     mask = SimpleNamespace(cond=torch.tensor([0.0, -torch.inf]))
-    made, told = prepared(Model(mask=mask))
-    assert made["mask"] is mask and made["prefix"].cond.layers[0]["keys"].dtype == torch.float16 and told == []
+    conds, messages = prepared(Model(mask=mask))
+    assert conds["mask"] is mask and conds["prefix"].cond.layers[0]["keys"].dtype == torch.float16 and messages == []
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def test_a_mask_is_right() -> None:
         (Model(torch.nan), 4.0, {}, r"'prefix'.* and in fp32 too, from a prompt that is finite"),
     ],
 )
-def test_what_fp32_does_not_help_ends_the_run(model: Model, text: float, policy: Any, error: str) -> None:
+def test_condition_that_is_not_recovered_stops_run(model: Model, text: float, policy: Any, error: str) -> None:
     with pytest.raises(GuardStopped, match=error):
         prepared(model, text, **policy)
 
 
-def test_a_broken_prompt_is_its_own_stages_matter() -> None:
-    made, told = prepared(Model(), torch.nan)
-    assert made["prefix"].cond.layers[0]["keys"].isnan().all() and told == []
+def test_non_finite_prompt_is_not_reported_by_this_stage() -> None:
+    conds, messages = prepared(Model(), torch.nan)
+    assert conds["prefix"].cond.layers[0]["keys"].isnan().all() and messages == []

@@ -1,6 +1,6 @@
-"""Sample, save the latents, decode them later: damaged, of another model, and after a decode that failed.
+"""Latents that are saved and decoded later: damaged, of another model, and after a failed decode.
 
-That each family's decode in another process, tests/comfyui/test_latents_in_comfyui.py holds.
+tests/comfyui/test_latents_in_comfyui.py decodes those of each family in another process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("without_comfyui")
 
 def sampled(family, folder, **settings):
     """(pipeline, latents)."""
-    gc.collect()  # the pipelines of the tests before
+    gc.collect()  # pipelines of earlier tests
     graph = GRAPHS[family]
     pipeline = graph.load(folder, precision="fp32")
     prompts = graph.encode(pipeline)["result"] if graph.prompted else ()
@@ -44,7 +44,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_latents_are_named_before_a_weight_is_read(model_folder, tmp_path, damage):
+def test_damaged_latents_are_refused_before_weights_are_read(model_folder, tmp_path, damage):
     change, error, message = DAMAGES[damage]
     pipeline, latents = sampled("2b", model_folder("2b"))
     whole, broken = tmp_path / "whole.latent", tmp_path / "broken.latent"
@@ -57,11 +57,11 @@ def test_damaged_latents_are_named_before_a_weight_is_read(model_folder, tmp_pat
             GRAPHS["2b"].decode(handle, load_latent(broken))
         assert pipeline.store.loaded() == loaded
     images = GRAPHS["2b"].decode(pipeline, load_latent(whole))["result"][0]
-    assert torch.isfinite(images).all(), "the next run works, without a step more"
+    assert torch.isfinite(images).all(), "valid latents decode without sampling again"
 
 
-def test_a_decode_that_fails_costs_no_step(model_folder, monkeypatch, tmp_path):
-    """Out of memory in the decoder: what was sampled is there still, and tiles decode it."""
+def test_latents_are_unchanged_after_failed_decode(model_folder, monkeypatch, tmp_path):
+    """After out of memory in the decoder, the same latents can be decoded in tiles."""
     from diffusers import AutoencoderKLCogVideoX
 
     pipeline, latents = sampled("2b", model_folder("2b"))
@@ -88,7 +88,7 @@ def test_latents_of_another_family_are_refused(model_folder, made_by, decoded_by
     assert pipeline.store.loaded() == {}
 
 
-def test_latents_of_another_model_of_the_family_are_decoded(model_folder):
+def test_latents_of_other_model_of_same_family_are_decoded(model_folder):
     _, latents = sampled("5b-i2v", model_folder("5b-i2v"))
     pipeline = GRAPHS["5b"].load(model_folder("5b"), precision="fp32")
     assert torch.isfinite(GRAPHS["5b"].decode(pipeline, latents)["result"][0]).all()

@@ -1,4 +1,4 @@
-"""What people type into ComfyUI's node search finds the nodes that help; they are few, with few inputs in sight."""
+"""ComfyUI's node search finds the right nodes by users' words; there are few nodes with few visible inputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import pytest
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 
-FOUND = {
+EXPECTED = {
     "black": {"NaN Guard", "NaN Guard (native)", "Numerics Probe", "Self-Test"},
     "black video": {"NaN Guard", "Decode Latents", "Sample CogVideoX", "Sample Stable Video Diffusion (SVD)"},
     "black image": {"NaN Guard", "NaN Guard (native)", "Decode Latents", "Sample CogView"},
@@ -24,26 +24,26 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("typed", FOUND)
-def test_a_search_finds_what_helps(typed: str) -> None:
+@pytest.mark.parametrize("term", EXPECTED)
+def test_search_term_finds_expected_nodes(term: str) -> None:
     found = {
         NODE_DISPLAY_NAME_MAPPINGS[name]
         for name, cls in NODE_CLASS_MAPPINGS.items()
-        if any(typed.lower() in text.lower() for text in (NODE_DISPLAY_NAME_MAPPINGS[name], *cls.SEARCH_ALIASES))
+        if any(term.lower() in text.lower() for text in (NODE_DISPLAY_NAME_MAPPINGS[name], *cls.SEARCH_ALIASES))
     }
-    assert found >= FOUND[typed]
+    assert found >= EXPECTED[term]
 
 
-def test_every_node_has_its_own(root) -> None:
-    """As ComfyUI reads them: a list of strings, of the class itself."""
+def test_every_node_has_its_own_search_aliases(root) -> None:
+    """As ComfyUI reads them: a list of strings in the class itself."""
     for cls in NODE_CLASS_MAPPINGS.values():
         own = cls.__dict__["SEARCH_ALIASES"]
         assert isinstance(own, list) and len(own) == len({alias.lower() for alias in own}) >= 3
         assert all(isinstance(alias, str) and alias.strip() == alias != "" for alias in own)
 
 
-def test_nodes_are_few_and_so_are_their_inputs_in_sight() -> None:
-    """Of what is typed or chosen, beside what is wired. The others are advanced, which pages with Nodes 2.0 fold."""
+def test_at_most_15_nodes_show_at_most_7_widgets_each() -> None:
+    """Counts inputs that are typed or chosen. Others are wired, or advanced, which pages with Nodes 2.0 fold."""
     assert len(NODE_CLASS_MAPPINGS) <= 15
     for name, cls in NODE_CLASS_MAPPINGS.items():
         inputs = {**cls.INPUT_TYPES()["required"], **cls.INPUT_TYPES().get("optional", {})}
@@ -56,11 +56,11 @@ def test_nodes_are_few_and_so_are_their_inputs_in_sight() -> None:
         assert len(widgets) <= 7, (name, widgets)
 
 
-def test_an_input_that_is_left_out_has_the_value_that_its_widget_begins_with() -> None:
-    """Of prompts through the API, in which nobody fills in what an optional input would hold."""
+def test_omitted_optional_input_has_default_of_widget() -> None:
+    """In prompts through the API nobody fills in optional inputs."""
     for name, cls in NODE_CLASS_MAPPINGS.items():
-        takes = inspect.signature(getattr(cls, cls.FUNCTION)).parameters
+        parameters = inspect.signature(getattr(cls, cls.FUNCTION)).parameters
         for key, (kind, *options) in cls.INPUT_TYPES().get("optional", {}).items():
-            if key not in takes or not options or "default" not in options[0]:
+            if key not in parameters or not options or "default" not in options[0]:
                 continue
-            assert takes[key].default == options[0]["default"], (name, key, kind)
+            assert parameters[key].default == options[0]["default"], (name, key, kind)

@@ -1,4 +1,4 @@
-"""The Self-Test node, and what loaders make of its result."""
+"""The Self-Test node, and its result in the loader and doctor."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from self_tests import DAY, kept_here
 CPU = torch.device("cpu")
 
 
-def test_loader_and_doctor_read_it(
+def test_loader_and_doctor_show_result_of_self_test(
     monkeypatch: pytest.MonkeyPatch, model_folder: Callable[..., Path], without_comfyui: None, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(host.SELFTEST_VARIABLE, str(tmp_path))
     folder = model_folder("2b")
     loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadPipeline"]()
     changed, texts = [], []
-    for line, said in (
+    for line, message in (
         (None, "not verified: run `onediff-guard selftest`"),
         (CheckResult("a product", "right"), f"verified on this card on {DAY}"),
         (CheckResult("a product in fp32", "wrong", concern="fp32"), f"on {DAY}, but fp32 came out WRONG"),
@@ -38,12 +38,12 @@ def test_loader_and_doctor_read_it(
         changed.append(loader.IS_CHANGED(model=folder.name))
         (shown,) = loader.load(folder.name, "fp32", "eager", "none")["ui"]["onediff_guard"]
         texts = [" ".join(text.split()) for text in (shown["text"], examine(folder, precision="fp32").text())]
-        assert all(said in text for text in texts), texts
-    assert len({*changed}) == 3, "what is loaded is loaded anew"
+        assert all(message in text for text in texts), texts
+    assert len({*changed}) == 3, "a new result makes the loader run again"
     assert all("fp32, as you chose, but fp32 came out wrong" in text for text in texts)
 
 
-def test_the_node_runs_it_keeps_it_and_shows_it(monkeypatch: pytest.MonkeyPatch, comfyui: Any, tmp_path: Path) -> None:
+def test_node_runs_saves_and_shows_self_test(monkeypatch: pytest.MonkeyPatch, comfyui: Any, tmp_path: Path) -> None:
     monkeypatch.setenv(host.SELFTEST_VARIABLE, str(tmp_path / "kept"))
     monkeypatch.setattr(module, "_times", lambda *_: [("a product", 0.001)])
     monkeypatch.setattr(module, "choose_backend", lambda *_: BackendChoice("eager", "not tried here"))
@@ -51,10 +51,10 @@ def test_the_node_runs_it_keeps_it_and_shows_it(monkeypatch: pytest.MonkeyPatch,
     (text,) = answer["result"]
     (file,) = (tmp_path / "kept").iterdir()
     assert text.startswith(f"Result: OK. All 19 lines that ran are right.\nKept in {file}.\n\nSelf-test of "), (
-        "at first sight"
+        "result and file come first"
     )
     assert answer["ui"]["text"] == [text] and comfyui.texts[-1] == ("7", text)
     assert answer["ui"]["onediff_guard"][0]["architecture"]["name"] == detect(CPU).name
     assert verified_architecture(CPU, tmp_path / "kept").tested == foreign.read(file)["date"]
-    monkeypatch.setenv(host.SELFTEST_VARIABLE, str(file))  # which is no folder
+    monkeypatch.setenv(host.SELFTEST_VARIABLE, str(file))  # which is not a folder
     assert "It could not be kept in" in NODE_CLASS_MAPPINGS["OneDiffGuardSelfTest"]().check()["result"][0]

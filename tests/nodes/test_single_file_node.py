@@ -44,18 +44,18 @@ def load(precision="fp32", name="video/svd_xt.safetensors"):
 
 
 def sample(pipeline, steps=2):
-    given = {"image": IMAGE, "frames": 3, "steps": steps, "max_guidance_scale": 3.0, "seed": 5, "fit": "crop"}
-    return GRAPHS["svd"].sample(pipeline, **given)["result"]
+    inputs = {"image": IMAGE, "frames": 3, "steps": steps, "max_guidance_scale": 3.0, "seed": 5, "fit": "crop"}
+    return GRAPHS["svd"].sample(pipeline, **inputs)["result"]
 
 
-def test_files_stand_in_the_list_of_the_loader_that_reads_them():
+def test_loader_lists_only_supported_files():
     (names, _) = LoadPipeline.INPUT_TYPES()["required"]["model"]
     assert names == ["video/svd_xt.safetensors"], "not dreamshaper.safetensors, which is a Stable Diffusion 1"
     with pytest.raises(BadFolder, match=r"'svd.safetensors' was not found.*single file into models/checkpoints"):
         load(name="svd.safetensors")
 
 
-def test_a_file_samples_and_decodes_as_diffusers_does_with_its_weights():
+def test_single_file_run_is_bit_equal_to_diffusers():
     pipeline = load()
     latents, _ = sample(pipeline)
     frames = GRAPHS["svd"].decode(pipeline, latents)["result"][0]
@@ -78,14 +78,14 @@ def test_half_precision_is_guarded():
     assert {p.dtype for p in pipeline.store.module("unet", "bf16").parameters()} == {torch.bfloat16}
 
 
-def test_another_models_file_is_named_and_nothing_is_kept():
+def test_unsupported_or_missing_file_is_refused_by_name():
     with pytest.raises(BadFolder, match=r"'dreamshaper.safetensors' is no Stable Video Diffusion checkpoint: "):
         load(name="dreamshaper.safetensors")
     with pytest.raises(BadFolder, match=r"away.safetensors' was not found|is gone"):
         load(name="away.safetensors")
 
 
-def test_a_rewritten_file_is_loaded_anew(models):
+def test_rewritten_file_is_loaded_again(models):
     name = "video/svd_xt.safetensors"
     before, store = LoadPipeline.IS_CHANGED(model=name), load().store
     assert load().store is store
@@ -93,7 +93,7 @@ def test_a_rewritten_file_is_loaded_anew(models):
     assert LoadPipeline.IS_CHANGED(model=name) != before and load().store is not store
 
 
-def test_doctor_plans_a_file(models, capsys):
+def test_doctor_plans_single_file_and_names_missing_one(models, capsys):
     file = models / "checkpoints" / "video" / "svd_xt.safetensors"
     assert cli.main(["doctor", "--model", str(file), "--verbose"]) == 0
     assert "Plan for svd_xt.safetensors: SVD-XT" in capsys.readouterr().out

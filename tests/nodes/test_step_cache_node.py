@@ -1,4 +1,4 @@
-"""The node Step Cache: it returns another handle, and at 0 one without a cache."""
+"""The Step Cache node: returns a new handle, at error 0 one without a cache."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class Pipeline:
     step_cache: CachePolicy | None = None
 
 
-def test_it_is_off_without_the_node_and_at_zero() -> None:
+def test_step_cache_is_off_without_node_and_at_error_0() -> None:
     from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 
     assert PipelineHandle.__dataclass_fields__["step_cache"].default is None
     assert StepCache().apply(Pipeline(CachePolicy()), 0.0, 4)[0].step_cache is None  # pyright: ignore[reportArgumentType]
 
 
-def test_it_returns_another_handle() -> None:
+def test_step_cache_node_returns_new_handle() -> None:
     given: Any = Pipeline()
     (made,) = StepCache().apply(given, 0.05, 3)
     assert made.step_cache == CachePolicy(0.05, 3) and given.step_cache is None
 
 
 @pytest.mark.parametrize("name", ["error", "check_every"])
-def test_its_defaults_are_the_policys(name: str) -> None:
+def test_defaults_of_node_equal_those_of_cache_policy(name: str) -> None:
     assert StepCache.INPUT_TYPES()["required"][name][1]["default"] == getattr(CachePolicy(), name)

@@ -1,4 +1,4 @@
-"""NaN Guard (native) on a VAE of few lines: the switches and clips that a call sees, without ComfyUI."""
+"""NaN Guard (native) on a minimal VAE, without ComfyUI: accumulation switches during calls, and clipped values."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.guard import GuardPolicy
 from torch import nn
 
-SEEN: list[tuple[Any, ...]] = []  # in each call of a network, which itself is put back as it was before one that failed
+CALLS: list[tuple[Any, ...]] = []  # not on the network, whose state the guard restores after a failed call
 
 
 class Network(nn.Module):
-    """Decodes by a product and a clip in a helper."""
+    """Decodes by a matrix product and a clip in a helper function."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class Network(nn.Module):
         self.raises = False
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        SEEN.append((latents.dtype, os.environ.get(ATTENTION_SWITCH), reduction()))
+        CALLS.append((latents.dtype, os.environ.get(ATTENTION_SWITCH), reduction()))
         if self.raises:
             raise ValueError("broken")
         return torch.tanh(clipped(self.layer(latents)) / 1e5)
@@ -44,7 +44,7 @@ def reduction() -> bool:
 
 
 class Vae:
-    """As ComfyUI's."""
+    """As ComfyUI's VAE."""
 
     def __init__(self, dtype: torch.dtype):
         self.vae_dtype, self.device = dtype, torch.device("cpu")
@@ -59,7 +59,7 @@ class Vae:
 
 @pytest.fixture
 def on_card(monkeypatch: pytest.MonkeyPatch) -> Any:
-    SEEN.clear()
+    CALLS.clear()
     for name in SWITCHES:
         monkeypatch.delenv(name, raising=False)
 
@@ -70,7 +70,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("card", "dtype", "switch", "sums"),
+    ("card", "dtype", "switch", "reduced"),
     [
         ("sm80", torch.float16, "0", False),
         ("sm70", torch.float16, "1", True),
@@ -78,35 +78,35 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("sm80", torch.float32, None, True),
     ],
 )
-def test_the_accumulation_switches_are_held_while_a_call_runs(
-    on_card: Any, card: str, dtype: torch.dtype, switch: str | None, sums: bool
+def test_accumulation_switches_are_set_only_during_call(
+    on_card: Any, card: str, dtype: torch.dtype, switch: str | None, reduced: bool
 ) -> None:
     on_card(card)
     vae = Vae(dtype)
     guarded_vae(vae, Settings(GuardPolicy())).decode(torch.ones(1, 4))
-    assert [(dtype, switch, sums)] == SEEN
+    assert [(dtype, switch, reduced)] == CALLS
     assert (os.environ.get(ATTENTION_SWITCH), reduction()) == (None, True)
 
 
-def test_they_are_put_back_after_an_error(on_card: Any) -> None:
+def test_accumulation_switches_are_restored_after_error(on_card: Any) -> None:
     on_card("sm80")
     vae = Vae(torch.float16)
     vae.first_stage_model.raises = True
     with pytest.raises(ValueError, match="broken"):
         guarded_vae(vae, Settings(GuardPolicy())).decode(torch.ones(1, 4))
-    assert SEEN[0] == (torch.float16, "0", False) and [dtype for dtype, *_ in SEEN] == [torch.float16, torch.float32]
+    assert CALLS[0] == (torch.float16, "0", False) and [dtype for dtype, *_ in CALLS] == [torch.float16, torch.float32]
     assert (os.environ.get(ATTENTION_SWITCH), reduction()) == (None, True)
 
 
-def test_what_is_clipped_is_computed_again_in_fp32_with_the_switches_held(on_card: Any) -> None:
+def test_clipped_output_is_recomputed_in_fp32_with_switches_set(on_card: Any) -> None:
     on_card("sm80")
     vae = Vae(torch.float16)
     latents = torch.full((1, 4), 4.0)
     single = Vae(torch.float32)
     wrong, right = vae.decode(latents), single.decode(latents)
     assert wrong.isfinite().all() and (wrong - right).abs().max() > 0.2
-    SEEN.clear()
+    CALLS.clear()
     assert torch.equal(guarded_vae(vae, Settings(GuardPolicy())).decode(latents), right)
-    dtypes = [dtype for dtype, *_ in SEEN]
+    dtypes = [dtype for dtype, *_ in CALLS]
     assert dtypes[:2] == [torch.float16, torch.float32]
-    assert {state[1:] for state in SEEN} == {("0", False)}
+    assert {state[1:] for state in CALLS} == {("0", False)}
