@@ -7,20 +7,20 @@ import pytest
 import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.compile import backends as compiling
-from cpu_bf16 import cpu_multiplies_bf16  # noqa: F401 - a fixture for all tests here
+from cpu_bf16 import cpu_multiplies_bf16  # noqa: F401 - fixture for all tests in this folder
 from hub_files import files_of
 from hub_server import HubServer, running_hub
 
 
 @pytest.fixture
 def copy(model_folder: Callable[..., Path], tmp_path: Path) -> Callable[[str], Path]:
-    """copy(variant) → a small model's folder, to be changed."""
+    """copy(variant) → a copy of a small model's folder, for a test to change."""
     return lambda variant: shared_models.copied(model_folder(variant), tmp_path / "model")
 
 
 @pytest.fixture
 def only_backends(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """only_backends("oneflow", …): those that are found here."""
+    """only_backends("oneflow", …): the only backends that are available."""
 
     def install(*names: str) -> None:
         probes = {name: (lambda _, name=name: None if name in names else "it is not there")
@@ -32,7 +32,7 @@ def only_backends(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo traces and counts as ever; what it traced runs as it is, where inductor would take long."""
+    """Dynamo traces and counts graphs as usual, and traced code runs uncompiled, since inductor takes long."""
     from onediff.infer_compiler.backends import registry
 
     compiling._register_inductor()
@@ -50,7 +50,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[HubServ
 
 @pytest.fixture(scope="session")
 def files(model_folder: Callable[..., Path]) -> dict[str, bytes]:
-    """Of a small CogVideoX."""
+    """Files of a small CogVideoX."""
     return files_of(model_folder())
 
 

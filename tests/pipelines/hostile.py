@@ -1,4 +1,4 @@
-"""What tests of folders do that others made."""
+"""Helpers that check and change model folders."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def say(file: Path, **fields: Any) -> None:
 
 
 def put(file: Path, content: Any) -> None:
-    """Change a file. content: None deletes it; bytes are its new content; a dictionary is fields of its JSON, and a
-    list is its JSON; text is another name for it."""
+    """Change a file. content: None deletes it, bytes replace it, a dictionary changes fields of its JSON, a list
+    replaces its JSON, text renames it."""
     if content is None:
         file.unlink()
     elif isinstance(content, dict):
@@ -36,7 +36,7 @@ def put(file: Path, content: Any) -> None:
 
 
 def file_of(folder: Path, name: str) -> Path:
-    """The weights of a component."""
+    """The weights file of a component."""
     (file,) = (folder / name).glob("*.safetensors")
     return file
 

@@ -1,4 +1,4 @@
-"""A network of blocks that are called one after another, for tests of what is compiled of it."""
+"""A network that calls its blocks one after another, for tests of compiling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRAs trained on small diffusers denoisers, and what diffusers itself makes of them."""
+"""LoRAs trained on small diffusers denoisers, and their outputs in diffusers itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def video_model(**config):
     inputs, angles = {}, torch.linspace(0, 3, 3 * 4 * 6 * 16).reshape(-1, 16)
     if config.get("use_rotary_positional_embeddings"):
         inputs["image_rotary_emb"] = (angles.cos(), angles.sin())
-    return made(diffusers.CogVideoXTransformer3DModel, config, (2, 3, 16, 8, 12), inputs)
+    return build(diffusers.CogVideoXTransformer3DModel, config, (2, 3, 16, 8, 12), inputs)
 
 
 @functools.cache
@@ -38,10 +38,10 @@ def picture_model():
     pixels = torch.tensor([[64.0, 96.0]] * 2)
     inputs = {"original_size": pixels, "target_size": pixels, "crop_coords": torch.zeros(2, 2)}
     config = {"condition_dim": 8, "pos_embed_max_size": 8}
-    return made(diffusers.CogView4Transformer2DModel, config, (2, 16, 8, 12), inputs)
+    return build(diffusers.CogView4Transformer2DModel, config, (2, 16, 8, 12), inputs)
 
 
-def made(cls, config, latents, inputs):
+def build(cls, config, latents, inputs):
     torch.manual_seed(0)
     inputs |= {"hidden_states": torch.randn(latents), "encoder_hidden_states": torch.randn(2, 6, 24)}
     inputs |= {"timestep": torch.tensor([700, 700]), "return_dict": False}
@@ -91,18 +91,18 @@ def by_diffusers(paths, scales, model=denoiser, pipeline=diffusers.CogVideoXPipe
     return model.eval()(**call)[0]  # diffusers leaves a LoRA's dropout on
 
 
-def ours(paths, scales, model=denoiser, family=COGVIDEOX):
+def apply_loras(paths, scales, model=denoiser, family=COGVIDEOX):
     return with_loras(model, [Lora(path, scale) for path, scale in zip(paths, scales, strict=True)], family)
 
 
-def protected(shell, family, *, in_layers):
+def protected(model, family, *, in_layers):
     """The denoiser in fp16 with every layer scaled: by rows, then by its plan, by a mode or in layers."""
 
     def compile_nothing(half, _key, inside):
         return compiled(half, family.blocks, BackendChoice("eager", ""), inside=inside)
 
-    how = {"blocks": block_names(shell, family.blocks), "compiled": compile_nothing} if in_layers else {}
-    return build_half_precision_forward(shell, NOTHING, "fp16", all_layers_scaled=True, **how).run
+    how = {"blocks": block_names(model, family.blocks), "compiled": compile_nothing} if in_layers else {}
+    return build_half_precision_forward(model, NOTHING, "fp16", all_layers_scaled=True, **how).run
 
 
 def changed(path, tmp_path, value=None, metadata=None):

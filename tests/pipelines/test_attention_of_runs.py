@@ -1,4 +1,4 @@
-"""Which attention kernel a run takes, and what its report says of it."""
+"""The attention kernel of a run, and what its report says of it."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def run(handle: PipelineHandle, kernel: str) -> tuple[RunReport, set[str]]:
     return report, {name for name, operator in OPERATORS.items() if operator in ran}
 
 
-def test_a_kernel_that_is_named_is_used_by_the_attempts_and_not_by_reruns() -> None:
+def test_named_kernel_is_used_by_attempts_but_not_by_reruns() -> None:
     report, kernels = run(opened("2b", precision="bf16"), "math")
     assert kernels == {"math"} and report.backend_reason == "as you chose: not compiled; attention: math"
     failing = opened("2b", precision="fp16")
     hook = failing.store.module("transformer", "fp16").proj_out.register_forward_hook(fails_in_half)
     report, _ = run(failing, "flash")
     hook.remove()
-    assert report.reruns == 1, "in fp32, by a kernel that takes it"
+    assert report.reruns == 1, "in fp32, by a kernel that supports it"
 
 
-def test_auto_is_pytorchs_choice() -> None:
+def test_auto_leaves_choice_of_kernel_to_pytorch() -> None:
     report, kernels = run(opened("2b", precision="bf16"), "")
     assert kernels == {"flash"} and "attention" not in report.backend_reason
 
 
-def test_a_kernel_is_compiled_into_blocks_and_tells_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks_are_separate_for_each_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.nn.Module] = []
     monkeypatch.setattr(backends, "_compile", lambda shown, *_: made.append(shown.block) or shown)
     handle = replace(opened("2b"), backend=BackendChoice("inductor", "as you chose"))

@@ -1,4 +1,4 @@
-"""Backend 'auto' compiles once eager calls have taken as long as a compile: the rule, and the sampler by it."""
+"""Backend 'auto' compiles once eager calls have taken as long as a compile: the rule, and the sampler that uses it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ran(backend: str, *steps: StepRecord, key: str = "a model", graphs: int | No
     return decide(AUTO, key).name
 
 
-def test_it_waits_until_eager_calls_took_as_long_as_a_compile_and_says_why() -> None:
+def test_auto_is_eager_until_eager_calls_took_as_long_as_compile() -> None:
     first = decide(AUTO, "a model")
     assert (first.name, first.automatic) == (EAGER, True) and "not compiled yet: eager calls took 0 s" in first.reason
     assert ran(EAGER, step(COMPILE_SECONDS - 2), step(100.0, rerun=99.0)) == EAGER, "a rerun is not compiled"
@@ -47,7 +47,7 @@ def test_it_waits_until_eager_calls_took_as_long_as_a_compile_and_says_why() -> 
     assert f"eager calls took {COMPILE_SECONDS:g} s" in decide(AUTO, "a model").reason
 
 
-def test_what_is_compiled_already_is_used_at_once() -> None:
+def test_compiled_code_is_used_at_once() -> None:
     assert ran("inductor", step(1.0), key="warmed up", graphs=1) == "inductor"
     assert ran("inductor", step(1.0), key="warmed up", graphs=0) == "inductor"
     assert decide(AUTO, "on disk", kept=True).reason == "auto: first choice; compiled already"
@@ -55,10 +55,8 @@ def test_what_is_compiled_already_is_used_at_once() -> None:
 
 @pytest.mark.parametrize("calls", [1, 4, 50])
 @pytest.mark.parametrize(("eager", "compiled"), [(0.05, 0.04), (1.0, 0.8), (2.0, 1.0), (10.0, 9.9)])
-def test_it_costs_at_most_twice_what_knowing_all_runs_beforehand_would(
-    calls: int, eager: float, compiled: float
-) -> None:
-    """But for the one run in which it could have compiled, since what a run takes is known after it."""
+def test_auto_costs_at_most_twice_the_optimum(calls: int, eager: float, compiled: float) -> None:
+    """Plus one eager run, since the time of a run is known only after it."""
     total, name = 0.0, EAGER
     for runs in range(1, 500):
         compiles = name != EAGER and auto_compile._eager_seconds["a model"] < math.inf
@@ -89,7 +87,7 @@ def sampled(handle: PipelineHandle) -> str:
     return GRAPHS["2b"].sample(handle, GRAPHS["2b"].encode(handle)["result"])["result"][1]
 
 
-def test_the_sampler_compiles_in_the_run_after_the_eager_ones(
+def test_sampler_compiles_in_run_after_eager_ones(
     pipeline: Callable[[str], PipelineHandle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auto_compile, "COMPILE_SECONDS", 1e-9)
@@ -102,7 +100,7 @@ def test_the_sampler_compiles_in_the_run_after_the_eager_ones(
     assert auto_compile._eager_seconds == {}, "nothing is counted where 'auto' does not decide"
 
 
-def test_what_an_earlier_process_compiled_is_used_in_the_first_run(
+def test_code_compiled_by_earlier_process_is_used_in_first_run(
     pipeline: Callable[[str], PipelineHandle], tmp_path: Path
 ) -> None:
     handle = pipeline("auto")

@@ -1,4 +1,4 @@
-"""What a stage tells of its calls: how many there will be, before the first one, and which one runs."""
+"""Progress of the calls of a stage: their number, before the first one, and which one runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.precision.policy import Component
 from small_runs import opened
 
-Told = list[tuple[int, int, str]]
+Progress = list[tuple[int, int, str]]
 
 
-def each_of(total: int, what: str) -> Told:
-    """What is told of so many calls."""
-    begun = [(done, total, f"{what} {done + 1} of {total}") for done in range(total)]
-    return [*begun, (total, total, f"{what} {total} of {total}")]
+def progress_of(total: int, label: str) -> Progress:
+    """The expected progress of so many calls."""
+    begun = [(done, total, f"{label} {done + 1} of {total}") for done in range(total)]
+    return [*begun, (total, total, f"{label} {total} of {total}")]
 
 
 @pytest.mark.parametrize(
@@ -44,44 +44,44 @@ def each_of(total: int, what: str) -> Told:
         ("svd", (5, 4, 8, 8), {"chunk": 2}, 3),
     ],
 )
-def test_decoding_tells_each_guarded_call(
+def test_decoding_reports_progress_of_each_guarded_call(
     variant: str, shape: tuple[int, ...], options: Mapping[str, Any], calls: int
 ) -> None:
-    told: Told = []
+    reported: Progress = []
     latents = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    _, report = decode(opened(variant), latents, **options, progress=lambda *call: told.append(call))
+    _, report = decode(opened(variant), latents, **options, progress=lambda *call: reported.append(call))
     assert len(report.steps) == calls
-    assert told == each_of(calls, "decoding part")
+    assert reported == progress_of(calls, "decoding part")
 
 
 @pytest.mark.parametrize(("frames", "calls"), [(1, 1), (9, 1), (17, 2)])
-def test_encoding_a_video_tells_each_guarded_call(frames: int, calls: int) -> None:
-    told: Told = []
-    counting = vae.Calls("encoding video, part {} of {}", lambda *call: told.append(call))
+def test_encoding_video_reports_progress_of_each_guarded_call(frames: int, calls: int) -> None:
+    reported: Progress = []
+    counting = vae.Calls("encoding video, part {} of {}", lambda *call: reported.append(call))
     stage = opened("2b").stage(Component.VAE_ENCODE)
-    shell, report = vae.guarded_encoder(stage, counting), stage.report
+    guarded, report = vae.guarded_encoder(stage, counting), stage.report
     with torch.no_grad():
-        shell.encode(torch.zeros(1, 3, frames, 32, 32))
+        guarded.encode(torch.zeros(1, 3, frames, 32, 32))
     assert len(report.steps) == calls
-    assert told == each_of(calls, "encoding video, part")
+    assert reported == progress_of(calls, "encoding video, part")
 
 
-def test_encoding_tells_each_prompt_that_is_new() -> None:
+def test_encoding_reports_progress_of_new_prompts() -> None:
     handle = opened("2b")
-    told: Told = []
+    reported: Progress = []
 
     def encode(*prompts: str) -> torch.Tensor:
-        told.clear()
-        return encode_prompts(handle, list(prompts), progress=lambda *call: told.append(call))[0][0]
+        reported.clear()
+        return encode_prompts(handle, list(prompts), progress=lambda *call: reported.append(call))[0][0]
 
     first = encode("a boat", "a kite")
-    assert told == each_of(2, "encoding prompt")
-    assert torch.equal(encode("a boat", "a kite"), first) and told == []
+    assert reported == progress_of(2, "encoding prompt")
+    assert torch.equal(encode("a boat", "a kite"), first) and reported == []
     encode("a boat", "grey")
-    assert told == each_of(1, "encoding prompt")
+    assert reported == progress_of(1, "encoding prompt")
 
 
-def test_what_is_read_is_told_to_who_listens_and_to_nobody_after_an_interrupt() -> None:
+def test_reading_of_weights_is_reported_only_to_active_listener() -> None:
     lines: list[str] = []
     with listening(lines.append):
         tell_reading("text_encoder", 4 * 10**9)

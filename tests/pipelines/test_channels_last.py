@@ -1,4 +1,4 @@
-"""Convolutions with their channels last: the same pictures within rounding, and no trace where they do not lie so."""
+"""Convolutions with channels last: the same pictures within rounding, and bit-equal ones when it is off."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def ran(handle: PipelineHandle, model: str) -> tuple[torch.Tensor, Any, Any]:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(small_runs.SIZES, "svd", (128, 128, 2))  # at 64 × 64 norms of one value are of rounding errors
+    monkeypatch.setitem(small_runs.SIZES, "svd", (128, 128, 2))  # at 64 × 64, norms over one value are rounding errors
 
 
 @pytest.mark.parametrize(
-    ("model", "precision", "most"),
+    ("model", "precision", "limit"),
     [("svd", "fp32", 1e-5), ("svd", "fp16", 5e-3), ("cogview3", "fp32", 1e-5), ("cogview3", "bf16", 5e-2)],
 )
-def test_pictures_are_the_same_within_rounding_and_as_before_without(model: str, precision: str, most: float) -> None:
+def test_channels_last_pictures_are_near_and_bit_equal_when_off(model: str, precision: str, limit: float) -> None:
     handle = opened(model, precision=precision)
     last = replace(handle, compile_options=LAST)
     before, with_last = ran(handle, model), ran(last, model)
@@ -54,15 +54,15 @@ def test_pictures_are_the_same_within_rounding_and_as_before_without(model: str,
     assert all(laid_out(part, channels_last=True) for part in parts) and any(map(of_layout, parts))
     after = ran(handle, model)
     assert all(laid_out(part, channels_last=False) for part in parts)
-    assert torch.equal(before[0], after[0]), "no technique changes a byte when it is off"
-    assert error(with_last[0], before[0]) < most
+    assert torch.equal(before[0], after[0]), "bit-equal when it is off"
+    assert error(with_last[0], before[0]) < limit
     for report, component in zip(with_last[1:], (handle.family.denoiser, "vae"), strict=True):
         wanted = len(of_layout(handle.store.module(component, handle.store.loaded()[component], place=False)))
         assert f"channels last: {wanted} of its 2D convolutions" in report.notes
     assert not any("channels last" in note for report in (*before[1:], *after[1:]) for note in report.notes)
 
 
-def test_a_step_that_fails_is_rerun() -> None:
+def test_failing_channels_last_step_is_rerun() -> None:
     handle = replace(opened("svd", precision="fp16"), policy=GuardPolicy(scope=Scope.STEP))
     broken = handle.store.module("unet", "fp16").get_submodule("mid_block")
     failing: Any = lambda _, __, made: made * torch.nan if made.dtype == torch.float16 else made  # noqa: E731
@@ -74,38 +74,38 @@ def test_a_step_that_fails_is_rerun() -> None:
     assert found.isfinite().all() and error(found, expected) < 5e-3
 
 
-def test_compiled_blocks_are_compiled_for_each() -> None:
+def test_blocks_are_compiled_once_for_each_layout() -> None:
     blocks = nn.ModuleList(nn.Sequential(nn.GroupNorm(4, 32), nn.Conv2d(32, 32, 3, padding=1)) for _ in range(2))
     network, x = with_forward(nn.ModuleDict({"blocks": blocks}), lambda x: x), torch.randn(1, 32, 8, 8)
     expected = [block(x) for block in blocks]
     torch._dynamo.reset()
-    shells = {
+    copies = {
         how: compiled(network, ("blocks",), BackendChoice("inductor", ""), how) for how in (CompileOptions(), LAST)
     }
     graphs = []
     for how in (CompileOptions(), LAST, CompileOptions(), LAST):
         before = counters["stats"]["unique_graphs"]
         lay_out(blocks, channels_last=how.channels_last)
-        for found, right in zip((block(x) for block in shells[how]["blocks"]), expected, strict=True):
+        for found, right in zip((block(x) for block in copies[how]["blocks"]), expected, strict=True):
             torch.testing.assert_close(found, right)
         graphs.append(counters["stats"]["unique_graphs"] - before)
-    assert graphs == [1, 1, 0, 0], "one for both blocks, and nothing anew for a layout that was there before"
+    assert graphs == [1, 1, 0, 0], "one for both blocks, and none for a layout that was compiled before"
 
 
-def test_a_backend_that_lays_weights_out_itself_is_left_to_it() -> None:
+def test_channels_last_is_not_used_with_backend_that_has_own_layout() -> None:
     handle = replace(opened("svd"), compile_options=LAST)
     stage = replace(handle, backend=BackendChoice("oneflow", "")).stage(Component.DENOISER)
     assert laid_out(stage.module, channels_last=False)
     assert "channels last: not used, oneflow lays weights out itself" in stage.report.notes
 
 
-def test_what_comfyui_was_started_with_is_where_pipelines_begin() -> None:
+def test_layout_of_comfyui_is_default_of_pipelines() -> None:
     placement = PlainPlacement()
     placement.channels_last = True
     assert opened("svd", placement=placement).compile_options == LAST
 
 
-def test_which_convolutions_it_matters_for() -> None:
+def test_only_convolutions_that_gain_get_channels_last() -> None:
     kept = nn.Conv2d(8, 8, 3)
     pointwise, patches, volume = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 2, stride=2), nn.Conv3d(8, 8, 3)
     module = nn.Sequential(kept, pointwise, patches, volume, nn.Linear(8, 8))
@@ -119,20 +119,20 @@ def test_which_convolutions_it_matters_for() -> None:
     assert laid_out(module, channels_last=False)
 
 
-def test_copies_of_what_lies_otherwise_are_counted() -> None:
-    """A convolution copies what it is given as its weights lie; a group norm on a card what is not as it was read, up
-    to PyTorch 2.13."""
+def test_copies_into_other_layout_are_counted_as_memory() -> None:
+    """A convolution copies its input into the layout of its weights. Up to PyTorch 2.13, a group norm on a GPU copies
+    channels-last input."""
     x = torch.empty(1, 32, 8, 8)
 
-    def most(*layers: nn.Module) -> int:
+    def peak(*layers: nn.Module) -> int:
         network, given = on_meta(nn.Sequential(*layers)), x.to("meta")
         with counting() as alive:
             network(given)
         return alive.most
 
     one = nn.Conv2d(32, 32, 3, padding=1)
-    plain = most(one, nn.GroupNorm(4, 32))
+    plain = peak(one, nn.GroupNorm(4, 32))
     lay_out(one, channels_last=True)
-    assert most(one) == 2 * x.nbytes
+    assert peak(one) == 2 * x.nbytes
     copies = TorchVersion(torch.__version__) < "2.14"
-    assert most(one, nn.GroupNorm(4, 32)) == plain + copies * x.nbytes
+    assert peak(one, nn.GroupNorm(4, 32)) == plain + copies * x.nbytes

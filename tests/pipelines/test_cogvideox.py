@@ -27,7 +27,7 @@ SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.
 
 
 @pytest.mark.parametrize("variant", ["2b", "5b", "1.5"])
-def test_fp32_is_bit_equal_to_diffusers_with_the_guard_installed(variant):
+def test_guarded_fp32_run_is_bit_equal_to_diffusers(variant):
     handle = opened(variant)
     assert handle.policy.on_failure is OnFailure.RERUN
     frames, report = make(handle, SMALL)
@@ -36,7 +36,7 @@ def test_fp32_is_bit_equal_to_diffusers_with_the_guard_installed(variant):
 
 
 @pytest.fixture(scope="module")
-def kept_open():
+def handle_5b():
     return opened("5b")
 
 
@@ -51,16 +51,16 @@ def kept_open():
     seed=st.integers(0, 2**32),
     tiling=st.booleans(),
 )
-def test_fp32_is_bit_equal_over_sizes_schedulers_and_guidance(kept_open, tiling, **drawn):
+def test_fp32_is_bit_equal_over_sizes_schedulers_and_guidance(handle_5b, tiling, **drawn):
     sampling = SampleSettings(**drawn)
-    frames, _ = make(kept_open, sampling, tiling=tiling)
-    assert torch.equal(frames, by_hand(kept_open, sampling, tiling=tiling, num_frames=sampling.frames))
+    frames, _ = make(handle_5b, sampling, tiling=tiling)
+    assert torch.equal(frames, by_hand(handle_5b, sampling, tiling=tiling, num_frames=sampling.frames))
 
 
 @pytest.mark.parametrize(
     ("variant", "overflow"), [("2b", "stream"), ("5b", "stream"), ("1.5", "stream"), ("5b", "inside")]
 )
-def test_what_leaves_fp16_is_black_in_plain_fp16_and_right_when_protected(variant, overflow):
+def test_protected_fp16_is_near_fp32_where_plain_fp16_is_nan(variant, overflow):
     def made_in(precision):
         return make(opened(variant, precision=precision, overflow=overflow), SMALL)
 
@@ -73,21 +73,21 @@ def test_what_leaves_fp16_is_black_in_plain_fp16_and_right_when_protected(varian
     assert (frames - expected).abs().max() <= 2e-2
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * SMALL.steps
     assert f"; overflow protection; {SMALL.steps} steps, all fine" in report.summary()
-    assert torch.equal(made_in("fp32")[0], expected), "nothing is left of it"
+    assert torch.equal(made_in("fp32")[0], expected), "later runs are unchanged"
 
 
 @pytest.mark.parametrize("variant", ["2b", "5b"])
-def test_protection_leaves_weights_as_they_are_and_nothing_for_a_later_run(variant):
+def test_protection_changes_no_weight_and_no_later_run(variant):
     handle = opened(variant, precision="fp16")
     first, report = make(handle, SMALL)
     again, _ = make(handle, SMALL)
-    assert report.protection and torch.equal(first, again), "what is not compiled learns its scales in each run"
+    assert report.protection and torch.equal(first, again), "uncompiled runs learn their scales each time"
     denoiser = handle.store.module("transformer", "fp16")
     assert {weight.dtype for weight in denoiser.parameters()} == {torch.float16}
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in denoiser.modules())
 
 
-def test_tiles_give_frames_of_the_same_size():
+def test_tiled_decode_has_same_size_and_is_near_whole_one():
     handle = opened("2b")
     sampling = replace(SMALL, width=128, height=80, steps=1)
     whole, _ = make(handle, sampling)
@@ -97,7 +97,7 @@ def test_tiles_give_frames_of_the_same_size():
     assert (tiled - whole).abs().mean() < 0.1
 
 
-def test_a_healthy_half_run_is_bit_equal_with_and_without_the_guard():
+def test_healthy_bf16_run_is_bit_equal_with_and_without_guard():
     handle = opened("5b", precision="bf16")
     unguarded = replace(handle, policy=GuardPolicy(OnFailure.OFF))
     assert torch.equal(make(handle, SMALL)[0], make(unguarded, SMALL)[0])
@@ -114,7 +114,7 @@ def test_stop_policy_stops(precision):
     assert torch.isfinite(frames).all() and report.reruns
 
 
-def test_a_new_prompt_and_seed_read_nothing_from_disk_where_main_memory_has_room(monkeypatch):
+def test_new_prompt_and_seed_read_nothing_if_ram_has_room(monkeypatch):
     handle, read = opened("2b"), []
     original = type(handle.store)._load
     monkeypatch.setattr(type(handle.store), "_load", lambda store, *what: read.append(what) or original(store, *what))
@@ -124,7 +124,7 @@ def test_a_new_prompt_and_seed_read_nothing_from_disk_where_main_memory_has_room
     assert [name for name, _ in read] == ["text_encoder", "transformer"]
 
 
-def test_the_text_encoder_is_let_go_before_the_denoiser_is_read_where_main_memory_has_no_room_for_both(
+def test_text_encoder_is_freed_before_denoiser_is_read_if_ram_is_short(
     monkeypatch,
 ):
     handle = opened("2b")
@@ -145,7 +145,7 @@ def test_the_text_encoder_is_let_go_before_the_denoiser_is_read_where_main_memor
     assert alive == [("text_encoder", []), ("transformer", []), ("vae", ["transformer"])]
 
 
-def test_everything_goes_with_the_last_handle():
+def test_deleting_last_handle_frees_all_weights():
     handle = opened("2b")
     make(handle, SMALL)
     references = [weakref.ref(handle.store), weakref.ref(handle.store.module("transformer", "fp32"))]
@@ -154,7 +154,7 @@ def test_everything_goes_with_the_last_handle():
     assert [reference() for reference in references] == [None, None]
 
 
-def test_each_report_says_what_the_stage_took_of_memory():
+def test_each_report_states_memory_of_its_stage():
     gc.collect()
     handle = opened("2b")
     _, encoding = encode_prompts(handle, ["a red kite"])
@@ -163,7 +163,7 @@ def test_each_report_says_what_the_stage_took_of_memory():
         name: sum(t.nbytes for t in {*module.parameters(), *module.buffers()})
         for name, module in ((name, handle.store.module(name, "fp32")) for name in ("text_encoder", "transformer"))
     }
-    weights["transformer"] += weights["text_encoder"]  # which rests where a CPU computes
+    weights["transformer"] += weights["text_encoder"]  # which stays loaded on a CPU
     for component, found in (("text_encoder", encoding), ("transformer", report)):
         if found.memory is None:
             pytest.skip("this system does not count")
@@ -173,7 +173,7 @@ def test_each_report_says_what_the_stage_took_of_memory():
         assert json.loads(json.dumps(found.as_dict()))["memory"]["peak"]["used"] == found.memory.peak.used
 
 
-def test_interrupt_leaves_nothing_behind_and_the_next_run_works():
+def test_interrupt_leaves_no_state_and_next_run_works():
     handle = opened("5b", precision="fp16", overflow="stream")
     positive, negative = prompts(handle)
 

@@ -1,4 +1,4 @@
-"""Compiling through OneDiff: which backend, and that the original denoiser stays out of it."""
+"""Compiling through OneDiff: the choice of a backend, and that the original denoiser stays unchanged."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def no_modules(monkeypatch):
     return hide
 
 
-def test_auto_names_what_was_missing(no_modules, monkeypatch, caplog):
+def test_reason_of_auto_names_missing_backends(no_modules, monkeypatch, caplog):
     no_modules("oneflow", "nexfort", "triton")
     monkeypatch.setattr(compiling, "find_c_compiler", lambda: None)
     with caplog.at_level(logging.WARNING, "comfyui_onediff_guard"):
@@ -65,12 +65,12 @@ def test_auto_names_what_was_missing(no_modules, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("backend", ["oneflow", "nexfort"])
-def test_a_backend_asked_for_that_does_not_work_is_refused(backend):
+def test_unavailable_backend_chosen_by_name_is_refused(backend):
     with pytest.raises(BackendUnavailable, match=rf"Backend '{backend}' does not work here.*'auto' or 'eager'"):
         choose_backend(backend, CPU)
 
 
-def test_pypis_oneflow_placeholder_that_raises_on_import_is_survived(tmp_path, monkeypatch):
+def test_oneflow_placeholder_of_pypi_that_raises_is_refused(tmp_path, monkeypatch):
     (tmp_path / "oneflow.py").write_text("raise RuntimeError('not for this Python')", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(BackendUnavailable, match=r"RuntimeError: not for this Python; OneDiff needs OneFlow's special"):
@@ -78,7 +78,7 @@ def test_pypis_oneflow_placeholder_that_raises_on_import_is_survived(tmp_path, m
     sys.modules.pop("oneflow", None)
 
 
-def test_the_compiler_is_found_on_windows_without_assuming_linux(monkeypatch):
+def test_c_compiler_is_found_on_windows(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(compiling, "os", types.SimpleNamespace(name="nt", environ={}))
     found = {"cl": "C:/VC/cl.exe", "g++": "C:/mingw/g++.exe"}
@@ -88,7 +88,7 @@ def test_the_compiler_is_found_on_windows_without_assuming_linux(monkeypatch):
     assert compiling.find_c_compiler() is None
 
 
-def test_an_embedded_python_without_headers_is_told_what_to_do(monkeypatch, tmp_path):
+def test_missing_headers_of_embedded_python_are_explained(monkeypatch, tmp_path):
     monkeypatch.setattr(compiling, "find_c_compiler", lambda: "cl.exe")
     monkeypatch.setattr(compiling.sysconfig, "get_path", lambda _name: str(tmp_path))
     choice = choose_backend("auto", CPU)
@@ -117,22 +117,22 @@ def test_inductor_is_registered_in_onediffs_registry_once():
     assert again._orig_mod is block, "what OneDiff has wrapped is unwrapped before compiling again"
 
 
-def test_blocks_are_compiled_in_a_shell_through_onediff(monkeypatch):
+def test_blocks_are_compiled_in_shallow_copy_through_onediff(monkeypatch):
     from onediff.infer_compiler.backends import registry
 
     seen = []
     monkeypatch.setitem(registry._BACKENDS, "recording", lambda module, *, options=None: seen.append(module) or module)
     model = denoiser()
     blocks = list(model.blocks)
-    shell = compiled(model, ("blocks",), BackendChoice("recording", ""))
+    copied = compiled(model, ("blocks",), BackendChoice("recording", ""))
     assert seen == blocks
-    assert shell is not model and list(model.blocks) == blocks
-    assert shell.blocks is not model.blocks
+    assert copied is not model and list(model.blocks) == blocks
+    assert copied.blocks is not model.blocks
     x = torch.randn(2, 4)
-    assert torch.equal(shell(x), model(x))
+    assert torch.equal(copied(x), model(x))
 
 
-def test_inductor_end_to_end_a_rerun_and_another_seed_add_no_graph(caplog):
+def test_rerun_and_other_seed_add_no_graph_of_inductor(caplog):
     handle = opened("2b", precision="bf16", backend="inductor")
     handle = replace(handle, policy=GuardPolicy(scope=Scope.STEP))
     handle.store.module("transformer", "bf16").proj_out.register_forward_hook(fails_in_half)
@@ -153,7 +153,7 @@ def test_inductor_end_to_end_a_rerun_and_another_seed_add_no_graph(caplog):
 
 
 @pytest.mark.parametrize(("card", "dtype"), [("sm75", "fp16"), ("sm75", "fp32"), ("sm80", "bf16"), ("cpu", "bf16")])
-def test_a_dtype_that_the_card_has_is_compiled(card, dtype):
+def test_dtype_that_card_supports_is_compiled(card, dtype):
     choice = BackendChoice("inductor", "as you chose")
     assert for_dtype(choice, arch.named(card), dtype) is choice
 
@@ -168,7 +168,7 @@ def test_emulated_bf16_is_not_compiled():
 
 
 @pytest.mark.parametrize(
-    ("backend", "how", "given", "said"),
+    ("backend", "chosen", "passed", "text"),
     [
         ("inductor", CompileOptions(), {"dynamic": None, "mode": "default"}, ""),
         ("inductor", CompileOptions(False, TUNED), {"dynamic": False, "mode": TUNED}, f"{EACH}, mode {TUNED}"),
@@ -179,12 +179,12 @@ def test_emulated_bf16_is_not_compiled():
         ("oneflow", CompileOptions(attention="flash"), ONEFLOW, "attention: flash: not used, oneflow has its own"),
     ],
 )
-def test_each_backend_is_given_its_own_options(monkeypatch, backend, how, given, said):
+def test_each_backend_gets_its_own_options(monkeypatch, backend, chosen, passed, text):
     from onediff.infer_compiler.backends import registry
 
     seen = []
     monkeypatch.setitem(registry._BACKENDS, backend, lambda module, *, options: seen.append(options) or module)
-    compiled(denoiser(), ("blocks",), BackendChoice(backend, "as you chose"), how)
-    assert seen == [given] * 3
-    assert how.in_words(backend) == said
-    assert how.in_words("eager") == ("attention: flash" if how.attention == "flash" else "")
+    compiled(denoiser(), ("blocks",), BackendChoice(backend, "as you chose"), chosen)
+    assert seen == [passed] * 3
+    assert chosen.in_words(backend) == text
+    assert chosen.in_words("eager") == ("attention: flash" if chosen.attention == "flash" else "")

@@ -1,4 +1,4 @@
-"""Where inductor keeps what it compiles, and that nothing which is wrong there fails a run."""
+"""The folders where inductor keeps compiled code. Nothing that is wrong with them fails a run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pipeline(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("component", "changed", "other_code"),
+    ("component", "changed", "differs"),
     [
         (Component.DENOISER, {}, False),
         (Component.DENOISER, {"denoiser_config": {"num_layers": 9}}, True),
@@ -56,7 +56,7 @@ def pipeline(tmp_path, monkeypatch):
     ],
     ids=str,
 )
-def test_compiled_code_is_found_again_for_what_it_hangs_on_alone(pipeline, component, changed, other_code):
+def test_cache_key_depends_only_on_what_changes_compiled_code(pipeline, component, changed, differs):
     model, device = pipeline.store.model, pipeline.store.placement.device
     configs = {name: {**getattr(model, name), **changed.get(name, {})} for name in ("denoiser_config", "vae_config")}
 
@@ -67,21 +67,21 @@ def test_compiled_code_is_found_again_for_what_it_hangs_on_alone(pipeline, compo
         card = ARCHITECTURES[changed.get("architecture", "cpu")]
         return compile_cache.target_of(model, plan, options, device, card).name
 
-    assert (name(model) != name(replace(model, **configs), **changed)) is other_code
+    assert (name(model) != name(replace(model, **configs), **changed)) is differs
 
 
-@pytest.mark.parametrize("said", ["flags", "Features"])  # of x86, of ARM
-def test_a_cpu_is_told_by_its_instructions(monkeypatch, said):
+@pytest.mark.parametrize("field", ["flags", "Features"])  # of x86, of ARM
+def test_cpu_is_identified_by_name_and_instruction_sets(monkeypatch, field):
     found = []
     for sets in ("fp asimd", "asimd fp", "fp asimd sve"):
-        text = f"model name : A CPU\n{said} : {sets}\n"
+        text = f"model name : A CPU\n{field} : {sets}\n"
         monkeypatch.setattr(Path, "read_text", lambda *_, text=text, **__: text)
         found.append(machine._cpu())
     assert found[0] == found[1] != found[2] and all(name.startswith("A CPU, ") for name in found)
 
 
 def run(handle, graphs=1, error=None):
-    """The report of a run in which inductor compiles something, its two folders, and what it found there before."""
+    """A run in which inductor compiles. Returns its report, its two folders, and the files that were there before."""
     report = handle.report(handle.plan(Component.DENOISER))
     with while_compiling(handle, report, lambda _: None):
         folder = Path(os.environ.get(INDUCTOR, "nowhere"))
@@ -89,10 +89,10 @@ def run(handle, graphs=1, error=None):
         if folder.is_dir():
             (folder / "kernel").write_text("code" * 1000)
         counters["stats"]["unique_graphs"] += graphs
-        told = report, folder, os.environ.get(TRITON), found
+        result = report, folder, os.environ.get(TRITON), found
         if error:
             raise error
-    return told
+    return result
 
 
 def target(handle):
@@ -105,7 +105,7 @@ def lines(handle, report):
     return [*report.notes[len(handle.store.model.notes) :]]
 
 
-def test_each_target_has_a_folder_that_lasts_and_variables_are_put_back(pipeline):
+def test_each_target_keeps_its_folder_and_variables_are_restored(pipeline):
     other = replace(pipeline, compile_options=CompileOptions(dynamic=True))
     report, folder, triton, found = run(pipeline)
     assert folder == pipeline.compiled / f"{target(pipeline).name}{SUFFIX}" and triton == f"{folder}/triton"
@@ -116,7 +116,7 @@ def test_each_target_has_a_folder_that_lasts_and_variables_are_put_back(pipeline
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("out of luck"), KeyboardInterrupt()], ids=repr)
-def test_what_can_be_exported_is_saved_by_a_run_that_compiled_however_it_ends(pipeline, error):
+def test_run_that_compiled_saves_artifacts_even_after_error(pipeline, error):
     run(pipeline, graphs=0)
     file = pipeline.compiled / f"{target(pipeline).name}{SUFFIX}" / SAVED
     assert not file.exists()
@@ -125,27 +125,27 @@ def test_what_can_be_exported_is_saved_by_a_run_that_compiled_however_it_ends(pi
     assert file.exists() and INDUCTOR not in os.environ
 
 
-@pytest.mark.parametrize("bad", ["", "damaged", "another target", "not PyTorch's", "another version's"])
-def test_what_was_imported_is_loaded_by_the_next_run_or_thrown_away(pipeline, monkeypatch, bad):
+@pytest.mark.parametrize("defect", ["", "damaged", "another target", "not PyTorch's", "another version's"])
+def test_imported_artifacts_are_loaded_by_next_run_or_discarded(pipeline, monkeypatch, defect):
     loaded = []
 
     def load(artifacts):
-        if bad == "not PyTorch's":
+        if defect == "not PyTorch's":
             raise KeyError("inductor")
         loaded.append((artifacts, os.environ[INDUCTOR]))
-        return None if bad == "another version's" else "info"
+        return None if defect == "another version's" else "info"
 
     monkeypatch.setattr(torch.compiler, "load_cache_artifacts", load)
     keep_imported(pipeline.compiled, target(pipeline), b"theirs")
     folder = pipeline.compiled / f"{target(pipeline).name}{SUFFIX}"
     file = folder / IMPORTED
-    if bad == "damaged":
+    if defect == "damaged":
         file.write_bytes(file.read_bytes()[:-1])
-    if bad == "another target":
+    if defect == "another target":
         file.write_bytes(file.read_bytes().replace(b"CogVideoX-2B", b"CogVideoX-5B"))
     report = run(pipeline, graphs=0)[0]
-    assert not file.exists() and (folder / SAVED).exists() is (not bad)
-    if bad:
+    assert not file.exists() and (folder / SAVED).exists() is (not defect)
+    if defect:
         (line,) = lines(pipeline, report)
         assert line.startswith("imported compiled code is thrown away: ")
         return
@@ -153,7 +153,7 @@ def test_what_was_imported_is_loaded_by_the_next_run_or_thrown_away(pipeline, mo
     assert loaded == [(b"theirs", str(folder))] and exportable(folder) == (target(pipeline), b"theirs")
 
 
-def test_what_the_user_exported_is_respected_and_told(pipeline, monkeypatch, tmp_path):
+def test_variables_set_by_user_are_respected_and_noted(pipeline, monkeypatch, tmp_path):
     monkeypatch.setenv(TRITON, str(tmp_path / "triton"))
     assert run(pipeline)[2] == str(tmp_path / "triton")
     monkeypatch.setenv(INDUCTOR, str(tmp_path / "users"))
@@ -162,7 +162,7 @@ def test_what_the_user_exported_is_respected_and_told(pipeline, monkeypatch, tmp
     assert folder == tmp_path / "users" and f"{INDUCTOR}={folder}" in report.notes[-1] and not other.compiled.exists()
 
 
-def test_what_torch_exported_itself_is_put_back(pipeline, monkeypatch):
+def test_variables_set_by_torch_itself_are_restored(pipeline, monkeypatch):
     from torch._inductor.runtime.runtime_utils import default_cache_dir
 
     own = default_cache_dir(), f"{default_cache_dir()}/triton/0"
@@ -174,18 +174,18 @@ def test_what_torch_exported_itself_is_put_back(pipeline, monkeypatch):
 
 
 @pytest.mark.parametrize("harm", ["is another user's", 0o666, 0o620])  # others can write, its group can
-@pytest.mark.parametrize("taken", ["kept", "exported", "exported for Triton", "the default"])
-def test_where_another_user_could_have_put_code_nothing_is_loaded(pipeline, monkeypatch, tmp_path, harm, taken):
-    """Deep in a folder that is ours, that was exported, or that inductor takes by itself where nothing is kept."""
-    shared = run(pipeline)[1] if taken == "kept" else tmp_path / "shared"
+@pytest.mark.parametrize("folder_kind", ["kept", "exported", "exported for Triton", "the default"])
+def test_folder_that_other_users_can_write_to_is_not_used(pipeline, monkeypatch, tmp_path, harm, folder_kind):
+    """One file in the pack's own folder, in an exported one, or in inductor's default one if nothing is kept."""
+    shared = run(pipeline)[1] if folder_kind == "kept" else tmp_path / "shared"
     (shared / "ab").mkdir(parents=True)
     shared.chmod(0o755)
     (shared / "ab" / "kernel.so").write_text("code")
-    if taken == "the default":
+    if folder_kind == "the default":
         monkeypatch.setattr("torch._inductor.runtime.runtime_utils.default_cache_dir", lambda: str(shared))
         monkeypatch.setenv(LIMIT_VARIABLE, "0")
-    elif taken != "kept":
-        monkeypatch.setenv(INDUCTOR if taken == "exported" else TRITON, str(shared))
+    elif folder_kind != "kept":
+        monkeypatch.setenv(INDUCTOR if folder_kind == "exported" else TRITON, str(shared))
     before = {variable: os.environ.get(variable) for variable in (INDUCTOR, TRITON)}
     if isinstance(harm, int):
         (shared / "ab" / "kernel.so").chmod(harm)
@@ -199,7 +199,7 @@ def test_where_another_user_could_have_put_code_nothing_is_loaded(pipeline, monk
     assert {variable: os.environ.get(variable) for variable in (INDUCTOR, TRITON)} == before
 
 
-def test_a_folder_that_cannot_be_used_and_a_full_disk_cost_a_line(pipeline, monkeypatch):
+def test_unusable_folder_or_full_disk_only_adds_note(pipeline, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -214,7 +214,7 @@ def test_a_folder_that_cannot_be_used_and_a_full_disk_cost_a_line(pipeline, monk
 
 
 @pytest.mark.parametrize("without", ["backend", "folder", "limit"])
-def test_where_nothing_is_kept_nothing_is_touched(pipeline, monkeypatch, without):
+def test_disabled_cache_creates_no_folder_and_sets_no_variable(pipeline, monkeypatch, without):
     changed = {"backend": {"backend": BackendChoice("eager", "as you chose")}, "folder": {"compiled": None}}
     if without == "limit":
         monkeypatch.setenv(LIMIT_VARIABLE, "0")
@@ -222,7 +222,7 @@ def test_where_nothing_is_kept_nothing_is_touched(pipeline, monkeypatch, without
     assert not pipeline.compiled.exists()
 
 
-def test_the_oldest_is_dropped_and_never_what_is_in_use(pipeline, monkeypatch):
+def test_oldest_folder_is_deleted_but_never_one_in_use(pipeline, monkeypatch):
     def used(dynamic, seconds_ago):
         folder = run(replace(pipeline, compile_options=CompileOptions(dynamic=dynamic)))[1]
         os.utime(folder, times=(time.time() - seconds_ago,) * 2)
@@ -241,7 +241,7 @@ def test_the_oldest_is_dropped_and_never_what_is_in_use(pipeline, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("graphs", "from_cache", "says"),
+    ("graphs", "from_cache", "text"),
     [
         (2, 0, "2 graphs compiled anew"),
         (3, 2, "3 graphs, 2 of them from the cache of earlier runs"),
@@ -249,8 +249,8 @@ def test_the_oldest_is_dropped_and_never_what_is_in_use(pipeline, monkeypatch):
         (0, 0, "0 graphs compiled anew"),
     ],
 )
-def test_the_report_tells_what_was_compiled_from_what_was_kept(pipeline, graphs, from_cache, says):
+def test_report_counts_compiled_graphs_and_graphs_from_cache(pipeline, graphs, from_cache, text):
     report = pipeline.report(pipeline.plan(Component.DENOISER))
     report.graphs, report.graphs_kept = graphs, from_cache
-    assert f"backend: inductor (as you chose), {says}\n" in report.text()
+    assert f"backend: inductor (as you chose), {text}\n" in report.text()
     assert (report.as_dict()["graphs"], report.as_dict()["graphs_kept"]) == (graphs, from_cache)

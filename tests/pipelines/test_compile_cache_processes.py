@@ -1,4 +1,4 @@
-"""What inductor compiled is there for the next process."""
+"""Code that inductor compiled is reused by the next process."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def run(model_folder, fresh_python, tmp_path_factory):
-    """run(folder) → what a new process that samples with that folder of compiled code did. Its /tmp is new, too, or
-    `temporary`, where the headers that inductor precompiled are left."""
+    """run(folder) → what a new process did that sampled with this folder of compiled code. Its /tmp is new too, or
+    `temporary`, which keeps the headers that inductor precompiled."""
 
     def sampled(folder: Path, temporary: Path | None = None, backend: str = "inductor") -> dict:
         environment = {LIMIT_VARIABLE: "2", "TMPDIR": str(temporary or tmp_path_factory.mktemp("tmp"))}
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv(INDUCTOR, raising=False)  # torch exports it as soon as it compiles
             patch.delenv(TRITON, raising=False)
-            told = fresh_python(CHILD, str(model_folder("2b")), str(folder), backend, **environment)
-        return json.loads(told.splitlines()[-1])
+            output = fresh_python(CHILD, str(model_folder("2b")), str(folder), backend, **environment)
+        return json.loads(output.splitlines()[-1])
 
     return sampled
 
 
 @pytest.fixture(scope="module")
 def first(run, tmp_path_factory):
-    """(folder, what the process did that filled it, its /tmp: this one's, which may have the headers already)."""
+    """(folder, what the process that filled it did, its /tmp: this process's, which may already have the headers)."""
     folder, temporary = tmp_path_factory.mktemp("kept") / "compiled", Path(tempfile.gettempdir())
     return folder, run(folder, temporary), temporary
 
@@ -84,18 +84,18 @@ def test_a_second_process_compiles_nothing(run, first):
     assert warm["latents"] == cold["latents"]
 
 
-def test_what_was_exported_serves_elsewhere(run, first, tmp_path):
-    """All but the libraries of the C++ compiler, which PyTorch does not save."""
+def test_imported_artifacts_are_used_in_another_folder(run, first, tmp_path):
+    """Except libraries of the C++ compiler, which PyTorch does not save."""
     folder, cold, temporary = first
     (kept,) = folder.iterdir()
     keep_imported(tmp_path / "elsewhere", *exportable(kept))
-    there = run(tmp_path / "elsewhere", temporary)
-    assert (there["graphs"], there["kept"], there["notes"]) == (1, 1, cold["notes"])
-    assert there["latents"] == cold["latents"]
+    imported = run(tmp_path / "elsewhere", temporary)
+    assert (imported["graphs"], imported["kept"], imported["notes"]) == (1, 1, cold["notes"])
+    assert imported["latents"] == cold["latents"]
 
 
-def test_a_run_that_is_not_compiled_reads_nothing_of_the_cache(run, tmp_path):
+def test_eager_run_does_not_touch_compile_cache(run, tmp_path):
     eager = run(tmp_path / "compiled", backend="eager")
     files = ["auto_compile", "backends", "block"]
-    assert sorted(eager["files"]) == files, "and neither the cache nor its code"
+    assert sorted(eager["files"]) == files, "neither the cache nor its code"
     assert eager["graphs"] is None and not (tmp_path / "compiled").exists()

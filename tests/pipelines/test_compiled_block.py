@@ -1,4 +1,4 @@
-"""What a run hears while blocks are compiled, and how many sizes they are compiled for."""
+"""Progress that a run receives while blocks are compiled, and the limit on compiled sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def denoiser() -> Denoiser:
     return Denoiser(Scaled() for _ in range(BLOCKS))
 
 
-class Ears:
+class Host:
     def __init__(self) -> None:
         self.progress: list[str] = []
         self.notes: list[str] = []
@@ -35,66 +35,66 @@ class Ears:
             return module(torch.ones(1, size))
 
     def progressed(self, text: str) -> None:
-        self.progress.append(text.split(" · ")[0])  # what is left, in minutes, hangs on the clock
+        self.progress.append(text.split(" · ")[0])  # without the remaining time, which depends on the clock
 
 
-def shell(network: torch.nn.Module, *, dynamic: bool | None = None) -> torch.nn.Module:
+def compiled_copy(network: torch.nn.Module, *, dynamic: bool | None = None) -> torch.nn.Module:
     return compiled(network, ("blocks",), BackendChoice("inductor", ""), CompileOptions(dynamic))
 
 
-def test_each_block_is_told_of_at_a_new_size_and_none_at_one_that_it_met() -> None:
-    module, ears = shell(denoiser()), Ears()
-    ears.call(module, 3)
-    assert ears.progress == [f"inductor: compiling block {n} of {BLOCKS}" for n in range(1, BLOCKS + 1)]
-    ears.call(module, 3)
-    assert len(ears.progress) == BLOCKS
-    ears.call(module, 4)
-    assert len(ears.progress) == 2 * BLOCKS and not ears.notes
+def test_each_block_reports_compiling_only_for_new_sizes() -> None:
+    module, host = compiled_copy(denoiser()), Host()
+    host.call(module, 3)
+    assert host.progress == [f"inductor: compiling block {n} of {BLOCKS}" for n in range(1, BLOCKS + 1)]
+    host.call(module, 3)
+    assert len(host.progress) == BLOCKS
+    host.call(module, 4)
+    assert len(host.progress) == 2 * BLOCKS and not host.notes
     module(torch.ones(1, 5))  # with nobody listening
 
 
-def test_an_interrupt_while_compiling_leaves_nothing_behind() -> None:
-    module, ears = shell(denoiser()), Ears()
+def test_next_call_after_interrupted_compiling_is_right() -> None:
+    module, host = compiled_copy(denoiser()), Host()
 
     def interrupt(text: str) -> None:
         if "block 3" in text:
             raise KeyboardInterrupt(text)
 
-    with pytest.raises(KeyboardInterrupt, match="block 3"), listening(interrupt, ears.notes.append):
+    with pytest.raises(KeyboardInterrupt, match="block 3"), listening(interrupt, host.notes.append):
         module(torch.ones(1, 3))
-    assert torch.equal(ears.call(module, 3), denoiser()(torch.ones(1, 3)))
-    assert ears.progress == [f"inductor: compiling block {n} of {BLOCKS}" for n in (3, 4)], "two were compiled already"
+    assert torch.equal(host.call(module, 3), denoiser()(torch.ones(1, 3)))
+    assert host.progress == [f"inductor: compiling block {n} of {BLOCKS}" for n in (3, 4)], "two were compiled already"
 
 
-def test_after_so_many_sizes_new_ones_run_uncompiled_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
-    module, ears = shell(denoiser(), dynamic=False), Ears()
+def test_sizes_beyond_limit_run_uncompiled_with_note(caplog: pytest.LogCaptureFixture) -> None:
+    module, host = compiled_copy(denoiser(), dynamic=False), Host()
     for size in range(2, 2 + COMPILED_SIZES):
         before = graphs_compiled()
-        ears.call(module, size)
-        assert graphs_compiled() - before == 1 and not ears.notes, size
+        host.call(module, size)
+        assert graphs_compiled() - before == 1 and not host.notes, size
     before = graphs_compiled()
     with caplog.at_level(logging.WARNING, "comfyui_onediff_guard"):
         for size in (50, 51):
-            assert torch.equal(ears.call(module, size), denoiser()(torch.ones(1, size)))
-    assert len(ears.notes) == 2 * BLOCKS and set(ears.notes) == {ears.notes[0]} and LIMIT in ears.notes[0]
+            assert torch.equal(host.call(module, size), denoiser()(torch.ones(1, size)))
+    assert len(host.notes) == 2 * BLOCKS and set(host.notes) == {host.notes[0]} and LIMIT in host.notes[0]
     assert len([message for message in caplog.messages if LIMIT in message]) == 1, "the log says it once"
-    said = len(ears.progress)
+    said = len(host.progress)
     for size in range(2, 2 + COMPILED_SIZES):
-        ears.call(module, size)
-    assert graphs_compiled() == before and len(ears.notes) == 2 * BLOCKS and len(ears.progress) == said
+        host.call(module, size)
+    assert graphs_compiled() == before and len(host.notes) == 2 * BLOCKS and len(host.progress) == said
 
 
-def test_what_others_compile_meanwhile_is_not_counted() -> None:
-    module, ears = shell(denoiser(), dynamic=True), Ears()
+def test_graphs_compiled_by_others_are_not_counted() -> None:
+    module, host = compiled_copy(denoiser(), dynamic=True), Host()
     for size in range(2, 12):
-        ears.call(module, size)
+        host.call(module, size)
         torch.compile(lambda x, k=size: x * k, backend="eager")(torch.ones(2))
-    assert not ears.notes
+    assert not host.notes
 
 
 @torch._dynamo.config.patch(recompile_limit=2)
-def test_dynamos_own_limit_stands_outside_and_does_not_count_inside() -> None:
-    """Blocks of several kinds that share their code, as in a UNet, have more graphs for it than dynamo would allow."""
+def test_recompile_limit_of_dynamo_is_kept_but_not_applied_to_blocks() -> None:
+    """Blocks of several kinds that share code, as in a UNet, need more graphs for it than dynamo allows."""
 
     class Kind(torch.nn.Module):
         def __init__(self, number: int):
@@ -104,15 +104,15 @@ def test_dynamos_own_limit_stands_outside_and_does_not_count_inside() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.number
 
-    module, ears = shell(Denoiser(map(Kind, range(5))), dynamic=False), Ears()
+    module, host = compiled_copy(Denoiser(map(Kind, range(5))), dynamic=False), Host()
     before = graphs_compiled()
-    ears.call(module, 2)
+    host.call(module, 2)
     assert graphs_compiled() - before == 5
     assert torch._dynamo.config.recompile_limit == 2
 
 
 def slices(*shape: int) -> torch.Tensor:
-    """A tensor whose strides are those of a larger one."""
+    """A tensor with the strides of a larger one."""
     return torch.ones(shape[0], 2 * shape[1], *shape[2:])[:, : shape[1]]
 
 
@@ -126,8 +126,8 @@ def slices(*shape: int) -> torch.Tensor:
     ],
     ids=["slices", "of four dimensions", "channels last", "channels last in 3D"],
 )
-def test_a_block_is_given_what_is_contiguous_in_some_format(given: list[torch.Tensor]) -> None:
-    module, before = shell(denoiser()), graphs_compiled()
+def test_compiled_block_gets_contiguous_inputs(given: list[torch.Tensor]) -> None:
+    module, before = compiled_copy(denoiser()), graphs_compiled()
     for x in given:
         last = {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(x.ndim, [])
         dense = any(x.is_contiguous(memory_format=layout) for layout in (torch.contiguous_format, *last))
@@ -144,11 +144,11 @@ class Doubled(torch.nn.Module):
 
 
 @pytest.mark.parametrize("between", [(), (7,), (3, 5), (12,)])
-def test_the_same_call_is_computed_by_the_same_graph_whatever_ran_meanwhile(
+def test_same_call_uses_same_graph_whatever_sizes_ran_between(
     monkeypatch: pytest.MonkeyPatch, between: tuple[int, ...]
 ) -> None:
-    """As a UNet's blocks of one class are called at several sizes of one run: the first gets a graph of its own, and
-    the second one for all sizes, which fits the first, too."""
+    """As in a UNet, whose blocks of one class run at several sizes: the first size gets its own graph, and the second
+    one for all sizes, which fits the first, too."""
     from onediff.infer_compiler.backends import registry
 
     graphs, ran = [], []
@@ -163,11 +163,11 @@ def test_the_same_call_is_computed_by_the_same_graph_whatever_ran_meanwhile(
 
     monkeypatch.setitem(registry._BACKENDS, "inductor", compiling)
     torch._dynamo.reset()
-    module, ears = shell(Denoiser([Scaled(), Doubled(), Scaled(), Doubled(), Scaled()])), Ears()
+    module, host = compiled_copy(Denoiser([Scaled(), Doubled(), Scaled(), Doubled(), Scaled()])), Host()
     made: list[list[int]] = []
     for size in (3, *between, 3, 3):
         ran.clear()
-        ears.call(module, size)
+        host.call(module, size)
         made.append([*ran])
     first, *_, later, last = made
     assert len(set(first)) > 2 and first == later == last

@@ -1,5 +1,5 @@
-"""Overflow protection in compiled blocks: a first step by rows, then one graph for all blocks, which later runs have
-from the start; with LoRAs, with weights that come block by block, over ranks, and where values grow."""
+"""Overflow protection in compiled blocks: the first step scales each row, then one graph serves all blocks and later
+runs; also with LoRAs, offload, over ranks, and with growing values."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from overflows import fails_in_half
 from small_runs import error, opened, prompts
 from weights_apart import weights_apart
 
-CLOSE = 3e-3  # of the norm, to fp32 and to what is not compiled
+CLOSE = 3e-3  # relative error of the norm, against fp32 and uncompiled runs
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> Iterator[None]:
-    """Another test's graphs would fit."""
+    """Drop graphs of other tests, which would fit."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -38,7 +38,7 @@ def nothing_compiled() -> Iterator[None]:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[torch.Tensor, int, int]]:
-    """run(handle, model) → latents of a run in which nothing fails; steps that scale each row; graphs compiled anew."""
+    """run(handle, model) → latents of a run without failures; numbers of row-scaled steps and of new graphs."""
     learning: list[int] = []
     begin = learned_scales.LearningMode.begin
     monkeypatch.setattr(
@@ -64,25 +64,25 @@ def sampled(handle: PipelineHandle, model: str, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "overflow"), [("2b", "none"), ("2b", "inside"), ("cogview3", "stream"), ("wan", "stream")]
 )
-def test_one_step_teaches_one_graph_is_compiled_and_a_second_run_needs_neither(
+def test_scales_are_learned_in_one_step_and_compiled_in_one_graph(
     run: Any, traced_alone: None, model: str, overflow: str
 ) -> None:
     right, _ = sampled(opened(model, overflow=overflow), model)
     handle = opened(model, precision="fp16", overflow=overflow, backend="inductor")
-    made, *once = run(handle, model)
-    again, *later = run(handle, model)
-    assert (once, later) == ([1, 1], [0, 0])
+    made, *first = run(handle, model)
+    again, *second = run(handle, model)
+    assert (first, second) == ([1, 1], [0, 0])
     assert error(made, right) < CLOSE and error(again, right) < CLOSE
 
 
-def test_inductor_itself(run: Any) -> None:
+def test_inductor_learns_in_one_step_and_compiles_one_graph(run: Any) -> None:
     right, _ = sampled(opened("2b", overflow="stream"), "2b")
     handle = opened("2b", precision="fp16", overflow="stream", backend="inductor")
     made, *once = run(handle, "2b")
     assert once == [1, 1] and error(made, right) < CLOSE and run(handle, "2b")[1:] == (0, 0)
 
 
-def test_each_set_of_loras_has_scales_of_its_own(run: Any, traced_alone: None, tmp_path: Path) -> None:
+def test_each_set_of_loras_learns_its_own_scales(run: Any, traced_alone: None, tmp_path: Path) -> None:
     exact, train = opened("2b"), training(tmp_path)
     model = exact.store.module("transformer", "fp32")
     one, two = train(model), train(model, seed=2)
@@ -92,12 +92,12 @@ def test_each_set_of_loras_has_scales_of_its_own(run: Any, traced_alone: None, t
     for number, loras in enumerate(sets):
         made, learned, _ = run(reduce(add_lora, loras, handle), "2b")
         assert learned == 1 and error(made, right[number]) < CLOSE < error(made, right[number - 1])
-    for loras in (sets[-1], ()):  # of other sets nothing is kept
+    for loras in (sets[-1], ()):  # scales of other sets are not kept
         assert run(reduce(add_lora, loras, handle), "2b")[1:] == (0, 0)
 
 
 @pytest.mark.parametrize("offload", ["group", "model"])
-def test_offloaded(run: Any, traced_alone: None, offload: str) -> None:
+def test_offloaded_run_is_bit_equal_and_learns_in_one_step(run: Any, traced_alone: None, offload: str) -> None:
     right, *_ = run(opened("2b", precision="fp16", backend="inductor"), "2b")
     with weights_apart() if offload == "group" else nullcontext():
         handle = opened("2b", offload, "fp16", backend="inductor")
@@ -107,7 +107,7 @@ def test_offloaded(run: Any, traced_alone: None, offload: str) -> None:
         assert run(handle, "2b")[1:] == (0, 0)
 
 
-def test_values_that_grow_beyond_the_plan_are_scaled_anew_in_fp16(run: Any, traced_alone: None) -> None:
+def test_values_beyond_planned_scales_are_rescaled_in_fp16(run: Any, traced_alone: None) -> None:
     handle = opened("2b", precision="fp16", backend="inductor")
     layer = handle.store.module("transformer", "fp16").transformer_blocks[1].ff.net[0].proj
 
@@ -119,10 +119,10 @@ def test_values_that_grow_beyond_the_plan_are_scaled_anew_in_fp16(run: Any, trac
         made, report = sampled(handle, "2b", step_done=grow)
     assert [(step.outcome, step.note) for step in report.steps] == [("finite", ""), ("finite", ""), ("finite", RENEWED)]
     assert made.isfinite().all() and report.reruns == 0
-    assert run(handle, "2b")[1] == 0, "it is known to later runs"
+    assert run(handle, "2b")[1] == 0, "later runs know the new scales"
 
 
-def test_a_step_that_fails_teaches_later_runs_nothing(run: Any, traced_alone: None) -> None:
+def test_run_with_failing_step_leaves_no_scales_to_later_runs(run: Any, traced_alone: None) -> None:
     right, _ = sampled(opened("2b"), "2b")
     handle = opened("2b", precision="fp16", backend="inductor")
     layer = handle.store.module("transformer", "fp16").transformer_blocks[1].ff.net[0]
@@ -134,8 +134,8 @@ def test_a_step_that_fails_teaches_later_runs_nothing(run: Any, traced_alone: No
     assert once == [1, 1] and error(made, right) < CLOSE
 
 
-@pytest.mark.parametrize("guidance", [1.0, 5.0], ids=["tokens shared", "each half by a rank"])
-def test_over_ranks(model_folder: Callable[..., Path], guidance: float) -> None:
+@pytest.mark.parametrize("guidance", [1.0, 5.0], ids=["shared tokens", "one half per rank"])
+def test_ranks_agree_bit_equal_and_are_near_fp32(model_folder: Callable[..., Path], guidance: float) -> None:
     exact = rank_runs.Case("2b", model_folder("2b", "stream"), steps=3, guidance=guidance)
     cases = [replace(exact, precision="fp16", backend=backend) for backend in ("eager", "inductor")]
     right = rank_runs.sampled(exact).latents
@@ -146,8 +146,8 @@ def test_over_ranks(model_folder: Callable[..., Path], guidance: float) -> None:
         assert error(first.latents, right) < CLOSE
 
 
-def test_a_difference_of_a_number_and_a_tensor_is_compiled() -> None:
-    """dynamo takes Tensor.__rsub__ for a function that is in no set of functions, and its guard then fails."""
+def test_number_minus_tensor_is_compiled_in_one_graph() -> None:
+    """dynamo takes Tensor.__rsub__ for a function that is in none of its sets, and its guard then fails."""
     block = InPlannedBlock(lambda x: (1.0 - x) + (x - x.half()), safe_attention=True)
     x = torch.full((4,), 3.0)
     assert torch.equal(torch.compile(block, backend="eager", fullgraph=True)(x), 1.0 - x)

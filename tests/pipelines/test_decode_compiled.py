@@ -1,4 +1,4 @@
-"""A decode whose alike calls are compiled: the same pictures, one graph, and nothing compiled anew after that."""
+"""Decoding with compiled calls of equal shape: the same pictures, one graph, and no recompiling."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from comfyui_onediff_guard.precision.report import RunReport
 from onediff.infer_compiler.backends import registry
 from small_runs import opened
 
-LATENTS = {  # latents, and how they are decoded
+LATENTS = {  # model → (shape of latents, decode settings)
     "svd": ((7, 4, 8, 8), {"chunk": 3}),
     "2b": ((1, 16, 9, 8, 12), {}),
     "cogview3": ((3, 16, 8, 8), {"chunk": 1}),
     "wan": ((1, 16, 5, 8, 8), {}),
     "wan-ti2v": ((1, 48, 5, 4, 4), {}),
 }
-ALIKE = {  # calls that are, of all: the last chunk, or the first ones, are of another kind
+COMPILED_CALLS = {  # of all calls; the last chunk, or the first ones, differ in shape
     "svd": "2 of 3 calls, of latents 3×4×8×8",
     "2b": "2 of 4 calls, of latents 1×16×2×8×12",
     "cogview3": "3 of 3 calls, of latents 1×16×8×8",
@@ -43,21 +43,21 @@ def run(
 
 @pytest.mark.parametrize("model", LATENTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_calls_that_are_alike_share_one_graph(model: str, precision: str) -> None:
-    """Traced by dynamo and run as it is, the result has the same bits."""
+def test_calls_of_equal_shape_share_one_graph(model: str, precision: str) -> None:
+    """Traced by dynamo and run uncompiled, the result is bit-equal."""
     handle = opened(model, precision=precision)
     plain, eager = run(handle, model, backend=EAGER)
     assert (eager.backend, eager.graphs) == (EAGER, None)
     pixels, report = run(handle, model, backend="inductor")
     assert torch.equal(pixels, plain)
     assert (report.backend, report.graphs) == ("inductor", 1)
-    assert report.backend_reason == f"as you chose; compiled: {ALIKE[model]}"
+    assert report.backend_reason == f"as you chose; compiled: {COMPILED_CALLS[model]}"
     other, report = run(handle, model, seed=1, backend="inductor")
     assert report.graphs == 0 and not torch.equal(other, pixels), "other latents: another seed, another prompt"
-    assert torch.equal(run(handle, model, backend=EAGER)[0], plain), "nothing is left in the VAE"
+    assert torch.equal(run(handle, model, backend=EAGER)[0], plain), "the VAE is unchanged"
 
 
-def test_tiles_of_one_size_share_a_graph_and_ragged_ones_run_as_they_are() -> None:
+def test_full_tiles_share_one_graph_and_smaller_ones_run_uncompiled() -> None:
     handle = opened("cogview3")
     latents = torch.randn(1, 16, 20, 20, generator=torch.Generator().manual_seed(0))
     plain, _ = decode(handle, latents, tiling=True, backend=EAGER)
@@ -66,10 +66,10 @@ def test_tiles_of_one_size_share_a_graph_and_ragged_ones_run_as_they_are() -> No
     assert "9 of 16 calls, of latents 1×16×8×8" in report.backend_reason
 
 
-def test_a_call_that_fails_is_computed_again_by_the_original_and_compiles_nothing(
+def test_failing_compiled_call_is_recomputed_without_new_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What was compiled puts out NaN in one call: the result has the bits of a decode whose call failed uncompiled."""
+    """Compiled code returns NaN in one call: that call is recomputed in fp32, and the result stays close."""
     handle = opened("2b", precision="bf16")
     monkeypatch.setitem(registry._BACKENDS, "inductor", broken_in(1))
     torch.compiler.reset()
@@ -84,7 +84,7 @@ def test_a_call_that_fails_is_computed_again_by_the_original_and_compiles_nothin
 
 
 def broken_in(failing: int | None) -> Any:
-    """Traces with dynamo; what is compiled puts out NaN in one of its calls, counted from 1, at no other."""
+    """A backend that traces with dynamo and returns NaN in this one of its calls, counted from 1."""
 
     def compile_block(module: torch.nn.Module, *, options: Any) -> Any:
         traced, calls = torch.compile(module, backend="eager", **options), iter(range(1, 1000))
@@ -98,7 +98,7 @@ def broken_in(failing: int | None) -> Any:
     return compile_block
 
 
-def test_where_memory_runs_out_in_compiled_code_fewer_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_compiled_code_decodes_fewer_frames_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     handle, (shape, _) = opened("svd"), LATENTS["svd"]
     latents = torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
@@ -120,9 +120,7 @@ def test_where_memory_runs_out_in_compiled_code_fewer_are_decoded_at_once(monkey
 
 
 @pytest.mark.parametrize("model", ["2b", "cogview3"])
-def test_auto_compiles_a_size_once_its_eager_calls_took_as_long_as_a_compile(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_compiles_size_after_enough_time_in_eager_calls(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_compile, "_eager_seconds", {})
     auto = BackendChoice("inductor", "auto: first choice", automatic=True)
     handle = replace(opened(model), backend=auto)
@@ -138,7 +136,7 @@ def test_auto_compiles_a_size_once_its_eager_calls_took_as_long_as_a_compile(
 
 
 @pytest.mark.parametrize(
-    ("own", "asked", "runs"),
+    ("pipeline_backend", "node_backend", "expected"),
     [
         (BackendChoice(EAGER, "as you chose: not compiled"), "auto", EAGER),
         (BackendChoice(EAGER, "as you chose: not compiled"), "inductor", "inductor"),
@@ -146,9 +144,9 @@ def test_auto_compiles_a_size_once_its_eager_calls_took_as_long_as_a_compile(
         (BackendChoice("inductor", "as you chose"), EAGER, EAGER),
     ],
 )
-def test_the_nodes_choice_goes_before_the_pipelines(
-    own: BackendChoice, asked: str, runs: str, monkeypatch: pytest.MonkeyPatch
+def test_backend_of_node_overrides_backend_of_pipeline(
+    pipeline_backend: BackendChoice, node_backend: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auto_compile, "_eager_seconds", {})
-    report = run(replace(opened("svd"), backend=own), "svd", backend=asked)[1]
-    assert report.backend == runs
+    report = run(replace(opened("svd"), backend=pipeline_backend), "svd", backend=node_backend)[1]
+    assert report.backend == expected

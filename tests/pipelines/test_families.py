@@ -36,7 +36,7 @@ def make(handle, sampling, *, chunk=0, tiling=False, **start):
 
 
 def by_hand(handle, sampling, kind=None, *, tiling=False, loaded=True, **given):
-    """loaded: with the same weights; how one lies in memory changes the last bit of a convolution on some CPUs."""
+    """loaded: with the same tensors, since alignment in memory changes the last bit of a convolution on some CPUs."""
     family = handle.family
     weights = {name: handle.store.module(name, "fp32") for name in family.weighted if loaded}
     pipe = getattr(diffusers, kind or family.pipeline).from_pretrained(handle.store.model.path, **weights)
@@ -86,8 +86,8 @@ def test_text_to_image_is_bit_equal_to_diffusers(variant, **drawn):
 
 @pytest.mark.parametrize(("variant", "frames"), [*((each, 1) for each in TEXT_TO_IMAGE), ("2b", 9)])
 @pytest.mark.parametrize(("positive", "negative"), [(PROMPT, ""), ("", "grey"), ("", "")])
-def test_an_empty_prompt_is_as_diffusers_has_it(variant, frames, positive, negative):
-    """For a negative one that means none."""
+def test_empty_prompt_is_bit_equal_to_diffusers(variant, frames, positive, negative):
+    """diffusers takes an empty negative prompt for none."""
     sampling = SampleSettings(96, 64, steps=2, seed=5, frames=frames, guidance_scale=5.0)
     handle = opened(variant)
     encoded, _ = encode_prompts(handle, [positive, negative])
@@ -188,7 +188,7 @@ def test_half_precision_is_near_fp32_with_the_same_seed(variant):
 
 
 @pytest.mark.parametrize("variant", SETTINGS)
-def test_a_half_step_after_a_rerun_works_and_the_frames_are_right(variant):
+def test_half_precision_continues_after_rerun_and_frames_are_near_fp32(variant):
     exact, sampling, start = started(variant)
     expected, _ = make(exact, sampling, **start)
     dtype = "fp16" if variant == "svd" else "bf16"  # its scheduler starts at 700 times the latents: bf16 is coarse
@@ -210,8 +210,8 @@ def test_a_half_step_after_a_rerun_works_and_the_frames_are_right(variant):
     assert (frames - expected).abs().mean() < 2 * (healthy - expected).abs().mean()
 
 
-def test_a_video_is_refused_where_one_starts_from_an_image():
-    """Other starts that do not fit: tests/nodes/test_bad_input.py."""
+def test_video_is_refused_by_model_that_starts_from_image():
+    """tests/nodes/test_bad_input.py has other starts that do not fit."""
     handle, image = opened("5b-i2v"), picture(96, 64)
     with pytest.raises(BadInput, match="does not start from a video"):
         sample(handle, None, None, SampleSettings(96, 64, 2, 0, frames=9), image=image, video=[image])
@@ -219,8 +219,8 @@ def test_a_video_is_refused_where_one_starts_from_an_image():
 
 
 @pytest.mark.parametrize("variant", ["2b", "cogview3", "cogview4", "wan"])
-def test_a_prompt_is_read_whole_once_for_the_report_and_once_for_the_model(monkeypatch, variant):
-    """diffusers reads it a third time, to log what it cut off: of 10,000 characters that took most of the time."""
+def test_whole_prompt_is_tokenized_only_twice(monkeypatch, variant):
+    """Once for the report, once for the model. diffusers would do it again to log what it cut off, which is slow."""
     handle = opened(variant)
     tokenizer, read = type(handle.store.unweighted("tokenizer")), []
     plain = tokenizer.__call__
@@ -236,7 +236,7 @@ def test_a_prompt_is_read_whole_once_for_the_report_and_once_for_the_model(monke
 
 
 @pytest.mark.parametrize("fit", ["crop", "stretch"])
-def test_pictures_are_fitted(fit):
+def test_pictures_are_fitted_to_size_as_rgb(fit):
     for channels in (1, 3, 4):
         image = torch.rand(2, 30, 50, channels)
         found = fitted(image, 64, 48, fit)
@@ -260,7 +260,7 @@ def test_pictures_are_fitted(fit):
         ("wan-ti2v", (96, 80, 9), "Wan2.2-TI2V-5B makes widths that are multiples of 32 and heights of 32, not 96×80"),
     ],
 )
-def test_sizes_that_a_model_cannot_make_are_refused(variant, size, message):
+def test_sizes_that_model_cannot_make_are_refused(variant, size, message):
     handle = opened(variant)
     width, height, frames = size
     with pytest.raises(BadSize, match=message):
@@ -268,8 +268,8 @@ def test_sizes_that_a_model_cannot_make_are_refused(variant, size, message):
     assert handle.store.loaded() == {}
 
 
-def test_guidance_that_ends_below_where_it_begins():
-    """diffusers takes it as long as the last frame is guided; else it fails in its first step."""
+def test_falling_guidance_is_refused_only_if_it_ends_at_1():
+    """diffusers accepts it as long as the last frame is guided. Else it fails in its first step."""
     handle, start = opened("svd"), picture(64, 64)
 
     def sampling(first, last):
@@ -283,7 +283,7 @@ def test_guidance_that_ends_below_where_it_begins():
     assert torch.isfinite(latents).all()
 
 
-def test_half_a_character_in_a_prompt_is_refused_before_anything_is_loaded():
+def test_half_of_character_in_prompt_is_refused_before_weights_are_read():
     handle = opened("cogview4")
     with pytest.raises(BadInput, match="The prompt holds half a character"):
         encode_prompts(handle, ["a boat", "\ud83d"])

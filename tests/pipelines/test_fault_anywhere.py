@@ -1,4 +1,4 @@
-"""A fault in any layer of any stage, from any call on: found, rightly named, recovered, and nothing left behind."""
+"""A fault in any layer of any stage, from any call on: found, named correctly, recovered, and no state is left."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def distance(frames, exact):
 
 @contextmanager
 def broken(layer, first_call):
-    """Its half-precision output is NaN from a call on. Yields a list that is filled once that happened."""
+    """Make the layer's half-precision output NaN from this call on. Yields a list, filled once that happens."""
     forward, happened, calls = layer.forward, [], iter(range(10**6))
 
     def faulty(*args, **kwargs):
@@ -71,7 +71,7 @@ def broken(layer, first_call):
 @pytest.mark.parametrize(("model", "stage"), STAGES)
 @settings(**HEALTH)
 @given(data=st.data())
-def test_a_fault_in_any_layer_of_any_stage(model, stage, data):
+def test_fault_in_any_layer_of_any_stage_is_recovered(model, stage, data):
     component, part = STAGES[model, stage]
     handle = opened(model, precision="bf16")
     healthy, _ = run(handle, model)

@@ -1,4 +1,4 @@
-"""Bad folders: found before a weight is read, with what to do."""
+"""Model folders: recognised, listed, fingerprinted, and checked before weights are read."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def test_variants_are_recognised_by_config(model_folder, variant, name):
     assert facts.weights["transformer"].n_bytes == file_of(facts.path, "transformer").stat().st_size
 
 
-def test_another_pipeline(folder):
+def test_folder_of_other_pipeline_is_refused(folder):
     say(folder / "model_index.json", _class_name="StableVideoDiffusionPipeline")
     with pytest.raises(BadFolder, match=r"holds a Stable.*not a CogVideoXPipeline. It belongs to Stable Video Diff"):
         inspect(folder, COGVIDEOX)
 
 
 @pytest.mark.parametrize("variant", ["2b", "cogview3", "svd"])
-def test_what_a_vaes_config_does_not_say_is_what_its_class_says(copy, variant):
-    """Sampling ends with these numbers: it is late to miss one."""
+def test_fields_missing_in_vae_config_have_defaults_of_class(copy, variant):
+    """These numbers are first needed after sampling, which is late to find one missing."""
     folder = copy(variant)
     file = folder / "vae" / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
-    unsaid = ("scaling_factor", "temporal_compression_ratio", "force_upcast")
-    file.write_text(json.dumps({key: value for key, value in config.items() if key not in unsaid}), encoding="utf-8")
+    removed = ("scaling_factor", "temporal_compression_ratio", "force_upcast")
+    file.write_text(json.dumps({key: value for key, value in config.items() if key not in removed}), encoding="utf-8")
     model = checked(folder)
     assert model.vae_config["scaling_factor"] in (1.15258426, 0.18215)
     assert model.vae_config.get("temporal_compression_ratio") == (4 if variant == "2b" else None)
@@ -54,7 +54,7 @@ def test_what_a_vaes_config_does_not_say_is_what_its_class_says(copy, variant):
     assert {key: loaded.config[key] for key in known} == {key: model.vae_config[key] for key in known}
 
 
-def test_listing(folder, tmp_path):
+def test_list_folders_finds_models_under_unique_names(folder, tmp_path):
     (tmp_path / "deep" / "er").mkdir(parents=True)
     shutil.copytree(folder, tmp_path / "deep" / "er" / "two")
     other = tmp_path / "other"
@@ -64,8 +64,8 @@ def test_listing(folder, tmp_path):
     assert found["model"] == folder
 
 
-def test_links_that_lead_back_are_looked_through_once(folder, tmp_path, monkeypatch):
-    """A thousand of them, three deep, are a thousand million ways; a folder keeps its own name beside a link to it."""
+def test_circular_links_are_searched_once(folder, tmp_path, monkeypatch):
+    """A thousand links, three levels deep, are 1e9 paths. A folder keeps its own name if a link leads to it."""
     root = tmp_path / "root"
     shutil.copytree(folder, root / "real" / "model")
     (root / "a link").symlink_to(root / "real")
@@ -101,13 +101,13 @@ def test_fingerprint_changes_with_a_file_of_the_same_size_and_time(folder):
     assert fingerprint(folder) != before and lora.key != key
 
 
-def test_fingerprint_changes_with_where_a_link_leads(folder, tmp_path):
+def test_fingerprint_of_link_is_that_of_its_target(folder, tmp_path):
     (tmp_path / "link").symlink_to(folder)
     assert fingerprint(tmp_path / "link") == fingerprint(folder) != fingerprint(folder.parent)
 
 
 def test_fingerprint_changes_with_the_files_of_a_linked_component(folder, tmp_path):
-    """As where two models share a text encoder; a link may lead back, too."""
+    """As when two models share a text encoder. Links may be circular, too."""
     elsewhere = (folder / "text_encoder").rename(tmp_path / "t5")
     links = {folder / "text_encoder": elsewhere, elsewhere / "model": folder, folder / "gone": tmp_path / "nowhere"}
     for link, target in (links | {folder / "another": folder / "vae"}).items():
@@ -120,7 +120,7 @@ def test_fingerprint_changes_with_the_files_of_a_linked_component(folder, tmp_pa
     assert len({before, changed, fingerprint(folder)}) == 3
 
 
-def test_a_fine_tune_is_known_by_its_stored_dtype(tmp_path):
+def test_training_dtype_is_taken_from_stored_weights(tmp_path):
     for dtype, trained in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp16")):
         folder = build_cogvideox(tmp_path / str(dtype), dtype=dtype)
         variant = inspect(folder, COGVIDEOX).variant
@@ -128,16 +128,16 @@ def test_a_fine_tune_is_known_by_its_stored_dtype(tmp_path):
         assert variant.leaves_fp16 == (dtype == torch.bfloat16)
 
 
-def test_what_is_unlike_the_published_model_is_noted(model_folder):
+def test_difference_from_published_model_is_noted(model_folder):
     (note,) = inspect(model_folder("2b"), COGVIDEOX).notes
     assert note.startswith("unknown variant (num_layers 2 instead of 30")
 
 
-def test_a_checkpoint_of_several_dtypes_is_noted_and_loads(folder):
-    def half_of_it(tensors):
+def test_checkpoint_of_several_dtypes_is_noted_and_loads(folder):
+    def halve_attention(tensors):
         tensors |= {key: tensor.half() for key, tensor in tensors.items() if "attn" in key}
 
-    rewrite(folder, "transformer", half_of_it)
+    rewrite(folder, "transformer", halve_attention)
     notes = inspect(folder, COGVIDEOX).notes
     assert any(note.startswith("transformer is stored in several dtypes (F") for note in notes)
     loaded = checked(folder).component("transformer", torch.bfloat16)

@@ -1,6 +1,5 @@
-"""Whole sampling runs with fp16 accumulation, by a model of tensor cores on a CPU
-(scripts/benchmarks/fp16_sums_on_cpu.py) that stands for a GeForce card. What a card's own kernel makes is
-another thing."""
+"""Whole sampling runs with fp16 accumulation, on a CPU that emulates the tensor cores of a GeForce card
+(scripts/benchmarks/fp16_sums_on_cpu.py). Results of a real card's kernels may differ."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ BROKEN, NORM = "transformer_blocks.1.attn1.to_q", "transformer_blocks.1.norm1.no
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fp16SumsOnCpu]:
-    for module in (planned_products, planned_layers):  # cuBLAS has no such kernel that gives float32
+    for module in (planned_products, planned_layers):  # cuBLAS has no such kernel with float32 output
         made = lambda *given: pytest.fail("not supported") if switched_on() else float32_product(*given)  # noqa: E731
         monkeypatch.setattr(module, "float32_product", made)
     with a_card_with_fp16_sums() as card:
@@ -68,7 +67,7 @@ def overflowing(copy: Callable[[str], Path]) -> Path:
         weights[f"{NORM}.weight"].zero_()
         weights[f"{NORM}.bias"].fill_(64.0)
         weights[f"{BROKEN}.weight"][:, :half], weights[f"{BROKEN}.weight"][:, half:] = 128.0, -128.0
-        weights[f"{BROKEN.replace('to_q', 'to_out.0')}.weight"].zero_()  # or all else is small beside
+        weights[f"{BROKEN.replace('to_q', 'to_out.0')}.weight"].zero_()  # else it would dominate
 
     rewrite(folder, "transformer", change)
     return folder
@@ -80,54 +79,54 @@ def found_error(handle: PipelineHandle) -> float:
     return found
 
 
-def told(report: Any) -> str:
+def note_of(report: Any) -> str:
     (note,) = [note for note in report.notes if note.startswith("fp16 accumulation in the ")]
     return note.partition(": ")[2]
 
 
 @pytest.mark.parametrize("model", ["2b", "5b-i2v", "cogview3", "wan", "svd"])
-def test_every_family(opened, card, model: str) -> None:
+def test_fp16_accumulation_is_near_plain_run_in_every_family(opened, card, model: str) -> None:
     plain, report = sampled(opened(model, AUTO), model)
     assert card.launched == 0 and report.plan.fp16_sums_reason == ""
     handle = opened(model)
     made, report = sampled(handle, model)
-    assert 0 < found_error(handle) <= MAX_FP16_ERROR and told(report).startswith("on, it changes a step by 0.")
+    assert 0 < found_error(handle) <= MAX_FP16_ERROR and note_of(report).startswith("on, it changes a step by 0.")
     assert [step.outcome for step in report.steps] == ["finite"] * len(report.steps)
     assert 0 < error(made, plain) < 4 * MAX_FP16_ERROR
     before = card.launched
-    assert torch.equal(sampled(opened(model, AUTO), model)[0], plain), "off: not a bit is otherwise"
+    assert torch.equal(sampled(opened(model, AUTO), model)[0], plain), "bit-equal when it is off"
     assert card.launched == before
 
 
 @pytest.mark.parametrize("half_way", [False, True])
-def test_what_leaves_fp16_is_scaled_for_such_sums_too(opened, overflowing, card, half_way: bool) -> None:
-    """In a sum's end or half-way; by kernels that there are."""
+def test_overflow_is_scaled_with_fp16_accumulation_too(opened, overflowing, card, half_way: bool) -> None:
+    """At the end of a sum or half-way, and only with existing kernels."""
     given = {"model": overflowing} if half_way else {"model": "2b", "overflow": "stream"}
     exact, _ = sampled(opened(**given, accumulation=AUTO, precision="fp32"), "2b", steps=4)
     made, report = sampled(opened(**given), "2b", steps=4)
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * 4
-    assert told(report).startswith("on, ") and card.launched and error(made, exact) < 4 * MAX_FP16_ERROR
+    assert note_of(report).startswith("on, ") and card.launched and error(made, exact) < 4 * MAX_FP16_ERROR
 
 
-def test_a_step_that_is_wrong_with_it_turns_it_off_and_later_runs_know(opened, card, tmp_path) -> None:
+def test_wrong_step_turns_fp16_accumulation_off_for_later_runs_too(opened, card, tmp_path) -> None:
     plain, _ = sampled(opened("svd", AUTO), "svd")
     handle = opened("svd")
     hook = handle.store.module("unet", "fp16").conv_out.register_forward_hook(
         lambda _layer, _given, made: made * 1.5 if switched_on() else None
     )
     made, report = sampled(handle, "svd")
-    assert torch.equal(made, plain) and report.reruns == 0 and told(report).startswith("off, ")
+    assert torch.equal(made, plain) and report.reruns == 0 and note_of(report).startswith("off, ")
     (kept,) = (tmp_path / "kept").glob("*.json")
     assert parse(kept.read_text(), "it").learned.fp16_error == found_error(handle) > MAX_FP16_ERROR
     handle.store.learned.clear()  # as in another process
     launched = card.launched
     again, report = sampled(opened("svd"), "svd")
     hook.remove()
-    assert torch.equal(again, plain) and told(report).startswith("off, ") and card.launched == launched
-    assert any("from a profile" in note and told(report) in note for note in report.notes)
+    assert torch.equal(again, plain) and note_of(report).startswith("off, ") and card.launched == launched
+    assert any("from a profile" in note and note_of(report) in note for note in report.notes)
 
 
-def test_a_second_run_checks_nothing_nor_does_another_process(opened, card) -> None:
+def test_second_run_and_other_process_check_nothing_again(opened, card) -> None:
     handle = opened("2b")
     sampled(handle, "2b")
     found, checked = found_error(handle), card.launched
@@ -141,8 +140,8 @@ def test_a_second_run_checks_nothing_nor_does_another_process(opened, card) -> N
     assert torch.equal(third, second) and card.launched == launched
 
 
-def test_only_the_denoisers_attempt_has_the_switch(opened, card) -> None:
-    """ComfyUI was started with --fast fp16_accumulation, which a run on this card holds off everywhere else."""
+def test_switch_is_on_only_in_attempts_of_denoiser(opened, card) -> None:
+    """ComfyUI was started with --fast fp16_accumulation, which a run on this card switches off everywhere else."""
     matmul: Any = torch.backends.cuda.matmul
     handle = opened("2b")
     seen: list[bool] = []
@@ -153,14 +152,14 @@ def test_only_the_denoisers_attempt_has_the_switch(opened, card) -> None:
     try:
         _, report = sampled(handle, "2b")
         assert matmul.allow_fp16_accumulation and seen == [False, False, True, True], "a step, the check, a step"
-        (said,) = [each for each in report.switches if each.name.endswith("allow_fp16_accumulation")]
-        assert said.value == "False" and "ComfyUI or another pack had it True" in said.reason
+        (switch,) = [each for each in report.switches if each.name.endswith("allow_fp16_accumulation")]
+        assert switch.value == "False" and "ComfyUI or another pack had it True" in switch.reason
     finally:
         matmul.allow_fp16_accumulation = False
         hook.remove()
 
 
-def test_a_step_cache_stands_around_it(opened, card) -> None:
+def test_step_cache_works_with_fp16_accumulation(opened, card) -> None:
     handle = replace(opened("2b"), step_cache=CachePolicy(0.5, check_every=3))
     positive, negative = encode_prompts(handle, ["a red kite", "grey"])[0]
     settings = SampleSettings(96, 64, steps=12, seed=3, frames=9, guidance_scale=3.0)
@@ -171,17 +170,17 @@ def test_a_step_cache_stands_around_it(opened, card) -> None:
     assert found_error(handle) <= MAX_FP16_ERROR and report.reruns == 0 and 0 < error(made, plain) < 0.5
 
 
-# where there is nothing to gain, or nothing to gain it by
+# without gain or without support
 
 
-def test_on_a_card_that_gains_nothing_not_a_bit_is_otherwise(opened, card) -> None:
+def test_run_is_bit_equal_on_card_that_gains_nothing(opened, card) -> None:
     handle = replace(opened("2b"), architecture=ARCHITECTURES["sm80"])
     made, report = sampled(handle, "2b")
     assert torch.equal(made, sampled(replace(handle, accumulation=AUTO), "2b")[0]) and card.launched == 0
     assert "fp16 accumulation off: sm80 (Ampere) multiplies no faster with it" in report.text()
 
 
-def test_a_pytorch_without_the_switch_is_named_before_anything_is_read(opened, monkeypatch) -> None:
+def test_pytorch_without_switch_is_refused_before_weights_are_read(opened, monkeypatch) -> None:
     monkeypatch.setattr(switches, "FP16_SUMS", "a switch of a newer PyTorch")
     with pytest.raises(PlanImpossible, match=rf"needs PyTorch 2\.7 .* this is {torch.__version__[:4]}.*'auto'"):
         opened("2b")
@@ -191,8 +190,8 @@ def test_a_pytorch_without_the_switch_is_named_before_anything_is_read(opened, m
 # compiled
 
 
-def test_the_switch_compiles_nothing_anew(opened, traced_alone: None) -> None:
-    """Without the model of a card, under whose mode nothing compiles."""
+def test_switch_does_not_recompile(opened, traced_alone: None) -> None:
+    """Without the emulated card, whose dispatch mode prevents compiling."""
     torch._dynamo.reset()
     handle = opened("2b", backend="inductor")
     handle.store.learned.clear()
@@ -205,7 +204,7 @@ def test_the_switch_compiles_nothing_anew(opened, traced_alone: None) -> None:
     torch._dynamo.reset()
 
 
-def test_backends_that_multiply_in_their_own_way_are_left_alone(opened, card, monkeypatch) -> None:
+def test_nexfort_is_not_affected_by_fp16_accumulation(opened, card, monkeypatch) -> None:
     from comfyui_onediff_guard.pipelines.compile import backends
 
     monkeypatch.setattr(backends, "_compile", lambda block, *_: block)

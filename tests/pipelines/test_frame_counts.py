@@ -1,4 +1,4 @@
-"""As many frames come as are asked for, and those that the video is made of: of every family that makes videos."""
+"""The number of decoded frames is the requested one, for every family that makes videos."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from small_runs import opened, picture, start_of
 
 SIZES = {"2b": (64, 48), "1.5": (64, 48), "1.5-i2v": (96, 64), "wan": (64, 48), "svd": (64, 64)}
 FRAMES = {"2b": (1, 5, 13, 21), "1.5": (9, 13), "1.5-i2v": (5, 9), "wan": (5, 13), "svd": (2, 3)}
-ASKED = [(model, frames) for model in FRAMES for frames in FRAMES[model]]
+REQUESTS = [(model, frames) for model in FRAMES for frames in FRAMES[model]]
 
 
 def latents_of(handle, model, frames, **start):
@@ -30,19 +30,19 @@ def latents_of(handle, model, frames, **start):
     return sample(handle, *embeddings, settings, **start)
 
 
-@pytest.mark.parametrize(("model", "frames"), ASKED)
-def test_as_many_frames_come_as_are_asked_for(model, frames):
+@pytest.mark.parametrize(("model", "frames"), REQUESTS)
+def test_decode_returns_requested_number_of_frames(model, frames):
     handle = opened(model)
     latents, sampled = latents_of(handle, model, frames)
     made, report = decode(handle, latents)
     assert len(made) == frames
     cut = [note for note in (*sampled.notes, *report.notes) if "frames are cut" in note]
-    assert bool(cut) == (model not in ("svd", "wan") and (frames - 1) % 8 == 4), "it says so where some are cut"
+    assert bool(cut) == (model not in ("svd", "wan") and (frames - 1) % 8 == 4), "a note says so if frames are cut"
 
 
 @pytest.mark.parametrize("tiling", [False, True])
-def test_what_is_cut_are_the_frames_that_repeat_the_first(tiling):
-    """Of an even number of latents CogVideoX's VAE makes as many frames of the first as of the others."""
+def test_frames_that_repeat_first_one_are_cut(tiling):
+    """Of an even number of latents, CogVideoX's VAE makes as many frames of the first one as of the others."""
     handle = opened("2b")
     latents, _ = latents_of(handle, "2b", 13)
     vae = diffusers.AutoencoderKLCogVideoX.from_pretrained(handle.store.model.path / "vae")
@@ -54,26 +54,26 @@ def test_what_is_cut_are_the_frames_that_repeat_the_first(tiling):
 
 
 @pytest.mark.parametrize(("model", "frames"), [("2b", 5), ("1.5", 9), ("1.5", 13)])
-def test_a_video_comes_out_as_long_as_it_went_in(model, frames):
+def test_video_to_video_keeps_number_of_frames(model, frames):
     handle = opened(model)
     video = [picture(*SIZES[model], seed) for seed in range(frames)]
     latents, _ = latents_of(handle, model, frames, video=video)
     assert len(decode(handle, latents)[0]) == frames
 
 
-def test_a_vae_that_makes_more_frames_of_a_latent_is_asked_for_what_it_can_make(monkeypatch):
-    """diffusers' Wan rounds down to what it can make, with a line in the log."""
+def test_number_of_frames_must_fit_temporal_scale_of_vae(monkeypatch):
+    """diffusers' Wan would round down, with a line in the log."""
     handle = opened("wan")
     monkeypatch.setitem(handle.store.model.vae_config, "scale_factor_temporal", 8)
     with pytest.raises(BadSize, match=r"frames is 13, but .* 8·k \+ 1"):
         latents_of(handle, "wan", 13)
 
 
-IDLE = {"2b": {"chunk"}, "svd": {"tiling", "slicing"}, "cogview3": set[str](), "wan": {"chunk"}}  # settings of a VAE
+USELESS = {"2b": {"chunk"}, "svd": {"tiling", "slicing"}, "cogview3": set[str](), "wan": {"chunk"}}  # VAE settings
 
 
-@pytest.mark.parametrize("model", IDLE)
-def test_a_setting_that_a_vae_has_nothing_for_is_told(model):
+@pytest.mark.parametrize("model", USELESS)
+def test_setting_that_vae_does_not_support_gives_warning(model):
     handle = opened(model)
     layout, config = handle.family.layout, handle.store.model.vae_config
     sizes = {4: (2, layout.channels(config), 8, 8), 5: (1, layout.channels(config), 2, 8, 8)}
@@ -81,6 +81,6 @@ def test_a_setting_that_a_vae_has_nothing_for_is_told(model):
     whole, _ = decode(handle, latents)
     for setting in ("chunk", "tiling", "slicing"):
         made, report = decode(handle, latents, **{setting: 1})
-        said = [line for line in report.warnings if line.startswith(f"'{setting}' does nothing here")]
-        assert bool(said) == (setting in IDLE[model])
-        assert not said or torch.equal(made, whole)
+        warnings = [line for line in report.warnings if line.startswith(f"'{setting}' does nothing here")]
+        assert bool(warnings) == (setting in USELESS[model])
+        assert not warnings or torch.equal(made, whole)

@@ -1,5 +1,5 @@
-"""Whether main memory keeps what went to the device, and that no run changes a weight: a change through `.data` would
-be lost. What is copied is counted on the second device, in devices/on_it/host_copies.py.
+"""Copies in system RAM of weights on the device, and that no run changes a weight: a change through `.data` would be
+lost. devices/on_it/host_copies.py counts copies on an accelerator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HOST = torch.device("cpu")
     ("device", "integrated", "own"),
     [("cuda", False, True), ("cuda", True, False), ("mps", None, False), ("xpu", None, False), ("cpu", None, False)],
 )
-def test_a_device_that_shares_main_memory_keeps_nothing_there(
+def test_only_discrete_gpus_have_their_own_memory(
     monkeypatch: pytest.MonkeyPatch, device: str, integrated: bool, own: bool
 ) -> None:
     properties = type("Properties", (), {"is_integrated": integrated})
@@ -31,8 +31,8 @@ def test_a_device_that_shares_main_memory_keeps_nothing_there(
     assert has_own_memory(torch.device(device)) == own
 
 
-def test_what_is_in_float64_comes_in_float32_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As CogVideoX's table of positions, on an Apple GPU."""
+def test_float64_becomes_float32_on_devices_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CogVideoX's table of positions on an Apple GPU."""
     layer: Any = nn.Linear(2, 2)
     layer.register_buffer("table", torch.arange(4.0).double() / 3)
     for has, dtype in ((True, torch.float64), (False, torch.float32)):
@@ -43,12 +43,12 @@ def test_what_is_in_float64_comes_in_float32_where_there_is_none(monkeypatch: py
 
 
 class Watched(PlainPlacement):
-    """Main memory as a device: what a component held when it came, and whether a change was seen when it went."""
+    """System RAM as a device: the values of a component on arrival, and whether they had changed when it left."""
 
     def __init__(self) -> None:
         super().__init__(HOST)
         self.held: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self.seen: list[tuple[str, bool, bool]] = []  # component, whether it is as it was, and seems so
+        self.seen: list[tuple[str, bool, bool]] = []  # component, whether it is unchanged, and has its host copy
 
     def to_device(self, name: str, module: nn.Module, beside: int = 0) -> None:
         if name not in self.held:
@@ -58,9 +58,9 @@ class Watched(PlainPlacement):
 
     def to_host(self, name: str, module: nn.Module) -> None:
         for tensor, values in self.held.pop(name, ()):
-            seems = placement._host_copy(tensor) is not None
+            has_copy = placement._host_copy(tensor) is not None
             placement._HOST_COPIES.pop(tensor, None)
-            self.seen.append((name, torch.equal(tensor, values), seems))
+            self.seen.append((name, torch.equal(tensor, values), has_copy))
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -84,4 +84,4 @@ def test_no_run_changes_a_weight(model: str, precision: str, overflow: str, infe
         decode(handle, run(handle, model, steps=2)[0])
     assert {name for name, *_ in watched.seen} == {*handle.store.model.weights}
     assert all(same for _, same, _ in watched.seen), "else a change through .data would be lost"
-    assert all(seems for *_, seems in watched.seen), "else it is copied for nothing"
+    assert all(has_copy for *_, has_copy in watched.seen), "else it is copied needlessly"

@@ -39,7 +39,7 @@ print(folder)
 """
 
 
-def test_the_environment_that_huggingface_hub_reads_is_all_there_is_to_set(
+def test_environment_variables_of_huggingface_hub_are_enough(
     files: dict[str, bytes], tmp_path: Path, fresh_python: Callable[..., str]
 ) -> None:
     server = HubServer()
@@ -83,7 +83,7 @@ def sharded(files: dict[str, bytes], tmp_path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("stored", ["whole", "sharded"])
-def test_only_what_the_family_needs_is_fetched(
+def test_only_files_that_family_needs_are_fetched(
     server: HubServer, files: dict[str, bytes], tmp_path: Path, stored: str
 ) -> None:
     """No other formats, no duplicates, no code, and no path that leads out of the folder."""
@@ -112,18 +112,18 @@ def test_only_what_the_family_needs_is_fetched(
     assert not marker.exists() and not list(tmp_path.rglob("*evil*"))
 
 
-def test_bytes_are_told_and_end_at_their_sum(pushed: HubServer, files: dict[str, bytes]) -> None:
+def test_progress_counts_bytes_up_to_their_sum(pushed: HubServer, files: dict[str, bytes]) -> None:
     pushed.faults.seconds_per_block = 0.03
-    told: list[tuple[int, int, str]] = []
-    fetch(ID, None, progress=lambda *news: told.append(news))
+    events: list[tuple[int, int, str]] = []
+    fetch(ID, None, progress=lambda *news: events.append(news))
     total = sum(map(len, files.values()))
-    known = [news[:2] for news in told if news[1]]
-    assert told[0] == (0, 0, f"looking for {ID}")
+    known = [news[:2] for news in events if news[1]]
+    assert events[0] == (0, 0, f"looking for {ID}")
     assert known == sorted(known) and known[-1] == (total, total)
     assert len({done for done, _ in known}) > 2 and {of for _, of in known} == {total}
 
 
-def test_a_commit_stays_what_it_was(server: HubServer, files: dict[str, bytes]) -> None:
+def test_new_commit_fetches_only_changed_files_and_old_one_stays(server: HubServer, files: dict[str, bytes]) -> None:
     first = server.push(ID, files)
     old = fetch(ID, "main")
     second = server.push(ID, text(files, "scheduler/scheduler_config.json", snr_shift_scale=2.0))
@@ -134,17 +134,17 @@ def test_a_commit_stays_what_it_was(server: HubServer, files: dict[str, bytes]) 
     assert {request.path for request in server.gets()} == {"api", "scheduler/scheduler_config.json"}
     assert fetch(ID, None, download=False) == new
     server.requests.clear()
-    assert fetch(ID, None) == new and len(server.requests) == 1, "whole: one question and no more"
+    assert fetch(ID, None) == new and len(server.requests) == 1, "complete: one request and no more"
 
 
-def test_a_branch_with_a_slash(server: HubServer, files: dict[str, bytes]) -> None:
+def test_branch_with_slash_in_name_is_fetched(server: HubServer, files: dict[str, bytes]) -> None:
     server.push(ID, files, "refs/pr/1")
     folder = fetch(ID, "refs/pr/1")
     assert fetch(ID, "refs/pr/1", download=False) == folder
     assert not in_cache("main")
 
 
-# --- what cannot be had -----------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 NO_IDS = (
@@ -155,7 +155,7 @@ NO_REVISIONS = ("../main", "a b", "/main", "a/../b", "-x", "main\n", "a//b", "a\
 
 
 @pytest.mark.parametrize(("hub_id", "revision"), [(i, None) for i in NO_IDS] + [(ID, r) for r in NO_REVISIONS])
-def test_what_is_no_id_or_revision_asks_nobody(server: HubServer, hub_id: str, revision: str | None) -> None:
+def test_invalid_id_or_revision_sends_no_request(server: HubServer, hub_id: str, revision: str | None) -> None:
     wrong = f"'{revision or hub_id}' is not a "
     with pytest.raises(HubError, match=re.escape(wrong)):
         fetch(hub_id, revision)
@@ -163,7 +163,7 @@ def test_what_is_no_id_or_revision_asks_nobody(server: HubServer, hub_id: str, r
 
 
 @pytest.mark.parametrize(
-    ("where", "status", "code", "said"),
+    ("where", "status", "code", "reason"),
     [
         ("api", 404, "RepoNotFound", "nothing of 'owner/small-video' at 'main' .HTTP 404.*HF_TOKEN"),
         ("api", 401, "RepoNotFound", "HTTP 401.*HF_TOKEN"),
@@ -175,12 +175,12 @@ def test_what_is_no_id_or_revision_asks_nobody(server: HubServer, hub_id: str, r
         (DENOISER, 404, "EntryNotFound", "HTTP 404"),
     ],
 )
-def test_what_the_hub_refuses(
-    pushed: HubServer, monkeypatch: pytest.MonkeyPatch, where: str, status: int, code: str, said: str
+def test_refusal_by_hub_is_explained_without_token(
+    pushed: HubServer, monkeypatch: pytest.MonkeyPatch, where: str, status: int, code: str, reason: str
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     pushed.faults.status = {where: (status, code)}
-    with pytest.raises(HubError, match=said) as error:
+    with pytest.raises(HubError, match=reason) as error:
         fetch(ID, None)
     assert {request.authorization for request in pushed.requests if not request.cdn} == {f"Bearer {TOKEN}"}
     assert TOKEN not in str(error.value) and error.value.__suppress_context__
@@ -188,14 +188,16 @@ def test_what_the_hub_refuses(
 
 
 @pytest.mark.parametrize("off", ["download", "HF_HUB_OFFLINE"])
-def test_turned_off_nothing_is_asked(pushed: HubServer, monkeypatch: pytest.MonkeyPatch, off: str) -> None:
+def test_disabled_download_sends_no_request(pushed: HubServer, monkeypatch: pytest.MonkeyPatch, off: str) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", off == "HF_HUB_OFFLINE")
     with pytest.raises(HubError, match=f"'{ID}' at 'main' is not in the cache"):
         fetch(ID, None, download=off != "download")
     assert not pushed.requests
 
 
-def test_no_network(pushed: HubServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_model_is_used_without_network(
+    pushed: HubServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = fetch(ID, None)
     pushed.close()
     secret = f"http://user:{TOKEN}@127.0.0.1:1"
@@ -205,12 +207,12 @@ def test_no_network(pushed: HubServer, caplog: pytest.LogCaptureFixture, monkeyp
             fetch("owner/other", None)
         assert TOKEN not in str(error.value)
     with caplog.at_level(logging.WARNING):
-        assert fetch(ID, None) == folder, "what is there is used, and that is said"
+        assert fetch(ID, None) == folder, "the cached model is used, with a warning"
     assert f"'{ID}' cannot be downloaded now" in caplog.text and folder.name in caplog.text and TOKEN not in caplog.text
 
 
 @pytest.mark.parametrize("status", [408, 429, 503])
-def test_a_hub_that_has_no_time(pushed: HubServer, caplog: pytest.LogCaptureFixture, status: int) -> None:
+def test_cached_model_is_used_if_hub_is_busy(pushed: HubServer, caplog: pytest.LogCaptureFixture, status: int) -> None:
     folder = fetch(ID, None)
     pushed.faults.status = {"api": (status, "")}
     with pytest.raises(HubError, match=f"'owner/other' cannot be downloaded now .HTTP {status}"):
@@ -220,7 +222,7 @@ def test_a_hub_that_has_no_time(pushed: HubServer, caplog: pytest.LogCaptureFixt
     assert folder.name in caplog.text
 
 
-def test_a_hub_that_does_not_answer(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_hub_times_out_or_is_interrupted(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -237,7 +239,7 @@ def test_a_hub_that_does_not_answer(server: HubServer, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         ({"_class_name": "FluxPipeline"}, "FluxPipeline"),
         ({"_class_name": ["pipeline", "EvilPipeline"]}, "EvilPipeline"),
@@ -245,17 +247,17 @@ def test_a_hub_that_does_not_answer(server: HubServer, monkeypatch: pytest.Monke
         ({"vae": None}, "nothing as vae"),
     ],
 )
-def test_another_pipeline_is_refused_by_its_index_alone(
-    server: HubServer, files: dict[str, bytes], changes: dict[str, Any], said: str
+def test_unsupported_pipeline_is_refused_by_its_index_only(
+    server: HubServer, files: dict[str, bytes], changes: dict[str, Any], reason: str
 ) -> None:
     server.push(ID, text(files, "model_index.json", **changes))
-    with pytest.raises(BadFolder, match=f"'{ID}'.*{said}"):
+    with pytest.raises(BadFolder, match=f"'{ID}'.*{reason}"):
         fetch(ID, None)
     assert {request.path for request in server.gets()} == {"api", "model_index.json"} and not in_cache()
 
 
 @pytest.mark.parametrize(
-    ("lost", "instead", "said"),
+    ("lost", "instead", "reason"),
     [
         (DENOISER, "transformer/diffusion_pytorch_model.fp16.safetensors", f"'{ID}' has no {DENOISER}"),
         (DENOISER, "transformer/diffusion_pytorch_model.bin", f"'{ID}' has no {DENOISER}"),
@@ -263,16 +265,16 @@ def test_another_pipeline_is_refused_by_its_index_alone(
         ("model_index.json", "index.json", f"'{ID}' has no model_index.json"),
     ],
 )
-def test_a_repository_without_the_files_costs_no_weights(
-    server: HubServer, files: dict[str, bytes], lost: str, instead: str, said: str
+def test_missing_files_are_refused_before_weights_are_fetched(
+    server: HubServer, files: dict[str, bytes], lost: str, instead: str, reason: str
 ) -> None:
     server.push(ID, {**without(files, lost), instead: files[lost]})
-    with pytest.raises(BadFolder, match=said):
+    with pytest.raises(BadFolder, match=reason):
         fetch(ID, None)
     assert not server.gets(".safetensors")
 
 
-def test_an_index_that_is_too_large_is_not_downloaded(
+def test_too_large_index_is_not_downloaded(
     pushed: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "MOST_VOCABULARY_BYTES", len(files["model_index.json"]) - 1)
@@ -285,7 +287,7 @@ def test_an_index_that_is_too_large_is_not_downloaded(
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_an_interrupt_ends_the_download_at_once(
+def test_interrupt_cancels_download_at_once(
     server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     old = server.push(ID, text(files, "scheduler/scheduler_config.json", snr_shift_scale=2.0))
@@ -307,7 +309,7 @@ def test_an_interrupt_ends_the_download_at_once(
         fetch(ID, None, progress=progress)
     assert not in_cache()
     refs = Path(constants.HF_HUB_CACHE).rglob("refs/main")
-    assert [ref.read_text() for ref in refs] == [old], "a commit that is not complete is no branch's"
+    assert [ref.read_text() for ref in refs] == [old], "the branch does not move to an incomplete commit"
     server.released.set()
     with hub._xet_is_off:  # once the library's threads have ended
         assert sum(request.sent for request in server.gets(DENOISER)) < len(files[DENOISER])
@@ -316,7 +318,7 @@ def test_an_interrupt_ends_the_download_at_once(
 
 
 @pytest.mark.parametrize("times", [1, 99])
-def test_an_answer_that_ends_early(
+def test_truncated_response_is_fetched_again(
     pushed: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     monkeypatch.setattr(file_download.time, "sleep", lambda _s: None)  # between the library's own attempts
@@ -328,7 +330,7 @@ def test_an_answer_that_ends_early(
     assert files_of(fetch(ID, None)) == files and in_cache()
 
 
-def test_other_bytes_than_the_checksum_promises(pushed: HubServer, files: dict[str, bytes]) -> None:
+def test_wrong_checksum_is_refused_and_file_fetched_again(pushed: HubServer, files: dict[str, bytes]) -> None:
     path = next(name for name in files if name.startswith("transformer/") and name.endswith(".safetensors"))
     pushed.faults.corrupt = {path}
     with pytest.raises(HubError, match=f"{Path(path).name} has other bytes.*deleted. Run it again"):
@@ -341,7 +343,7 @@ def test_other_bytes_than_the_checksum_promises(pushed: HubServer, files: dict[s
 @pytest.mark.parametrize(
     "file", [DENOISER, "model_index.json", "tokenizer/spiece.model", "transformer/config.json", "vae/config.json"]
 )
-def test_a_damaged_copy_is_refused_and_fetched_again(
+def test_damaged_copy_is_refused_and_fetched_again(
     pushed: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, file: str, links: bool
 ) -> None:
     if not links:  # Windows without developer mode
@@ -361,14 +363,14 @@ def test_a_damaged_copy_is_refused_and_fetched_again(
         assert {request.path for request in pushed.gets()} <= {"api", file}
 
 
-def test_no_space_is_said_before_weights_are_fetched(pushed: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_disk_space_ends_fetch_before_weights(pushed: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda _path: SimpleNamespace(free=10_000))
     with pytest.raises(HubError, match=r"needs 0.0 GB more in .*cache, where 0.0 GB are free.*HF_HOME"):
         fetch(ID, None)
     assert {request.path for request in pushed.gets()} == {"api", "model_index.json"}
 
 
-def test_a_disk_that_gets_full(pushed: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported(pushed: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     write, full = file_download.http_get, OSError(errno.ENOSPC, "No space left on device")
 
     def http_get(url: str, *rest: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Learning through a whole sampling run: every layer scaled, kept for the next run."""
+"""Precision overrides learned in a whole sampling run: all layers scaled, and saved for the next run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(handle, policy=LEARNED, **more):
 
 
 def overflow_in_time_embedding(denoiser):
-    """Between its two layers 1e5 and more; what it puts out fits."""
+    """Values between its two layers reach 1e5 and more; its output fits fp16."""
     embedding = denoiser.time_embedding
     with torch.no_grad():
         embedding.linear_1.weight.mul_(2.0**18)
@@ -40,7 +40,7 @@ def overflow_in_time_embedding(denoiser):
 
 
 def overflow_between_parts(denoiser):
-    """What the time embedding puts out reaches 1e6; what it is read by brings it back."""
+    """The output of the time embedding reaches 1e6; the layers that read it scale it back."""
     with torch.no_grad():
         denoiser.time_embedding.linear_1.weight.mul_(2.0**18)
         denoiser.time_embedding.linear_2.weight.mul_(2.0**4)
@@ -50,7 +50,7 @@ def overflow_between_parts(denoiser):
 
 
 @pytest.mark.parametrize("overflow", ["stream", "inside", overflow_in_time_embedding, overflow_between_parts])
-def test_no_overflow_costs_a_protected_denoiser_a_step_or_teaches_it_anything(overflow):
+def test_protected_denoiser_needs_no_rerun_and_learns_nothing(overflow):
     gc.collect()  # the weights are changed below: no other test's
     handle = opened("2b", precision="fp16", overflow=overflow if isinstance(overflow, str) else "none")
     if callable(overflow):
@@ -63,8 +63,8 @@ def test_no_overflow_costs_a_protected_denoiser_a_step_or_teaches_it_anything(ov
     assert {step.dtype for step in in_fp32.steps} == {"fp32"} and error(latents, expected) < 3e-3
 
 
-def test_an_overflow_costs_a_denoiser_without_protection_one_rerun_and_no_more(tmp_path):
-    """In later processes neither. What a profile says that does not help is forgotten."""
+def test_unprotected_denoiser_is_rerun_once_and_then_protected(tmp_path):
+    """Also in later processes. Overrides of the profile stay, even if they do not help."""
     handle = opened("svd", precision="fp16", overflow="inside", profiles=tmp_path)
     useless = PrecisionOverrides(unquantised=("conv_in",))
     file = write(tmp_path, profile := replace(profile_of(handle, "unet", "fp16"), learned=useless))
@@ -79,7 +79,7 @@ def test_an_overflow_costs_a_denoiser_without_protection_one_rerun_and_no_more(t
     _, again = run(handle, seed=4)
     assert again.reruns == 0 and again.summary().count(PROTECTED) == 1
     _, every_step = run(handle, GuardPolicy(scope=Scope.STEP), seed=4)
-    assert every_step.reruns == STEPS, "where nothing may be learned, it is of no effect"
+    assert every_step.reruns == STEPS, "scope 'step' ignores overrides"
     assert latents.isfinite().all()
 
 
@@ -90,8 +90,8 @@ def test_an_overflow_costs_a_denoiser_without_protection_one_rerun_and_no_more(t
         ("bf16", fails_unscaled, PrecisionOverrides(all_layers_scaled=True), ["fp32", *["bf16"] * 3], 0),
     ],
 )
-def test_a_block_that_fails_again_and_again_is_given_up_after_one_rerun(precision, fails, learned, dtypes, reruns):
-    """In bf16 for good. A run in fp16 that goes on in fp32 is no lesson for the next one."""
+def test_block_that_always_fails_is_rerun_once_in_run(precision, fails, learned, dtypes, reruns):
+    """In bf16 also in later runs. A run in fp16 that continues in fp32 leaves no overrides for the next one."""
     handle = opened("2b", precision=precision)
     block = handle.store.module("transformer", precision).transformer_blocks[1]
     hook = block.ff.net[0].register_forward_hook(fails)
@@ -107,13 +107,13 @@ def test_a_block_that_fails_again_and_again_is_given_up_after_one_rerun(precisio
     assert error(latents, expected) < 2e-2
 
 
-@pytest.mark.parametrize("then", ["gone", "gone, and stopped", "replaced", "its LoRA gone", "its LoRA replaced"])
-def test_what_a_run_learned_is_of_the_weights_that_it_began_with(copy, trained, tmp_path, then):
-    """Its files may be gone by its end, or be another model's."""
+@pytest.mark.parametrize("change", ["gone", "gone, and stopped", "replaced", "its LoRA gone", "its LoRA replaced"])
+def test_overrides_are_saved_for_weights_at_start_of_run(copy, trained, tmp_path, change):
+    """By its end, its files may be deleted, or be another model's."""
     folder = copy("2b")
     model, lora = opened(folder).store.module("transformer", "fp32"), tmp_path / "a.safetensors"
     shutil.copy(trained(model), lora)
-    loras = (Lora(lora),) if "LoRA" in then else ()
+    loras = (Lora(lora),) if "LoRA" in change else ()
     handle = replace(opened(folder, precision="bf16", profiles=tmp_path / "kept"), loras=loras)
     prompts(handle)
     block = handle.store.module("transformer", "bf16").transformer_blocks[1]
@@ -123,23 +123,23 @@ def test_what_a_run_learned_is_of_the_weights_that_it_began_with(copy, trained, 
 
     def step_done(done, _total, _report):
         if done == 2 and loras:
-            lora.unlink() if "gone" in then else shutil.copy(trained(model, seed=2), lora)
-        elif done == 2 and then == "replaced":
+            lora.unlink() if "gone" in change else shutil.copy(trained(model, seed=2), lora)
+        elif done == 2 and change == "replaced":
             save_file({key: value * 1.5 for key, value in load_file(weights).items()}, tmp_path / "other")
             (tmp_path / "other").replace(weights)
         elif done == 2:
             shutil.rmtree(folder)
-        elif done == 4 and then == "gone, and stopped":
+        elif done == 4 and change == "gone, and stopped":
             raise KeyboardInterrupt
 
-    stopped = pytest.raises(KeyboardInterrupt) if then == "gone, and stopped" else nullcontext()
+    stopped = pytest.raises(KeyboardInterrupt) if change == "gone, and stopped" else nullcontext()
     with stopped:
         run(handle, step_done=step_done)
     (kept,) = (tmp_path / "kept").iterdir()
     assert kept.stem == name and read(kept).learned == PrecisionOverrides(all_layers_scaled=True)
 
 
-def test_a_denoiser_that_is_let_go_lets_go_of_the_model():
+def test_deleting_guarded_denoiser_frees_model():
     handle = replace(opened("2b", precision="bf16"), policy=LEARNED)
     denoiser = guarded_denoiser(handle.stage(Component.DENOISER))
     inputs = handle.family.step_inputs(denoiser.config, (1, 16, 3, 8, 8), {})

@@ -1,4 +1,4 @@
-"""LoRA files: read as what they are, or refused by name before a weight is loaded."""
+"""LoRA files: read as safetensors, or refused by name before weights are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from comfyui_onediff_guard.pipelines.families.svd import SVD
 from comfyui_onediff_guard.pipelines.models import lora
 from comfyui_onediff_guard.pipelines.models.folder import inspect
 from comfyui_onediff_guard.pipelines.models.lora import Lora, check_lora, skeleton, with_loras
-from lora_models import by_diffusers, call, changed, denoiser, header, ours, saved, written
+from lora_models import apply_loras, by_diffusers, call, changed, denoiser, header, saved, written
 
 # peft's, at each adapter after the first that diffusers loads
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`", "ignore:Adapter 'default'")
@@ -37,7 +37,7 @@ def halves(layer, inputs=32, outputs=32, rank=2):
 
 BLOCK = "transformer.transformer_blocks.0"
 NO_PLACE = "this CogVideoX has no place for "
-FOREIGN = {  # case → (key: shape, what is said)
+FOREIGN = {  # case → ({key: shape}, message)
     "SD": ({"lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight": (2, 8)}, f"{NO_PLACE}1 tensor"),
     "Flux": (halves("transformer.single_transformer_blocks.0.attn.to_q"), NO_PLACE),
     "Wan": (halves("diffusion_model.blocks.0.self_attn.q"), NO_PLACE),
@@ -57,7 +57,7 @@ FOREIGN = {  # case → (key: shape, what is said)
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_another_models_lora_is_refused_by_its_keys(case, tmp_path):
+def test_lora_of_other_model_is_refused_by_its_keys(case, tmp_path):
     shapes, message = FOREIGN[case]
     path = saved(tmp_path, {key: torch.zeros(shape) for key, shape in shapes.items()})
     with pytest.raises(BadLora, match=rf"^'changed.safetensors' .*{message}"):
@@ -76,7 +76,7 @@ BROKEN = {
     "JSON": (lambda *where: changed(*where, metadata="{"), "it is not JSON"),
 }
 NO_LAYER = r"its header has an alpha for '.*', which is no layer of this model"
-SETTINGS = [  # of other kinds or beyond bounds
+SETTINGS = [  # of wrong types or out of bounds
     ({"lora_alpha": 1e300}, "lora_alpha is 1e.300: input should be less than or equal to 1000000"),
     ({"lora_alpha": True}, "lora_alpha is True"),
     ({"lora_alpha": 1, "alpha_pattern": {"to_k": "9"}}, "alpha_pattern.to_k is 9: input should be a valid number"),
@@ -92,7 +92,7 @@ BROKEN |= {f"settings {n}": (partial(header, r=4, **given), said) for n, (given,
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_cannot_be_read_is_refused(case, trained, tmp_path):
+def test_unreadable_or_unsupported_file_is_refused(case, trained, tmp_path):
     make, message = BROKEN[case]
     weights = copy.deepcopy(denoiser.state_dict())
     with pytest.raises(BadLora, match=message):
@@ -101,12 +101,12 @@ def test_what_cannot_be_read_is_refused(case, trained, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.SAFETENSORS", "a.SafeTensors"])
-def test_a_name_in_capitals_is_not_read_as_a_pickle(name, trained, tmp_path, monkeypatch):
-    """diffusers tells the formats apart by the ending, as it is written."""
+def test_file_with_ending_in_capitals_is_not_read_as_pickle(name, trained, tmp_path, monkeypatch):
+    """diffusers tells formats apart by the ending, in lower case only."""
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("read as a pickle"))
     path = trained()
     file = written(tmp_path / name, path.read_bytes())
-    assert torch.equal(ours([file], [0.5])(**call)[0], ours([path], [0.5])(**call)[0])
+    assert torch.equal(apply_loras([file], [0.5])(**call)[0], apply_loras([path], [0.5])(**call)[0])
 
 
 def test_a_file_that_is_damaged_after_the_check_is_refused(trained, tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ def test_a_file_that_is_damaged_after_the_check_is_refused(trained, tmp_path, mo
         lora.read_lora(file, COGVIDEOX, denoiser)
 
 
-def test_a_value_beyond_fp16_is_refused_there_alone(trained, tmp_path):
+def test_value_beyond_fp16_is_refused_only_in_fp16(trained, tmp_path):
     lora = Lora(changed(trained(), tmp_path, value=1e5))
     with_loras(denoiser, [lora], COGVIDEOX)
     with pytest.raises(BadLora, match=r"reaches 1e\+05, which does not fit torch.float16. Choose precision"):
@@ -125,12 +125,12 @@ def test_a_value_beyond_fp16_is_refused_there_alone(trained, tmp_path):
 
 
 @pytest.mark.parametrize("family", [COGVIEW3PLUS, SVD], ids=lambda family: family.name)
-def test_a_family_that_diffusers_has_no_lora_for_is_named(family, trained):
+def test_family_without_loras_in_diffusers_is_refused_by_name(family, trained):
     with pytest.raises(BadLora, match=rf"has no LoRA for {family.name}"):
         check_lora(trained(), family, denoiser)
 
 
-def test_of_two_names_that_fit_a_layer_the_first_is_taken_as_peft_does(trained):
+def test_first_alpha_pattern_that_fits_layer_is_used_as_in_peft(trained):
     for pattern in ({"to_k": 1, "0.attn1.to_k": 9}, {"0.attn1.to_k": 9, "to_k": 1}):
         path = trained.__wrapped__(metadata=True, alpha_pattern=pattern)
-        assert torch.equal(ours([path], [1.0])(**call)[0], by_diffusers([path], [1.0]))
+        assert torch.equal(apply_loras([path], [1.0])(**call)[0], by_diffusers([path], [1.0]))

@@ -1,5 +1,5 @@
-"""LoRAs as each public trainer writes them, against weights that are merged by hand: all of a file acts, or the report
-names what does not."""
+"""LoRA files of each public trainer, against weights that are merged by hand: all of a file is applied, or the report
+names what is not."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def content(model: torch.nn.Module, layers: Mapping[str, str], parts: str = "A B
 
 
 def merged(model: Any, files: Mapping[float, Content]) -> Any:
-    """A copy whose weights have all of the files in them."""
+    """A copy with all of the files merged into its weights."""
     model = copy.deepcopy(model)
     parameters = dict(model.named_parameters())
     for scale, made in files.items():
@@ -190,7 +190,7 @@ def file_of(case: str, folder: Path) -> tuple[Path, Any, Any, Any, Content]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", FILES)
-def test_a_file_of_each_trainer_is_what_is_merged_by_hand(case: str, tmp_path: Path) -> None:
+def test_lora_of_each_trainer_equals_merge_by_hand(case: str, tmp_path: Path) -> None:
     path, model, given, family, made = file_of(case, tmp_path)
     without, right = model(**given)[0], merged(model, {SCALE: made})(**given)[0]
     found = with_loras(model, [Lora(path, SCALE)], family)(**given)[0]
@@ -211,7 +211,7 @@ def test_two_files_add_up(tmp_path: Path) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("settings", [{"lora_alpha": 2}, {"lora_alpha": 2, "use_rslora": True, "lora_bias": True}])
-def test_a_folder_as_peft_saves_it_has_its_alpha_beside_it(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_alpha_of_peft_folder_is_read_from_adapter_config(settings: dict[str, Any], tmp_path: Path) -> None:
     model, given = wan()
     torch.manual_seed(1)
     config = LoraConfig(r=RANK, init_lora_weights=False, target_modules=["to_q", "ffn.net.2"], **settings)
@@ -240,7 +240,7 @@ def test_a_folder_as_peft_saves_it_has_its_alpha_beside_it(settings: dict[str, A
 @pytest.mark.parametrize(
     ("stem", "endings"), [("diffusion_model.{theirs}", NATIVE), ("lora_unet_{theirs_}", KOHYA), ("{ours}", ADAPTER)]
 )
-def test_an_image_to_video_lora_loads_without_what_is_the_images(
+def test_image_to_video_lora_loads_without_its_image_tensors(
     stem: str, endings: dict[str, str], tmp_path: Path
 ) -> None:
     made_for, _ = wan(in_channels=36, image_dim=8, added_kv_proj_dim=24)
@@ -266,7 +266,7 @@ def test_an_image_to_video_lora_loads_without_what_is_the_images(
         check_lora(saved(tmp_path, only), WAN, model)
 
 
-def test_the_authors_names_are_those_that_diffusers_converts() -> None:
+def test_names_of_original_layers_match_conversion_of_diffusers() -> None:
     model = WanTransformer3DModel(**WAN_SIZES, image_dim=8, added_kv_proj_dim=24)
     names, theirs = LayerNames(WAN, model), {}
     for name, tensor in model.state_dict().items():
@@ -280,7 +280,7 @@ def test_the_authors_names_are_those_that_diffusers_converts() -> None:
 
 
 KEY = "diffusion_model.blocks.0.self_attn.q"
-REFUSED: dict[str, str] = {  # a further key → what is said
+REFUSED: dict[str, str] = {  # an additional key → message
     **dict.fromkeys((f"{KEY}.dora_scale", "transformer.blocks.0.attn1.to_q.dora_scale", f"{KEY}.lokr_w1",
                      f"{KEY}.lora_magnitude_vector.default.weight", f"{KEY}.hada_w1_a", f"{KEY}.oft_blocks",
                      "base_model.model.blocks.0.attn1.to_q.oft_R.weight", f"{KEY}.boft_s", f"{KEY}.a1.weight",
@@ -297,7 +297,7 @@ REFUSED: dict[str, str] = {  # a further key → what is said
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_cannot_be_applied_is_refused_by_name(key: str, tmp_path: Path) -> None:
+def test_tensor_that_cannot_be_applied_is_refused_with_reason(key: str, tmp_path: Path) -> None:
     model, _ = wan()
     made = content(model, {"blocks.0.attn1.to_q": ""}, "A B")
     tensor = torch.ones(8, dtype=torch.int8 if "I8" in REFUSED[key] else None)
@@ -306,8 +306,8 @@ def test_what_cannot_be_applied_is_refused_by_name(key: str, tmp_path: Path) -> 
         check_lora(path, WAN, model)
 
 
-def test_a_file_of_which_nothing_can_be_applied_is_refused(tmp_path: Path) -> None:
-    """It holds what only a model that takes an image has: the image's channels of the first layer."""
+def test_file_without_applicable_tensors_is_refused(tmp_path: Path) -> None:
+    """It holds only what a model without an image lacks: the image's channels of the first layer."""
     model, _ = wan()
     outputs, inputs, *kernel = model.patch_embedding.weight.shape
     made = {"A": torch.ones(2, inputs + 4, *kernel), "B": torch.ones(outputs, 2, 1, 1, 1)}
@@ -318,27 +318,27 @@ def test_a_file_of_which_nothing_can_be_applied_is_refused(tmp_path: Path) -> No
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_differences_lose_nothing_to_rounding_in_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_weight_differences_are_not_rounded_to_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     """Rounded to bf16, a weight near 1 cannot change by less than 4e-3."""
     path, model, given, family, made = file_of("lightx2v", tmp_path)
     half = copy.deepcopy(model).to(dtype)
     before = copy.deepcopy(half.state_dict())
-    shell: Any = with_loras(half, [Lora(path, 1e-3)], family)
-    norm, there = shell.blocks[0].attn1.norm_q, half.blocks[0].attn1.norm_q
-    assert torch.equal(norm.weight, there.weight.float() + 1e-3 * made["blocks.0.attn1.norm_q"]["diff"])
+    with_lora: Any = with_loras(half, [Lora(path, 1e-3)], family)
+    norm, original = with_lora.blocks[0].attn1.norm_q, half.blocks[0].attn1.norm_q
+    assert torch.equal(norm.weight, original.weight.float() + 1e-3 * made["blocks.0.attn1.norm_q"]["diff"])
     assert norm(torch.ones(1, 24, dtype=dtype)).dtype is dtype
     inputs = given | {name: given[name].to(dtype) for name in ("hidden_states", "encoder_hidden_states")}
     floats = given | {name: inputs[name].float() for name in ("hidden_states", "encoder_hidden_states")}
     right = merged(copy.deepcopy(half).float(), {SCALE: made})(**floats)[0]
-    shell = with_loras(half, [Lora(path, SCALE)], family)
+    with_lora = with_loras(half, [Lora(path, SCALE)], family)
     without = copy.deepcopy(half).float()(**floats)[0]
-    rerun = run_in_fp32(shell, **inputs)[0]
+    rerun = run_in_fp32(with_lora, **inputs)[0]
     limit = 1e-2 if dtype is torch.bfloat16 else 1e-3  # additions by peft are rounded to the layer's dtype
     assert error_over_effect(rerun, right, without) < limit
-    assert error_over_effect(shell(**inputs)[0].float(), right, without) < 10 * limit
+    assert error_over_effect(with_lora(**inputs)[0].float(), right, without) < 10 * limit
     if dtype is torch.float16:
         for in_layers in (False, True):
-            run = protected(shell, family, in_layers=in_layers)
+            run = protected(with_lora, family, in_layers=in_layers)
             assert all(error_over_effect(run(**inputs)[0], right, without) < 10 * limit for _ in range(2))
     assert half.state_dict().keys() == before.keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in half.state_dict().items())

@@ -1,4 +1,4 @@
-"""What a run learned, kept as a profile and used by a later process, or carried in a workflow."""
+"""Precision overrides of a run: saved as a profile and used by a later process, or carried in a workflow."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SCALED = PrecisionOverrides(all_layers_scaled=True)
 
 @pytest.fixture
 def opened(tmp_path):
-    """opened(policy) → a pipeline in bf16 as a new process would open it, with tmp_path/profiles for its memory.
-    broken: a layer of one block is right in float32 alone."""
+    """opened(policy) → a pipeline in bf16 as a new process would open it, with its profiles in tmp_path/profiles.
+    broken: a layer of one block works only in float32."""
     hooks = []
 
     def fresh(policy=LEARNED, *, broken=True, **changes):
@@ -48,42 +48,42 @@ def opened(tmp_path):
         store.learned.clear()
 
 
-def kept(tmp_path):
+def saved_profile(tmp_path):
     (file,) = (tmp_path / "profiles").glob("*.json")
     return file
 
 
-def test_nothing_is_written_twice_nor_without_a_lesson(opened, tmp_path):
+def test_profile_is_written_only_if_overrides_are_new(opened, tmp_path):
     sampled(opened(broken=False), SMALL)
     assert not (tmp_path / "profiles").exists(), "nothing failed"
     sampled(opened(), SMALL)
-    before = kept(tmp_path).stat().st_mtime_ns
+    before = saved_profile(tmp_path).stat().st_mtime_ns
     sampled(opened(), SMALL)
-    assert kept(tmp_path).stat().st_mtime_ns == before
+    assert saved_profile(tmp_path).stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "text"),
     [
         ({"format": 9}, "format is 9"),
         ({"format": 1, "learned": {"islands": ["transformer_blocks.1"]}}, "format is 1"),
         ({"versions": {"torch": "1.0"}}, "is left alone: it was made with torch 1.0"),
     ],
 )
-def test_a_kept_profile_that_does_not_fit_is_left_alone_with_a_line(opened, tmp_path, change, says):
+def test_saved_profile_that_does_not_fit_is_noted_and_replaced(opened, tmp_path, change, text):
     sampled(opened(), SMALL)
-    file = kept(tmp_path)
+    file = saved_profile(tmp_path)
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     latents, report = sampled(opened(), SMALL)
     assert report.reruns == 1 and torch.isfinite(latents).all()
-    assert any(says in note for note in report.notes), report.notes
-    assert read(file).learned == report.learned == SCALED, "and is made anew"
+    assert any(text in note for note in report.notes), report.notes
+    assert read(file).learned == report.learned == SCALED, "and it is written again"
 
 
-def test_a_profile_that_a_workflow_carries(opened, tmp_path):
+def test_profile_in_workflow_is_used_if_it_fits_and_noted_if_not(opened, tmp_path):
     sampled(opened(), SMALL)
-    carried = read(kept(tmp_path))
-    kept(tmp_path).unlink()
+    carried = read(saved_profile(tmp_path))
+    saved_profile(tmp_path).unlink()
     _, report = sampled(opened(profile=carried), SMALL)
     assert report.reruns == 0 and "from a profile" in report.text()
     assert not list((tmp_path / "profiles").iterdir()), "nothing was learned that the workflow does not carry"
@@ -91,29 +91,29 @@ def test_a_profile_that_a_workflow_carries(opened, tmp_path):
     _, report = sampled(opened(profile=elsewhere), SMALL)
     assert "the profile that was given is left alone: it is for sm90, and this is sm80" in report.notes
     assert report.reruns == 1
-    assert read(kept(tmp_path)) == carried, "what a run learned itself is kept, the same or not"
+    assert read(saved_profile(tmp_path)) == carried, "what a run learned itself is saved, even if it is the same"
 
 
-def test_what_is_learned_on_top_of_a_profile_that_a_workflow_carries_is_kept(opened, tmp_path):
+def test_overrides_learned_beyond_profile_in_workflow_are_saved(opened, tmp_path):
     sampled(opened(), SMALL)
-    whole = read(kept(tmp_path))
-    kept(tmp_path).unlink()
+    whole = read(saved_profile(tmp_path))
+    saved_profile(tmp_path).unlink()
     other = PrecisionOverrides(unquantised=("transformer_blocks.0.ff.net.2",))
     _, report = sampled(opened(profile=replace(whole, learned=other)), SMALL)
     both = replace(other, all_layers_scaled=True)
-    assert report.reruns == 1 and read(kept(tmp_path)) == replace(whole, learned=both)
+    assert report.reruns == 1 and read(saved_profile(tmp_path)) == replace(whole, learned=both)
 
 
-# --- what a profile says is true, or refused, or costs time alone: none can ruin a picture ----------------------------
+# --- a profile is right, or refused, or only costs time: none can ruin a picture --------------------------------------
 
 
 @lru_cache
-def unlearned(overflow, precision):
-    return claimed(overflow, precision, STEP, None)[0]
+def run_without_profile(overflow, precision):
+    return run_with_profile(overflow, precision, STEP, None)[0]
 
 
-def claimed(overflow, precision, policy, learned):
-    """Latents and report. learned: by a profile that was made in half precision; None: there is no profile."""
+def run_with_profile(overflow, precision, policy, learned):
+    """Latents and report. learned: the overrides of its profile, made in half precision; None: no profile."""
     handle = open_pipeline("5b", overflow=overflow)
     given = replace(profile_of(handle, "transformer", precision), learned=learned) if learned else None
     return sampled(replace(handle, precision=Precision(precision), policy=policy, profile=given), SMALL)
@@ -126,11 +126,11 @@ def claimed(overflow, precision, policy, learned):
     [SCALED, PrecisionOverrides(unquantised=("transformer_blocks.9",)), PrecisionOverrides(fp16_error=1.0)],
     ids=["scaled", "unquantised", "fp16 accumulation"],
 )
-def test_no_claim_makes_the_result_worse(learned, precision, overflow, policy):
-    """In fp16 every layer is scaled anyway. In bf16 that has float32 where bf16 would round."""
-    latents, report = claimed(overflow, precision, policy, learned)
+def test_no_profile_makes_result_worse(learned, precision, overflow, policy):
+    """In fp16 all layers are scaled anyway. In bf16, scaled layers use float32 where bf16 would round."""
+    latents, report = run_with_profile(overflow, precision, policy, learned)
     assert [(step.dtype, step.outcome) for step in report.steps] == [(precision, "finite")] * 2
-    without, right = unlearned(overflow, precision), unlearned(overflow, "fp32")
+    without, right = run_without_profile(overflow, precision), run_without_profile(overflow, "fp32")
     if precision == "bf16" and learned == SCALED:
         assert report.protection and error(latents, right) < 0.7 * error(without, right)
     else:
@@ -142,9 +142,9 @@ def test_no_claim_makes_the_result_worse(learned, precision, overflow, policy):
     ("precision", "policy"),
     [("bf16", STEP), ("fp16", STEP), *product(("fp16 (plain)", "fp32"), (STEP, LEARNED))],
 )
-def test_a_profile_that_is_not_used_is_told(precision, policy):
+def test_unused_profile_is_noted(precision, policy):
     for learned in (SCALED, None):
-        latents, report = claimed("none", precision, policy, learned)
+        latents, report = run_with_profile("none", precision, policy, learned)
         assert [note for note in report.notes if "profile" in note] == [PROFILE_UNUSED] * (learned is not None)
         assert report.learned in (None, NOTHING) and bool(report.protection) == (precision == "fp16")
-        assert torch.equal(latents, unlearned("none", precision))
+        assert torch.equal(latents, run_without_profile("none", precision))

@@ -1,4 +1,4 @@
-"""Where a backend that 'auto' chose fails, at compiling or in a block's first call, all blocks go on with the next."""
+"""If a backend that 'auto' chose fails, at compiling or in a block's first call, all blocks use the next one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class InterruptProcessingException(Exception):
 
 
 class Block(torch.nn.Module):
-    """Is given a tensor and hands on another."""
+    """Takes a tensor and returns another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ def denoiser() -> Denoiser:
     return Denoiser(Block() for _ in range(3))
 
 
-def shell(network: torch.nn.Module, backend: BackendChoice = AUTO) -> Any:
+def compile_blocks(network: torch.nn.Module, backend: BackendChoice = AUTO) -> Any:
     return compiled(network, ("blocks",), backend)
 
 
 class Backend:
-    """In place of one in OneDiff's registry. at: number of the block whose first call fails; 0: it cannot compile.
+    """Stand-in for a backend in OneDiff's registry. at: number of the block whose first call fails; 0: compiling fails.
 
-    before: is called with its input before it fails.
+    before: called with the input of that block before it fails.
     """
 
     def __init__(self, error: BaseException | None = None, at: int = 2, before: Callable[[Any], Any] = lambda _: None):
@@ -79,7 +79,7 @@ class Backend:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch, only_backends: Callable[..., None]) -> Callable[..., None]:
-    """installed(oneflow=…, nexfort=…): backends that are found here, beside no inductor unless it is named."""
+    """installed(oneflow=…, nexfort=…): the available backends. inductor is available only if it is named."""
 
     def install(**backends: Backend) -> None:
         only_backends(*backends)
@@ -89,14 +89,12 @@ def installed(monkeypatch: pytest.MonkeyPatch, only_backends: Callable[..., None
     return install
 
 
-def test_onediffs_own_backend_fails_and_inductor_takes_its_place(
-    monkeypatch: pytest.MonkeyPatch, traced_alone: None
-) -> None:
-    """That for OneFlow, which is not installed here, as if it were."""
+def test_inductor_replaces_failing_oneflow(monkeypatch: pytest.MonkeyPatch, traced_alone: None) -> None:
+    """The real one for OneFlow, which is not installed, made to look installed."""
     monkeypatch.setitem(compiling._PROBES, "oneflow", lambda _device: None)
     monkeypatch.delitem(registry._BACKENDS, "oneflow", raising=False)
     model, x = denoiser(), torch.randn(2, 4)
-    made = shell(model)
+    made = compile_blocks(model)
     used = came_to(made, AUTO)
     assert used.name == "inductor" and used.automatic
     assert used.reason == "auto: oneflow failed (ModuleNotFoundError: No module named 'oneflow')"
@@ -107,39 +105,41 @@ def test_onediffs_own_backend_fails_and_inductor_takes_its_place(
 @pytest.mark.parametrize(
     "error", [NotImplementedError("Transform failed"), RuntimeError(), TypeError("x"), KeyError("y")], ids=repr
 )
-def test_whatever_fails_the_next_one_runs_all_blocks(installed: Callable[..., None], error: Exception, at: int) -> None:
+def test_next_backend_runs_all_blocks_after_any_failure(
+    installed: Callable[..., None], error: Exception, at: int
+) -> None:
     first, second = Backend(error, at), Backend()
     installed(oneflow=first, nexfort=second)
     model, x = denoiser(), torch.randn(2, 4)
     before = [(weight, weight.clone()) for weight in model.parameters()]
-    made = shell(model)
-    assert torch.equal(made(x), model(x)), "the failing step too"
+    made = compile_blocks(model)
+    assert torch.equal(made(x), model(x)), "including the failing step"
     assert second.compiled == 3 and came_to(made, AUTO).name == "nexfort"
     called = first.calls, second.calls
     assert torch.equal(made(x), model(x))
     assert (first.calls, second.calls) == (called[0], called[1] + 3)
-    said = f"{type(error).__name__}{f': {error}' if str(error) else ''}"
-    assert came_to(made, AUTO).reason == f"auto: oneflow failed ({said})"
+    message = f"{type(error).__name__}{f': {error}' if str(error) else ''}"
+    assert came_to(made, AUTO).reason == f"auto: oneflow failed ({message})"
     after = list(model.parameters())
     assert all(weight is now and torch.equal(was, now) for (weight, was), now in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("at", [0, 2])
-def test_one_that_was_asked_for_by_name_raises(installed: Callable[..., None], at: int) -> None:
+def test_failing_backend_chosen_by_name_raises(installed: Callable[..., None], at: int) -> None:
     second = Backend()
     installed(oneflow=Backend(NotImplementedError("no kernel"), at), nexfort=second)
     with pytest.raises(BackendUnavailable, match=r"^oneflow failed \(NotImplementedError: no kernel\)\. Choose "):
-        shell(denoiser(), NAMED)(torch.randn(2, 4))
+        compile_blocks(denoiser(), NAMED)(torch.randn(2, 4))
     assert second.compiled == 0
 
 
 @pytest.mark.parametrize("at", [0, 2])
-def test_where_all_fail_it_runs_uncompiled_and_says_why(
+def test_blocks_run_uncompiled_with_reason_when_all_backends_fail(
     installed: Callable[..., None], caplog: pytest.LogCaptureFixture, at: int
 ) -> None:
     installed(**{name: Backend(RuntimeError(f"{name}'s"), at) for name in ("oneflow", "nexfort", "inductor")})
     model, x = denoiser(), torch.randn(2, 4)
-    made = shell(model)
+    made = compile_blocks(model)
     for _ in range(3):
         assert torch.equal(made(x), model(x))
     used = came_to(made, AUTO)
@@ -151,7 +151,7 @@ def test_where_all_fail_it_runs_uncompiled_and_says_why(
     assert len([line for line in caplog.messages if "failed" in line]) == 3
 
 
-def test_the_error_of_a_block_itself_shows_as_itself(installed: Callable[..., None]) -> None:
+def test_error_of_block_itself_is_raised_unchanged(installed: Callable[..., None]) -> None:
     class Refuses(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if x.shape[-1] != 4:
@@ -161,7 +161,7 @@ def test_the_error_of_a_block_itself_shows_as_itself(installed: Callable[..., No
     first, second = Backend(), Backend()
     installed(oneflow=first, nexfort=second)
     model = Denoiser([Refuses()])
-    made = shell(model)
+    made = compile_blocks(model)
     with pytest.raises(ValueError, match="four channels") as raised:
         made(torch.randn(2, 5))
     assert raised.value.__cause__ is raised.value.__context__ is None
@@ -170,40 +170,40 @@ def test_the_error_of_a_block_itself_shows_as_itself(installed: Callable[..., No
     assert torch.equal(made(x), model(x))
 
 
-NOT_THE_BACKENDS = (
+UNRELATED_ERRORS = (
     *(torch.OutOfMemoryError("1 GiB"), MemoryError()),
     *(InterruptProcessingException(), Interrupted(), KeyboardInterrupt()),
 )
 
 
-@pytest.mark.parametrize("error", NOT_THE_BACKENDS, ids=repr)
+@pytest.mark.parametrize("error", UNRELATED_ERRORS, ids=repr)
 @pytest.mark.parametrize("at", [0, 2])
-def test_no_memory_and_an_interrupt_are_not_the_backends(
+def test_out_of_memory_and_interrupts_are_not_backend_failures(
     installed: Callable[..., None], error: BaseException, at: int
 ) -> None:
     second = Backend()
     installed(oneflow=Backend(error, at), nexfort=second)
     with pytest.raises(type(error)):
-        shell(denoiser())(torch.randn(2, 4))
+        compile_blocks(denoiser())(torch.randn(2, 4))
     assert second.compiled == 0
 
 
-def test_an_interrupt_while_progress_is_told_is_not_the_backends(installed: Callable[..., None]) -> None:
+def test_interrupt_in_progress_callback_is_not_backend_failure(installed: Callable[..., None]) -> None:
     class Clicked(Exception):
-        """Of any host."""
+        """An interrupt of any host."""
 
     def interrupt(_text: str) -> None:
         raise Clicked
 
     installed(oneflow=Backend(), nexfort=Backend())
-    made = shell(denoiser())
+    made = compile_blocks(denoiser())
     with pytest.raises(Clicked), listening(interrupt, lambda _: None):
         made(torch.randn(2, 4))
     assert came_to(made, AUTO) == AUTO
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_a_failing_call_wrote_into_its_inputs_is_put_back(installed: Callable[..., None], mode: Any) -> None:
+def test_inputs_that_failing_call_overwrote_are_restored(installed: Callable[..., None], mode: Any) -> None:
     def spoil(x: torch.Tensor) -> None:
         x.fill_(torch.nan)
 
@@ -212,22 +212,22 @@ def test_what_a_failing_call_wrote_into_its_inputs_is_put_back(installed: Callab
     with mode():
         x = torch.randn(2, 4)
         expected, given = model(x), x.clone()
-        assert torch.equal(shell(model)(x), expected)
+        assert torch.equal(compile_blocks(model)(x), expected)
     assert torch.equal(x, given)
 
 
-def test_what_is_expanded_and_not_a_number_is_taken_too(installed: Callable[..., None]) -> None:
+def test_expanded_inputs_with_nan_run_on_next_backend(installed: Callable[..., None]) -> None:
     installed(oneflow=Backend(NotImplementedError(), at=1))
     model = denoiser()
     x = torch.tensor([[torch.nan], [1.0]]).expand(2, 4)
-    found = shell(model)(x)
+    found = compile_blocks(model)(x)
     assert torch.equal(found.isnan(), model(x).isnan()) and torch.equal(found[1], model(x)[1])
 
 
-def test_threads_that_fail_together_go_on_by_one(
+def test_threads_that_fail_together_switch_backend_once(
     installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks are first called by one thread at a time: the second one waits with the backend that fails meanwhile."""
+    """First calls of blocks are serialised: the second thread waits with the backend that fails meanwhile."""
     inside, both, count_sizes = set[int](), threading.Event(), Compiling._count_sizes
 
     def counted(self: Compiling, index: int) -> None:
@@ -243,7 +243,7 @@ def test_threads_that_fail_together_go_on_by_one(
     second = Backend()
     installed(oneflow=Backend(NotImplementedError(), 1, wait_for_both), nexfort=second)
     model, x = denoiser(), torch.randn(2, 4)
-    made = shell(model)
+    made = compile_blocks(model)
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda _: made(x), range(2)))
     assert all(torch.equal(one, model(x)) for one in found)
@@ -253,37 +253,37 @@ def test_threads_that_fail_together_go_on_by_one(
 
 
 @pytest.mark.parametrize("kind", offload.Offload)
-def test_what_follows_a_backend_that_works_with_an_offload_works_with_it(kind: offload.Offload) -> None:
+def test_backends_refused_for_offload_come_first_in_order(kind: offload.Offload) -> None:
     refused = offload._REFUSED[kind]
     assert refused == tuple(compiling._PROBES)[: len(refused)]
 
 
-class Whole(Backend):
-    """Runs blocks of any arguments as they are, where it does not fail."""
+class PassThrough(Backend):
+    """Runs blocks with any arguments uncompiled, unless it fails."""
 
     def compile(self, module: torch.nn.Module, *, options: Any = None) -> Callable[..., Any]:
         one = super().compile(torch.nn.Identity(), options=options)
         return lambda *args, **kwargs: (one(torch.zeros(1)), module(*args, **kwargs))[1]
 
 
-class Lacking(Backend):
-    """As inductor, which compiles in a block's first call: whether that works may change."""
+class LazyBackend(Backend):
+    """As inductor, which compiles in a block's first call. fails: whether that raises."""
 
-    lacks = False
+    fails = False
 
     def compile(self, module: torch.nn.Module, *, options: Any = None) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self.lacks:
+            if self.fails:
                 raise NotImplementedError("no compiler")
             return module(*args, **kwargs)
 
         return run
 
 
-def test_a_run_is_right_and_its_report_names_the_backend_that_it_came_to(
+def test_run_is_bit_equal_on_next_backend_and_report_names_it(
     installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken, working = Whole(NotImplementedError("Transform failed of CogVideoXBlock")), Whole()
+    broken, working = PassThrough(NotImplementedError("Transform failed of CogVideoXBlock")), PassThrough()
     installed(oneflow=broken, nexfort=working)
     handle = replace(opened("2b"), backend=AUTO)
     monkeypatch.setattr(auto_compile, "COMPILE_SECONDS", 0.0)
@@ -299,21 +299,19 @@ def test_a_run_is_right_and_its_report_names_the_backend_that_it_came_to(
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_one_that_was_asked_for_by_name_ends_a_run_in_half_precision(
-    installed: Callable[..., None], precision: str
-) -> None:
-    """It is no reason for fp32."""
-    installed(inductor=Whole(RuntimeError("no space left")))
+def test_failing_backend_chosen_by_name_ends_half_precision_run(installed: Callable[..., None], precision: str) -> None:
+    """Recomputing in fp32 would not help."""
+    installed(inductor=PassThrough(RuntimeError("no space left")))
     with pytest.raises(BackendUnavailable, match="no space left"):
         sampled(opened("2b", precision=precision, backend="inductor"), SMALL)
 
 
 @pytest.mark.parametrize("named_first", [False, True])
-def test_what_auto_came_to_is_no_answer_to_who_names_the_backend(
+def test_backend_chosen_by_name_ignores_fallback_of_auto(
     installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch, named_first: bool
 ) -> None:
-    """In one process, on the same weights: a backend that is asked for by name raises its error, and runs once the
-    cause is gone, whatever 'auto' has given up; and a by-name request that works gives 'auto' nothing."""
+    """In one process, on the same weights: a backend chosen by name raises its error, and runs once the cause is
+    gone, even if 'auto' has given it up. 'auto' falls back even if the named backend worked before."""
     handle = opened("2b")
     handle.store.compiled.clear()
     monkeypatch.setattr(auto_compile, "COMPILE_SECONDS", 0.0)
@@ -323,14 +321,14 @@ def test_what_auto_came_to_is_no_answer_to_who_names_the_backend(
     def ran_with(pipeline: PipelineHandle) -> str:
         return sampled(pipeline, SMALL, steps=1)[1].backend
 
-    backend = Lacking()
+    backend = LazyBackend()
     installed(inductor=backend)
     if named_first:
         assert ran_with(named) == "inductor"
-    backend.lacks = True
+    backend.fails = True
     assert ran_with(auto) == "eager"
     if not named_first:
         with pytest.raises(BackendUnavailable):
             ran_with(named)
-    backend.lacks = False
+    backend.fails = False
     assert ran_with(named) == "inductor"

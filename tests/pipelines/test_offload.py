@@ -1,4 +1,4 @@
-"""Offload: which backends work with it, without an accelerator, and in which parts weights come. On one:
+"""Offload without an accelerator: which backends work with it, and which weights are loaded together. With one:
 devices/on_it/."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WORKS = {
 
 @pytest.mark.parametrize("offload", list(Offload))
 @pytest.mark.parametrize("backend", sorted(WORKS["none"]))
-def test_a_backend_asked_for_works_or_is_refused_with_the_reason(only_backends, backend, offload):
+def test_backend_chosen_by_name_works_or_is_refused_with_reason(only_backends, backend, offload):
     only_backends("oneflow", "nexfort", "inductor")
     choice = BackendChoice(backend, "as you chose")
     if backend in WORKS[offload.value]:
@@ -63,7 +63,7 @@ def test_a_backend_asked_for_works_or_is_refused_with_the_reason(only_backends, 
         (["oneflow", "inductor"], "none", "oneflow"),
     ],
 )
-def test_auto_goes_on_to_the_next_that_works_and_says_why(only_backends, backends, offload, found):
+def test_auto_takes_next_backend_that_works_and_gives_reason(only_backends, backends, offload, found):
     only_backends(*backends)
     first = compiling.choose_backend("auto", CUDA)
     assert first.name == backends[0]
@@ -73,12 +73,12 @@ def test_auto_goes_on_to_the_next_that_works_and_says_why(only_backends, backend
         assert f"auto: {first.name} does not work with offload '{offload}': " in chosen.reason
 
 
-def test_where_offload_means_nothing_nothing_is_refused():
+def test_no_backend_is_refused_on_cpu():
     choice = BackendChoice("inductor", "as you chose")
     assert backend_with(choice, Offload.SEQUENTIAL, CPU) is choice
 
 
-def test_the_loader_and_the_compile_node_refuse_before_anything_is_loaded(only_backends, monkeypatch):
+def test_loader_and_compile_node_refuse_before_weights_are_read(only_backends, monkeypatch):
     only_backends("inductor")
     for module in (handles, offloading):
         monkeypatch.setattr(module, "brings_parts_to", lambda _device: True)
@@ -98,33 +98,33 @@ def test_the_loader_and_the_compile_node_refuse_before_anything_is_loaded(only_b
 # --- on a machine without an accelerator ------------------------------------------------------------------------------
 
 
-def test_without_an_accelerator_it_is_as_model_and_says_so():
+def test_group_offload_acts_as_model_on_cpu_and_report_says_so():
     def run(offload: str):
         stores._STORES.clear()
         handle = opened("2b", offload, device=torch.device("cpu"))
-        rested = []
-        handle.store.placement.to_host = lambda name, _module: rested.append(name)
+        offloaded = []
+        handle.store.placement.to_host = lambda name, _module: offloaded.append(name)
         latents, report = sampled(handle, SMALL)
-        return latents, decode(handle, latents)[0], report, rested
+        return latents, decode(handle, latents)[0], report, offloaded
 
-    (right, frames, _, _), (latents, decoded, report, rested) = run("none"), run("group")
+    (right, frames, _, _), (latents, decoded, report, offloaded) = run("none"), run("group")
     assert torch.equal(latents, right) and torch.equal(decoded, frames)
-    assert rested == ["text_encoder", "transformer", "vae"]
+    assert offloaded == ["text_encoder", "transformer", "vae"]
     assert "note: offload 'group' is as 'model' here: a CPU computes in main memory" in report.text()
 
 
-def test_diffusers_is_told_the_device_that_computes(model_folder):
+def test_diffusers_sees_device_that_computes(model_folder):
     pipe: Any = CogVideoXPipeline.from_pretrained(model_folder("2b"))
     pipe.transformer = reporting(pipe.transformer, device=torch.device("cuda", 1))
     pipe.text_encoder = pipe.vae = None
     assert pipe._execution_device == torch.device("cuda", 1)
-    assert reporting(pipe.transformer, dtype=torch.float32).device == torch.device("cuda", 1), "and by a shell of it"
+    assert reporting(pipe.transformer, dtype=torch.float32).device == torch.device("cuda", 1), "and in a copy of it"
 
 
-# --- which weights come together, and how many of them are on the device at once: of modules without values -----------
+# --- which weights are loaded together, and their bytes on the device: of modules without values ----------------------
 
 
-def most_on_device(component: torch.nn.Module, offload: Offload, blocks: tuple[str, ...] = ()) -> int:
+def peak_on_device(component: torch.nn.Module, offload: Offload, blocks: tuple[str, ...] = ()) -> int:
     return Parts.of(component, offload, blocks).most_bytes(ahead=offload is Offload.GROUP)
 
 
@@ -143,39 +143,39 @@ def blocks(*widths: int) -> Any:
         (Offload.SEQUENTIAL, 1 + 2 * 5),
     ],
 )
-def test_what_is_on_the_device_at_once(offload: Offload, values: int) -> None:
+def test_peak_of_weights_on_device_depends_on_offload(offload: Offload, values: int) -> None:
     with torch.device("meta"):
         module = blocks(1, 5, 2, 4)
-    assert most_on_device(module, offload, ("blocks",)) == most_on_device(module, offload) == 4 * values
+    assert peak_on_device(module, offload, ("blocks",)) == peak_on_device(module, offload) == 4 * values
 
 
-def test_blocks_that_share_a_weight_come_together_and_it_counts_once() -> None:
+def test_blocks_that_share_weight_are_one_part_and_it_counts_once() -> None:
     with torch.device("meta"):
         module = blocks(2, 3, 4)
     module.blocks[2].append(module.blocks[0][0])
     parts = Parts.of(module, Offload.GROUP)
     assert parts.places == {"blocks.0": 0, "blocks.1": 1, "blocks.2": 0}
     assert parts.n_bytes == [4 * (4 + 8), 4 * 6]
-    assert most_on_device(module, Offload.GROUP) == bytes_of(module)
+    assert peak_on_device(module, Offload.GROUP) == bytes_of(module)
 
 
-def test_of_cogvideox_5b_as_published() -> None:
+def test_peak_of_weights_of_published_cogvideox_5b() -> None:
     with torch.device("meta"):
         denoiser = CogVideoXTransformer3DModel(
             num_attention_heads=48, num_layers=42, use_rotary_positional_embeddings=True
         )
     denoiser.to(torch.bfloat16)
     whole = bytes_of(denoiser)
-    group = most_on_device(denoiser, Offload.GROUP, COGVIDEOX.blocks)
+    group = peak_on_device(denoiser, Offload.GROUP, COGVIDEOX.blocks)
     assert round(whole / 1e9, 1) == 11.1
     assert 2 / 42 < group / whole < 2.6 / 42
-    assert most_on_device(denoiser, Offload.SEQUENTIAL, COGVIDEOX.blocks) < 0.5 * group
+    assert peak_on_device(denoiser, Offload.SEQUENTIAL, COGVIDEOX.blocks) < 0.5 * group
 
 
-def test_what_comes_is_what_was_told() -> None:
-    """On a device without streams, where nothing comes ahead."""
+def test_peak_of_block_offload_equals_estimate() -> None:
+    """On a device without streams, where nothing is prefetched."""
     module = blocks(1, 5, 2, 4)
     sequential = BlockOffload(module, Offload.SEQUENTIAL, torch.device("cpu"))
-    assert sequential.most_bytes == most_on_device(module, Offload.SEQUENTIAL)
+    assert sequential.most_bytes == peak_on_device(module, Offload.SEQUENTIAL)
     group = BlockOffload(module, Offload.GROUP, torch.device("cpu"))
     assert group.most_bytes == Parts.of(module, Offload.GROUP).most_bytes(ahead=False)

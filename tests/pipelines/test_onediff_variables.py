@@ -1,4 +1,4 @@
-"""What OneDiff's own functions write into the environment when it compiles, while a stage runs and after it."""
+"""Environment variables that OneDiff's own functions set when it compiles, during a stage and after it."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def variables() -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def nothing_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*SWITCHES, *variables()):
-        monkeypatch.setenv(name, "")  # so that it is as it was afterwards
+        monkeypatch.setenv(name, "")  # so that it is restored afterwards
         monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize("dynamic", [None, True, False])
-def test_options_leave_the_variables_to_who_set_them(dynamic: bool | None) -> None:
+def test_compile_options_set_no_variable(dynamic: bool | None) -> None:
     set_oneflow_env_vars(CompileOptions(dynamic).given_to("oneflow"))
     assert variables() == {}
 
 
-def test_what_a_kernel_wrote_over_the_users_value_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OneDiff's attention for OneFlow does so at a launch, where a model asks for upcast_attention."""
+def test_variable_that_kernel_overwrote_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OneDiff's attention for OneFlow does so at a launch if a model sets upcast_attention."""
     monkeypatch.setenv(ATTENTION_SWITCH, "1")
     with accumulation(named("sm80")):
         os.environ[ATTENTION_SWITCH] = "0"
@@ -53,7 +53,7 @@ def test_what_a_kernel_wrote_over_the_users_value_is_put_back(monkeypatch: pytes
     ("card", "request_", "allowed"), [("sm70", AUTO, True), ("sm80", AUTO, False), ("sm80", FAST, False)]
 )
 @pytest.mark.parametrize("exported", ["", "1", "0", "yes", "off"])
-def test_nexfort_is_told_what_stands(
+def test_option_of_nexfort_follows_variable_or_card(
     monkeypatch: pytest.MonkeyPatch, card: str, request_: Accumulation, allowed: bool, exported: str
 ) -> None:
     seen: list[Any] = []

@@ -1,4 +1,4 @@
-"""Each component is on the card when it is called, whatever had to leave for another."""
+"""Each component is on the GPU when it is called, even if it was evicted for another before."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ SIZES = {"5b-i2v": (96, 64, 9), "svd": (64, 64, 2)}
 
 
 class RoomForOne(PlainPlacement):
-    """A card on which one component drives out another, as ComfyUI's manager does where smart memory is disabled."""
+    """A GPU on which one component evicts another, as in a ComfyUI whose smart memory is disabled."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.here = ""
+        self.on_gpu = ""
         self.arrived: Counter[str] = Counter()
 
     def to_device(self, name: str, module: torch.nn.Module, beside: int = 0) -> None:
         super().to_device(name, module, beside)
-        self.arrived[name] += name != self.here
-        self.here = name
+        self.arrived[name] += name != self.on_gpu
+        self.on_gpu = name
 
     def to_host(self, name: str, module: torch.nn.Module) -> None:
         super().to_host(name, module)
-        self.here = "" if self.here == name else self.here
+        self.on_gpu = "" if self.on_gpu == name else self.on_gpu
 
 
 def watched(model: str) -> tuple[PipelineHandle, RoomForOne, set[str]]:
-    """The handle, its card, and the components that are called while they are not there: filled as it runs."""
-    placement, elsewhere = RoomForOne(), set[str]()
+    """The handle, its placement, and the components that are called while not on the GPU, filled during runs."""
+    placement, misplaced = RoomForOne(), set[str]()
     handle = opened(model, precision="bf16", placement=placement)
 
     def called(name: str) -> Callable[..., None]:
-        return lambda *_: elsewhere.update({name} - {placement.here})
+        return lambda *_: misplaced.update({name} - {placement.on_gpu})
 
     checks = handle.store._checked
 
@@ -50,18 +50,18 @@ def watched(model: str) -> tuple[PipelineHandle, RoomForOne, set[str]]:
         return found
 
     handle.store._checked = with_hooks
-    return handle, placement, elsewhere
+    return handle, placement, misplaced
 
 
 @pytest.mark.parametrize("model", ["2b", "5b-i2v", "cogview3", "cogview4", "svd", "wan", "wan-two"])
-def test_each_component_is_there_when_it_is_called(model: str) -> None:
-    handle, placement, elsewhere = watched(model)
+def test_each_component_is_on_gpu_when_it_is_called(model: str) -> None:
+    handle, placement, misplaced = watched(model)
     family = handle.family
     size = SIZES.get(model, (64, 64, 9 if family.layout.counts_frames else 1))
     for _ in range(2):
         handle.store.prompts.clear()
         decode(handle, sampled(handle, size)[0])
-    assert not elsewhere
+    assert not misplaced
     used = Counter(dict.fromkeys(handle.store.model.weights, 1))
     used["vae"] += family.takes_image  # to encode, and to decode
     assert placement.arrived == used + used, "no more moves than uses"

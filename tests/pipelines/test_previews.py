@@ -1,4 +1,4 @@
-"""A small picture after each step: of what the scheduler predicts, in colours that are published."""
+"""Previews after each step: of the scheduler's prediction, with published colour factors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ STEPS = 2
 CHANNELS = {"SD15": 4, "Wan21": 16, "Wan22": 48}  # of latents for which a ComfyUI has factors
 
 
-def of_the_host(kind: str) -> Callable[[torch.Tensor], Any] | None:
+def host_preview(kind: str) -> Callable[[torch.Tensor], Any] | None:
     factors = torch.eye(CHANNELS.get(kind, 0))[:, :3].tolist()
     return partial(previews.picture, factors=factors) if kind in CHANNELS else None
 
 
 @pytest.mark.parametrize("model", SIZES)
-def test_each_step_is_shown_nothing_is_loaded_for_it_and_the_last_is_what_the_run_returns(
+def test_each_step_is_previewed_and_last_prediction_is_result_of_run(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stores._STORES.clear()
@@ -44,7 +44,7 @@ def test_each_step_is_shown_nothing_is_loaded_for_it_and_the_last_is_what_the_ru
         watch(scheduler, lambda finished: (watched.append(finished()), seen(finished)))
 
     monkeypatch.setattr(previews, "watch_predictions", listening)
-    latents, _ = sampled(handle, model, previews=Previews(shown.append, of_the_host))
+    latents, _ = sampled(handle, model, previews=Previews(shown.append, host_preview))
     assert torch.equal(latents, expected) and handle.store.loaded() == loaded
     if model == "cogview3":
         assert not shown, "no factors are published"
@@ -55,17 +55,17 @@ def test_each_step_is_shown_nothing_is_loaded_for_it_and_the_last_is_what_the_ru
     assert torch.allclose(finished, latents, rtol=1e-4, atol=1e-4)
 
 
-def test_a_small_decoder_of_the_hosts_takes_the_place_of_the_colours() -> None:
-    asked: list[str] = []
+def test_small_decoder_of_host_replaces_colour_factors() -> None:
+    requested: list[str] = []
     shown: list[Any] = []
 
     def decoder(kind: str) -> Callable[[torch.Tensor], Any]:
-        asked.append(kind)
+        requested.append(kind)
         return lambda latents: tuple(latents.shape)
 
     handle = opened("svd")
     latents, _ = sampled(handle, "svd", previews=Previews(shown.append, decoder))
-    assert asked == ["SD15"] and shown == [tuple(latents.shape[1:])] * STEPS
+    assert requested == ["SD15"] and shown == [tuple(latents.shape[1:])] * STEPS
 
 
 class InterruptProcessingException(Exception):
@@ -82,12 +82,12 @@ BROKEN = (
 
 
 @pytest.mark.parametrize(
-    ("when", "error"),
-    [*(("to_picture", error) for error in BROKEN), *((when, BROKEN[1]) for when in ("of_cogvideox", "show"))],
+    ("part", "error"),
+    [*(("to_picture", error) for error in BROKEN), *((part, BROKEN[1]) for part in ("of_cogvideox", "show"))],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_a_run_goes_on_where_previews_do_not_work(
-    when: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_run_continues_when_previews_fail(
+    part: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     handle = opened("2b")
     expected, _ = sampled(handle, "2b")
@@ -96,20 +96,20 @@ def test_a_run_goes_on_where_previews_do_not_work(
     def fails(*_: Any) -> Any:
         raise error
 
-    shows = Previews(shown.append)
-    if when in ("to_picture", "show"):
-        shows = replace(shows, **{when: fails})
+    settings = Previews(shown.append)
+    if part in ("to_picture", "show"):
+        settings = replace(settings, **{part: fails})
     else:
-        monkeypatch.setattr(previews, when, fails)
-    made, _ = sampled(handle, "2b", previews=shows)
+        monkeypatch.setattr(previews, part, fails)
+    made, _ = sampled(handle, "2b", previews=settings)
     assert torch.equal(made, expected)
     assert not shown and [r.message for r in caplog.records if "no previews of" in r.message] == [
         f"no previews of {handle.store.model.name}: {error}"
-    ], "said once"
+    ], "logged once"
 
 
-def test_an_interrupt_that_a_preview_raises_ends_the_run() -> None:
-    """ComfyUI raises it where it is shown a picture."""
+def test_interrupt_raised_by_preview_ends_run() -> None:
+    """ComfyUI raises it when it is sent a picture."""
 
     def interrupted(_: Any) -> None:
         raise InterruptProcessingException
@@ -119,7 +119,7 @@ def test_an_interrupt_that_a_preview_raises_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize("level", [-1.0, 0.0, 1.0], ids=["black", "grey", "white"])
-def test_colours_are_mixed_by_the_factors(level: float) -> None:
+def test_colours_of_preview_are_mixed_by_factors(level: float) -> None:
     draw = torch.Generator().manual_seed(1)
     factors, bias = torch.randn(16, 3, generator=draw), torch.tensor([0.1, -0.1, 0.2])
     wanted = torch.full((2, 3, 3), level)
@@ -134,7 +134,7 @@ def test_colours_are_mixed_by_the_factors(level: float) -> None:
 @pytest.mark.parametrize(
     "name", ["CogVideoXDDIM", "CogVideoXDPM", "EulerDiscrete", "FlowMatchEulerDiscrete", "UniPCMultistep"]
 )
-def test_every_scheduler_ends_at_what_it_predicts_last(name: str) -> None:
+def test_last_prediction_of_every_scheduler_is_its_result(name: str) -> None:
     draw, seen = torch.Generator().manual_seed(0), []
     scheduler = getattr(diffusers, f"{name}Scheduler")()
     scheduler.set_timesteps(4)
@@ -150,7 +150,7 @@ def test_every_scheduler_ends_at_what_it_predicts_last(name: str) -> None:
 
 
 def with_flow_scheduler(folder: Path, **settings: Any) -> Path:
-    """A folder with diffusers' FlowMatchEulerDiscreteScheduler, made from the one that it had: its settings stay."""
+    """A folder with diffusers' FlowMatchEulerDiscreteScheduler, made from its old scheduler, whose settings stay."""
     config = folder / "scheduler" / "scheduler_config.json"
     kept = json.loads(config.read_text(encoding="utf-8")) | settings
     diffusers.FlowMatchEulerDiscreteScheduler.from_config(kept).save_pretrained(config.parent)
@@ -158,15 +158,15 @@ def with_flow_scheduler(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def test_a_scheduler_with_another_ones_settings_is_previewed(copy: Callable[[str], Path]) -> None:
+def test_scheduler_with_settings_of_other_scheduler_is_previewed(copy: Callable[[str], Path]) -> None:
     shown: list[Any] = []
     handle = opened(with_flow_scheduler(copy("wan")))
     expected, _ = sampled(handle, "wan")
-    latents, _ = sampled(handle, "wan", previews=Previews(shown.append, of_the_host))
+    latents, _ = sampled(handle, "wan", previews=Previews(shown.append, host_preview))
     assert torch.equal(latents, expected) and len(shown) == STEPS
 
 
-def test_a_scheduler_that_draws_noise_draws_it_by_the_seed(copy: Callable[[str], Path]) -> None:
+def test_stochastic_scheduler_draws_noise_by_seed(copy: Callable[[str], Path]) -> None:
     handle = opened(with_flow_scheduler(copy("wan"), stochastic_sampling=True))
     found = [sampled(handle, "wan", steps=3, seed=seed)[0] for seed in (1, 1, 2)]
     assert torch.equal(*found[:2]) and not torch.equal(*found[1:])

@@ -1,4 +1,4 @@
-"""The probe's recommendation, applied: no step fails any more. And its picture."""
+"""The numerics probe: no step fails with its recommendation. And its picture."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def opened_on(card, model, overflow="none", precision="auto"):
     ],
     ids=["2b", "5b", "1.5", "a card with bf16", "stored in fp32"],
 )
-def test_applied_it_leads_to_no_rerun(variant, overflow, card, precision, plan):
+def test_run_with_recommended_plan_needs_no_rerun(variant, overflow, card, precision, plan):
     handle = opened_on(card, variant, overflow, precision)
     found = probe(handle, *prompts(handle), settings=SMALL)
     assert found.chosen.plan == plan
@@ -57,19 +57,19 @@ def test_applied_it_leads_to_no_rerun(variant, overflow, card, precision, plan):
     assert torch.isfinite(latents).all() and bool(report.protection) is (found.chosen.dtype == "fp16")
 
 
-def test_every_step_is_measured_and_the_cost_is_stated():
+def test_probe_measures_every_step_and_states_its_cost():
     handle = opened_on("sm75", "2b", "stream")
     denoiser = handle.store.module("transformer", "fp16")
     found = probe(handle, *prompts(handle), settings=SMALL)
     assert len(found.probed.steps) == SMALL.steps
     assert found.seconds > 0 and f"3 steps in {found.seconds:.3g} s" in found.text()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in denoiser.modules())
-    assert handle.store.learned == {}, "nothing is learned by measuring"
+    assert handle.store.learned == {}, "measuring leaves no overrides"
     blocks = len(denoiser.transformer_blocks)
     assert {f"transformer_blocks.{i}" for i in range(blocks)} <= set(found.probed.steps[0])
 
 
-def test_the_same_steps_without_it_see_nothing_of_it():
+def test_run_after_probe_is_bit_equal_to_run_before():
     handle = opened_on("sm75", "2b", precision="bf16")
     expected, _ = sample(handle, *prompts(handle), settings=SMALL)
     probe(handle, *prompts(handle), settings=SMALL)
@@ -77,8 +77,8 @@ def test_the_same_steps_without_it_see_nothing_of_it():
     assert torch.equal(latents, expected)
 
 
-def test_what_is_kept_holds_in_this_process_too(tmp_path):
-    """That it is kept: tests/nodes/test_probe_node.py."""
+def test_saved_profile_is_used_in_same_process(tmp_path):
+    """tests/nodes/test_probe_node.py checks that it is saved."""
     handle = replace(opened_on("sm75", "svd", "inside", "fp16"), profiles=tmp_path / "profiles")
     settings, image = SampleSettings(64, 64, steps=2, seed=3, frames=2), picture(64, 64)
     found = probe(handle, None, None, settings, image=image)
@@ -88,11 +88,11 @@ def test_what_is_kept_holds_in_this_process_too(tmp_path):
     assert report.reruns == 0
 
 
-# --- its picture: rows that are few enough, cells that are right, texts that can be read ------------------------------
+# --- its picture: number of rows, values of cells, colours ------------------------------------------------------------
 
 
 def measured(blocks: int, leaves: int, steps: int, *, lists: int = 1, value=lambda *_: 1.0):
-    """Made up. value(block, leaf, step) → max |x|."""
+    """Made-up measurements. value(block, leaf, step) → max |x|."""
     names = [f"part_{i}.blocks" for i in range(lists)] if lists > 1 else ["blocks"]
     paths = [f"{name}.{block}" for name in names for block in range(blocks)]
     found = []
@@ -113,7 +113,7 @@ def result_of(probed: Probed) -> ProbeResult:
     return ProbeResult("CogVideoX-5b", card, plan, sampled, probed, 9.0, judge(probed, "fp16"), "")
 
 
-def test_the_same_layer_of_all_blocks_is_one_row_and_of_too_many_the_largest_stay():
+def test_same_layer_of_all_blocks_is_one_row_and_largest_rows_stay():
     probed = measured(3, 2, 4, value=lambda block, leaf, step: 100 * (2 - block) + 10 * (leaf + 1) + step)
     rows, hidden = rows_of(probed)
     assert [*rows] == ["embed", BLOCK, "layers.0.linear", "layers.1.linear", "proj_out"] and hidden == {}
@@ -124,7 +124,7 @@ def test_the_same_layer_of_all_blocks_is_one_row_and_of_too_many_the_largest_sta
     assert [*rows] == ["layers.1.linear", "layers.2.linear"] and len(hidden) == 4
 
 
-def test_what_overflows_is_red_and_nothing_else():
+def test_only_overflowing_cells_are_red():
     def red(picture: np.ndarray) -> int:
         r, b = (picture[400:, 200:900, i].astype(int) for i in (0, 2))
         return int(((r > 150) & (r > b + 100)).sum())
@@ -134,6 +134,6 @@ def test_what_overflows_is_red_and_nothing_else():
     assert red(draw(result_of(one))) > 500
 
 
-def test_matplotlib_is_loaded_when_something_is_drawn(fresh_python):
+def test_importing_probe_figure_does_not_import_matplotlib(fresh_python):
     code = "import sys\nimport comfyui_onediff_guard.pipelines.insight.probe_figure\nprint('matplotlib' in sys.modules)"
     assert fresh_python(code).strip() == "False"

@@ -1,4 +1,4 @@
-"""Profiles: written whole, read strictly, and used only where they fit."""
+"""Profiles: written completely or not at all, read strictly, and used only if they fit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PROFILE = Profile(
         learned=st.builds(PrecisionOverrides, unquantised=PARTS, all_layers_scaled=st.booleans()),
     )
 )
-def test_what_is_written_is_read_again(profile):
+def test_profile_is_equal_after_writing_and_reading(profile):
     assert parse(profile.text(), "it") == profile
 
 
@@ -68,14 +68,14 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("folder", FOLDERS.values(), ids=FOLDERS)
-def test_a_profile_of_a_model_in_any_folder_is_read_again(model_folder, tmp_path, folder):
-    """Scripts and emoji join letters by characters that have no form of their own."""
+def test_profile_of_model_in_folder_with_unusual_name_is_read_again(model_folder, tmp_path, folder):
+    """Some scripts and emoji join letters by invisible characters."""
     model = inspect(shared_models.copied(model_folder("2b"), tmp_path / folder), COGVIDEOX)
     profile = identify(model, "transformer", (), "sm75", "fp16")
     assert read(write(tmp_path / "kept", profile)) == profile
 
 
-def test_a_file_is_written_whole_and_named_after_its_model(tmp_path):
+def test_each_model_has_one_profile_file_named_after_it(tmp_path):
     file = write(tmp_path / "new", PROFILE)
     assert file.name.startswith("CogVideoX-5b-fine-tune-sm75-fp16-") and read(file) == PROFILE
     again = write(tmp_path / "new", replace(PROFILE, learned=PrecisionOverrides(unquantised=("proj_out",))))
@@ -86,7 +86,7 @@ def test_a_file_is_written_whole_and_named_after_its_model(tmp_path):
     assert {path.suffix for path in (tmp_path / "new").iterdir()} == {".json"}
 
 
-def test_a_write_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
+def test_failed_write_keeps_old_profile(tmp_path, monkeypatch):
     file = write(tmp_path, PROFILE)
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
@@ -95,7 +95,7 @@ def test_a_write_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"kind": "a poem"}, "kind is a poem: input should be 'onediff-guard profile'"),
         ({"format": 4}, "format is 4: input should be 3"),
@@ -115,22 +115,22 @@ def test_a_write_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
         ({"model": "x" * 301}, "model is"),
     ],
 )
-def test_a_profile_that_cannot_be_used_is_named(change, says, tmp_path):
+def test_invalid_profile_is_refused_with_file_and_field(change, message, tmp_path):
     file = tmp_path / "found.json"
     file.write_text(json.dumps(json.loads(PROFILE.text()) | change))
     with pytest.raises(BadProfile, match=r"'found.json' is no profile that can be used: .*Delete it") as error:
         read(file)
-    assert says in str(error.value)
+    assert message in str(error.value)
 
 
-@pytest.mark.parametrize("given", [{}, {"stream_peak": 5e5}, {"stream_peak": "5e5"}, {"fp32_fallback_blocks": ["a"]}])
-def test_a_field_that_is_not_known_is_not_read_and_one_may_be_missing(given):
-    learned = {"unquantised": PROFILE.learned.unquantised} | given
+@pytest.mark.parametrize("fields", [{}, {"stream_peak": 5e5}, {"stream_peak": "5e5"}, {"fp32_fallback_blocks": ["a"]}])
+def test_unknown_fields_are_ignored_and_fields_may_be_missing(fields):
+    learned = {"unquantised": PROFILE.learned.unquantised} | fields
     assert parse(json.dumps(json.loads(PROFILE.text()) | {"learned": learned}), "it") == PROFILE
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_what_is_of_a_profile_and_that_a_run_went_on_in_fp32_is_not(tmp_path, scaled):
+def test_whole_run_fp32_is_not_saved_in_profile(tmp_path, scaled):
     learned = replace(PROFILE.learned, all_layers_scaled=scaled)
     assert replace(learned, whole_run_fp32=True).to_share == learned
     profile = replace(PROFILE, learned=learned)
@@ -139,13 +139,13 @@ def test_what_is_of_a_profile_and_that_a_run_went_on_in_fp32_is_not(tmp_path, sc
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"learned": NaN}', "\x00"])
-def test_nonsense_is_no_profile(text):
+def test_text_that_is_not_a_profile_is_refused(text):
     with pytest.raises(BadProfile, match="'it' is no profile"):
         parse(text, "it")
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"weights": "1" * 32}, "another model's weights"),
         ({"loras": ("x at 1",)}, "other LoRAs"),
@@ -155,12 +155,12 @@ def test_nonsense_is_no_profile(text):
         ({"versions": {}}, "torch of no version"),
     ],
 )
-def test_one_that_does_not_fit_says_why(change, says):
+def test_misfit_of_profile_has_reason(change, message):
     assert PROFILE.misfit(replace(PROFILE, learned=NOTHING)) == ""
-    assert says in replace(PROFILE, **change).misfit(replace(PROFILE, learned=NOTHING))
+    assert message in replace(PROFILE, **change).misfit(replace(PROFILE, learned=NOTHING))
 
 
-def test_a_model_is_known_by_its_config_headers_and_weights(model_folder, tmp_path):
+def test_model_is_identified_by_config_headers_and_weights(model_folder, tmp_path):
     def weights(folder):
         return identify(inspect(folder, COGVIDEOX), "transformer", (), "sm75", "fp16").weights
 
@@ -172,8 +172,8 @@ def test_a_model_is_known_by_its_config_headers_and_weights(model_folder, tmp_pa
     assert here.learned == NOTHING and set(here.versions) == {"torch", "diffusers"}
 
 
-def test_a_folder_of_profiles_holds_what_is_none(tmp_path):
-    """Folders, links, pipes and what may not be read: each is named, and none is waited for."""
+def test_unreadable_entries_of_profile_folder_are_reported(tmp_path):
+    """Folders, broken links, pipes, large and binary files: each gives a BadProfile, and none blocks."""
     assert not list(read_all(tmp_path / "nowhere"))
     write(tmp_path, PROFILE)
     (tmp_path / "large.json").write_bytes(b" " * (2**20 + 1))
@@ -189,7 +189,7 @@ def test_a_folder_of_profiles_holds_what_is_none(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
-def test_what_is_no_file_is_not_replaced(kind, tmp_path):
+def test_link_folder_or_pipe_is_not_replaced(kind, tmp_path):
     file, other = tmp_path / "shared.json", tmp_path / "other"
     other.write_text("as it was")
     if kind == "link":
@@ -207,16 +207,16 @@ def test_what_is_no_file_is_not_replaced(kind, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"shared.json", "other"}
 
 
-def test_a_long_name_is_whole_in_that_of_the_file_as_far_as_it_goes():
-    """As earlier versions wrote it, whose files are found by it."""
+def test_file_name_keeps_long_model_name_up_to_limit():
+    """As in earlier versions, whose files are found by their names."""
     for model in ("日本語のとても長いモデルフォルダの名前であり", "x" * 96 + "/y" * 20):
         assert replace(PROFILE, model=model).name.startswith(f"{model.replace('/', '-')}-sm75-fp16-")
     name = replace(PROFILE, model="../日本" * 100).name
     assert len(f"{name}.json".encode()) < 255 and "/" not in name
 
 
-def test_a_model_whose_folder_has_another_name_has_the_same_profile(tmp_path):
-    """It was renamed, or the profile is someone else's."""
+def test_model_in_renamed_folder_has_same_profile(tmp_path):
+    """The folder was renamed, or the profile is another user's."""
     renamed = ProfileFile(replace(PROFILE, model="my copy", learned=NOTHING), tmp_path)
     assert renamed.load() == (NOTHING, ())
     file = write(tmp_path, PROFILE)

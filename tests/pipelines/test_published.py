@@ -1,4 +1,4 @@
-"""The published variants, described: of their published sizes, known for what they are, and built without memory."""
+"""Descriptions of the published variants: of published size, recognised by config, and built without memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from comfyui_onediff_guard.pipelines.models.folder import family_of, open_model
 from comfyui_onediff_guard.pipelines.small_files import fields_of
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 
-# Parameters of the denoiser, the encoder and the VAE. Model cards, papers and the bytes of the published files say them
-# in billions, and these are within 2 % of that; to the last one, so that no size in the list is another by accident.
+# Exact numbers of parameters of the denoiser, the encoder and the VAE, so that no size is wrong by accident. Model
+# cards, papers and bytes of published files give them in billions, and these are within 2 % of that.
 T5_XXL, UMT5_XXL, GLM_4_9B, CLIP_VIT_H = 4762310656, 5680910336, 8779194368, 632076800  # GLM's without its last layer
 COGVIDEOX_VAE, COGVIEW_VAE, SVD_VAE, WAN_VAE, WAN_22_VAE = 215583907, 406100643, 97742847, 126892531, 704688668
 PARAMETERS = {
@@ -46,7 +46,7 @@ def test_every_variant_is_described() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_variant_is_as_large_as_it_is_published_and_takes_no_memory(name: str) -> None:
+def test_variant_has_published_size_and_takes_no_memory(name: str) -> None:
     family, configs, _ = PUBLISHED[name]
     denoiser, encoder, vae = PARAMETERS[name]
     for component, config in configs.items():
@@ -61,7 +61,7 @@ def test_a_variant_is_as_large_as_it_is_published_and_takes_no_memory(name: str)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_its_fields_are_those_that_a_folder_may_have(name: str) -> None:
+def test_config_fields_of_variant_are_accepted_in_folder(name: str) -> None:
     family, configs, _ = PUBLISHED[name]
     for component, config in configs.items():
         spec = family.components[component]
@@ -70,7 +70,7 @@ def test_its_fields_are_those_that_a_folder_may_have(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", ["2b", "5b-i2v", "1.5-i2v", "cogview3", "cogview4", "svd", "wan", "wan-ti2v"])
-def test_what_is_built_has_the_dtypes_of_what_is_loaded(
+def test_built_component_has_shapes_and_dtypes_of_loaded_one(
     model_folder: Callable[..., Path], variant: str, dtype: str
 ) -> None:
     folder = model_folder(variant)

@@ -1,4 +1,4 @@
-"""Whole sampling runs in int8: by torchao on the CPU, of a small CogVideoX whose layers count as wide enough."""
+"""Whole sampling runs in int8: by torchao on the CPU, of a small CogVideoX whose layers count as large enough."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ LAYERS = tuple(
     for block in (0, 1)
     for layer in ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "ff.net.0.proj", "ff.net.2")
 )
-WIDTH = 256  # a quarter of the work of what is quantised on cards: int8 is slow on a CPU without VNNI
+WIDTH = 256  # smaller than what is quantised on GPUs: int8 is slow on a CPU without VNNI
 BROKEN = "transformer_blocks.1.attn1.to_q"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of 5B's kind, WIDTH wide."""
+    """A model of 5B's kind, with layers of WIDTH."""
     return build_cogvideox(tmp_path_factory.mktemp("wide") / "model", variant="5b", heads=WIDTH // 64, head_dim=64)
 
 
 @pytest.fixture(autouse=True)
-def _from_that_width_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quantise_from_width(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("precision.quantised", "pipelines.weights.quantising"):
         monkeypatch.setattr(f"comfyui_onediff_guard.{module}.LEAST", WIDTH)
 
@@ -70,8 +70,8 @@ def opened(folder: Path, tmp_path: Path) -> Callable[..., PipelineHandle]:
 
 @pytest.fixture
 def breaking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of layers whose quantised weights break once their errors were measured; they are whole in half
-    precision."""
+    """Names of layers whose quantised weights become NaN once their errors were measured. In half precision they
+    work."""
     broken: list[str] = []
     fill, measuring = QuantisedLinears.fill, QuantisedLinears.measuring
 
@@ -84,8 +84,8 @@ def breaking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         broken_in(self)
 
     def watched(self: QuantisedLinears, module: torch.nn.Module) -> Any:
-        shell, measure = measuring(self, module)
-        return shell, lambda call: (measure(call), broken_in(self))
+        module, measure = measuring(self, module)
+        return module, lambda call: (measure(call), broken_in(self))
 
     monkeypatch.setattr(QuantisedLinears, "fill", filled)
     monkeypatch.setattr(QuantisedLinears, "measuring", watched)
@@ -102,19 +102,19 @@ def sampled(handle: PipelineHandle, **changes: Any) -> tuple[torch.Tensor, Any]:
 
 
 def dequantised(handle: PipelineHandle, **changes: Any) -> torch.Tensor:
-    """What a run makes with the products of its quantised layers in float32."""
+    """Latents of a run with the products of its quantised layers in float32."""
     with pytest.MonkeyPatch.context() as patch:
         dequantise(patch)
         return sampled(handle, **changes)[0]
 
 
 def weights(handle: PipelineHandle) -> list[torch.Tensor]:
-    """Those that are quantised now."""
+    """Weights that are quantised now."""
     found = [layer.quantised_weight for layers in handle.store.quantised.values() for layer in layers._layers.values()]
     return [weight for weight in found if weight is not None]
 
 
-def test_a_run_in_int8_is_near_fp32_and_the_half_weights_stay_as_they_are(opened: Any) -> None:
+def test_int8_run_is_near_fp32_and_bf16_weights_stay_unchanged(opened: Any) -> None:
     right, _ = sampled(opened("fp32"))
     half, _ = sampled(opened("bf16"))
     handle = opened("int8")
@@ -125,17 +125,17 @@ def test_a_run_in_int8_is_near_fp32_and_the_half_weights_stay_as_they_are(opened
     assert "quantised: the large linear layers of its blocks, to int8" in report.text()
     assert [step.outcome for step in report.steps] == ["finite"] * 3
     assert not torch.equal(made, half) and error(made, right) < 3 * error(half, right)
-    assert weights(handle) == [], "they are there while a run lasts"
+    assert weights(handle) == [], "quantised weights exist only during a run"
     assert torch.equal(sampled(handle)[0], made)
-    assert torch.equal(sampled(replace(handle, precision=Precision.BF16))[0], half), "off: not a bit is otherwise"
+    assert torch.equal(sampled(replace(handle, precision=Precision.BF16))[0], half), "bit-equal when it is off"
 
 
 @pytest.mark.parametrize("outlier", [100.0, 1000.0])
-def test_layers_that_int8_would_make_wrong_stay_in_bf16_from_the_first_step_on(
+def test_layers_with_large_int8_error_stay_in_bf16_from_first_step(
     folder: Path, opened: Any, tmp_path: Path, outlier: float
 ) -> None:
-    """One channel of what a layer is given is so many times the others, which its weights make up for: in int8 the
-    others round to 0. Finite, and wrong."""
+    """One channel of a layer's input is `outlier` times the others, and its weights are smaller by as much: in int8
+    the other channels round to 0. The result is finite, and wrong."""
 
     def change(weights: dict[str, torch.Tensor]) -> None:
         weights["transformer_blocks.1.norm2.norm.weight"][7] *= outlier
@@ -157,9 +157,7 @@ def test_layers_that_int8_would_make_wrong_stay_in_bf16_from_the_first_step_on(
     assert torch.equal(again, made) and any("1 of 12 layers" in note for note in report.notes)
 
 
-def test_a_failing_step_is_computed_from_the_half_weights_and_its_layer_left_unquantised(
-    opened: Any, breaking: list[str]
-) -> None:
+def test_failing_step_is_rerun_from_bf16_weights_and_layer_unquantised(opened: Any, breaking: list[str]) -> None:
     handle = opened("int8")
     breaking.append(BROKEN)
     made, report = sampled(handle, steps=1)
@@ -167,8 +165,8 @@ def test_a_failing_step_is_computed_from_the_half_weights_and_its_layer_left_unq
     assert report.steps[0].rerun.module == BROKEN
     assert report.learned == PrecisionOverrides(unquantised=(BROKEN,))
 
-    def stays(handle: PipelineHandle) -> torch.Tensor:
-        """One step in fp32 from bf16's weights: of a run in bf16 that learned to give half precision up."""
+    def rerun_in_bf16(handle: PipelineHandle) -> torch.Tensor:
+        """One step recomputed in fp32 from bf16 weights: of a run in bf16 in which every layer fails."""
         module = handle.store.module("transformer", "bf16")
         handle.store.learned.clear()
         broken = [module.register_forward_hook(_spoil)]
@@ -178,20 +176,20 @@ def test_a_failing_step_is_computed_from_the_half_weights_and_its_layer_left_unq
             for hook in broken:
                 hook.remove()
 
-    assert torch.equal(made, stays(handle))
+    assert torch.equal(made, rerun_in_bf16(handle))
 
 
 def _spoil(_module: Any, _args: Any, made: Any) -> Any:
     return tuple(each * math.nan if each.dtype is torch.bfloat16 else each for each in made)
 
 
-def test_what_was_learned_is_kept_for_the_next_process_and_is_of_int8_alone(opened: Any, breaking: list[str]) -> None:
+def test_int8_overrides_are_saved_and_apply_only_to_int8(opened: Any, breaking: list[str]) -> None:
     breaking.append(BROKEN)
     _, report = sampled(opened("int8"))
     assert [step.outcome for step in report.steps] == ["rerun", "finite", "finite"]
-    anew = opened("int8")
-    anew.store.learned.clear()  # as in another process
-    _, report = sampled(anew)
+    reopened = opened("int8")
+    reopened.store.learned.clear()  # as in another process
+    _, report = sampled(reopened)
     assert [step.outcome for step in report.steps] == ["finite"] * 3
     assert any(f"'{BROKEN}' unquantised" in note for note in report.notes)
     plain = opened("bf16")
@@ -199,10 +197,10 @@ def test_what_was_learned_is_kept_for_the_next_process_and_is_of_int8_alone(open
     assert not any("profile" in note for note in sampled(plain)[1].notes)
 
 
-def test_with_every_layer_scaled_nothing_is_quantised_and_the_report_says_so(
+def test_nothing_is_quantised_with_all_layers_scaled_and_report_says_so(
     opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a layer that is broken in bf16 too. A later run quantises nothing either."""
+    """As after a layer that fails in bf16 too. A later run quantises nothing either."""
     handle = opened("int8")
     filled: list[bool] = []
     fill = QuantisedLinears.fill
@@ -220,7 +218,7 @@ def test_with_every_layer_scaled_nothing_is_quantised_and_the_report_says_so(
         assert "nothing is quantised with overflow protection" in each.notes
 
 
-def test_a_lora_acts_around_quantised_layers(opened: Any, tmp_path: Path) -> None:
+def test_lora_is_added_to_quantised_layers(opened: Any, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     layer = "transformer_blocks.1.ff.net.2"
     named = {f"transformer.{layer}.lora_A.weight": (4, 4 * WIDTH), f"transformer.{layer}.lora_B.weight": (WIDTH, 4)}
@@ -238,14 +236,14 @@ def test_a_lora_acts_around_quantised_layers(opened: Any, tmp_path: Path) -> Non
     assert error(tuned, right) < 1.5 * error(exact, right) < error(made, right)
 
 
-def test_two_threads_make_what_one_does(opened: Any) -> None:
+def test_two_threads_are_bit_equal_to_one(opened: Any) -> None:
     handle = opened("int8")
     right = {seed: sampled(handle, seed=seed)[0] for seed in (3, 4)}
     made = at_once(*(partial(sampled, handle, seed=seed) for seed in right))
     assert all(torch.equal(found, latents) for (found, _), latents in zip(made, right.values(), strict=True))
 
 
-def test_compiled_it_is_one_graph_and_a_second_run_compiles_nothing(opened: Any, traced_alone: None) -> None:
+def test_compiled_int8_has_one_graph_and_second_run_compiles_nothing(opened: Any, traced_alone: None) -> None:
     torch._dynamo.reset()
     eager, _ = sampled(opened("int8"))
     handle = opened("int8", "inductor")
@@ -257,17 +255,17 @@ def test_compiled_it_is_one_graph_and_a_second_run_compiles_nothing(opened: Any,
     torch._dynamo.reset()
 
 
-def test_compiled_layers_share_a_graph_and_note_what_they_are_given() -> None:
+def test_compiled_layers_share_one_graph_and_record_peak_of_inputs() -> None:
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
     blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)).bfloat16().requires_grad_(False)
     layers = QuantisedLinears(blocks, ("0", "1"), "int8")
     layers.fill()
-    shell, x = layers.shell(blocks), torch.randn(2, 16, WIDTH).bfloat16()
+    module, x = layers.shell(blocks), torch.randn(2, 16, WIDTH).bfloat16()
     with torch.inference_mode():
-        compiled = [torch.compile(layer) for layer in shell.children()]
-        for run, layer in zip(compiled, shell.children(), strict=True):
+        compiled = [torch.compile(layer) for layer in module.children()]
+        for run, layer in zip(compiled, module.children(), strict=True):
             exact = product(x, layer.quantised_weight, layer.bias)
             assert error(run(x), exact) < 2 * torch.finfo(x.dtype).eps
         assert float(layers.take()) == float(x.abs().max())
@@ -275,20 +273,20 @@ def test_compiled_layers_share_a_graph_and_note_what_they_are_given() -> None:
         layers.fill()
         x[0, 3, 5] = math.nan
         for run in compiled:
-            assert run(x)[0, 3].isnan().all(), "torchao hands it on in compiled code, too"
+            assert run(x)[0, 3].isnan().all(), "compiled code of torchao propagates NaN, too"
         assert math.isnan(layers.take())
     assert counters["stats"]["unique_graphs"] == 1, "other layers and other weights need no other code"
     torch._dynamo.reset()
 
 
-def test_small_layers_are_left_alone_and_the_report_says_so() -> None:
+def test_small_layers_are_not_quantised_and_report_says_so() -> None:
     handle = small_runs.opened("5b", precision="int8", device=CPU)
     made, report = sampled(handle)
     assert any(note.startswith("nothing is quantised: no linear layer") for note in report.notes)
     assert torch.equal(made, sampled(replace(handle, precision=Precision.BF16))[0])
 
 
-def test_without_torchao_the_loader_says_what_to_install(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torchao_error_says_what_to_install(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from comfyui_onediff_guard.precision import quantised
 
     monkeypatch.setattr(quantised.importlib.util, "find_spec", lambda name: None)
@@ -300,28 +298,30 @@ PLAN = choose(ARCHITECTURES["sm90"], VARIANTS["CogVideoX-5B"], Component.DENOISE
 
 
 @pytest.mark.parametrize("offload", Offload)
-def test_offloads_that_have_neither_weights_on_the_card_are_refused(offload: Offload) -> None:
+def test_block_offloads_are_refused_on_gpu(offload: Offload) -> None:
     check(PLAN, offload, CPU)
     refusal = f"offload '{offload.value}'.*Choose offload 'auto', 'none' or 'model'"
     with pytest.raises(PlanImpossible, match=refusal) if offload.in_parts else nullcontext():
         check(PLAN, offload, CUDA)
 
 
-def test_what_a_call_takes_is_counted_with_the_int8_products(opened: Any) -> None:
+def test_memory_estimate_includes_int8_products(opened: Any) -> None:
     from comfyui_onediff_guard.pipelines.run.feature import DenoiserSetup, RunContext
     from comfyui_onediff_guard.pipelines.weights.activation_memory import estimate_activation_bytes
 
-    def most(precision: str) -> int:
+    def estimate(precision: str) -> int:
         stage = opened(precision).stage(Component.DENOISER)
         family, config = stage.handle.family, stage.handle.store.model.denoiser_config
         inputs = family.step_inputs(config, (1, 16, 3, 6, 8), {}) | {"return_dict": False}
         features = features_of(RunContext(stage.handle, stage.plan, stage.report))
         return estimate_activation_bytes(DenoiserSetup(stage, inputs), features=features)
 
-    assert 1.2 * most("bf16") < most("int8") < 4 * most("bf16"), "int8's products are int32, before they are scaled"
+    assert 1.2 * estimate("bf16") < estimate("int8") < 4 * estimate("bf16"), (
+        "int8's products are int32, before they are scaled"
+    )
 
 
-def test_a_cheaper_way_is_unquantised(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_fallback_is_unquantised(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = opened("int8")
     stage = handle.stage(Component.DENOISER)
     calls = GuardedDenoiser(stage, features_of(RunContext(handle, stage.plan, stage.report)))

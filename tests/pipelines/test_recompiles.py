@@ -1,4 +1,4 @@
-"""What a run compiles anew: counted by dynamo, in inference mode, in which ComfyUI runs its nodes."""
+"""Graphs that a run compiles: counted by dynamo, in inference mode, as ComfyUI runs its nodes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def compiling(model: str, precision: str = "fp32") -> PipelineHandle:
 
 def run(handle: PipelineHandle, size: tuple[int, int, int], prompt: str = "a red kite", **settings: Any) -> RunReport:
     width, height, frames = size
-    given = {"steps": 1, "seed": 0, "guidance_scale": 6.0} | settings
+    options = {"steps": 1, "seed": 0, "guidance_scale": 6.0} | settings
     with torch.inference_mode():
         (positive, negative), _ = encode_prompts(handle, [prompt, ""])
-        return sample(handle, positive, negative, SampleSettings(width, height, frames=frames, **given))[1]
+        return sample(handle, positive, negative, SampleSettings(width, height, frames=frames, **options))[1]
 
 
 @pytest.mark.parametrize("model", SIZES)
-def test_seed_steps_guidance_and_prompt_compile_nothing_anew(model: str) -> None:
+def test_changing_seed_steps_guidance_or_prompt_does_not_recompile(model: str) -> None:
     handle, (size, *_) = compiling(model), SIZES[model]
     assert run(handle, size).graphs == 1, "identical blocks share one graph"
     for changed in ({"seed": 3}, {"steps": 3}, {"guidance_scale": 2.5}, {"prompt": "a boat on a lake"}):
@@ -49,29 +49,29 @@ def test_seed_steps_guidance_and_prompt_compile_nothing_anew(model: str) -> None
 
 @pytest.mark.parametrize("model", SIZES)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_new_size_compiles_once_and_all_after_it_nothing(model: str, precision: str) -> None:
-    """fp16: with every layer scaled, as a first call has shown that compiles nothing."""
+def test_second_size_compiles_once_and_later_sizes_do_not(model: str, precision: str) -> None:
+    """fp16: with all layers scaled, by scales that the first run learned."""
     handle, (first, second, *more) = compiling(model, precision), SIZES[model]
     graphs = [run(handle, size).graphs or 0 for size in [first] * (2 if precision == "fp16" else 1)]
     assert sum(graphs) == 1
-    assert run(handle, second).graphs == 1, "whose graph takes any size"
+    assert run(handle, second).graphs == 1, "its graph takes any size"
     assert [run(handle, size).graphs for size in (*more, first, second)] == [0] * (len(more) + 2)
 
 
 @pytest.mark.parametrize("model", SIZES)
-def test_one_graph_for_all_sizes(model: str) -> None:
+def test_option_dynamic_compiles_one_graph_for_all_sizes(model: str) -> None:
     handle = replace(compiling(model), compile_options=CompileOptions(dynamic=True))
     assert [run(handle, size).graphs for size in SIZES[model]] == [1] + [0] * (len(SIZES[model]) - 1)
 
 
-def test_other_options_and_back_compile_nothing_that_is_there() -> None:
+def test_switching_options_back_does_not_recompile() -> None:
     handle, (size, *_) = compiling("2b"), SIZES["2b"]
     other = replace(handle, compile_options=CompileOptions(dynamic=True))
     assert [run(each, size).graphs for each in (handle, other, handle, other)] == [1, 1, 0, 0]
     assert "backend: inductor (as you chose; one graph for all sizes), 0 graphs" in run(other, size).text()
 
 
-def test_another_strength_or_another_lora_of_the_same_shapes_compiles_nothing_anew(tmp_path: Path) -> None:
+def test_other_strength_or_lora_of_same_shapes_does_not_recompile(tmp_path: Path) -> None:
     handle, (size, *_) = compiling("2b"), SIZES["2b"]
     denoiser, train = handle.store.module("transformer", "fp32"), training(tmp_path)
     one, other, wider = (train(denoiser, seed=1), train(denoiser, seed=2), train(denoiser, seed=3, r=8, lora_alpha=8))

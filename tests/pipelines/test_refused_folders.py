@@ -1,4 +1,4 @@
-"""Folders that are incomplete, damaged, of another model, or made to do harm: refused before a weight is read."""
+"""Folders that are incomplete, damaged, of another model, or malicious: refused before weights are read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def header(text: str) -> bytes:
     return len(text).to_bytes(8, "little") + text.encode()
 
 
-REFUSED: list[tuple[str, str, Any, str]] = [  # variant, file, what is put there, what is said
+REFUSED: list[tuple[str, str, Any, str]] = [  # variant, file, its new content, message
     # of another model
     ("2b", "model_index.json", {"_class_name": "WanPipeline"}, "names T5EncoderModel as text_encoder"),
     ("2b", "model_index.json", {"_class_name": "FluxPipeline"}, "holds a FluxPipeline. Known: Cog"),
@@ -106,7 +106,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [  # variant, file, what is put there
     ("svd", "feature_extractor/preprocessor_config.json", {"crop_size": {"height": 10**9}}, "its 'height' is 1000"),
     *[("2b", file, {f"field_{n}": n for n in range(100_000)}, "it is larger than 1,048,576 bytes")
       for file in ("model_index.json", VAE, "tokenizer/added_tokens.json")],
-    # what reaches beyond the folder
+    # references to something outside the folder
     ("2b", ENCODER, {"_attn_implementation": "someone/kernel"}, "its '_attn_implementation' is someone/kernel, which"),
     ("2b", DENOISER, {"attn_implementation": "someone/kernel:fast"}, "its 'attn_implementation' is someone"),
     ("2b", VAE, {"attn_implementation": {"": "someone/kernel"}}, "its 'attn_implementation' is"),
@@ -129,14 +129,14 @@ REFUSED: list[tuple[str, str, Any, str]] = [  # variant, file, what is put there
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: f"{case[1]}-{case[3][:40]}")
-def test_what_is_refused_is_named_before_a_weight_is_read(
+def test_invalid_file_is_refused_by_name_before_weights_are_read(
     copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, case: tuple[str, str, Any, str]
 ) -> None:
-    variant, file, content, said = case
+    variant, file, content, message = case
     folder = copy(variant)
     put(folder / file, content)
     monkeypatch.setattr(diffusers.ModelMixin, "from_pretrained", None)
-    with pytest.raises(BadFolder, match=said) as refused:
+    with pytest.raises(BadFolder, match=message) as refused:
         checked(folder)
     assert str(refused.value).startswith("'model")
 
@@ -152,20 +152,20 @@ NEEDED = [
     ("2b", DENOISER),
     ("svd", "image_encoder/config.json"),
 ]
-BESIDE = [(variant, "tokenizer/special_tokens_map.json") for variant in (*T5, "cogview4")]
+OPTIONAL = [(variant, "tokenizer/special_tokens_map.json") for variant in (*T5, "cogview4")]
 
 
-@pytest.mark.parametrize(("variant", "file"), [*NEEDED, *BESIDE])
-def test_what_is_missing_empty_cut_off_a_pointer_or_a_pipe_is_refused_by_name(
+@pytest.mark.parametrize(("variant", "file"), [*NEEDED, *OPTIONAL])
+def test_missing_truncated_or_special_file_is_refused_by_name(
     copy: Callable[[str], Path], variant: str, file: str
 ) -> None:
     folder = copy(variant)
     whole, name = (folder / file).read_bytes(), Path(file).name
     states = {b"": name, whole[: len(whole) // 2]: name, whole[:-3]: name}
     states[POINTER] = rf"{file}' cannot be used: it is a Git LFS pointer \({len(POINTER)} bytes\), not the file"
-    for data, said in states.items():
+    for data, message in states.items():
         put(folder / file, data)
-        with pytest.raises(BadFolder, match=said):
+        with pytest.raises(BadFolder, match=message):
             checked(folder)
     put(folder / file, None)
     if (variant, file) in NEEDED:
@@ -207,17 +207,15 @@ def test_missing_unexpected_and_misshapen_tensors_are_refused_by_name(
         rf"'{key}' has the shape \[7, 3\], and \[.*\] in": lambda tensors: tensors.update({key: torch.zeros(7, 3)}),
         f"'{key}' is stored as I8, and quantised": lambda it: it.update({key: it[key].to(torch.int8)}),
     }
-    for said, change in changes.items():
+    for message, change in changes.items():
         rewrite(folder, name, change)
-        with pytest.raises(BadFolder, match=f"'model/{name}': {said}"):
+        with pytest.raises(BadFolder, match=f"'model/{name}': {message}"):
             checked(folder)
         file_of(folder, name).write_bytes(whole)
 
 
 @pytest.mark.parametrize("name", ["text_encoder", "transformer", "vae"])
-def test_files_replaced_after_the_check_are_not_filled_up_with_random_weights(
-    copy: Callable[[str], Path], name: str
-) -> None:
+def test_tensors_removed_after_check_are_not_replaced_by_random_ones(copy: Callable[[str], Path], name: str) -> None:
     folder = copy("2b")
     model = checked(folder)
     rewrite(folder, name, lambda tensors: tensors.pop(max(tensors)))
@@ -226,7 +224,7 @@ def test_files_replaced_after_the_check_are_not_filled_up_with_random_weights(
 
 
 def shard(folder: Path, name: str, stem: str, *, change: float = 0, files: tuple[str, ...] = ("a", "b")) -> Path:
-    """Write a component's tensors, `change` added, into shards beside what is there. Returns their index."""
+    """Write a component's tensors, `change` added, into shards next to what is there. Returns their index."""
     tensors = load_file(file_of(folder, name))
     held = {file: dict(list(tensors.items())[n :: len(files)]) for n, file in enumerate(files)}
     for file, part in held.items():
@@ -240,7 +238,7 @@ def shard(folder: Path, name: str, stem: str, *, change: float = 0, files: tuple
 @pytest.mark.parametrize(
     ("name", "stem", "read"), [("transformer", STEM, 1), ("vae", STEM, 1), ("text_encoder", "model", 0)]
 )
-def test_where_both_are_there_what_is_checked_is_what_the_library_loads(
+def test_checked_files_are_those_that_library_loads(
     copy: Callable[[str], Path], name: str, stem: str, read: float
 ) -> None:
     """diffusers takes the index, transformers the single file."""
@@ -255,21 +253,21 @@ def test_where_both_are_there_what_is_checked_is_what_the_library_loads(
     assert len(checked(folder).weights[name].files) == 2
 
 
-@pytest.mark.parametrize("evil", [
+@pytest.mark.parametrize("name", [
     *("evil.bin", "evil.pkl", "../vae/diffusion_pytorch_model.safetensors", "/etc/x.safetensors", "..", ""),
     *("a\\b.safetensors", "C:x.safetensors", "x.safetensors.bin", "a\0.safetensors"),
 ])  # fmt: skip
-def test_shards_are_plain_safetensors_beside_their_index(copy: Callable[[str], Path], evil: str) -> None:
+def test_shards_must_be_safetensors_next_to_their_index(copy: Callable[[str], Path], name: str) -> None:
     folder = copy("2b")
     index = shard(folder, "transformer", STEM, files=("a",))
     (folder / "transformer" / "evil.bin").write_bytes(b"\x80\x04.")
     listed = json.loads(index.read_text())["weight_map"]
-    say(index, weight_map={**listed, max(listed): evil})
+    say(index, weight_map={**listed, max(listed): name})
     with pytest.raises(BadFolder, match=r"index.json' names '.*', which is no safetensors file beside it"):
         checked(folder)
 
 
-def test_an_index_that_is_of_other_shards(copy: Callable[[str], Path]) -> None:
+def test_index_of_other_shards_is_refused(copy: Callable[[str], Path]) -> None:
     folder = copy("2b")
     index = shard(folder, "transformer", STEM)
     listed = json.loads(index.read_text())["weight_map"]
@@ -309,7 +307,7 @@ def few_tokens(folder: Path) -> None:
 
 
 def other_letters(folder: Path) -> None:
-    """As many tokens as before, none of them of the letters that people write prompts with."""
+    """As many tokens as before, but none with the letters of usual prompts."""
 
     def change(model: Any) -> None:
         for n, piece in enumerate(model.pieces[3:]):
@@ -339,12 +337,12 @@ MISFITS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", MISFITS)
-def test_a_vocabulary_that_does_not_fit_the_encoder_is_refused(copy: Callable[[str], Path], what: str) -> None:
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_vocabulary_that_does_not_fit_the_encoder_is_refused(copy: Callable[[str], Path], case: str) -> None:
     folder = copy("2b")
-    change, said = MISFITS[what]
+    change, message = MISFITS[case]
     change(folder)
-    with pytest.raises(BadFolder, match=f"'model/tokenizer.*{said}"):
+    with pytest.raises(BadFolder, match=f"'model/tokenizer.*{message}"):
         checked(folder)
 
 
@@ -359,7 +357,7 @@ def test_a_vocabulary_of_another_family_is_refused(
 
 
 def test_a_sentencepiece_model_cut_between_its_parts_is_refused(copy: Callable[[str], Path]) -> None:
-    """It is one that can be read, with fewer tokens or another way to split text."""
+    """Such a file can be parsed, with fewer tokens or another way to split text."""
     folder = copy("2b")
     file = folder / "tokenizer" / "spiece.model"
     whole = file.read_bytes()
@@ -375,13 +373,13 @@ def test_a_sentencepiece_model_cut_between_its_parts_is_refused(copy: Callable[[
             checked(folder)
 
 
-# --- what is no file's fault ------------------------------------------------------------------------------------------
+# --- errors that no file causes ---------------------------------------------------------------------------------------
 
 
-def test_a_library_that_cannot_be_imported_is_no_files_fault(
+def test_failing_import_of_library_is_not_blamed_on_file(
     copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As transformers, where Python was started with PYTHONOPTIMIZE=2: it reads docstrings."""
+    """As of transformers under PYTHONOPTIMIZE=2, since it reads docstrings."""
     folder = copy("2b")
 
     def cannot(_module: Any, _name: str) -> None:
@@ -393,12 +391,12 @@ def test_a_library_that_cannot_be_imported_is_no_files_fault(
     monkeypatch.setattr(type(library), "__getattr__", cannot)
     with pytest.raises(
         LibraryFailed, match=r"^transformers cannot be imported \(ValueError: No `Args`.*requirements"
-    ) as told:
+    ) as error:
         checked(folder)
-    assert isinstance(told.value.__cause__, ValueError)
+    assert isinstance(error.value.__cause__, ValueError)
 
 
-def test_a_class_that_builds_of_no_config_is_no_files_fault(
+def test_class_that_cannot_be_built_is_not_blamed_on_file(
     copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = copy("2b")
@@ -408,17 +406,17 @@ def test_a_class_that_builds_of_no_config_is_no_files_fault(
 
     folders._built.cache_clear()
     monkeypatch.setattr(diffusers.AutoencoderKLCogVideoX, "__init__", broken)
-    with pytest.raises(LibraryFailed, match=r"No AutoencoderKLCogVideoX can be built here.*another version") as told:
+    with pytest.raises(LibraryFailed, match=r"No AutoencoderKLCogVideoX can be built here.*another version") as error:
         checked(folder)
-    assert isinstance(told.value.__cause__, TypeError)
+    assert isinstance(error.value.__cause__, TypeError)
 
 
 @pytest.mark.parametrize("default", [None, 7, [7, 8]])
 @pytest.mark.parametrize("value", [None, 7, [7, 8], -1])
-def test_a_token_is_one_or_several_whatever_the_library_has(
+def test_token_may_be_one_or_several_for_any_default_of_library(
     default: Any, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GlmModel's own ends of a text are a list in transformers 4, and none in transformers 5."""
+    """GlmModel's default eos_token_id is a list in transformers 4, and None in transformers 5."""
     monkeypatch.setattr(ComponentSpec, "defaults", lambda *_: {"eos_token_id": default})
     assert fields_of(COGVIEW4.components["text_encoder"], "GlmModel", {"eos_token_id": value}) == {
         "eos_token_id": value

@@ -1,5 +1,5 @@
-"""fp32 on the real classes: a rerun is bit-equal to module.float(), whole, tiled and sliced; no stage takes TF32 where
-that is asked for."""
+"""fp32 reruns of real model classes: bit-equal to module.float(), whole, tiled and sliced; with exact_fp32 no stage
+uses TF32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hooks(module):
 
 
 def assert_bit_equal(found, expected, module, dtype, before=None):
-    """before: hooks that a library put there, as transformers does on text encoders."""
+    """before: hooks that a library has added, as transformers does on text encoders."""
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)
     assert next(module.parameters()).dtype == DTYPES[dtype]
@@ -37,7 +37,7 @@ def assert_bit_equal(found, expected, module, dtype, before=None):
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("variant", ["2b", "5b", "1.5"])
-def test_denoiser(dtype, variant):
+def test_denoiser_rerun_is_bit_equal_to_float(dtype, variant):
     module, reference = component("transformer", dtype, variant)
     torch.manual_seed(1)
     config, frames = module.config, 4
@@ -55,7 +55,7 @@ def test_denoiser(dtype, variant):
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_text_encoder_whose_wo_is_in_fp32(dtype):
+def test_rerun_of_text_encoder_with_wo_in_fp32_is_bit_equal_to_float(dtype):
     module, reference = component("text_encoder", dtype)
     tokens, before = torch.randint(0, 50, (1, 20)), hooks(module)
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_text_encoder_whose_wo_is_in_fp32(dtype):
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("mode", ["whole", "tiled", "sliced"])
-def test_vae(dtype, mode):
+def test_vae_rerun_is_bit_equal_to_float(dtype, mode):
     module, reference = component("vae", dtype)
     for vae in (module, reference):
         vae.use_tiling, vae.use_slicing = mode == "tiled", mode == "sliced"
@@ -97,7 +97,7 @@ class Tf32(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("model", ["2b", "5b-i2v", "cogview3", "svd", "wan"])
-def test_with_exact_fp32_no_stage_takes_tf32(model):
+def test_exact_fp32_allows_tf32_in_no_stage(model):
     with Tf32() as settings:
         list(ran(shared_models.model_folder(model, "none"), torch.device("cpu"), LEG))
     assert [each for each in settings.seen if each[1]] == []

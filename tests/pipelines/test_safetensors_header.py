@@ -1,4 +1,4 @@
-"""A safetensors header is read as the library writes it, of every dtype that it can store."""
+"""Headers of safetensors files: read as the library writes them, for every dtype that it can store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEIGHTS = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.fl
 
 
 @pytest.mark.parametrize("dtype", STORED, ids=str)
-def test_what_the_library_writes_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_header_of_every_dtype_of_library_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.zeros(3, 8, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.zeros(3, 8, dtype=dtype)
     safetensors.save_file({"weight": tensor}, file := tmp_path / "a.safetensors")
     found = read_header(file).tensors["weight"]
@@ -27,8 +27,8 @@ def test_what_the_library_writes_is_read(tmp_path: Path, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize(("dtype", "bits"), {"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}.items())
-def test_values_of_less_than_a_byte_are_counted_in_bits(tmp_path: Path, dtype: str, bits: int) -> None:
-    """No tensor of PyTorch's has as many elements."""
+def test_dtypes_smaller_than_byte_are_counted_in_bits(tmp_path: Path, dtype: str, bits: int) -> None:
+    """PyTorch itself has no tensors with these elements."""
     file, n_bytes = tmp_path / "a.safetensors", 24 * bits // 8
     header = json.dumps({"a": {"dtype": dtype, "shape": [24], "data_offsets": [0, n_bytes]}}).encode()
     file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(n_bytes))
@@ -38,7 +38,7 @@ def test_values_of_less_than_a_byte_are_counted_in_bits(tmp_path: Path, dtype: s
         read_header(file)
 
 
-def test_a_header_that_is_too_long_or_cut_off_is_not_read(tmp_path: Path) -> None:
+def test_too_long_or_truncated_header_is_refused(tmp_path: Path) -> None:
     """The library takes 12 s and 1.5 GB for one of 90 MB."""
     file = tmp_path / "a.safetensors"
     file.write_bytes(struct.pack("<Q", 2**25 + 1))

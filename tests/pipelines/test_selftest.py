@@ -1,4 +1,4 @@
-"""Each line of the self-test is right on this machine, and wrong where what it checks is broken."""
+"""Each check of the self-test passes on this machine, and fails if what it checks is broken."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {**LAYERS, "attention": F.scaled_dot_product_attention}
 
 
 class Broken(TorchFunctionMode):
-    """A kernel that loses digits in one dtype, where it is given enough to add up."""
+    """A kernel that loses digits in one dtype, if it adds up at least `addends` values."""
 
     def __init__(self, func: Any, dtype: torch.dtype, addends: int = 0):
         super().__init__()
@@ -38,23 +38,23 @@ class Broken(TorchFunctionMode):
         return made * (1 + 2**-6) if broken else made
 
 
-# inductor's code for fp16 does not compile where this is set: PyTorch's headers leave its vectors out
+# if this is set, inductor's code for fp16 does not compile: PyTorch's headers lack its vectors
 NO_COMPILER = ["a compiled block"] if os.environ.get("ATEN_CPU_CAPABILITY") == "default" else []
-OF_CARDS = ["offload 'group'", "peak memory beyond the estimate"]  # devices/on_it/device_itself.py has them
+ONLY_ON_GPU = ["offload 'group'", "peak memory beyond the estimate"]  # devices/on_it/device_itself.py has them
 
 
-def test_all_is_right_here() -> None:
-    told: list[tuple[str, int, int]] = []
-    found = selftest(CPU, lambda *told_of: told.append(told_of))
-    assert [each.name for each in found.lines if each.verdict != "right"] in (OF_CARDS, [*NO_COMPILER, *OF_CARDS])
-    assert told == [(name, i, 23) for i, name in enumerate([*(each.name for each in found.lines), "times"])]
+def test_all_checks_pass_on_cpu() -> None:
+    progress: list[tuple[str, int, int]] = []
+    found = selftest(CPU, lambda *call: progress.append(call))
+    assert [each.name for each in found.lines if each.verdict != "right"] in (ONLY_ON_GPU, [*NO_COMPILER, *ONLY_ON_GPU])
+    assert progress == [(name, i, 23) for i, name in enumerate([*(each.name for each in found.lines), "times"])]
     assert all(seconds > 0 for seconds in found.seconds.values())
     assert len(found.seconds) >= 6 and found.machine["torch"] == torch.__version__
 
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Only:
-    """only(name, …) runs the checks of these names, and no times; returns their lines."""
+    """only(name, …) runs these checks without timings, and returns their results."""
     every = module._checks
 
     def run(*names: str) -> tuple[CheckResult, ...]:
@@ -78,14 +78,14 @@ BREAKS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_line_is_wrong_where_what_it_checks_is_broken(only: Only, name: str) -> None:
+def test_check_fails_if_kernel_that_it_checks_is_broken(only: Only, name: str) -> None:
     with BREAKS[name]:
         (found,) = only(name)
     assert found.verdict == "wrong" and (found.concern in name or found.concern == "fp16")
 
 
 def without_its_first_block(network: torch.nn.Module, parts: tuple[str, ...], *_: Any, **__: Any) -> torch.nn.Module:
-    """As compiled code that leaves out what a block computes."""
+    """As compiled code that skips what a block computes."""
     made = copy.deepcopy(network)
     for weight in next(made.get_submodule(parts[0]).children()).parameters():
         weight.data.zero_()
@@ -106,7 +106,7 @@ NOT_SEEN = "ValueError: the guard did not see the overflow"
         ("a compiled block", "compiled", without_its_first_block, ""),
     ],
 )
-def test_a_part_of_the_pack_that_does_nothing_is_noticed(
+def test_check_fails_if_part_of_pack_does_nothing(
     monkeypatch: pytest.MonkeyPatch, only: Only, name: str, part: str, stand_in: Any, note: str
 ) -> None:
     monkeypatch.setattr(module, part, stand_in)
@@ -114,8 +114,8 @@ def test_a_part_of_the_pack_that_does_nothing_is_noticed(
     assert found.verdict == "wrong" and found.note.startswith(note)
 
 
-def test_a_compiler_that_fails_is_said(monkeypatch: pytest.MonkeyPatch, only: Only) -> None:
-    """'auto' goes on without it, so nothing that was compiled is right or wrong."""
+def test_failing_compiler_is_noted_and_check_not_run(monkeypatch: pytest.MonkeyPatch, only: Only) -> None:
+    """'auto' falls back to eager, so compiled code is neither right nor wrong."""
 
     def failing(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no ptxas")
@@ -125,7 +125,7 @@ def test_a_compiler_that_fails_is_said(monkeypatch: pytest.MonkeyPatch, only: On
     assert found.verdict == "not run" and "no ptxas" in found.note and found.concern == COMPILED
 
 
-def test_a_kernel_that_raises_costs_its_line_alone(monkeypatch: pytest.MonkeyPatch, only: Only) -> None:
+def test_kernel_that_raises_fails_only_its_own_checks(monkeypatch: pytest.MonkeyPatch, only: Only) -> None:
     def no_kernel(*_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("no kernel image is available for execution on the device\nCUDA kernel errors …")
 
@@ -135,7 +135,7 @@ def test_a_kernel_that_raises_costs_its_line_alone(monkeypatch: pytest.MonkeyPat
     assert found[1].note.endswith("no kernel image is available for execution on the device")
 
 
-def test_too_little_memory_is_no_fault_of_the_card(monkeypatch: pytest.MonkeyPatch, only: Only) -> None:
+def test_check_without_enough_memory_counts_as_not_run(monkeypatch: pytest.MonkeyPatch, only: Only) -> None:
     def full(*_: Any, **__: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 MiB.")
 
@@ -147,12 +147,12 @@ def test_too_little_memory_is_no_fault_of_the_card(monkeypatch: pytest.MonkeyPat
     assert found.note.startswith("too little memory is free: OutOfMemoryError: CUDA out")
 
 
-def test_a_device_that_goes_away_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_device_ends_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: Any, **__: Any) -> Any:
         raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors …")
 
     monkeypatch.setitem(module.OPERATIONS, "2D convolution", (gone, module.OPERATIONS["2D convolution"][1]))  # pyright: ignore[reportArgumentType]
-    asked = iter([torch.ones(1)] * 4)  # after each check of products, and never again
+    asked = iter([torch.ones(1)] * 4)  # one after each check of products, then none
     monkeypatch.setattr(module.torch, "zeros", lambda *_, **__: next(asked, None) or gone())
     with pytest.raises(DeviceGone, match=r"any more after the check '2D convolution in fp16' .*unspecified launch"):
         selftest(CPU)

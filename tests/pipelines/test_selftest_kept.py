@@ -1,4 +1,4 @@
-"""What a self-test found wrong, later runs on the same card do not choose, and say so."""
+"""Saved results of the self-test: later runs on the same card avoid what was wrong, and say so."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def with_failed(name: str, *failed: str) -> Architecture:
 
 
 @pytest.mark.parametrize(
-    ("card", "model", "failed", "comes_to"),
+    ("card", "model", "failed", "expected"),
     [
         ("sm90", "CogVideoX-5B", (), "bf16"),
         ("sm90", "CogVideoX-5B", ("bf16",), "fp16"),
@@ -39,18 +39,18 @@ def with_failed(name: str, *failed: str) -> Architecture:
         ("sm90", "SVD", ("fp16", "bf16", "fp32"), "fp32"),
     ],
 )
-def test_auto_takes_the_next_best(card: str, model: str, failed: tuple[str, ...], comes_to: str) -> None:
+def test_auto_avoids_failed_dtypes(card: str, model: str, failed: tuple[str, ...], expected: str) -> None:
     plan = choose(with_failed(card, *failed), VARIANTS[model], Component.DENOISER, Precision.AUTO)
     before = choose(ARCHITECTURES[card], VARIANTS[model], Component.DENOISER, Precision.AUTO)
-    instead = f"{comes_to}, since {before.dtype} came out wrong in this card's self-test of {DAY}"
-    why = before.reason if comes_to == before.dtype else instead
-    also = f", but {comes_to} came out wrong in this card's self-test of {DAY}" if comes_to in failed else ""
-    assert (plan.dtype, plan.reason) == (comes_to, why + also)
-    assert plan.overflow_protection == (comes_to == "fp16" and VARIANTS[model].protected)
+    instead = f"{expected}, since {before.dtype} came out wrong in this card's self-test of {DAY}"
+    why = before.reason if expected == before.dtype else instead
+    also = f", but {expected} came out wrong in this card's self-test of {DAY}" if expected in failed else ""
+    assert (plan.dtype, plan.reason) == (expected, why + also)
+    assert plan.overflow_protection == (expected == "fp16" and VARIANTS[model].protected)
 
 
 @pytest.mark.parametrize("request_", [Precision.BF16, Precision.FP16, Precision.FP32, Precision.INT8])
-def test_what_is_asked_for_is_done_and_the_reason_warns(request_: Precision) -> None:
+def test_chosen_precision_is_used_and_its_reason_warns(request_: Precision) -> None:
     plan = choose(with_failed("sm90", *HALVES), VARIANTS["CogVideoX-2B"], Component.DENOISER, request_)
     assert plan == replace(
         choose(ARCHITECTURES["sm90"], VARIANTS["CogVideoX-2B"], Component.DENOISER, request_), reason=plan.reason
@@ -59,7 +59,7 @@ def test_what_is_asked_for_is_done_and_the_reason_warns(request_: Precision) -> 
 
 
 @pytest.mark.parametrize(
-    ("chosen", "request_", "failed", "comes_to", "protected"),
+    ("chosen", "request_", "failed", "expected", "protected"),
     [
         ("bf16", Precision.AUTO, ("bf16",), "fp16", True),
         ("bf16", Precision.AUTO, ("bf16", "fp16"), "fp32", False),
@@ -67,26 +67,26 @@ def test_what_is_asked_for_is_done_and_the_reason_warns(request_: Precision) -> 
         ("bf16", None, ("bf16",), "bf16", False),
     ],
 )
-def test_comfyuis_own_models_too(
-    chosen: str, request_: Precision | None, failed: tuple[str, ...], comes_to: str, protected: bool
+def test_native_models_avoid_failed_dtypes(
+    chosen: str, request_: Precision | None, failed: tuple[str, ...], expected: str, protected: bool
 ) -> None:
     plan = comfy_plan(Component.DENOISER, "Lumina2", HALVES[chosen], with_failed("sm90", *failed), request_)
     assert not plan.fp16_sums, "nobody asked for them"
-    assert (plan.dtype, plan.overflow_protection) == (comes_to, protected)
+    assert (plan.dtype, plan.overflow_protection) == (expected, protected)
     assert ("self-test" in plan.reason) == (chosen in failed)
 
 
-def test_what_was_compiled_wrong_is_compiled_only_where_that_is_asked_for() -> None:
+def test_backend_that_failed_self_test_is_used_only_if_chosen() -> None:
     card = with_failed("sm90", COMPILED)
     by_itself = for_dtype(BackendChoice("inductor", "auto: first choice", automatic=True), card, "fp16")
-    asked_for = BackendChoice("inductor", "as you chose")
+    chosen_by_user = BackendChoice("inductor", "as you chose")
     assert by_itself.name == "eager" and by_itself.reason == (
         f"auto: inductor is there, but compiled code came out wrong in this card's self-test of {DAY}"
     )
-    assert for_dtype(asked_for, card, "fp16") is asked_for
+    assert for_dtype(chosen_by_user, card, "fp16") is chosen_by_user
 
 
-def test_it_holds_for_this_card_driver_and_pytorch_alone(tmp_path: Path) -> None:
+def test_result_applies_only_to_same_card_driver_and_pytorch(tmp_path: Path) -> None:
     assert (
         verified_architecture(CPU, None)
         == verified_architecture(CPU, tmp_path)
@@ -114,7 +114,7 @@ def test_it_holds_for_this_card_driver_and_pytorch_alone(tmp_path: Path) -> None
         lambda text: text.replace('"concern": ""', '"concern": "' + "x" * 2**20 + '"'),
     ],
 )
-def test_a_damaged_file_counts_as_none(
+def test_damaged_file_is_ignored(
     damage: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = kept_here(tmp_path)
@@ -125,7 +125,7 @@ def test_a_damaged_file_counts_as_none(
     assert "is left alone" in caplog.text
 
 
-def test_a_file_of_before_says_nothing_of_what_it_concerns(tmp_path: Path) -> None:
+def test_old_file_without_concerns_marks_no_dtype_as_failed(tmp_path: Path) -> None:
     file = kept_here(tmp_path, CheckResult("attention in fp16", "wrong", 1.0, 0.1, concern="fp16"))
     kept = json.loads(file.read_text(encoding="utf-8"))
     for line in kept["lines"]:

@@ -1,4 +1,4 @@
-"""Shells of modules on which a library left something: each runs what was put in it, and nothing adds up."""
+"""Shallow copies of modules that a library has hooked: each runs its replacements, and hooks do not accumulate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, GlmConfig, GlmModel, T5C
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-MODELS: dict[str, tuple[Callable[[], Any], str, str]] = {  # how it is made, a layer of a block, and the block
+MODELS: dict[str, tuple[Callable[[], Any], str, str]] = {  # how to build it, a layer of a block, and the block
     "GLM": (
         lambda: GlmModel(GlmConfig(**SMALL, **SIZES, num_key_value_heads=1, head_dim=8)),
         "layers.1.mlp.down_proj",
@@ -37,26 +37,26 @@ def calling(layer: nn.Module) -> nn.Module:
     return with_forward(layer, lambda *args, **kwargs: layer(*args, **kwargs))
 
 
-SHELLS: dict[str, Callable[[nn.Module, str, str], nn.Module]] = {
+COPIES: dict[str, Callable[[nn.Module, str, str], nn.Module]] = {
     "of a layer": lambda module, layer, _block: replace_submodules(module, {layer: calling}),
     "of a block": lambda module, _layer, block: replace_submodules(module, {block: calling}),
     "of everything": lambda module, _layer, _block: structural_copy(module),
-    "of a shell": lambda module, layer, _block: reporting(
+    "of a copy": lambda module, layer, _block: reporting(
         replace_submodules(module, {layer: calling}), dtype=torch.float32
     ),
 }
 
 
-@pytest.mark.parametrize("kind", SHELLS)
+@pytest.mark.parametrize("kind", COPIES)
 @pytest.mark.parametrize("name", MODELS)
-def test_each_shell_records_a_layers_output_once(name: str, kind: str) -> None:
+def test_each_copy_records_output_of_each_layer_once(name: str, kind: str) -> None:
     make, layer, block = MODELS[name]
     torch.manual_seed(0)
     model = hooked(make().eval())
     tokens = torch.arange(3, 11)[None]
     with torch.no_grad():
-        shells = [SHELLS[kind](model, layer, block) for _ in range(3)]
-        each = [shell(input_ids=tokens, output_hidden_states=True).hidden_states for shell in (*shells, model)]
+        copies = [COPIES[kind](model, layer, block) for _ in range(3)]
+        each = [copied(input_ids=tokens, output_hidden_states=True).hidden_states for copied in (*copies, model)]
     assert len({id(states) for states in each}) == 4 and len(each[0]) == 4
     assert all(torch.equal(one, other) for states in each[1:] for one, other in zip(states, each[0], strict=True))
 
@@ -75,7 +75,7 @@ def negated(layer: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "shell",
+    "make_copy",
     [
         lambda block: replace_submodules(block, {"0.inner": negated})[0],
         lambda block: replace_submodules(reporting(block[0], dtype=torch.float32), {"inner": negated}),
@@ -85,15 +85,15 @@ def negated(layer: nn.Module) -> nn.Module:
         )[0],
     ],
 )
-def test_a_method_that_was_left_as_an_attribute_is_the_shells_own(shell: Callable[[Any], Any]) -> None:
-    """As transformers 4 leaves it: the layer's own, bound to the layer."""
+def test_forward_that_is_attribute_is_bound_to_copy(make_copy: Callable[[Any], Any]) -> None:
+    """As transformers 4 does: its own method, bound to the layer."""
     blocks: Any = nn.Sequential(Block())
     blocks[0].forward = blocks[0].forward
-    assert shell(blocks)(torch.ones(1)) == -1
+    assert make_copy(blocks)(torch.ones(1)) == -1
     assert blocks(torch.ones(1)) == 1
 
 
-def test_another_function_in_a_methods_place_stays_in_a_shell() -> None:
+def test_custom_forward_stays_in_copy() -> None:
     block: Any = Block()
     block.forward = lambda x: x + 1
     assert reporting(block, dtype=torch.float32)(torch.ones(1)) == 2

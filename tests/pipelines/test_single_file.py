@@ -1,6 +1,6 @@
-"""ComfyUI's single SVD file: the tables hold for the real file's keys, and a small one loads or is refused in words.
+"""ComfyUI's single SVD file: the tables fit the real file's keys, and small files load or are refused with a reason.
 
-That the weights land in the right places is shown in tests/comfyui/inside/single_file.py, by ComfyUI's own SVD.
+tests/comfyui/inside/single_file.py checks against ComfyUI's own SVD that weights land in the right places.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_small_files_are_laid_out_like_the_real_one(real: Tensors):
 
 def test_every_real_key_is_used_once_and_every_parameter_filled(real: Tensors):
     used: Counter[str] = Counter()
-    for name in COMPONENTS:  # raises where one is missing or over
+    for name in COMPONENTS:  # raises if one is missing or left over
         used.update({key for key in single_file.fit("svd_xt.safetensors", name, real)[1].values() if key})
     assert set(used.values()) == {1}
     left = real.keys() - used.keys()
@@ -64,7 +64,7 @@ def test_every_real_key_is_used_once_and_every_parameter_filled(real: Tensors):
 
 
 @pytest.mark.parametrize("name", COMPONENTS)
-def test_configs_are_those_that_are_published(real: Tensors, name: str):
+def test_configs_equal_published_ones(real: Tensors, name: str):
     """config.json of https://huggingface.co/stabilityai/stable-video-diffusion-img2vid-xt, component by component."""
     configs = single_file.fit("", name, real)[0], PUBLISHED["SVD-XT"].configs[name]
     found, published = (json.loads(json.dumps(SVD.components[name].defaults() | dict(config))) for config in configs)
@@ -72,7 +72,7 @@ def test_configs_are_those_that_are_published(real: Tensors, name: str):
 
 
 @pytest.mark.parametrize("layout", [svd_layout.TINY, svd_layout.Layout((64, 64, 128), (False, True, True), blocks=2)])
-def test_other_sizes_are_read_from_the_shapes(layout: svd_layout.Layout):
+def test_sizes_in_config_are_read_from_shapes_of_tensors(layout: svd_layout.Layout):
     found = tensors_of(svd_layout.shapes(layout, unused=False))
     config = single_file.fit("", "unet", found)[0]
     assert config["block_out_channels"] == [*layout.channels] and config["layers_per_block"] == layout.blocks
@@ -82,7 +82,7 @@ def test_other_sizes_are_read_from_the_shapes(layout: svd_layout.Layout):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", COMPONENTS)
-def test_component_is_whole_and_in_the_dtype(small: Path, name: str, dtype: torch.dtype):
+def test_component_is_complete_and_in_requested_dtype(small: Path, name: str, dtype: torch.dtype):
     with torch.inference_mode():  # as inside ComfyUI
         module = read_svd(small).component(name, dtype)
     assert {tensor.dtype for tensor in module.state_dict().values()} == {dtype}
@@ -92,15 +92,15 @@ def test_component_is_whole_and_in_the_dtype(small: Path, name: str, dtype: torc
 
 
 @pytest.mark.parametrize("name", COMPONENTS)
-def test_what_is_stored_of_a_parameter_is_what_is_loaded(small: Path, name: str):
-    """Also of the VAE's quant_conv, which the file has not: a load in fp16 asks for each that holds small values."""
+def test_loaded_parameter_equals_stored_one(small: Path, name: str):
+    """Also of the VAE's quant_conv, which the file lacks: loading in fp16 needs each parameter with small values."""
     file = read_svd(small)
     for parameter, values in file.component(name, torch.float32).named_parameters():
         assert torch.equal(file.stored(name, (parameter,)), values)
 
 
-def test_unet_has_the_files_eps(small: Path):
-    """generative-models' and ComfyUI's GroupNorm32 leave GroupNorm's default; some of diffusers' blocks do not."""
+def test_group_norms_of_unet_have_eps_of_original(small: Path):
+    """GroupNorm32 of generative-models and ComfyUI has GroupNorm's default; some blocks of diffusers do not."""
     norms = {
         name: module.eps
         for name, module in read_svd(small).component("unet", torch.float32).named_modules()
@@ -110,7 +110,7 @@ def test_unet_has_the_files_eps(small: Path):
     assert {eps for name, eps in norms.items() if "attentions" in name} == {1e-6}
 
 
-def test_loaded_weights_outlive_the_file(small: Path, tmp_path: Path):
+def test_loaded_weights_do_not_change_with_file(small: Path, tmp_path: Path):
     file = shutil.copyfile(small, tmp_path / "svd.safetensors")
     vae: Any = read_svd(file).component("vae", torch.float32)
     before = vae.decoder.conv_in.weight.clone()
@@ -120,7 +120,7 @@ def test_loaded_weights_outlive_the_file(small: Path, tmp_path: Path):
     assert torch.equal(vae.decoder.conv_in.weight, before)
 
 
-def test_the_file_is_weighed_by_component(small: Path):
+def test_bytes_of_file_are_counted_by_component(small: Path):
     file = read_svd(small)
     tensors = load_file(small)
     for name, prefix in svd_keys.PREFIXES.items():
@@ -138,7 +138,7 @@ def test_scheduler_is_the_published_one(small: Path):
     assert scheduler.config.prediction_type == "v_prediction"
 
 
-def test_which_paths_are_single_files(tmp_path: Path, small: Path):
+def test_paths_of_single_files_are_recognised(tmp_path: Path, small: Path):
     assert is_single_file(small)
     assert not is_single_file(small.parent)
     assert is_single_file(tmp_path / "gone.safetensors"), "so that the message speaks of a file"
@@ -187,7 +187,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_file_is_refused_in_words(tmp_path: Path, small: Path, case: str):
+def test_invalid_file_is_refused_with_reason(tmp_path: Path, small: Path, case: str):
     change, message = BROKEN[case]
     file = tmp_path / "svd.safetensors"
     save_file(change(load_file(small)), file)
@@ -195,7 +195,7 @@ def test_a_broken_file_is_refused_in_words(tmp_path: Path, small: Path, case: st
         read_svd(file)
 
 
-def test_unreadable_files_are_refused_in_words(tmp_path: Path, small: Path):
+def test_unreadable_file_is_refused_with_reason(tmp_path: Path, small: Path):
     content = small.read_bytes()
     for name, written, message in (
         ("svd.safetensors", content[:-1], r"cannot be used: it has \d+(,\d+)* bytes"),

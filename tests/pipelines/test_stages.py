@@ -1,4 +1,4 @@
-"""Stages beside the denoiser, threads, and folders with awkward names."""
+"""Stages other than the denoiser, folders with unusual names, and failed loads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from transformers import T5EncoderModel
 
 
 def overflow_in_feed_forward(tensors):
-    """Makes the product inside T5's gated feed-forward leave fp16's range; it is scaled back behind it."""
+    """Make the product inside T5's gated feed-forward overflow fp16. The next layer scales it back."""
     for name, tensor in tensors.items():
         if name.endswith((".wi_0.weight", ".wi_1.weight")):
             tensor.mul_(1e5**0.5)
@@ -33,7 +33,7 @@ def overflow_in_feed_forward(tensors):
 
 
 def overflow_in_attention(tensors):
-    """Makes the first attention add what leaves fp16's range, where T5 clamps it to ±64504. The weights are the same in
+    """Make the output of the first attention overflow fp16, where T5 clamps it to ±64504. The weights are the same in
     fp16 and fp32."""
     weight = tensors["encoder.block.0.layer.0.SelfAttention.o.weight"]
     weight.mul_(6e4 / weight.abs().max())
@@ -42,13 +42,13 @@ def overflow_in_attention(tensors):
 
 
 def overflow_in_decoder(tensors):
-    """Makes its first convolution leave fp16's range; the group norm behind it takes the scale out again."""
+    """Make its first convolution overflow fp16. The group norm after it removes the scale."""
     for kind in ("weight", "bias"):
         tensors[f"decoder.conv_in.conv.{kind}"].mul_(1e6)
 
 
 def overflow_in_encoder(tensors):
-    """As Stable Video Diffusion's does. The weights are the same in fp16 and fp32."""
+    """Make it overflow as Stable Video Diffusion's does. The weights are the same in fp16 and fp32."""
     for tensor in tensors.values():
         tensor.copy_(tensor.half())
     tensors["encoder.conv_in.weight"].mul_(2.0**18)
@@ -69,7 +69,7 @@ def encoded(folder, precision):
     return encode_prompts(opened(folder, precision=precision), ["a boat", ""])
 
 
-def test_a_text_encoder_that_would_overflow_does_not_with_every_layer_scaled(overflowing_text_encoder):
+def test_protected_text_encoder_does_not_overflow(overflowing_text_encoder):
     folder = overflowing_text_encoder
     (expected, _), _ = encoded(folder, "fp32")
     (found, _), report = encoded(folder, "fp16")
@@ -79,7 +79,7 @@ def test_a_text_encoder_that_would_overflow_does_not_with_every_layer_scaled(ove
     assert not torch.isfinite(encoded(folder, "fp16 (plain)")[0][0]).all()
 
 
-def test_a_text_encoder_clamps_nothing_with_every_layer_scaled(copy):
+def test_protected_text_encoder_clamps_nothing(copy):
     folder = broken(copy("2b"), "text_encoder", overflow_in_attention)
     expected, _ = encoded(folder, "fp32")
     (plain, unguarded), (_, again) = (encoded(folder, "fp16 (plain)") for _ in range(2))
@@ -87,11 +87,11 @@ def test_a_text_encoder_clamps_nothing_with_every_layer_scaled(copy):
     for embeddings, wrong, right in zip(found, plain, expected, strict=True):
         assert wrong.isfinite().all() and error(wrong, right) > 0.2
         assert error(embeddings, right) <= 2e-3
-    assert (report.reruns, unguarded.failed, again.failed) == (0, 2, 2), "it is told each time"
+    assert (report.reruns, unguarded.failed, again.failed) == (0, 2, 2), "it is reported each time"
 
 
 @pytest.mark.parametrize("precision", ["fp16 (plain)", "bf16"])
-def test_a_text_encoder_that_is_not_scaled_is_the_same_to_the_bit(precision):
+def test_unprotected_text_encoder_is_bit_equal_to_transformers(precision):
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
     handle = opened("2b", precision=precision)
     text_encoder = T5EncoderModel.from_pretrained(handle.store.model.path / "text_encoder", dtype=dtype)
@@ -104,16 +104,16 @@ def test_a_text_encoder_that_is_not_scaled_is_the_same_to_the_bit(precision):
     assert report.reruns == 0 and not report.protection
 
 
-def test_embeddings_that_came_out_broken_are_not_remembered_and_blamed_on_their_maker(overflowing_text_encoder):
+def test_non_finite_embeddings_are_not_cached_and_stop_sampling(overflowing_text_encoder):
     handle = opened(overflowing_text_encoder, precision="fp16 (plain)")
-    (broken, negative), _ = encode_prompts(handle, ["a boat", ""])
-    assert not torch.isfinite(broken).all()
+    (non_finite, negative), _ = encode_prompts(handle, ["a boat", ""])
+    assert not torch.isfinite(non_finite).all()
     assert all(kept.isfinite().all() for kept in handle.store.prompts.values())
     with pytest.raises(GuardStopped, match="input 'encoder_hidden_states' holds"):
-        sample(opened(overflowing_text_encoder), broken, negative, SampleSettings(*SMALL[:2], 1, 0, SMALL[2], 6.0))
+        sample(opened(overflowing_text_encoder), non_finite, negative, SampleSettings(*SMALL[:2], 1, 0, SMALL[2], 6.0))
 
 
-def test_a_decoder_that_overflows_is_rerun_and_the_frames_are_right(copy):
+def test_overflowing_decoder_is_rerun_and_frames_are_near_fp32(copy):
     folder = broken(copy("2b"), "vae", overflow_in_decoder)
     latents = torch.randn(1, 16, 3, 6, 8, generator=torch.Generator().manual_seed(0))
     expected, _ = decode(opened(folder), latents)
@@ -123,15 +123,15 @@ def test_a_decoder_that_overflows_is_rerun_and_the_frames_are_right(copy):
     assert torch.isnan(decode(opened(folder, precision="fp16 (plain)"), latents)[0]).all()
 
 
-def test_svds_vae_encoder_in_fp16_is_right_where_plain_fp16_is_nan(copy):
+def test_protected_svd_encoder_is_near_fp32_where_plain_fp16_is_nan(copy):
     folder = broken(copy("svd"), "vae", overflow_in_encoder)
     pixels = torch.rand(1, 3, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
 
     def moments(precision):
         stage = opened(folder, precision=precision).stage(Component.VAE_ENCODE)
-        shell = guarded_encoder(stage, Calls("encoding {} of {}", lambda *_: None))
+        guarded = guarded_encoder(stage, Calls("encoding {} of {}", lambda *_: None))
         with torch.no_grad():
-            return shell.encode(pixels).latent_dist.parameters, stage
+            return guarded.encode(pixels).latent_dist.parameters, stage
 
     (expected, _), (plain, unguarded) = (moments(precision) for precision in ("fp32", "fp16 (plain)"))
     assert not plain.isfinite().any() and unguarded.report.protection == ""
@@ -143,17 +143,17 @@ def test_svds_vae_encoder_in_fp16_is_right_where_plain_fp16_is_nan(copy):
     assert moments("bf16")[1].report.protection == ""
 
 
-def test_a_folder_with_spaces_and_letters_of_other_alphabets(model_folder, tmp_path):
+def test_folder_with_spaces_and_non_ascii_letters_works(model_folder, tmp_path):
     handle = opened(shared_models.copied(model_folder("2b"), tmp_path / "модель – 模型 (1)"))
     assert torch.isfinite(encode_prompts(handle, ["кораблик 🚢"])[0][0]).all()
     assert torch.isfinite(sampled(handle, SMALL)[0]).all()
 
 
 @pytest.mark.parametrize("where", ["to_device", "mend_narrowed"])
-def test_a_component_that_failed_on_its_way_is_loaded_anew(monkeypatch, where):
-    """Out of memory, or a file that is gone meanwhile: the next run must not take what is there for whole."""
+def test_component_that_failed_to_load_is_loaded_again(monkeypatch, where):
+    """After out of memory or a deleted file, the next run must not use an incomplete component."""
     handle = opened("2b", precision="fp16")
-    handle.store.drop("transformer")  # another test's
+    handle.store.drop("transformer")  # loaded by another test
     owner = handle.store.placement if where == "to_device" else store
 
     def failing(*_):
@@ -168,7 +168,7 @@ def test_a_component_that_failed_on_its_way_is_loaded_anew(monkeypatch, where):
     assert handle.store.notes["transformer"] == ()
 
 
-def test_an_eager_run_enters_no_file_of_compile():
+def test_eager_run_calls_no_code_of_compile_package():
     handle = opened("2b", precision="fp16")
     prompts(handle)
     entered: set[Path] = set()
@@ -182,5 +182,5 @@ def test_an_eager_run_enters_no_file_of_compile():
         sampled(handle, SMALL)
     finally:
         sys.setprofile(None)
-    ours = {file.name for file in entered if file.parent == Path(backends.__file__).parent}
-    assert not ours
+    called_files = {file.name for file in entered if file.parent == Path(backends.__file__).parent}
+    assert not called_files

@@ -1,4 +1,4 @@
-"""A step cache has the host wait for nothing: what it needs to know comes with the guard's own transfer."""
+"""A step cache adds no host wait: the values that it needs come with the guard's own transfer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "more", "inference"), [*CASES, ("2b", {}, True), ("wan", {}, True)])
-def test_a_run_with_a_step_cache_reads_no_more_than_one_without(
+def test_step_cache_adds_no_host_reads(
     monkeypatch: pytest.MonkeyPatch, model: str, more: dict[str, Any], inference: bool
 ) -> None:
-    """Of tensors that come from what the denoiser is given, and of the timesteps. inference: as ComfyUI runs nodes."""
+    """Reads of tensors that derive from the denoiser's inputs, and of timesteps. inference: as ComfyUI runs nodes."""
     handle, reads = opened(model), HostReads()
     run(handle, model, steps=1)  # its prompts are encoded once
     call = StageGuard.__call__
@@ -44,5 +44,5 @@ def test_a_run_with_a_step_cache_reads_no_more_than_one_without(
     without, before = counted(None)
     found, report = counted(WIDE)
     assert report.cache.compared and (report.cache.cached or more)
-    assert len(report.steps) == len(before.steps) and without["tolist"] >= len(report.steps), "the guard's are seen"
+    assert len(report.steps) == len(before.steps) and without["tolist"] >= len(report.steps), "guard's reads count"
     assert found == without

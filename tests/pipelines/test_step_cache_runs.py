@@ -1,5 +1,5 @@
-"""A step cache in whole runs of each family: nothing differs where it is off, and what it keeps survives all else that
-a run may meet."""
+"""The step cache in whole runs of each family: bit-equal when it is off, and within its target error with faults,
+offload, LoRAs, threads and compiled blocks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(
 
 
 def cached(handle: PipelineHandle, model: str, wanted: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """A run with a cache, which was used, and is as near to what is wanted as was asked for."""
+    """A run with a cache, after a check that steps were cached and that the error is within the target."""
     found, report = run(handle, model, WIDE)
     assert report.cache.cached
     assert torch.isfinite(found).all() and error(found, wanted) <= max(report.cache.drift, WIDE.error)
@@ -68,20 +68,20 @@ MODELS = [model for model in SIZES if model != "svd"]
 
 
 @pytest.mark.parametrize("frames", [2, 5])
-def test_stable_video_diffusion_has_no_step_cache_and_says_so(frames: int) -> None:
-    """On random weights its drift was 5.8 to 13.5 %, where 0.2 to 1.9 % was estimated. A workflow that asks for it
-    runs, and computes every step."""
+def test_stable_video_diffusion_ignores_step_cache_with_warning(frames: int) -> None:
+    """On random weights its drift was 5.8 to 13.5 %, where 0.2 to 1.9 % was estimated. A workflow with a step
+    cache runs, and computes every step."""
     handle = opened("svd")
-    told: list[str] = []
+    messages: list[str] = []
     plain, before = run(handle, "svd", frames=frames)
-    found, report = run(handle, "svd", WIDE, frames=frames, tell=told.append)
+    found, report = run(handle, "svd", WIDE, frames=frames, tell=messages.append)
     assert torch.equal(found, plain) and report.cache is None and "cached" not in report.cells()
-    (said,) = report.warnings
-    assert said.startswith("The step cache is not used") and said in told and not before.warnings
+    (warning,) = report.warnings
+    assert warning.startswith("The step cache is not used") and warning in messages and not before.warnings
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_family(model: str) -> None:
+def test_cached_run_of_every_family_is_within_target_error(model: str) -> None:
     handle = opened(model)
     plain, before = run(handle, model)
     assert before.cache is None and "cached" not in before.cells()
@@ -94,13 +94,13 @@ def test_every_family(model: str) -> None:
     assert not torch.equal(found, plain)
     assert f"{use.cached} of {STEPS} steps cached" in report.text()
     assert [step.cached for step in report.steps].count(True) == use.cached * report.calls_per_step
-    assert torch.equal(run(handle, model)[0], plain)  # nothing is left of it
+    assert torch.equal(run(handle, model)[0], plain)  # later runs are unchanged
 
 
 @pytest.mark.parametrize("model", ["2b", "cogview4"])
 @pytest.mark.parametrize("failing", [0, FIRST, 7, STEPS - 1])
-def test_nan_at_any_step(monkeypatch: pytest.MonkeyPatch, model: str, failing: int) -> None:
-    """An attempt that is NaN is computed again in full, has the bits of the model in fp32, and leaves no trace."""
+def test_nan_in_any_step_is_recomputed_not_cached(monkeypatch: pytest.MonkeyPatch, model: str, failing: int) -> None:
+    """An attempt that is NaN is recomputed in full, in fp32, as in a run without a cache."""
     handle = opened(model, precision="bf16")
     at = failing * (2 if model == "cogview4" else 1)  # calls of a step
     report = cached_with_nan(monkeypatch, handle, model, at)
@@ -108,7 +108,7 @@ def test_nan_at_any_step(monkeypatch: pytest.MonkeyPatch, model: str, failing: i
 
 
 def cached_with_nan(monkeypatch: pytest.MonkeyPatch, handle: PipelineHandle, model: str, at: int) -> Any:
-    """The report of a run with a cache in which a call is NaN: it comes to what it comes to without a cache."""
+    """The report of a run with a cache in which a call is NaN, after a check of its outcomes against those without."""
     handle = replace(handle, policy=GuardPolicy(scope=Scope.STEP))
     broken_at(monkeypatch, at)
     wanted, without = run(handle, model)
@@ -118,14 +118,14 @@ def cached_with_nan(monkeypatch: pytest.MonkeyPatch, handle: PipelineHandle, mod
     return report
 
 
-def test_a_run_that_gives_up_half_precision_caches_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_continues_in_fp32_stops_caching(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = replace(opened("2b", precision="bf16"), policy=GuardPolicy(scope=Scope.RUN))
     broken_at(monkeypatch, 7)
     _, report = run(handle, "2b", WIDE)
     assert "cached" in report.cells()[:7] and set(report.cells()[8:]) == {"fp32"}
 
 
-def test_what_a_guard_that_is_off_lets_through_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_output_with_guard_off_stops_caching(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = replace(opened("2b", precision="bf16"), policy=GuardPolicy(on_failure=OnFailure.OFF))
     broken_at(monkeypatch, 4)
     found, report = run(handle, "2b", WIDE)
@@ -135,7 +135,7 @@ def test_what_a_guard_that_is_off_lets_through_is_not_kept(monkeypatch: pytest.M
 
 
 def broken_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """The attempt of one step is NaN."""
+    """Make the attempt of one step NaN."""
     make = denoising.build_attempt
 
     def build(stage: Any, *args: Any) -> Any:
@@ -152,14 +152,14 @@ def broken_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 @pytest.mark.parametrize("overflow", ["none", "stream"])
 @pytest.mark.parametrize("model", ["2b", "cogview3", "cogview4"])
-def test_overflow_protection(model: str, overflow: str) -> None:
+def test_step_cache_works_with_overflow_protection(model: str, overflow: str) -> None:
     handle = opened(model, precision="fp16", overflow=overflow)
     _, report = cached(handle, model, run(handle, model)[0])
     assert report.protection and not report.reruns
-    assert not any(step.note for step in report.steps), "blocks that are left out leave no plan"
+    assert not any(step.note for step in report.steps), "skipped blocks change no plan"
 
 
-def test_bf16_with_every_layer_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_cache_works_in_bf16_with_all_layers_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     known = PrecisionOverrides(all_layers_scaled=True)
     monkeypatch.setattr(denoising, "_known", lambda _stage: (known, ()))
     handle = opened("2b", precision="bf16")
@@ -167,7 +167,7 @@ def test_bf16_with_every_layer_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def halves_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def sequential_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     init = denoising.GuardedDenoiser.__init__
 
     def halved(steps: Any, *args: Any) -> None:
@@ -178,8 +178,8 @@ def halves_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.usefixtures("halves_in_turn")
-def test_what_either_half_clips_is_seen(half: int) -> None:
+@pytest.mark.usefixtures("sequential_halves")
+def test_clipping_in_either_half_of_guidance_is_detected(half: int) -> None:
     handle = opened("cogview3", precision="fp16 (plain)")
     calls = itertools.count()
 
@@ -194,7 +194,7 @@ def test_what_either_half_clips_is_seen(half: int) -> None:
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_what_an_earlier_attempt_clipped_is_none_of_a_scaled_one(together: bool) -> None:
+def test_scaled_attempt_ignores_clipping_of_earlier_attempt(together: bool) -> None:
     def clips(x: torch.Tensor) -> torch.Tensor:
         return (x + math.inf).clip(-65504, 65504)
 
@@ -206,13 +206,13 @@ def test_what_an_earlier_attempt_clipped_is_none_of_a_scaled_one(together: bool)
 
 
 @pytest.mark.parametrize("model", ["2b", "5b"])
-@pytest.mark.usefixtures("halves_in_turn")
-def test_halves_apart(model: str) -> None:
+@pytest.mark.usefixtures("sequential_halves")
+def test_step_cache_works_with_sequential_halves_of_guidance(model: str) -> None:
     handle = opened(model)
     cached(handle, model, run(handle, model)[0])
 
 
-def test_where_memory_runs_out_the_cache_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_drops_step_cache_first(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = opened("2b")
     plain, _ = run(handle, "2b")
     make, failures = denoising.build_attempt, [0, 0]
@@ -239,42 +239,42 @@ def test_where_memory_runs_out_the_cache_goes_first(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(denoising.GuardedDenoiser, "_place", placed)
     _, report = cached(handle, "2b", plain)
     text = report.text()
-    assert kept == [0, 1, 0], "its values are gone before the denoiser is placed anew"
+    assert kept == [0, 1, 0], "its values are freed before the denoiser is placed again"
     assert "went on with nothing else on the device" in text and "went on with none, no step cache" in text
     assert "halves" not in text and "cached" not in report.cells()[6:]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_compiled_blocks(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
-    """A cached step runs what is compiled of the parts that it computes."""
+def test_step_cache_works_with_compiled_blocks(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    """A cached step runs the compiled code of the blocks that it computes."""
     handle = opened("2b", precision=precision, backend="inductor")
-    run(handle, "2b")  # what it shows of its layers in fp16 is known from the next run's first step on
+    run(handle, "2b")  # the scales that it learns in fp16 are known from the first step of the next run on
     plain, _ = run(handle, "2b")
     found, report = run(handle, "2b", CachePolicy(0.0))
     assert torch.equal(found, plain) and report.graphs == 0
     assert cached(handle, "2b", plain)[1].backend == "inductor"
     assert run(handle, "2b", WIDE)[1].graphs == 0
-    if precision != "fp32":  # which is not attempted, but the model's own
+    if precision != "fp32":  # which is the model itself, without an attempt
         cached_with_nan(monkeypatch, handle, "2b", at=7)
 
 
-def test_two_threads() -> None:
+def test_two_threads_have_separate_caches() -> None:
     """Each run has its own cache, on one model."""
     handle = opened("2b")
-    alone = {seed: run(handle, "2b", WIDE, seed=seed)[0] for seed in (3, 4)}
-    found = at_once(*(partial(run, handle, "2b", WIDE, seed=seed) for seed in alone))
-    assert all(torch.equal(made, right) for (made, _), right in zip(found, alone.values(), strict=True))
+    single = {seed: run(handle, "2b", WIDE, seed=seed)[0] for seed in (3, 4)}
+    found = at_once(*(partial(run, handle, "2b", WIDE, seed=seed) for seed in single))
+    assert all(torch.equal(made, right) for (made, _), right in zip(found, single.values(), strict=True))
 
 
-def test_a_denoiser_of_one_block_says_that_nothing_can_be_cached(tmp_path: Path) -> None:
+def test_denoiser_of_one_block_caches_nothing_and_says_so(tmp_path: Path) -> None:
     handle = opened(build_cogvideox(tmp_path / "one", layers=1))
     _, report = run(handle, "2b", WIDE)
     assert "no step is cached" in report.text() and "cached" not in report.cells()
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16 (plain)", "bf16", "int8"])
-def test_every_precision(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
-    """A target of 0 is bit-equal, and a NaN in a cached run comes to what it comes to without a cache."""
+def test_step_cache_works_in_every_precision(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    """A target error of 0 is bit-equal, and a NaN in a cached run has the outcomes of a run without a cache."""
     monkeypatch.setattr("comfyui_onediff_guard.precision.quantised.LEAST", STEP)  # small: int8 is slow on CPUs
     handle = opened("2b", precision=precision)
     assert handle.plan(Component.DENOISER).numerics == precision.partition(" ")[0]
@@ -286,13 +286,13 @@ def test_every_precision(monkeypatch: pytest.MonkeyPatch, precision: str) -> Non
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_lora(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, precision: str) -> None:
+def test_step_cache_works_with_lora(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, precision: str) -> None:
     handle = opened("2b", precision=precision)
     bare, _ = run(handle, "2b")
     trained = training(tmp_path)(handle.store.module("transformer", precision))
     handle = add_lora(handle, Lora(trained, 1.0))
     plain, _ = run(handle, "2b")
-    assert error(plain, bare) > 0.001, "it does something"
+    assert error(plain, bare) > 0.001, "the LoRA changes the result"
     assert torch.equal(run(handle, "2b", CachePolicy(0.0))[0], plain)
     found, _ = cached(handle, "2b", plain)
     assert error(found, bare) > error(found, plain), "cached steps have it too"

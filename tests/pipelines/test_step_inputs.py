@@ -1,4 +1,4 @@
-"""What a family says that a step is given, and what its VAE decodes, against what diffusers' pipeline really passes."""
+"""Inputs of a step and shapes of latents, as families define them, against what diffusers' pipelines pass."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES = {
 @pytest.mark.parametrize(
     ("variant", "size"), [pytest.param(v, size, id=f"{v}-{size}") for v, sizes in SIZES.items() for size in sizes]
 )
-def test_a_step_is_given_what_the_family_says(variant: str, size: tuple[int, int, int]) -> None:
+def test_inputs_of_step_match_definition_of_family(variant: str, size: tuple[int, int, int]) -> None:
     handle = opened(variant)
     family, model = handle.family, handle.store.model
     calls, latents = sampled(handle, *size)
@@ -50,7 +50,7 @@ def test_a_step_is_given_what_the_family_says(variant: str, size: tuple[int, int
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_denoiser_takes_it_and_puts_out_what_is_to_be_decoded(name: str) -> None:
+def test_output_of_published_denoiser_fits_latents_to_decode(name: str) -> None:
     family, configs, options = PUBLISHED[name]
     built: list[Any] = [family.components[part].on_meta(configs[part]) for part in (family.denoiser, "vae")]
     config, vae_config = (module.config for module in built)
@@ -88,7 +88,7 @@ def sampled(
 
 
 def shapes_of(inputs: Mapping[str, Any]) -> Shapes:
-    """Of each argument that holds tensors, those in it."""
+    """The shapes of the tensors in each argument that has any."""
     found = {
         name: [tuple(leaf.shape) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         for name, value in inputs.items()

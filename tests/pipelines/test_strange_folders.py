@@ -1,4 +1,4 @@
-"""Folders that are laid out otherwise than most: loaded as they are stored, by what was checked and nothing else."""
+"""Folders with unusual layouts: loaded as they are stored, and only from files that were checked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def older_t5(tensors: dict[str, torch.Tensor]) -> None:
     tensors["decoder.final_layer_norm.weight"] = torch.ones(32)
 
 
-def encoders_alone(tensors: dict[str, torch.Tensor]) -> None:
+def encoder_only_t5(tensors: dict[str, torch.Tensor]) -> None:
     tensors["encoder.embed_tokens.weight"] = tensors.pop("shared.weight")
 
 
@@ -44,13 +44,13 @@ def older_vae(tensors: dict[str, torch.Tensor]) -> None:
 
 
 OLDER = [
-    *(("2b", "text_encoder", change) for change in (older_t5, encoders_alone)),
+    *(("2b", "text_encoder", change) for change in (older_t5, encoder_only_t5)),
     *(("svd", "image_encoder", older_clip), ("svd", "vae", older_vae)),
 ]
 
 
 @pytest.mark.parametrize(("variant", "name", "change"), OLDER)
-def test_names_of_older_versions_load_as_they_are_stored(
+def test_tensors_with_names_of_older_versions_load_as_stored(
     copy: Callable[[str], Path], variant: str, name: str, change: Callable[..., None]
 ) -> None:
     folder = copy(variant)
@@ -70,7 +70,7 @@ def test_names_of_older_versions_load_as_they_are_stored(
         {"_commit_hash": "x", "model_type": "evil", "name_or_path": "/etc", "tp_plan": "evil", "made_up": [{"x": {}}]},
     ],
 )
-def test_fields_that_are_harmless_or_not_taken_change_nothing(
+def test_harmless_or_unused_fields_change_nothing(
     copy: Callable[[str], Path], name: str, fields: dict[str, Any]
 ) -> None:
     folder = copy("2b")
@@ -83,7 +83,7 @@ def test_fields_that_are_harmless_or_not_taken_change_nothing(
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
 
 
-def test_a_tokenizer_as_published_with_its_authors_paths_loads(copy: Callable[[str], Path]) -> None:
+def test_published_tokenizer_with_paths_of_its_author_loads(copy: Callable[[str], Path]) -> None:
     folder = copy("2b")
     theirs = {"special_tokens_map_file": "of/its/author/special_tokens_map.json", "tokenizer_file": None}
     theirs |= {"sp_model_kwargs": {}, "model_max_length": 10**30, "extra_ids": 100}
@@ -92,10 +92,10 @@ def test_a_tokenizer_as_published_with_its_authors_paths_loads(copy: Callable[[s
 
 
 @pytest.mark.parametrize("variant", ["2b", "wan"])
-def test_published_layouts_of_files_load_and_make_the_same_tokens(
+def test_all_published_layouts_of_tokenizer_make_same_tokens(
     copy: Callable[[str], Path], variant: str, tmp_path: Path
 ) -> None:
-    """Of the older library, spiece.model alone; of the newer one, tokenizer.json alone; Wan's have both."""
+    """Older libraries write only spiece.model, newer ones only tokenizer.json. Wan's folders have both."""
     folder = copy(variant)
     tokenizer, expected = folder / "tokenizer", tokens(folder)
     put(tokenizer / "added_tokens.json", {f"<extra_id_{n}>": 299 - n for n in range(100)})
@@ -110,7 +110,7 @@ def test_published_layouts_of_files_load_and_make_the_same_tokens(
     assert tokens(folder) == expected
 
 
-def test_a_glm_tokenizer_that_the_library_saved_again_loads(copy: Callable[[str], Path]) -> None:
+def test_glm_tokenizer_saved_again_by_library_makes_same_tokens(copy: Callable[[str], Path]) -> None:
     folder = copy("cogview4")
     expected = tokens(folder)
     loaded = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
@@ -132,7 +132,7 @@ def test_files_that_no_component_needs_are_not_read(copy: Callable[[str], Path])
 
 
 @pytest.mark.parametrize("variant", ["2b", "svd"])
-def test_a_byte_order_mark_is_read_over_in_every_config(copy: Callable[[str], Path], variant: str) -> None:
+def test_byte_order_mark_is_ignored_in_every_config(copy: Callable[[str], Path], variant: str) -> None:
     folder = copy(variant)
     before = checked(folder)
     for file in folder.rglob("*.json"):
@@ -146,8 +146,8 @@ def test_a_byte_order_mark_is_read_over_in_every_config(copy: Callable[[str], Pa
             assert str(before.unweighted(name)) == str(found.unweighted(name))
 
 
-def test_the_links_of_the_hubs_cache_and_of_people_are_followed(copy: Callable[[str], Path], tmp_path: Path) -> None:
-    """What a link leads to is checked as any file is."""
+def test_links_of_hub_cache_and_users_are_followed(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    """The target of a link is checked as any file is."""
     folder = copy("2b")
     storage = tmp_path / "models--owner--name"
     snapshot = storage / "snapshots" / ("0" * 40)
@@ -167,7 +167,7 @@ def test_the_links_of_the_hubs_cache_and_of_people_are_followed(copy: Callable[[
         checked(folder)
 
 
-def test_unknown_fields_are_named_in_the_report_some_of_them(copy: Callable[[str], Path]) -> None:
+def test_some_unknown_fields_are_named_in_notes(copy: Callable[[str], Path]) -> None:
     folder = copy("2b")
     for name in ("vae", "transformer"):
         say(folder / name / "config.json", **{f"field_{n}": n for n in range(1000)})
@@ -179,12 +179,12 @@ def test_unknown_fields_are_named_in_the_report_some_of_them(copy: Callable[[str
     assert all("field_0" in note for note in notes) and len("".join(notes)) < 500
 
 
-def test_two_prompts_are_never_the_same_to_the_model_unsaid() -> None:
-    """A whole tokenizer may know no word of a prompt either: that is said."""
+def test_prompts_without_known_words_are_noted() -> None:
+    """Such prompts look the same to the model. Even a complete tokenizer may know no word of a prompt."""
     handle = opened("2b")
     (cat, dog), known = encode_prompts(handle, ["a red cat", "a blue dog"])
     assert not torch.equal(cat, dog)
     (one, other), report = encode_prompts(handle, ["一只红色的猫", "两只狗在跑"])
     assert torch.equal(one, other)
-    said = [note for note in report.notes if note not in known.notes]
-    assert [note.rpartition(": ")[2] for note in said] == ["一只红色的猫", "两只狗在跑"]
+    added = [note for note in report.notes if note not in known.notes]
+    assert [note.rpartition(": ")[2] for note in added] == ["一只红色的猫", "两只狗在跑"]

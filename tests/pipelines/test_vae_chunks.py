@@ -1,4 +1,4 @@
-"""A VAE that fails in one chunk or tile: that one is computed again in fp32, with the cache that it hands on."""
+"""A VAE that fails in one chunk or tile: only that one is recomputed in fp32, with its cache for the next chunk."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def latents():
     return torch.randn(1, 16, (FRAMES - 1) // 4 + 1, 2, 4, generator=generator)
 
 
-def breaking(monkeypatch, module, calls, change):
-    """Alters what `module` puts out in half precision at these calls, counted from 0 over both precisions. Calls on
-    "meta", by which memory is estimated, do not count."""
+def break_calls(monkeypatch, module, calls, change):
+    """Change the half-precision output of `module` in these calls, counted from 0 over both precisions. Calls on
+    "meta", which estimate memory, do not count."""
     forward, count = module.forward, iter(range(10**6))
 
     def broken(*args, **kwargs):
@@ -56,68 +56,68 @@ def outcomes(report):
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_chunk_that_fails_is_computed_again_alone(monkeypatch, latents, failing):
+def test_only_failing_chunk_is_recomputed_in_fp32(monkeypatch, latents, failing):
     expected, _ = decode(opened("2b"), latents)
     handle = opened("2b", precision="bf16")
     healthy, report = decode(handle, latents)
     assert outcomes(report) == ["finite"] * 3
     decoder = handle.store.module("vae", "bf16").decoder
-    breaking(monkeypatch, decoder.conv_out, {failing}, nan_in_output)
+    break_calls(monkeypatch, decoder.conv_out, {failing}, nan_in_output)
     frames, report = decode(handle, latents)
     assert outcomes(report) == ["rerun" if chunk == failing else "finite" for chunk in range(3)]
     assert report.steps[failing].stage == "vae_decode" and "NaN or infinite in bf16" in report.steps[failing].note
     assert (frames - expected).abs().max() < 1.5 * (healthy - expected).abs().max()
     edges = [0, 9, 17, 25]
-    here = slice(edges[failing], edges[failing + 1])
-    assert (frames[here] - expected[here]).abs().mean() < (healthy[here] - expected[here]).abs().mean()
+    part = slice(edges[failing], edges[failing + 1])
+    assert (frames[part] - expected[part]).abs().mean() < (healthy[part] - expected[part]).abs().mean()
 
 
-def test_a_chunk_whose_cache_alone_is_bad_is_the_one_that_is_redone(monkeypatch, latents):
+def test_chunk_with_infinite_cache_is_recomputed(monkeypatch, latents):
     expected, _ = decode(opened("2b"), latents)
     handle = opened("2b", precision="bf16")
-    breaking(monkeypatch, handle.store.module("vae", "bf16").decoder, {1}, infinite_cache)
+    break_calls(monkeypatch, handle.store.module("vae", "bf16").decoder, {1}, infinite_cache)
     frames, report = decode(handle, latents)
     assert outcomes(report) == ["finite", "rerun", "finite"], "the next chunk gets a good cache, cast to bf16"
     assert (frames - expected).abs().max() < 0.1
 
 
-def test_a_tile_that_fails_is_computed_again_alone(monkeypatch):
+def test_only_failing_tile_is_recomputed_in_fp32(monkeypatch):
     generator = torch.Generator().manual_seed(3)
     latents = torch.randn(1, 16, 1, 10, 16, generator=generator)
     handle = opened("2b", precision="bf16")
     healthy, report = decode(handle, latents, tiling=True)
     tiles = len(report.steps)
     assert tiles > 2 and report.reruns == 0
-    breaking(monkeypatch, handle.store.module("vae", "bf16").decoder.conv_out, {2}, nan_in_output)
+    break_calls(monkeypatch, handle.store.module("vae", "bf16").decoder.conv_out, {2}, nan_in_output)
     frames, report = decode(handle, latents, tiling=True)
     assert [step for step, outcome in enumerate(outcomes(report)) if outcome == "rerun"] == [2]
     assert len(report.steps) == tiles and (frames - healthy).abs().max() < 0.1
 
 
-def test_encoding_a_video_is_guarded_chunk_by_chunk(monkeypatch):
+def test_only_failing_chunk_is_recomputed_when_encoding_video(monkeypatch):
     video = torch.rand(1, 3, FRAMES, 16, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
     exact = opened("2b").stage(Component.VAE_ENCODE)
     expected = guarded_encoder(exact, silent()).encode(video).latent_dist.mode()
     handle = opened("2b", precision="bf16")
     encoder = handle.store.module("vae", "bf16").encoder
-    breaking(monkeypatch, encoder.conv_out, {1}, nan_in_output)
+    break_calls(monkeypatch, encoder.conv_out, {1}, nan_in_output)
     stage = handle.stage(Component.VAE_ENCODE)
-    shell, report = guarded_encoder(stage, silent()), stage.report
+    guarded, report = guarded_encoder(stage, silent()), stage.report
     with torch.no_grad():
-        found = shell.encode(video).latent_dist.mode()
+        found = guarded.encode(video).latent_dist.mode()
     assert outcomes(report) == ["finite", "rerun", "finite"] and report.steps[1].stage == "vae_encode"
     assert found.dtype == torch.float32
     assert (found - expected).abs().max() / expected.abs().max() < 0.1
 
 
-def test_in_scope_learned_a_block_that_fails_has_every_layer_scaled(monkeypatch, latents):
+def test_scope_learned_scales_all_layers_after_failing_block(monkeypatch, latents):
     handle = opened("2b", precision="bf16")
     handle = replace(handle, policy=GuardPolicy(scope=Scope.LEARNED))
     block = handle.store.module("vae", "bf16").decoder.up_blocks[1]
-    breaking(monkeypatch, block, set(range(100)), nan_in_output)
+    break_calls(monkeypatch, block, set(range(100)), nan_in_output)
     frames, report = decode(handle, latents)
     assert outcomes(report) == ["rerun", "finite", "finite"] and torch.isfinite(frames).all()
     rerun = report.steps[0].rerun
     assert rerun and rerun.module == "up_blocks.1" and rerun.action == "overflow protection from here on"
-    untouched, report = decode(replace(handle, policy=GuardPolicy(scope=Scope.STEP)), latents)
-    assert outcomes(report) == ["rerun"] * 3 and torch.isfinite(untouched).all()
+    unlearned, report = decode(replace(handle, policy=GuardPolicy(scope=Scope.STEP)), latents)
+    assert outcomes(report) == ["rerun"] * 3 and torch.isfinite(unlearned).all()

@@ -1,5 +1,4 @@
-"""Wan 2.1 and 2.2 end to end on small folders: what is particular to them. What all families share is tested with the
-others."""
+"""Wan 2.1 and 2.2 end to end on small folders: what is specific to them. Other tests cover all families."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def made_in(*precisions, variant, overflow="none"):
     guidance_scale=st.sampled_from([1.0, 5.0]),
     seed=st.integers(0, 2**32),
 )
-def test_it_is_bit_equal_to_diffusers(variant, size, **drawn):
+def test_wan_is_bit_equal_to_diffusers(variant, size, **drawn):
     width, height, frames = size
     sampling = SampleSettings(width, height, frames=frames, **drawn)
     handle = opened(variant)
@@ -62,7 +61,7 @@ def test_it_is_bit_equal_to_diffusers(variant, size, **drawn):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_stream_beyond_fp16_is_black_in_plain_fp16_and_nearer_than_bf16_when_protected(variant):
+def test_protected_fp16_with_overflow_is_nearer_to_fp32_than_bf16(variant):
     precisions = ("fp32", "fp16 (plain)", "fp16", "bf16")
     (right, plain, protected, bf16), (_, _, report, _) = made_in(*precisions, variant=variant, overflow="stream")
     assert not torch.isfinite(plain).all()
@@ -71,15 +70,15 @@ def test_a_stream_beyond_fp16_is_black_in_plain_fp16_and_nearer_than_bf16_when_p
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_healthy_model_is_nearer_to_fp32_than_in_plain_fp16(variant):
+def test_protected_fp16_is_nearer_to_fp32_than_plain_fp16(variant):
     (right, plain, protected), _ = made_in("fp32", "fp16 (plain)", "fp16", variant=variant)
     assert error(protected, right) < error(plain, right)
 
 
 @pytest.mark.parametrize("tiling", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_chunk_of_the_decoder_that_fails_is_computed_again_from_the_cache_before_it(variant, tiling):
-    """Its network writes to the lists of its cache: the rerun must find what the failing call found."""
+def test_failing_decoder_chunk_is_recomputed_from_cache_before_it(variant, tiling):
+    """The decoder writes to the lists of its cache: the rerun must start from the state before the failing call."""
     exact, calls = opened(variant), itertools.count(1)
     latents, _ = sample(exact, *prompts(exact), SMALL)
     handle = opened(variant, precision="fp16")
@@ -92,8 +91,8 @@ def test_a_chunk_of_the_decoder_that_fails_is_computed_again_from_the_cache_befo
     assert (found - decode(exact, latents, tiling=tiling)[0]).abs().max() < 1e-2
 
 
-def test_what_its_decoder_divides_by_a_norm_beyond_fp16_comes_out_right(copy):
-    """In fp16 the quotient would be zeros, and so finite: diffusers computes it in float32."""
+def test_decoder_norm_beyond_fp16_gives_frames_near_fp32(copy):
+    """In fp16 the quotient would be 0, which is finite. diffusers computes it in float32."""
     folder, bias = copy("wan"), "decoder.conv_in.bias"  # of 16 channels: a norm of 8e4
     rewrite(folder, "vae", lambda tensors: tensors.update({bias: torch.where(tensors[bias] > 0, 2e4, -2e4)}))
     exact = opened(folder)
@@ -103,7 +102,7 @@ def test_what_its_decoder_divides_by_a_norm_beyond_fp16_comes_out_right(copy):
     assert (found - frames).abs().max() < 2e-2
 
 
-def test_a_size_is_advised_where_the_config_says_none():
+def test_usual_size_is_known_although_config_has_none():
     assert usual_size(opened("wan"), 0, 0, 0) == (832, 480, 81)
     assert usual_size(opened("wan-ti2v"), 0, 0, 0) == (1280, 704, 121)
 
@@ -119,7 +118,7 @@ def test_prompts_are_padded_to_512_tokens_with_zeros():
 
 
 @pytest.mark.parametrize(
-    ("variant", "index", "said"),
+    ("variant", "index", "message"),
     [
         ("wan", {"boundary_ratio": 0.875}, "boundary_ratio"),
         ("wan-two", {"boundary_ratio": None}, "boundary_ratio"),
@@ -131,20 +130,20 @@ def test_prompts_are_padded_to_512_tokens_with_zeros():
         ("wan-ti2v", {"expand_timesteps": "os.system"}, r"model_index\.json' cannot be used: .*expand_timesteps"),
     ],
 )
-def test_a_boundary_and_a_second_transformer_come_together_and_options_are_of_their_kind(copy, variant, index, said):
+def test_inconsistent_or_invalid_options_of_pipeline_are_refused(copy, variant, index, message):
     folder = copy(variant)
     put(folder / "model_index.json", index)
-    with pytest.raises(BadFolder, match=said):
+    with pytest.raises(BadFolder, match=message):
         inspect(folder, WAN)
 
 
-def test_the_pipeline_gets_what_model_index_says(model_folder):
+def test_options_of_pipeline_are_read_from_model_index(model_folder):
     assert inspect(model_folder("wan-ti2v"), WAN).options == {"expand_timesteps": True, "boundary_ratio": None}
 
 
 @pytest.mark.parametrize("scale", [None, 3.0])
 @pytest.mark.parametrize("offload", ["none", "model"])
-def test_the_second_transformer_has_a_guidance_scale_of_its_own(offload, scale):
+def test_second_transformer_has_its_own_guidance_scale(offload, scale):
     sampling = replace(SMALL, steps=4, guidance_scale_2=scale)
     handle = opened("wan-two", offload)
     found, report = make(handle, sampling)
@@ -154,31 +153,31 @@ def test_the_second_transformer_has_a_guidance_scale_of_its_own(offload, scale):
 
 
 class Moves(PlainPlacement):
-    """Says what would be on the card."""
+    """Records which components would be on the GPU."""
 
     def __init__(self):
         super().__init__()
-        self.here = set()
+        self.on_gpu = set()
 
     def to_device(self, name, module, beside=0):
         super().to_device(name, module, beside)
-        self.here.add(name)
+        self.on_gpu.add(name)
 
     def to_host(self, name, module):
         super().to_host(name, module)
-        self.here.discard(name)
+        self.on_gpu.discard(name)
 
     def forget(self, name):
-        self.here.discard(name)
+        self.on_gpu.discard(name)
 
 
 @pytest.mark.parametrize("offload", ["none", "model"])
-def test_with_offload_only_the_transformer_that_computes_is_on_the_card(offload):
+def test_offload_model_keeps_only_computing_transformer_on_gpu(offload):
     placement, seen = Moves(), []
     handle = opened("wan-two", offload, "bf16", placement=placement)
     for name in handle.family.denoisers:
         handle.store.module(name, "bf16").register_forward_pre_hook(
-            lambda *_, name=name: seen.append((name, placement.here & {*handle.family.denoisers}))
+            lambda *_, name=name: seen.append((name, placement.on_gpu & {*handle.family.denoisers}))
         )
     sample(handle, *prompts(handle), SMALL)
     sample(handle, *prompts(handle), SMALL)
@@ -187,7 +186,7 @@ def test_with_offload_only_the_transformer_that_computes_is_on_the_card(offload)
     assert seen == calls
 
 
-def test_what_one_transformer_teaches_is_of_that_one_alone(tmp_path):
+def test_overrides_of_one_transformer_do_not_apply_to_other(tmp_path):
     handle = opened("wan-two", precision="bf16", profiles=tmp_path)
     handle = replace(handle, policy=GuardPolicy(scope=Scope.LEARNED))
 
@@ -199,15 +198,15 @@ def test_what_one_transformer_teaches_is_of_that_one_alone(tmp_path):
     made, report = run(handle)
     _, again = run(handle)
     hook.remove()
-    assert error(made, exact) < error(usual, exact), "a step is in fp32, and all of one transformer but its products"
+    assert error(made, exact) < error(usual, exact), "one step and one transformer, except products, are in fp32"
     assert [step.outcome for step in report.steps].count("rerun") == 1 and again.reruns == 0
     assert "overflow protection" in report.summary()
     assert len(list(tmp_path.glob("*.json"))) == 1
     assert handle.store.learned[handle.memory_key("transformer", "bf16")] == NOTHING
 
 
-def test_latents_that_the_scheduler_broke_in_its_last_step_are_no_fine_result(copy):
-    """No call of the model is given them."""
+def test_nan_from_last_step_of_scheduler_gives_warning(copy):
+    """No call of the model sees these latents."""
     folder = copy("wan")
     put(folder / "scheduler" / "scheduler_config.json", {"solver_type": "bh1"})
     handle = opened(folder)
@@ -218,7 +217,7 @@ def test_latents_that_the_scheduler_broke_in_its_last_step_are_no_fine_result(co
     assert "UniPCMultistepScheduler" in warning
 
 
-def test_a_lora_is_added_to_one_transformer_or_to_both_as_diffusers_adds_it(model_folder, tmp_path):
+def test_lora_on_one_or_both_transformers_is_bit_equal_to_diffusers(model_folder, tmp_path):
     file = train_lora(tmp_path, model_folder("wan-two")).path
     sampling, found = replace(SMALL, steps=4), {}
     for where in ("", "transformer", "transformer_2"):
@@ -244,7 +243,7 @@ def test_a_lora_is_added_to_one_transformer_or_to_both_as_diffusers_adds_it(mode
         add_lora(opened("wan"), Lora(file, 0.8, "transformer_2"))
 
 
-def test_what_a_lora_lacks_a_place_for_is_in_the_report(model_folder, tmp_path):
+def test_unused_tensors_of_lora_are_noted_in_report(model_folder, tmp_path):
     lora = train_lora(tmp_path, model_folder("wan"))
     image = {f"transformer.blocks.0.attn2.add_k_proj.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
     save_file(load_file(lora.path) | image, lora.path)
@@ -252,7 +251,7 @@ def test_what_a_lora_lacks_a_place_for_is_in_the_report(model_folder, tmp_path):
     assert any("2 tensors: " in note for note in handle.report(handle.plan(Component.DENOISER)).notes)
 
 
-def test_the_probe_says_that_it_measures_one_transformer():
+def test_probe_refuses_model_with_two_transformers():
     handle = opened("wan-two")
     with pytest.raises(BadInput, match="two transformers"):
         probe(handle, *prompts(handle), SMALL)

@@ -1,4 +1,4 @@
-"""A machine of which the tests know everything."""
+"""A machine whose hardware and software the tests set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from comfyui_onediff_guard.precision.accumulation import SWITCHES
 
 @pytest.fixture(autouse=True)
 def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No GPU, no driver, nothing exported, a PyTorch for the CPU, a compiler: whatever this is run on."""
+    """No GPU, no driver, no exported variables, a CPU build of PyTorch, a compiler: on any real machine."""
     for name in (*SWITCHES, *machine._HIDING):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))

@@ -1,4 +1,4 @@
-"""Machines with all that can be wrong with one."""
+"""Diagnosis of machines: their GPUs, drivers, builds of PyTorch and packages, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from small_runs import opened
 from told import one_line, switch
 
 
-def test_a_machine_without_a_gpu() -> None:
+def test_machine_without_gpu_is_diagnosed_as_cpu() -> None:
     found = diagnose()
     assert found.here and found.architecture.name == "cpu"
     assert found.machine.gpus == () and found.machine.device == "cpu"
@@ -32,7 +32,7 @@ def test_a_machine_without_a_gpu() -> None:
     assert listed["diffusers"] == importlib.metadata.version("diffusers"), "what is installed, by its version"
 
 
-def test_every_gpu_of_the_process_and_the_plan_for_the_first(cards: Callable[..., None]) -> None:
+def test_all_gpus_are_listed_and_plan_is_for_first(cards: Callable[..., None]) -> None:
     cards((7, 0), (8, 0), built=("sm_70", "sm_80"))
     found = diagnose()
     assert (found.architecture.name, found.machine.device) == ("sm70", "cuda:0")
@@ -46,7 +46,7 @@ def test_every_gpu_of_the_process_and_the_plan_for_the_first(cards: Callable[...
     assert elsewhere.value == "1", "another machine than this one"
 
 
-def test_a_gpu_newer_than_the_table(cards: Callable[..., None]) -> None:
+def test_gpu_newer_than_table_is_planned_and_guarded(cards: Callable[..., None]) -> None:
     cards((13, 0), built=("sm_90", "compute_120"))
     found = diagnose()
     assert found.architecture.name == "sm130" and not found.architecture.known
@@ -66,10 +66,10 @@ def test_a_gpu_newer_than_the_table(cards: Callable[..., None]) -> None:
         ((8, 0), ("sm_86",), False),
         ((9, 0), ("sm_90a",), True),
         ((6, 1), ("sm_75", "compute_120"), False),
-        ((8, 0), (), True),  # nothing told
+        ((8, 0), (), True),  # unknown
     ],
 )
-def test_a_pytorch_without_code_for_the_card(
+def test_card_without_kernels_in_pytorch_cannot_run(
     cards: Callable[..., None], capability: tuple[int, int], built: tuple[str, ...], runs: bool
 ) -> None:
     cards(capability, built=built)
@@ -79,7 +79,7 @@ def test_a_pytorch_without_code_for_the_card(
 
 
 @pytest.mark.parametrize(
-    ("name", "asked_for", "said"),
+    ("name", "requested", "text"),
     [
         ("gfx1030", "", "gfx1030 (RDNA 2): PyTorch has no fused attention for it"),
         ("gfx1030", "1", "gfx1030 (RDNA 2): PyTorch has no fused attention for it"),
@@ -89,17 +89,17 @@ def test_a_pytorch_without_code_for_the_card(
         ("sm61", "", ""),
     ],
 )
-def test_where_attention_may_take_much_memory(
-    monkeypatch: pytest.MonkeyPatch, name: str, asked_for: str, said: str
+def test_note_names_cards_without_fused_attention(
+    monkeypatch: pytest.MonkeyPatch, name: str, requested: str, text: str
 ) -> None:
-    monkeypatch.setenv(arch.EXPERIMENTAL, asked_for)
+    monkeypatch.setenv(arch.EXPERIMENTAL, requested)
     notes = [note for note in diagnose(architecture=arch.named(name)).notes if "fused attention" in note]
-    assert len(notes) == bool(said)
-    assert all(note.startswith(said) and "154 GB" in note for note in notes)
+    assert len(notes) == bool(text)
+    assert all(note.startswith(text) and "154 GB" in note for note in notes)
     assert all((f"{arch.EXPERIMENTAL}=1 " in note) == ("experimental" in note) for note in notes)
 
 
-def test_convolutions_that_take_much_memory(cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_3d_convolutions_without_cudnn_are_noted(cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
     assert diagnose().machine.advice == (), "no card, and no cuDNN that computes"
@@ -119,7 +119,7 @@ def test_convolutions_that_take_much_memory(cards: Callable[..., None], monkeypa
     ],
     ids=["two cards", "mismatch", "silent", "hangs"],
 )
-def test_a_driver_and_a_pytorch_that_is_built_for_the_cpu(
+def test_advice_names_cpu_build_of_pytorch_where_driver_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, driver: str
 ) -> None:
     file = tmp_path / "bin" / "nvidia-smi"
@@ -134,7 +134,7 @@ def test_a_driver_and_a_pytorch_that_is_built_for_the_cpu(
     assert "built for the CPU alone, so the card is not used. Install a CUDA build: https://" in advice
 
 
-def test_the_kernel_module_tells_where_there_is_no_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_driver_is_read_from_kernel_module_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = tmp_path / "version"
     module.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Tue Mar  5 22:42:15 UTC 2024\n")
     monkeypatch.setattr(machine, "_NVIDIA_MODULE", module)
@@ -148,15 +148,15 @@ TOO_OLD = "The NVIDIA driver on your system is too old\n(found version 11040)."
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "text"),
     [
         (RuntimeError(TOO_OLD), " ".join(TOO_OLD.split())),
         (AssertionError(), "AssertionError"),
         (None, "it counts none"),
     ],
 )
-def test_cards_that_pytorch_counts_and_cannot_use(
-    cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch, error: Exception | None, said: str
+def test_advice_says_why_pytorch_cannot_use_cards(
+    cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch, error: Exception | None, text: str
 ) -> None:
     def init() -> None:
         if error:
@@ -169,10 +169,10 @@ def test_cards_that_pytorch_counts_and_cannot_use(
     found = diagnose()
     assert found.machine.gpus == () and found.architecture.name == "cpu"
     (advice,) = found.machine.advice
-    assert advice == f"PyTorch is built for CUDA 12.8, but can use no GPU: {said}; CUDA_VISIBLE_DEVICES is ''"
+    assert advice == f"PyTorch is built for CUDA 12.8, but can use no GPU: {text}; CUDA_VISIBLE_DEVICES is ''"
 
 
-def test_cuda_that_breaks_at_every_question(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_every_cuda_call_are_handled(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("CUDA error: unknown error")
 
@@ -191,7 +191,7 @@ def test_cuda_that_breaks_at_every_question(monkeypatch: pytest.MonkeyPatch) -> 
         *((version, False) for version in ("2.6.0", "2.6.0a0+git1", "2.10.0.dev1+rocm7", "home-made")),
     ],
 )
-def test_a_pytorch_that_is_too_old_is_named_here_and_by_whatever_would_run(
+def test_too_old_pytorch_is_refused_by_doctor_loader_and_guard(
     monkeypatch: pytest.MonkeyPatch, version: str, too_old: bool
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
@@ -223,7 +223,7 @@ class _Vae:
     decode_tiled = encode = encode_tiled = decode
 
 
-def test_versions_are_read_and_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_read_without_importing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"diffusers": "0.42.1", "transformers": "5.23.0", "nexfort": "0.1.dev330"}
     monkeypatch.setattr(machine, "version_of", versions.get)
     found = diagnose()

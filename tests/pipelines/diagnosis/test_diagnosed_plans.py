@@ -1,4 +1,4 @@
-"""What would run and why: for models with all that can be odd, for a pipeline on a wire, and by which switches."""
+"""Diagnosis of plans: what would run and why, for models, for a loaded pipeline, and by which switches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from told import one_line, switch
 SM75, SM80 = arch.named("sm75"), arch.named("sm80")
 
 
-def test_all_variants_where_no_model_is_named() -> None:
+def test_all_variants_are_planned_if_no_model_is_named() -> None:
     found = diagnose(architecture=SM75)
     assert [model.variant for model in found.models] == list(VARIANTS)
     for model in found.models:
@@ -39,7 +39,7 @@ def test_all_variants_where_no_model_is_named() -> None:
     assert "plans are for" in text and not found.here
 
 
-def test_a_diffusers_that_cannot_be_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_import_of_diffusers_is_noted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
     assert sum("import of diffusers halted" in note for note in diagnose(folder).notes) == 1
     say(folder / "transformer" / "config.json", in_channels="sixteen")
@@ -47,18 +47,18 @@ def test_a_diffusers_that_cannot_be_asked(folder: Path, monkeypatch: pytest.Monk
         diagnose(folder)
 
 
-def test_sums_in_fp16_are_told_with_what_is_lacking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {"precision": Precision.FP16, "accumulation": Accumulation.FP16}
-    found = one_line(diagnose(folder, arch.ARCHITECTURES["sm89"], **asked))
+def test_fp16_accumulation_is_shown_with_missing_requirements(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = {"precision": Precision.FP16, "accumulation": Accumulation.FP16}
+    found = one_line(diagnose(folder, arch.ARCHITECTURES["sm89"], **request))
     assert "fp16 sums reason of denoiser: where the first step is right with it" in found and "PyTorch 2.7" not in found
-    assert "multiplies no faster with it" in one_line(diagnose(folder, SM80, **asked))
-    assert "fp16 sums: where the first step is right" in one_line(diagnose(None, arch.ARCHITECTURES["sm89"], **asked))
+    assert "multiplies no faster with it" in one_line(diagnose(folder, SM80, **request))
+    assert "fp16 sums: where the first step is right" in one_line(diagnose(None, arch.ARCHITECTURES["sm89"], **request))
     monkeypatch.setattr(accumulation, "FP16_SUMS", "a switch of a newer PyTorch")
-    assert "needs PyTorch 2.7 or newer" in one_line(diagnose(folder, arch.ARCHITECTURES["sm89"], **asked))
-    assert "needs PyTorch 2.7" not in one_line(diagnose(folder, SM80, **asked)), "there it is of no use"
+    assert "needs PyTorch 2.7 or newer" in one_line(diagnose(folder, arch.ARCHITECTURES["sm89"], **request))
+    assert "needs PyTorch 2.7" not in one_line(diagnose(folder, SM80, **request)), "there it is of no use"
 
 
-def test_what_cannot_run_is_refused_in_words() -> None:
+def test_impossible_precision_is_refused_with_reason() -> None:
     before_14 = replace(arch.ARCHITECTURES["mps"], label="Apple GPU before macOS 14", bf16="none")
     found = diagnose(architecture=before_14, precision=Precision.BF16)
     assert all(not model.plans and model.refused for model in found.models)
@@ -68,7 +68,7 @@ def test_what_cannot_run_is_refused_in_words() -> None:
 # --- a pipeline on a wire ---------------------------------------------------------------------------------------------
 
 
-def test_a_pipeline_is_told_as_it_is_set(folder: Path) -> None:
+def test_diagnosis_of_pipeline_shows_its_settings(folder: Path) -> None:
     say(folder / "vae" / "config.json", made_up=1)
     handle = replace(
         opened(folder, precision="fp16"),
@@ -88,10 +88,10 @@ def test_a_pipeline_is_told_as_it_is_set(folder: Path) -> None:
     assert "plain fp32, not in TF32: exact_fp32 is on" in one_line(found)
     assert handle.store.loaded() == {}, "no weight was read"
     handle.store.module("vae", "fp32")
-    assert sum("made_up" in note for note in diagnose_pipeline(handle).notes) == 1, "which is found at load too"
+    assert sum("made_up" in note for note in diagnose_pipeline(handle).notes) == 1, "although loading notes it too"
 
 
-def test_it_is_the_pipelines_device_and_its_neighbours(folder: Path, cards: Callable[..., None]) -> None:
+def test_diagnosis_of_pipeline_is_for_its_device_and_other_gpus(folder: Path, cards: Callable[..., None]) -> None:
     handle = replace(opened(folder), architecture=arch.named("sm70"), beside=(SM75,))
     cards((12, 0))
     found = diagnose_pipeline(handle)
@@ -103,7 +103,7 @@ def test_it_is_the_pipelines_device_and_its_neighbours(folder: Path, cards: Call
 
 
 @pytest.mark.parametrize("compiler", ["c++", None])
-def test_backends_are_those_of_auto(monkeypatch: pytest.MonkeyPatch, compiler: str | None) -> None:
+def test_diagnosed_backends_are_those_of_auto(monkeypatch: pytest.MonkeyPatch, compiler: str | None) -> None:
     monkeypatch.setattr(compiling, "find_c_compiler", lambda: compiler)
     found = diagnose().backends
     assert [state.name for state in found.states] == list(compiling.BACKENDS[1:])
@@ -114,14 +114,14 @@ def test_backends_are_those_of_auto(monkeypatch: pytest.MonkeyPatch, compiler: s
     assert all(state.reason for state in found.states)
 
 
-def test_what_the_user_set_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches_set_by_user_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEXFORT_ENABLE_MATMUL_FP16_REDUCTION", "1")
     text = diagnose(architecture=SM80).text()
     said = ("set by you", "NEXFORT_ENABLE_MATMUL_FP16_REDUCTION = 1", "set by onediff-guard")
     assert sorted(said, key=text.index) == list(said)
 
 
-def test_every_switch_and_who_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_switch_is_listed_with_who_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(os.environ)
     found = diagnose(architecture=SM75)
     assert [s.name for s in found.switches] == list(SWITCHES)
@@ -135,20 +135,20 @@ def test_every_switch_and_who_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- both forms -------------------------------------------------------------------------------------------------------
 
 
-def test_the_text_is_narrow_and_the_dict_is_json(folder: Path) -> None:
+def test_text_is_narrow_and_dict_is_json(folder: Path) -> None:
     diagnoses = [diagnose(folder, SM75), diagnose(folder, SM80, precision=Precision.FP16_PLAIN)]
     diagnoses += [diagnose(architecture=a, precision=p) for a in arch.ARCHITECTURES.values() for p in Precision]
     for found in diagnoses:
         assert not [line for line in found.text().splitlines() if len(line) > 100 or line != line.rstrip()]
         short = summary(found).splitlines()
-        assert len(short) <= 22 and max(map(len, short)) < 80, "one screen of a terminal that nobody has widened"
-        told = found.as_dict()
-        assert json.loads(json.dumps(told, allow_nan=False)) == told, "no enum, tuple or key that JSON would change"
-        assert told["models"][0]["variant"] in found.text()
+        assert len(short) <= 22 and max(map(len, short)) < 80, "one screen of a terminal of default width"
+        fields = found.as_dict()
+        assert json.loads(json.dumps(fields, allow_nan=False)) == fields, "no enum, tuple or key that JSON would change"
+        assert fields["models"][0]["variant"] in found.text()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/testing.md"])
-def test_the_pages_say_what_was_never_run_too(page: str, root: Path) -> None:
+def test_docs_list_what_has_not_been_run(page: str, root: Path) -> None:
     section = (root / page).read_text(encoding="utf-8").split("\n## What has not been run\n")[1].split("\n## ")[0]
     assert [line.split(":")[0] for line in NOT_RUN] == re.findall(r"^- ([^:]+):", section, re.MULTILINE)
     assert all(line.split(":")[0] in one_line(diagnose()) for line in NOT_RUN)

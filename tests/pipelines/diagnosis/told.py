@@ -1,4 +1,4 @@
-"""What a diagnosis tells."""
+"""Helpers that read a diagnosis."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ def switch(diagnosis: Any, name: str) -> Any:
 
 
 def one_line(diagnosis: Any) -> str:
-    """The text as if no line had been broken."""
+    """The text of a diagnosis without line breaks."""
     return " ".join(diagnosis.text().split())

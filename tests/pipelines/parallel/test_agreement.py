@@ -1,6 +1,6 @@
-"""The guard over ranks: a fault in one of them reroutes all, and all learn the same; with none, nothing is rerouted.
+"""The guard over ranks: a fault in one of them makes all recompute and learn the same. Without one, none recomputes.
 
-So it is however they share a step: by tokens, by halves of guidance, and where they decode chunks of frames.
+This holds if they share tokens, halves of guidance, or chunks of frames.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tiers import drawn
 FAULTS = drawn(50, 6)
 SIZE = 2
 VALUES = (math.nan, math.nan, math.inf, -math.inf, 65504.0)
-OVERFLOWS = {("2b", "stream"): False, ("2b", "inside"): False, ("svd", "inside"): True}  # whether it teaches anything
+OVERFLOWS = {("2b", "stream"): False, ("2b", "inside"): False, ("svd", "inside"): True}  # whether overrides are learned
 Shared = dict[str, tuple[tuple[str, ...], dict[str, Any]]]
-SHARED: Shared = {  # what ranks share → models, and what their runs are set to
+SHARED: Shared = {  # what ranks share → models, settings of runs
     "tokens": (("5b",), {"guidance": 1.0}),
     "guidance": (("5b", "wan"), {}),
     "guidance and chunks of frames (Stable Video Diffusion)": (("svd",), {"size": (64, 64, 3), "chunk": 1}),
@@ -68,11 +68,11 @@ def found(model_folder: Callable[..., Path]) -> tuple[list[Case], list[list[Made
     return cases, in_ranks(SIZE, run_cases, cases)
 
 
-def test_all_ranks_reroute_or_none(
+def test_all_ranks_recompute_or_none(
     faulty: tuple[str, list[Case], list[list[Made]]], figure: Callable[[str, object], None]
 ) -> None:
     shared, cases, by_rank = faulty
-    rerouted = 0
+    recomputed = 0
     for number, case in enumerate(cases):
         made = [each[number] for each in by_rank]
         assert all(each.steps == made[0].steps and each.decoding == made[0].decoding for each in made), case
@@ -82,21 +82,21 @@ def test_all_ranks_reroute_or_none(
         if (frames := made[0].frames) is not None:
             assert all(each.frames is not None and torch.equal(each.frames, frames) for each in made), case
             assert torch.isfinite(frames).all(), case
-        again = [bool(note) for *_, note in (*made[0].steps, *made[0].decoding)]
+        reruns = [bool(note) for *_, note in (*made[0].steps, *made[0].decoding)]
         happened = [each.happened for each in made]
         assert case.fault
         if any(happened) and math.isnan(case.fault.value):
-            assert any(again), case
+            assert any(reruns), case
         if not any(happened):
-            assert not any(again), case
-        rerouted += any(again)
+            assert not any(reruns), case
+        recomputed += any(reruns)
     said = f"drawn faults over {SIZE} ranks that share {shared}, rerouted on all ranks; none on some alone"
-    figure(said, f"{rerouted} of {FAULTS}")
-    assert rerouted >= FAULTS / 4
+    figure(said, f"{recomputed} of {FAULTS}")
+    assert recomputed >= FAULTS / 4
 
 
 @pytest.mark.parametrize(("model", "overflow"), OVERFLOWS)
-def test_they_learn_what_one_process_learns(
+def test_ranks_learn_same_overrides_as_one_process(
     model: str, overflow: str, found: tuple[list[Case], list[list[Made]]], model_folder: Callable[..., Path]
 ) -> None:
     cases, by_rank = found
@@ -109,11 +109,11 @@ def test_they_learn_what_one_process_learns(
         for each in made
     )
     assert (one.learned != NOTHING) == OVERFLOWS[model, overflow]
-    away, usual = ((each.latents - exact).square().mean().sqrt() for each in (made[0], one))
-    assert away < 2 * usual
+    distance, usual = ((each.latents - exact).square().mean().sqrt() for each in (made[0], one))
+    assert distance < 2 * usual
 
 
-def test_what_is_only_watched_is_broken_on_all(found: tuple[list[Case], list[list[Made]]]) -> None:
+def test_unguarded_failure_is_reported_on_all_ranks(found: tuple[list[Case], list[list[Made]]]) -> None:
     _, by_rank = found
     for each in by_rank:
         assert [outcome for _, outcome, _ in each[-1].steps] == ["non-finite"] * 2

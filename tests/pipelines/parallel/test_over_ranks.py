@@ -1,4 +1,4 @@
-"""A run over several processes comes to what one process comes to, in fp32, with any number of ranks."""
+"""A run over several processes gives the result of one process, in fp32, with any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiers import drawn
 
 TWO_CALLS = ("cogview4", "wan", "wan-ti2v", "wan-two")  # models that are called once for each half of guidance
 # Stable Video Diffusion's sampler begins at 700 times the latents: in few steps what is rounded there stays
-CASES = {  # in words → model, and what differs from the default
+CASES = {  # description → (model, what differs from the default)
     "CogVideoX-2B": ("2b", {}),
     "CogVideoX-2B without guidance": ("2b", {"guidance": 1.0}),
     "CogVideoX-5B, with rotary positions": ("5b", {}),
@@ -37,25 +37,23 @@ CLOSE = 1e-5  # of the largest value
 
 @pytest.fixture(scope="module", params=GROUPS)
 def found(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) -> tuple[int, dict[str, list[Made]]]:
-    """What each rank made of each case that a test of this run asks for, all in one group of processes."""
+    """The result of each rank in each case that the selected tests need, all in one group of processes."""
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     params = [test.callspec.params for test in tests if hasattr(test, "callspec")]
-    asked = {each.get("words", IN_CHUNKS) for each in params if each.get("found") == request.param}
-    cases = {
-        words: Case(model, model_folder(model), **more) for words, (model, more) in CASES.items() if words in asked
-    }
+    needed = {each.get("case", IN_CHUNKS) for each in params if each.get("found") == request.param}
+    cases = {case: Case(model, model_folder(model), **more) for case, (model, more) in CASES.items() if case in needed}
     by_rank = in_ranks(request.param, run_cases, [*cases.values()])
-    return request.param, {words: [each[number] for each in by_rank] for number, words in enumerate(cases)}
+    return request.param, {case: [each[number] for each in by_rank] for number, case in enumerate(cases)}
 
 
 @pytest.fixture(scope="module")
-def alone(model_folder: Callable[..., Path]) -> Callable[[str], Made]:
+def one_process(model_folder: Callable[..., Path]) -> Callable[[str], Made]:
     known: dict[str, Made] = {}
 
-    def made(words: str) -> Made:
-        model, more = CASES[words]
-        known[words] = known.get(words) or sampled(Case(model, model_folder(model), **more))
-        return known[words]
+    def made(case: str) -> Made:
+        model, more = CASES[case]
+        known[case] = known.get(case) or sampled(Case(model, model_folder(model), **more))
+        return known[case]
 
     return made
 
@@ -72,24 +70,24 @@ def alone(model_folder: Callable[..., Path]) -> Callable[[str], Made]:
         (2, False, False, "each call is computed by a GPU; GPUs that gain nothing: 1"),
     ],
 )  # fmt: skip
-def test_what_ranks_share(size: int, guided: bool, splits: bool, said: str) -> None:
+def test_parallel_layout_says_what_ranks_share(size: int, guided: bool, splits: bool, said: str) -> None:
     assert str(parallel_layout(size, guided=guided, splits=splits)) == said
 
 
-@pytest.mark.parametrize("words", CASES)
-def test_in_fp32_it_is_what_one_process_makes(
-    words: str, found: tuple[int, dict[str, list[Made]]], alone: Callable[[str], Made], figure: Callable[..., None]
+@pytest.mark.parametrize("case", CASES)
+def test_fp32_run_over_ranks_matches_one_process(
+    case: str, found: tuple[int, dict[str, list[Made]]], one_process: Callable[[str], Made], figure: Callable[..., None]
 ) -> None:
     size, ran = found
-    model, more = CASES[words]
+    model, more = CASES[case]
     guided, splits, two_calls = "guidance" not in more, model != "svd", model in TWO_CALLS
     halves = guided and (size in (2, 4) or not splits)
-    made, one = ran[words], alone(words)
+    made, one = ran[case], one_process(case)
     steps = one.steps[::2] if halves and two_calls else one.steps  # both calls of a step are one then
     assert all(torch.equal(each.latents, made[0].latents) and each.steps == steps for each in made)
-    away = float((made[0].latents - one.latents).abs().max() / one.latents.abs().max())
-    figure(f"{words}: {size} ranks against one process in fp32, of the largest value", f"{away:.1e}")
-    assert away <= CLOSE
+    distance = float((made[0].latents - one.latents).abs().max() / one.latents.abs().max())
+    figure(f"{case}: {size} ranks against one process in fp32, of the largest value", f"{distance:.1e}")
+    assert distance <= CLOSE
     context = (size // 2 if halves else size) if splits else 1
     assert [each.tokens for each in made] == shares(one.tokens, context) * (size // context)
     assert {each.batch for each in made} == {one.batch // 2 if halves and not two_calls else one.batch}
@@ -97,18 +95,18 @@ def test_in_fp32_it_is_what_one_process_makes(
 
 
 def test_chunks_are_decoded_by_all_ranks(
-    found: tuple[int, dict[str, list[Made]]], alone: Callable[[str], Made], figure: Callable[..., None]
+    found: tuple[int, dict[str, list[Made]]], one_process: Callable[[str], Made], figure: Callable[..., None]
 ) -> None:
-    """Of three chunks, each rank decodes one or two: the last one again where none is left."""
+    """Each rank decodes one or two of three chunks. A rank without one repeats the last."""
     size, ran = found
-    words = IN_CHUNKS
-    made, one = ran[words], alone(words)
+    case = IN_CHUNKS
+    made, one = ran[case], one_process(case)
     assert one.frames is not None and len(one.decoding) == 3
     frames = made[0].frames
     assert frames is not None
     assert all(each.frames is not None and torch.equal(each.frames, frames) for each in made)
-    away = float((frames - one.frames).abs().max())
-    figure(f"{words}, decoded in chunks: {size} ranks against one process in fp32, of white", f"{away:.1e}")
-    assert away <= CLOSE
+    distance = float((frames - one.frames).abs().max())
+    figure(f"{case}, decoded in chunks: {size} ranks against one process in fp32, of white", f"{distance:.1e}")
+    assert distance <= CLOSE
     assert [len(each.decoding) for each in made] == [2 if size == 2 else 1] * size
     assert f"chunks are decoded by {size} GPUs at the same time" in made[0].notes

@@ -1,4 +1,4 @@
-"""What a run can be set to, it can be set to over ranks: half precision, LoRAs, an offload in parts, a step cache."""
+"""Settings of runs over ranks: half precision, LoRAs, block offload and a step cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def case(model: str, folder: Path, **more: object) -> Case:
 
 @pytest.fixture(scope="module")
 def cases(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    """In words → a run. Guided, each of two ranks computes a half; without guidance they share the tokens."""
+    """Description → run. With guidance, each of two ranks computes a half. Without it, they share the tokens."""
     found: dict[str, Case] = {}
     for model in MODELS:
         folder = model_folder(model)
@@ -39,19 +39,19 @@ def cases(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
         if model in WITH_LORA:
             lora = train_lora(tmp_path_factory.mktemp(model), folder, layers=("to_q", "to_out.0"))
             found[f"{model} with a LoRA"] = case(model, folder, lora=lora.path)
-    without = [words for words in found if words.startswith(("5b", "wan"))]
-    return found | {f"{words}, without guidance": replace(found[words], guidance=1.0) for words in without}
+    without = [name for name in found if name.startswith(("5b", "wan"))]
+    return found | {f"{name}, without guidance": replace(found[name], guidance=1.0) for name in without}
 
 
 @pytest.fixture(scope="module")
 def found(cases: dict[str, Case]) -> dict[str, list[Made]]:
     by_rank = in_ranks(SIZE, run_cases, [*cases.values()])
-    return {words: [each[number] for each in by_rank] for number, words in enumerate(cases)}
+    return {name: [each[number] for each in by_rank] for number, name in enumerate(cases)}
 
 
-def of_one(words: str, found: dict[str, list[Made]]) -> Made:
-    """What a rank made, after all were seen to have made the same."""
-    made = found[words]
+def agreed(name: str, found: dict[str, list[Made]]) -> Made:
+    """The result of one rank, after a check that all ranks agree."""
+    made = found[name]
     assert all(torch.equal(each.latents, made[0].latents) and each.steps == made[0].steps for each in made)
     assert torch.isfinite(made[0].latents).all()
     return made[0]
@@ -61,40 +61,40 @@ GUIDED = (*((model, "") for model in MODELS), *((model, ", without guidance") fo
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(("model", "how"), GUIDED)
-def test_half_precision_is_as_near_as_one_process_is(
-    model: str, how: str, precision: str, cases: dict[str, Case], found: dict[str, list[Made]]
+@pytest.mark.parametrize(("model", "suffix"), GUIDED)
+def test_half_precision_over_ranks_is_as_near_to_fp32_as_one_process(
+    model: str, suffix: str, precision: str, cases: dict[str, Case], found: dict[str, list[Made]]
 ) -> None:
-    made, asked = of_one(f"{model} in {precision}{how}", found), cases[f"{model} in {precision}{how}"]
-    exact, one = sampled(replace(asked, precision="fp32")).latents, sampled(asked)
+    made, settings = agreed(f"{model} in {precision}{suffix}", found), cases[f"{model} in {precision}{suffix}"]
+    exact, one = sampled(replace(settings, precision="fp32")).latents, sampled(settings)
     assert {dtype for dtype, _, _ in made.steps} == {dtype for dtype, _, _ in one.steps} == {precision}
     assert 0 < error(made.latents, exact) <= 2 * error(one.latents, exact)
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize(("model", "how"), GUIDED)
-def test_weights_that_come_in_parts_make_the_same_bits(
-    model: str, how: str, offload: str, found: dict[str, list[Made]]
+@pytest.mark.parametrize(("model", "suffix"), GUIDED)
+def test_block_offload_over_ranks_is_bit_equal_to_no_offload(
+    model: str, suffix: str, offload: str, found: dict[str, list[Made]]
 ) -> None:
-    whole = of_one(f"{model} in fp32{how}", found)
-    assert torch.equal(of_one(f"{model} with offload {offload}{how}", found).latents, whole.latents)
+    whole = agreed(f"{model} in fp32{suffix}", found)
+    assert torch.equal(agreed(f"{model} with offload {offload}{suffix}", found).latents, whole.latents)
 
 
-@pytest.mark.parametrize(("model", "how"), [(model, how) for model, how in GUIDED if model in WITH_LORA])
-def test_a_lora_is_added_on_every_rank(
-    model: str, how: str, cases: dict[str, Case], found: dict[str, list[Made]]
+@pytest.mark.parametrize(("model", "suffix"), [(model, suffix) for model, suffix in GUIDED if model in WITH_LORA])
+def test_lora_over_ranks_matches_one_process(
+    model: str, suffix: str, cases: dict[str, Case], found: dict[str, list[Made]]
 ) -> None:
-    asked = cases[f"{model} with a LoRA{how}"]
-    one, without = sampled(asked).latents, sampled(replace(asked, lora=None)).latents
-    away = (of_one(f"{model} with a LoRA{how}", found).latents - one).abs().max()
-    assert away <= 1e-5 * one.abs().max() < 1e3 * (one - without).abs().max()
+    settings = cases[f"{model} with a LoRA{suffix}"]
+    one, without = sampled(settings).latents, sampled(replace(settings, lora=None)).latents
+    distance = (agreed(f"{model} with a LoRA{suffix}", found).latents - one).abs().max()
+    assert distance <= 1e-5 * one.abs().max() < 1e3 * (one - without).abs().max()
 
 
-@pytest.mark.parametrize(("model", "how"), [each for each in GUIDED if each[0] != "svd"])  # which has no step cache
+@pytest.mark.parametrize(("model", "suffix"), [each for each in GUIDED if each[0] != "svd"])  # SVD has no step cache
 def test_all_ranks_cache_the_same_steps(
-    model: str, how: str, cases: dict[str, Case], found: dict[str, list[Made]]
+    model: str, suffix: str, cases: dict[str, Case], found: dict[str, list[Made]]
 ) -> None:
-    words = f"{model} with a step cache{how}"
-    made, asked = of_one(words, found), cases[words]
-    assert all(each.cached == made.cached for each in found[words]) and sum(made.cached) >= 2
-    assert 0 < error(made.latents, sampled(replace(asked, cache=False)).latents) <= 0.5  # the target error
+    name = f"{model} with a step cache{suffix}"
+    made, settings = agreed(name, found), cases[name]
+    assert all(each.cached == made.cached for each in found[name]) and sum(made.cached) >= 2
+    assert 0 < error(made.latents, sampled(replace(settings, cache=False)).latents) <= 0.5  # the target error

@@ -1,4 +1,4 @@
-"""A call that ranks share, in one process: which shell of the denoiser is called, and what it takes of memory."""
+"""A call that ranks share, in one process: which copy of the denoiser is called, and its memory estimate."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def shared(handle: Any, *, guided: bool) -> Any:
     return ParallelRun(RunContext(handle, stage.plan, stage.report, guided=guided)).prepare(stage)
 
 
-def split_of(shell: Any) -> tuple[int, ...]:
-    """By how many ranks its tokens are split, once for each time that they are."""
-    hooks = [hook for hook in shell._forward_pre_hooks.values() if hook.__module__.endswith("shallow_copy")]
+def split_of(module: Any) -> tuple[int, ...]:
+    """The number of ranks for each split of its tokens."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if hook.__module__.endswith("shallow_copy")]
     closures = [cell.cell_contents for hook in hooks for cell in hook.__closure__]
     counts = [each for each in closures if getattr(each, "__name__", "") == "count_tokens"]
     splits = [cell.cell_contents for each in counts for cell in each.__closure__]
@@ -35,8 +35,8 @@ def split_of(shell: Any) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4])
-def test_halves_of_guidance_are_the_whole_call_with_as_many_tokens_as_prompts(tokens: int) -> None:
-    """A rotary table has a row for each token, and is not of the batch."""
+def test_halves_of_guidance_give_whole_call(tokens: int) -> None:
+    """A rotary table has a row for each token and no batch, even where both are as long."""
     sizes = {"max_text_seq_length": 3, "sample_height": 2, "sample_width": 2 * tokens, "sample_frames": 1}
     options = {"use_rotary_positional_embeddings": True, "text_embed_dim": 8, "num_layers": 1, "time_embed_dim": 8}
     torch.manual_seed(0)
@@ -51,10 +51,10 @@ def test_halves_of_guidance_are_the_whole_call_with_as_many_tokens_as_prompts(to
 
 @pytest.mark.parametrize("order", [(False, True), (True, False), (False, False, True, True)])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_run_has_no_shell_of_one_that_shared_its_calls_otherwise(
+def test_run_does_not_reuse_copy_from_run_with_other_sharing(
     monkeypatch: pytest.MonkeyPatch, order: tuple[bool, ...], size: int
 ) -> None:
-    monkeypatch.setattr(backends, "_compile", lambda block, *_: block)  # which shell is called, is asked here
+    monkeypatch.setattr(backends, "_compile", lambda block, *_: block)  # only which copy is called matters here
     monkeypatch.setattr(ProcessGroup, "part", lambda ranks, size: ProcessGroup(ranks.rank % size, size))
     handle = opened("2b", "none", "bf16", backend="inductor", ranks=ProcessGroup(0, size))
     for guided in order:
@@ -65,18 +65,18 @@ def test_a_run_has_no_shell_of_one_that_shared_its_calls_otherwise(
         assert split_of(made.run) == split_of(stage.module) == ((by,) if by > 1 else ())
 
 
-def test_what_a_shared_call_takes_is_counted() -> None:
-    taken: list[int] = []
+def test_memory_estimate_falls_with_number_of_ranks() -> None:
+    estimates: list[int] = []
     for ranks in (1, 2, 4):
         handle = opened("2b", "none", "bf16", ranks=ProcessGroup(0, ranks))
         stage = shared(handle, guided=False)
         inputs = handle.family.step_inputs(handle.store.model.denoiser_config, (1, 16, 3, 8, 12), {})
-        taken.append(estimate_activation_bytes(DenoiserSetup(stage, inputs | {"return_dict": False})))
+        estimates.append(estimate_activation_bytes(DenoiserSetup(stage, inputs | {"return_dict": False})))
         assert not [note for note in stage.report.notes if "could not be counted" in note]
-    assert taken[0] > taken[1] > taken[2] > 0
+    assert estimates[0] > estimates[1] > estimates[2] > 0
 
 
-def test_a_kernel_that_would_see_no_other_ranks_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_backend_is_refused_where_ranks_share_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", "flash")
     handle = opened("2b", "none", "bf16", ranks=ProcessGroup(0, 2))
     assert shared(handle, guided=True).shared_by == 1
