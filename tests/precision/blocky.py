@@ -1,4 +1,4 @@
-"""Small modules: a list of blocks between two layers, faults to inject into its half-precision calls, a gain."""
+"""Small test modules: blocks between two layers, faults to inject into half-precision calls, and a gain."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Spoil = Callable[[torch.Tensor], None]  # changes an output in place
 
 
 class Block(nn.Module):
-    """Reads the stream through a norm, and adds to it."""
+    """Reads the residual stream through a norm and adds to it."""
 
-    shrink: torch.Tensor  # what its inner layer puts out is multiplied by it
+    shrink: torch.Tensor  # factor on the output of the inner layer
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Blocky(nn.Module):
-    """x [batch, frames, WIDTH] → the same."""
+    """x [batch, frames, WIDTH] → same shape."""
 
     def __init__(self, blocks: int):
         super().__init__()
@@ -70,7 +70,7 @@ def build(blocks: int = 4, dtype: str = "fp16", seed: int = 0) -> Blocky:
 
 
 def overflow_inside(module: Blocky, block: int) -> None:
-    """A block's inner layer reaches 1e5 or more, and what the block puts out stays as small as it was."""
+    """Let a block's inner layer reach 1e5 or more; the block's output stays small."""
     found: Any = module.blocks[block]
     with torch.no_grad():
         found.inner.weight.mul_(2.0**17)
@@ -78,7 +78,7 @@ def overflow_inside(module: Blocky, block: int) -> None:
 
 
 def overflow_stream(module: Blocky, block: int, reach: float = 5e5) -> None:
-    """What a block writes takes the stream beyond fp16; what it is computed from stays inside."""
+    """Let a block's output take the residual stream beyond fp16; its inputs stay in range."""
     found: Any = module.blocks[block]
     with torch.no_grad():
         found.write.weight.mul_(reach).clamp_(-6e4, 6e4)
@@ -94,21 +94,21 @@ def latents(seed: int = 0, batch: int = 2, frames: int = 3) -> torch.Tensor:
 
 @dataclass
 class Faults:
-    """Spoils what named modules put out in half precision, in the calls given. An fp32 rerun knows nothing of it."""
+    """Changes half-precision outputs of named modules, in the given calls. An fp32 rerun is not affected."""
 
     where: dict[str, Spoil]
     calls: Collection[int]  # counted from 0
     call: int = field(default=-1)
-    met: bool = field(default=False)  # something was spoiled
+    met: bool = field(default=False)  # whether an output was changed
 
     def injected(self, module: nn.Module) -> nn.Module:
-        """A shell of `module` with the faults in it."""
+        """A shallow copy of `module` with the faults in it."""
 
         def make(spoil: Spoil) -> Callable[[nn.Module], nn.Module]:
             def faulty(part: nn.Module) -> nn.Module:
                 def forward(*args: Any, **kwargs: Any) -> Any:
                     made = part(*args, **kwargs)
-                    with torch._C.DisableTorchFunction():  # no mode sees it, as if a kernel had done it
+                    with torch._C.DisableTorchFunction():  # hidden from function modes, like a kernel's fault
                         if self.call in self.calls and made.dtype != torch.float32:
                             self.met = True
                             spoil(made)
@@ -123,7 +123,7 @@ class Faults:
 
 @dataclass
 class Run:
-    """A guarded module, and what a sampling loop does with it."""
+    """A guarded module, called as a sampling loop calls it."""
 
     module: Blocky
     guard: StageGuard
@@ -162,14 +162,14 @@ def guarded(
     learned: PrecisionOverrides = NOTHING,
     **more: Any,
 ) -> Run:
-    """more: of build_half_precision_forward."""
+    """more: arguments of build_half_precision_forward."""
     faults, built = faults or Faults({}, ()), []
 
     def make(known: PrecisionOverrides) -> HalfPrecisionForward:
         built.append(known)
         return build_half_precision_forward(faulty, known, dtype, **more)
 
-    # the attempt is made of the faulty shell; the rerun calls the module
+    # the half-precision attempt uses the faulty copy; the rerun calls the module
     faulty = faults.injected(module)
     learner = FallbackAdapter(module, dtype, make, block_names(module, ["blocks"]), learned)
     guard = guards.guarded(learner, dtype, rerun=module, scope=scope, give_up_after=give_up_after)

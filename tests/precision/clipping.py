@@ -1,4 +1,4 @@
-"""Modules that clip what overflows in fp16, each in another way, and a guard for them."""
+"""Modules that clip fp16 overflows, each in a different way, and a guard for them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ END = 65504.0
 Clip = Callable[[torch.Tensor], torch.Tensor]
 
 
-def as_t5_does(x: torch.Tensor) -> torch.Tensor:
+def clip_as_t5(x: torch.Tensor) -> torch.Tensor:
     limit = torch.where(torch.isinf(x).any(), END - 1000, END)
     return torch.clamp(x, min=-limit, max=limit)
 
 
-def where_it_is(x: torch.Tensor) -> torch.Tensor:
+def clip_if_infinite(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-END + 1000, END - 1000) if torch.isinf(x).any() else x
 
 
-def where_asked(x: torch.Tensor) -> torch.Tensor:
+def zero_nonfinite(x: torch.Tensor) -> torch.Tensor:
     x = x.clone()
     x[~torch.isfinite(x)] = 0
     return x
@@ -36,7 +36,7 @@ CLIPS: dict[str, Clip] = {
     "where isfinite of a helper": lambda x: torch.where(x.isfinite(), x, torch.zeros_like(x)),
     "masked_fill isinf": lambda x: x.masked_fill(torch.isinf(x), 0.0),
     "masked_fill isnan and isinf": lambda x: x.masked_fill(x.isinf() | x.isnan(), END),
-    "indexed": where_asked,
+    "indexed": zero_nonfinite,
     "isposinf": lambda x: torch.where(x.isposinf() | torch.isneginf(x), 1.0, x),
     "equal to inf": lambda x: torch.where(x.abs() == math.inf, 0, x),
     "below the end": lambda x: torch.where(x.abs() < END, x, 0),
@@ -54,13 +54,13 @@ CLIPS: dict[str, Clip] = {
     "clip": lambda x: x.clip(-END, END),
     "clamp_": lambda x: x.clamp_(min=-END, max=END),
     "clamp_max": lambda x: x.clamp_max(END).clamp_min(-END),
-    "bounds in tensors": as_t5_does,
-    "only where something overflowed": where_it_is,
+    "bounds in tensors": clip_as_t5,
+    "only where something overflowed": clip_if_infinite,
 }
 
 
 class Clipping(nn.Module):
-    """x [batch, 8] → the same: four layers, each of whose results is clipped in fp16, in a helper."""
+    """x [batch, 8] → same shape. Four layers; a helper clips each result in fp16."""
 
     def __init__(self, clip: Clip, hot: float = 1.0):
         super().__init__()
@@ -78,7 +78,7 @@ class Clipping(nn.Module):
         return nn.functional.layer_norm(x, (8,))
 
 
-def given() -> torch.Tensor:
+def clip_input() -> torch.Tensor:
     return 4 * torch.randn((2, 8), generator=torch.Generator().manual_seed(1)).half()
 
 

@@ -1,4 +1,4 @@
-"""Guards around small modules, and what tests compare of what comes out."""
+"""Guards around small modules, and helpers to compare their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def report_of(
     component: Component = Component.DENOISER,
     **more: Any,
 ) -> RunReport:
-    """more: of `choose`."""
+    """more: arguments of `choose`."""
     plan = choose(ARCHITECTURES[card], VARIANTS[model], component, Precision(precision), **more)
     return RunReport(model, str(ARCHITECTURES[card]), plan)
 
@@ -30,19 +30,19 @@ def report_of(
 def guarded(
     attempt: Callable[..., Any], dtype: str = "fp16", *, report: RunReport | None = None, **more: Any
 ) -> StageGuard:
-    """more: of GuardPolicy and of StageGuard."""
+    """more: arguments of GuardPolicy and StageGuard."""
     policy = {field.name: more.pop(field.name) for field in fields(GuardPolicy) if field.name in more}
     made = report or report_of(dtype)
     return StageGuard("denoiser", attempt, dtype=dtype, policy=GuardPolicy(**policy), report=made, **more)
 
 
 def in_fp32(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What a copy of the module in float32 puts out first."""
+    """The first output of a float32 copy of the module."""
     return copy.deepcopy(module).float()(x.float())[0]
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The norm of what it differs by, as a share of the exact one's."""
+    """Relative error: norm of the difference over the norm of the exact result."""
     return float((found.float() - exact).norm() / exact.norm())
 
 

@@ -1,4 +1,4 @@
-"""Networks that no scale was written for: drawn ones, and diffusers' own; and how near to fp32 their steps come."""
+"""Networks to test scaled products on, random ones and diffusers' own; and checks of their error against fp32."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ WIDTH, TOKENS = 32, 6
 
 
 class Shape(NamedTuple):
-    """What a drawn network is like."""
+    """The structure of a random network."""
 
     blocks: int
     norm: str
     branch: str
     sum: str
     gate: str
-    sandwich: bool  # a norm behind each branch, too
+    sandwich: bool  # a norm after each branch too
     streams: int
-    start: str  # "outer": a sum of two, each spread over the other
+    start: str  # "outer": a sum of two tensors that broadcast against each other
     positions: bool
     clips: bool
-    unnormed: bool  # a layer in each block reads the stream as it is
-    bypassed: bool  # the first block's input is added once more behind the last
-    shared: bool  # all blocks are one
+    unnormed: bool  # a layer in each block reads the stream without a norm
+    bypassed: bool  # the first block's input is added again after the last block
+    shared: bool  # all blocks are the same module
 
 
 SHAPES = st.builds(
@@ -146,7 +146,7 @@ HOT = ("nothing", "first", "middle", "last but one")
 
 
 def heated(name: str, hot: str) -> tuple[Any, Callable[[], dict[str, Any]]]:
-    """A network of diffusers', one layer of which puts out what fp16 cannot hold; and what makes its inputs."""
+    """A diffusers network with one layer whose output overflows fp16, and a function that makes its inputs."""
     config, inputs = NETWORKS[name]
     torch.manual_seed(1)
     module = getattr(diffusers, name)(**config).eval().requires_grad_(False)
@@ -156,8 +156,8 @@ def heated(name: str, hot: str) -> tuple[Any, Callable[[], dict[str, Any]]]:
     return module, lambda: inputs() | {"return_dict": False}
 
 
-def is_changed_in(call: dict[str, Any], gain: float) -> dict[str, Any]:
-    """Another step's inputs: other values, `gain` times as loud, at another timestep."""
+def inputs_of_next_step(call: dict[str, Any], gain: float) -> dict[str, Any]:
+    """Inputs of another step: other values, `gain` times as large, at another timestep."""
     changed = {
         name: value * gain if name != "img_ids" and is_floating(value) else value for name, value in call.items()
     }
@@ -169,9 +169,9 @@ def is_floating(value: Any) -> bool:
 
 
 def check_steps(run: Any, module: Any, inputs: Callable[[], dict[str, Any]], *, healthy: bool) -> None:
-    """Each step is four times nearer to fp32 than in bf16, and a healthy one as near as in plain fp16."""
+    """Each step is four times nearer to fp32 than bf16; a healthy one is as near as plain fp16."""
     for gain in (1.0, 0.2, 1.0, 4.0):
-        step = is_changed_in(inputs(), gain)
+        step = inputs_of_next_step(inputs(), gain)
 
         def call(network: Any, step: dict[str, Any] = step) -> torch.Tensor:
             return network(**step)[0]
@@ -185,7 +185,7 @@ def check_steps(run: Any, module: Any, inputs: Callable[[], dict[str, Any]], *, 
 
 
 def check_scales(scales: dict[Any, Scale], *, healthy: bool) -> None:
-    """Nearly all layers have room, and where one is hot some do."""
+    """Nearly all layers run in fp16; with one overflowing layer, some do."""
     plain = sum(scale.fp16 for scale in scales.values()) / len(scales)
     assert plain > (0.95 if healthy else 0.3)
 
@@ -194,7 +194,7 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(shape)
 
 
-NETWORKS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {  # class → its config, and its inputs
+NETWORKS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {  # class → config and inputs
     "SD3Transformer2DModel": (
         {"sample_size": 8, "patch_size": 1, "in_channels": 4, "out_channels": 4, "num_layers": 2,
          "attention_head_dim": 8, "num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 32,

@@ -1,4 +1,4 @@
-"""The diffusers denoisers that have a residual stream, small, with one call's arguments."""
+"""Small versions of the diffusers denoisers that have a residual stream, with the arguments of one call."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel, CogView4Transformer2DModel
 from stream_peaks import stream_peak
 
-HEADS, HEAD = 4, 16  # of attention, and the channels of one
-TEXT, TOKENS = 32, 12  # channels of a prompt's embedding, and how many it has
+HEADS, HEAD = 4, 16  # attention heads, channels per head
+TEXT, TOKENS = 32, 12  # channels and tokens of a prompt's embedding
 HEIGHT, WIDTH = 8, 12  # of latents
-ATTENTION, FEED_FORWARD = "attn1.to_out.0", "ff.net.2"  # what writes to the stream, in each block
+ATTENTION, FEED_FORWARD = "attn1.to_out.0", "ff.net.2"  # layers that write to the stream, in each block
 
 
 @dataclass(frozen=True)
 class Model:
     cls: Any  # of diffusers
     family: FamilySpec
-    gates: dict[str, tuple[str, int, int]]  # writer → the layer that makes its gates, and where: of picture and of text
+    gates: dict[str, tuple[str, int, int]]  # writer → layer that makes its gates, and their indices: image and text
     config: dict[str, Any]
 
 
@@ -52,14 +52,14 @@ MODELS = {
 
 
 def build(name: str, *, peak: float | None = None, writer: str = FEED_FORWARD) -> tuple[Any, dict[str, Any]]:
-    """(denoiser in float32, one call's arguments). With `peak`, one block's `writer` takes the stream there."""
+    """(denoiser in float32, arguments of one call). With `peak`, one block's `writer` takes the stream there."""
     torch.manual_seed(0)
     model = MODELS[name]
     config = model.config | {"num_attention_heads": HEADS, "attention_head_dim": HEAD, "num_layers": 3}
     if model.family is COGVIDEOX:
         config |= {"max_text_seq_length": TOKENS, "sample_width": WIDTH, "sample_height": HEIGHT}
     denoiser = model.cls(**config).eval().requires_grad_(False)
-    for layer in denoiser.modules():  # made as 1 and 0, which would hide what misses them
+    for layer in denoiser.modules():  # initialised as 1 and 0, which would hide code that ignores them
         if isinstance(layer, torch.nn.LayerNorm) and layer.elementwise_affine:
             layer.weight.add_(torch.randn_like(layer.weight), alpha=0.1)
             layer.bias.add_(torch.randn_like(layer.bias), alpha=0.1)
@@ -98,7 +98,7 @@ def _call(denoiser: Any, *, is_video: bool) -> dict[str, Any]:
 
 
 def _overflow(model: Model, denoiser: Any, call: dict[str, Any], peak: float, writer: str) -> None:
-    """Its product with the gate takes the stream to `peak`; what goes into that product stays in fp16's range."""
+    """Its product with the gate takes the stream to `peak`; the inputs of that product stay in fp16's range."""
     block = denoiser.transformer_blocks[len(denoiser.transformer_blocks) // 2]
     layer, *gates = model.gates[writer]
     biases = block.get_submodule(layer).bias.view(-1, denoiser.config.num_attention_heads * HEAD)

@@ -1,4 +1,4 @@
-"""Half-precision accumulation: what is set on which architecture, for how long, and whose word counts."""
+"""Half-precision accumulation: which switches are set on which architecture, for how long, and who decides."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ UNTRIED = ("sm60", "sm61", "sm72", "sm87", "sm90", "sm120", "sm130", "gfx90a", "
 
 
 def state() -> tuple[object, ...]:
-    """Every switch as it stands, read without the code under test."""
+    """The value of every switch, read without the code under test."""
     cuda = torch.backends.cuda
     return (
         *map(os.environ.get, VARIABLES),
@@ -68,7 +68,7 @@ def set_flags(reduction: bool, fp16_sums: bool, math_sdp: bool) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nobody_set_anything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def reset_switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     set_flags(True, False, False)
@@ -82,18 +82,18 @@ def switch(switches: tuple[Switch, ...], name: str) -> Switch:
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "mode"),
+    ("name", "requested", "mode"),
     [
         *((name, AUTO, Mode.OFF) for name in (*AT_RISK, *UNTRIED)),
-        *(("sm70", asked, Mode.ON) for asked in (AUTO, FP16)),
+        *(("sm70", requested, Mode.ON) for requested in (AUTO, FP16)),
         *((name, FAST, Mode.FAST) for name in ("sm70", "sm80", "sm90", "cpu")),
         ("sm80", FP16, Mode.OFF),
     ],
 )
-def test_every_switch_is_set_listed_as_it_stands_and_put_back(name: str, asked: Accumulation, mode: Mode) -> None:
+def test_all_switches_are_set_reported_and_restored(name: str, requested: Accumulation, mode: Mode) -> None:
     assert SWITCHES == ALL
-    why = decide(named(name), asked).reason
-    with accumulation(named(name), asked) as switches:
+    why = decide(named(name), requested).reason
+    with accumulation(named(name), requested) as switches:
         assert state() == STATE[mode]
         for switch_, value, before in zip(switches, state(), UNTOUCHED, strict=True):
             by = ("default", "left as it is") if value == before else ("onediff-guard", why)
@@ -105,7 +105,7 @@ ONEDIFF = "https://github.com/siliconflow/onediff"
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "decision"),
+    ("name", "requested", "decision"),
     [
         ("sm70", AUTO, (Mode.ON, "half-precision accumulation is reported right on sm70 (Volta)", "issues/958")),
         ("sm80", AUTO, (Mode.OFF, "half-precision accumulation comes out NaN or black on sm80 (Ampere)", "issues/958")),
@@ -115,14 +115,14 @@ ONEDIFF = "https://github.com/siliconflow/onediff"
                         "on sm89", "pull/454")),
     ],
 )  # fmt: skip
-def test_the_decision_has_a_reason_and_a_source(name: str, asked: Accumulation, decision: Any) -> None:
+def test_decision_has_reason_and_source(name: str, requested: Accumulation, decision: Any) -> None:
     mode, reason, source = decision
-    assert decide(named(name), asked) == Decision(mode, reason, f"{ONEDIFF}/{source}", named(name))
+    assert decide(named(name), requested) == Decision(mode, reason, f"{ONEDIFF}/{source}", named(name))
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("before", list(product((True, False), repeat=3)), ids=str)
-def test_flags_go_back_to_what_they_were_after_an_error_too(before: Any, error: type[BaseException]) -> None:
+def test_flags_are_restored_after_an_error(before: Any, error: type[BaseException]) -> None:
     set_flags(*before)
     for architecture in (SM70, SM80):
         with suppress(error), accumulation(architecture):
@@ -136,12 +136,12 @@ RUNS = {Mode.OFF: (SM80, AUTO), Mode.FAST: (SM80, FAST), Mode.ON: (SM70, AUTO)}
 
 
 def interleavings(runs: int) -> list[tuple[int, ...]]:
-    """Every order in which threads may begin and end: (0, 1, 0, 1) is 0 begins, 1 begins, 0 ends, 1 ends."""
+    """Every order in which threads can begin and end: (0, 1, 0, 1) means 0 begins, 1 begins, 0 ends, 1 ends."""
     return sorted(set(permutations([*range(runs), *range(runs)])))
 
 
 @pytest.mark.parametrize("modes", [*product(SAFEST, repeat=2), SAFEST], ids=lambda m: "-".join(x.name for x in m))
-def test_the_safest_holds_while_threads_overlap_in_any_order(modes: tuple[Mode, ...]) -> None:
+def test_safest_mode_applies_while_threads_overlap_in_any_order(modes: tuple[Mode, ...]) -> None:
     pools = [ThreadPoolExecutor(1) for _ in modes]
     try:
         for order in interleavings(len(modes)):
@@ -159,7 +159,7 @@ def test_the_safest_holds_while_threads_overlap_in_any_order(modes: tuple[Mode, 
             pool.shutdown()
 
 
-def test_threads_that_come_and_go_never_see_what_is_unsafe_for_them() -> None:
+def test_sm80_threads_see_only_safe_settings_beside_sm70_threads() -> None:
     def work(architecture: Architecture) -> list[tuple[object, ...]]:
         seen = []
         for _ in range(50):
@@ -174,30 +174,30 @@ def test_threads_that_come_and_go_never_see_what_is_unsafe_for_them() -> None:
 RESPECTED, SHARED = "set before this run, respected", "shared with another GPU in this process; "
 
 
-def test_a_run_beside_a_less_safe_card_says_whose_value_it_got() -> None:
+def test_run_beside_less_safe_card_reports_that_cards_value() -> None:
     with accumulation(SM80), accumulation(SM70) as switches:
         found = switch(switches, ATTENTION)
     assert (found.value, found.reason) == ("0", SHARED + decide(SM80).reason)
 
 
-@pytest.mark.parametrize("look", [accumulation, lambda *args: nullcontext(preview(*args))], ids=["run", "preview"])
+@pytest.mark.parametrize("read", [accumulation, lambda *args: nullcontext(preview(*args))], ids=["run", "preview"])
 @pytest.mark.parametrize(
     ("card", "others", "value", "reason"),
     [
         (SM70, (SM70, SM86), "0", SHARED + decide(SM86).reason),
         (SM70, (SM70, SM70), "1", decide(SM70).reason),
-        (SM80, (SM86, SM75), "0", decide(SM80).reason),  # its own card is reason enough
+        (SM80, (SM86, SM75), "0", decide(SM80).reason),  # its own card already requires 0
     ],
 )
-def test_another_gpu_in_the_process_makes_the_value_safe(look: Any, card: Any, others: Any, value: str, reason: str):
-    with look(card, AUTO, others) as switches:
+def test_another_gpu_in_process_sets_the_safer_value(read: Any, card: Any, others: Any, value: str, reason: str):
+    with read(card, AUTO, others) as switches:
         found = switch(switches, ATTENTION)
     assert (found.value, found.reason) == (value, reason)
 
 
 @pytest.mark.parametrize("name", [ATTENTION, FMHA, NEXFORT_ATTENTION, NEXFORT_MATMUL])
 @pytest.mark.parametrize("value", ["1", "true", "YES", "on", "y", "0", "no", "off", "N", "False", ""])
-def test_a_value_that_the_user_exported_wins_and_is_reported(monkeypatch, name: str, value: str) -> None:
+def test_user_environment_value_wins_and_is_reported(monkeypatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     means_true = value.lower() in {"1", "true", "yes", "on", "y"}
     for card, request in product((SM70, SM80), Accumulation):
@@ -205,16 +205,16 @@ def test_a_value_that_the_user_exported_wins_and_is_reported(monkeypatch, name: 
             assert os.environ[name] == value
             found = switch(switches, name)
             assert (found.value, found.set_by) == (value, "user")
-            doubted = means_true and (name in (FMHA, NEXFORT_ATTENTION) if request is FAST else card is SM80)
-            doubt = f", although {decide(card, request).reason}" if doubted else ""
-            assert found.reason == RESPECTED + doubt
+            questioned = means_true and (name in (FMHA, NEXFORT_ATTENTION) if request is FAST else card is SM80)
+            question = f", although {decide(card, request).reason}" if questioned else ""
+            assert found.reason == RESPECTED + question
             others = {found.set_by for found in switches if found.name != name}
             assert "user" not in others and "onediff-guard" in others
         assert os.environ[name] == value
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "doubted"),
+    ("name", "value", "questioned"),
     [
         (ATTENTION, "maybe", (AUTO,)),
         (FMHA, "maybe", (AUTO, FAST)),
@@ -225,14 +225,14 @@ def test_a_value_that_the_user_exported_wins_and_is_reported(monkeypatch, name: 
         (SCORES, "", ()),
     ],
 )
-def test_nonsense_and_the_limit_for_scores_are_left_alone_and_doubted(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, doubted: tuple[Accumulation, ...]
+def test_invalid_values_and_score_limits_are_kept_and_questioned(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, questioned: tuple[Accumulation, ...]
 ) -> None:
     monkeypatch.setenv(name, value)
-    for asked in (AUTO, FAST):
-        doubt = f", although {decide(SM80, asked).reason}" if asked in doubted else ""
-        with accumulation(SM80, asked) as switches:
-            assert switch(switches, name) == Switch(name, value, "user", RESPECTED + doubt)
+    for requested in (AUTO, FAST):
+        question = f", although {decide(SM80, requested).reason}" if requested in questioned else ""
+        with accumulation(SM80, requested) as switches:
+            assert switch(switches, name) == Switch(name, value, "user", RESPECTED + question)
         assert os.environ[name] == value
 
 
@@ -240,7 +240,7 @@ OTHERS_HAD = "; ComfyUI or another pack had it True, as it is again after the ru
 
 
 @pytest.mark.parametrize("name", [MATH_SDP, FP16_SUMS])
-def test_what_comfyui_switched_on_is_nobodys_and_made_safe_while_a_run_needs_it(name: str) -> None:
+def test_flags_set_by_comfyui_are_off_during_a_run_and_restored(name: str) -> None:
     """ComfyUI sets the first at import (comfy/model_management.py) and the second with --fast."""
     set_flags(True, name == FP16_SUMS, name == MATH_SDP)
     with accumulation(SM80) as switches:
@@ -252,10 +252,10 @@ def test_what_comfyui_switched_on_is_nobodys_and_made_safe_while_a_run_needs_it(
         assert preview(SM80) == switches
     assert state() == (*UNTOUCHED[:-2], name == FP16_SUMS, name == MATH_SDP)
     with accumulation(SM80, FAST) as switches:
-        assert switch(switches, name) == Switch(name, "True", "others", "left as it is"), "the loader's word"
+        assert switch(switches, name) == Switch(name, "True", "others", "left as it is"), "FAST leaves it on"
 
 
-def test_a_reduction_that_somebody_switched_off_stays_off_on_volta() -> None:
+def test_reduction_disabled_by_others_stays_off_on_volta() -> None:
     set_flags(False, False, False)
     with accumulation(SM70) as switches:
         assert state()[-3:] == (False, False, False)
@@ -267,7 +267,7 @@ class OldMatmul:
     allow_fp16_reduced_precision_reduction = True
 
 
-def test_a_pytorch_older_than_a_flag_is_left_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_missing_in_older_pytorch_are_not_created(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "matmul", OldMatmul())
     monkeypatch.delattr(torch.backends.cuda, "fp16_bf16_reduction_math_sdp_allowed")
     monkeypatch.delattr(torch.backends.cuda, "allow_fp16_bf16_reduction_math_sdp")
@@ -280,7 +280,7 @@ def test_a_pytorch_older_than_a_flag_is_left_without_it(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("card", [SM70, SM80], ids=str)
 @pytest.mark.parametrize("running", [(SM70, AUTO), (SM80, AUTO), (SM80, FAST)], ids=str)
-def test_a_preview_sets_nothing_and_says_what_a_run_would(monkeypatch, card: Architecture, running: Any) -> None:
+def test_preview_sets_nothing_and_equals_the_run(monkeypatch, card: Architecture, running: Any) -> None:
     monkeypatch.setenv(FMHA, "1")
     before = state()
     foreseen = preview(card)
@@ -295,7 +295,7 @@ def test_a_preview_sets_nothing_and_says_what_a_run_would(monkeypatch, card: Arc
 
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, f"{REDUCTION[27:]}_split_k"), reason="PyTorch before 2.10")
 @pytest.mark.parametrize("row", [SM70, SM80])
-def test_split_k_stays_forbidden_where_somebody_forbade_it(row):
+def test_split_k_disabled_by_others_stays_disabled(row):
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)  # type: ignore
     with accumulation(row):
         assert torch._C._get_cublas_allow_fp16_reduced_precision_reduction() == (False, False)
@@ -305,7 +305,7 @@ def test_split_k_stays_forbidden_where_somebody_forbade_it(row):
 @pytest.mark.parametrize(
     ("value", "is_allowed"), [(None, True), ("1", True), ("True", True), ("on", True), ("0", False), ("maybe", False)]
 )
-def test_what_a_variable_allows(monkeypatch: pytest.MonkeyPatch, value: str | None, is_allowed: bool) -> None:
+def test_variable_unset_or_true_allows(monkeypatch: pytest.MonkeyPatch, value: str | None, is_allowed: bool) -> None:
     monkeypatch.delenv("SOME_SWITCH", raising=False)
     if value is not None:
         monkeypatch.setenv("SOME_SWITCH", value)

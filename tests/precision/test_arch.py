@@ -1,4 +1,4 @@
-"""What each architecture can do, and how a device's row is found."""
+"""The architecture table: what each architecture supports, and how a device's row is found."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ NVIDIA = {name: row for name, row in ARCHITECTURES.items() if name.removeprefix(
 
 
 @pytest.fixture(autouse=True)
-def never_asks_pytorch_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts emulation as support: True on Volta and Turing."""
+def forbid_is_bf16_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch counts emulation as support: True on Volta and Turing."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: pytest.fail("it counts emulation"))
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch):
-    """gpus((7, 5), (9, 0)): a CUDA machine with these; gpus("gfx90a:xnack-"): a ROCm one."""
+    """gpus((7, 5), (9, 0)): a CUDA machine with these cards; gpus("gfx90a:xnack-"): a ROCm machine."""
 
     def install(*cards: tuple[int, int] | str, names: tuple[str, ...] = ("NVIDIA T4", "NVIDIA H100")) -> None:
         rocm = isinstance(cards[0], str)
@@ -57,7 +57,7 @@ def dtype_of(row: Architecture, component: Component = Component.DENOISER) -> st
 
 
 def assert_safe(found: Architecture) -> None:
-    """Nothing that may be missing is used, and the row says that it is a guess."""
+    """No optional feature is used, and the row is marked as a guess."""
     assert not (found.known or found.fp16_tensor_cores or found.tf32 or found.fp8)
     assert (found.bf16, found.half_accumulation, found.source) == ("emulated", "untried", "no document")
 
@@ -66,7 +66,7 @@ def assert_safe(found: Architecture) -> None:
 
 
 @pytest.mark.parametrize("name", NVIDIA)
-def test_nvidia_by_capability_as_documented(name: str) -> None:
+def test_nvidia_rows_match_documentation(name: str) -> None:
     row, capability = NVIDIA[name], int(name[2:])
     assert row.bf16 == ("native" if capability >= 80 else "emulated")
     assert (row.tf32, row.fp8, row.fp16_tensor_cores) == (capability >= 80, capability >= 89, capability >= 70)
@@ -74,7 +74,7 @@ def test_nvidia_by_capability_as_documented(name: str) -> None:
     assert row.fast_fp16 == (name != "sm61"), "GTX 10: fp16 at 1/64 of fp32"
     verdicts = {"sm70": "right", "sm75": "wrong", "sm80": "wrong", "sm86": "wrong", "sm89": "wrong"}
     assert row.half_accumulation == verdicts.get(name, "untried")
-    assert row.source == (arch.OLDER_GUIDE if capability <= 72 else arch.CUDA_GUIDE), "the current one begins at 7.5"
+    assert row.source == (arch.OLDER_GUIDE if capability <= 72 else arch.CUDA_GUIDE), "the current guide begins at 7.5"
     assert row.fp16_sums == ("geforce" if name in ("sm75", "sm86", "sm89", "sm120") else "same")
 
 
@@ -92,12 +92,12 @@ def test_nvidia_by_capability_as_documented(name: str) -> None:
         ("gfx12", "RDNA 4", "native", True, True, "experimental"),
     ],
 )
-def test_amd_by_target(name: str, label: str, bf16: str, matrix: bool, fp8: bool, fused: str) -> None:
+def test_amd_rows_match_documentation(name: str, label: str, bf16: str, matrix: bool, fp8: bool, fused: str) -> None:
     row = Architecture(name, label, bf16, True, matrix, False, fp8, "untried", arch.ROCM_GUIDE, fused_attention=fused)
     assert ARCHITECTURES[name] == row
 
 
-def test_apple_intel_and_cpu() -> None:
+def test_apple_intel_and_cpu_rows() -> None:
     no = {"fp16_tensor_cores": False, "tf32": False, "fp8": False, "half_accumulation": "untried"}
     cpu = Architecture("cpu", "CPU", "native", False, **no, source=arch.ONEDNN_GUIDE, quantises=("int8",))
     assert ARCHITECTURES["mps"] == Architecture("mps", "Apple GPU", "emulated", True, **no, source=arch.MPS_NOTES)
@@ -108,7 +108,7 @@ def test_apple_intel_and_cpu() -> None:
     assert ARCHITECTURES["xpu"] == Architecture("xpu", "Intel GPU", "native", True, **xpu, source=arch.XPU_GUIDE)
 
 
-def test_rows_are_known_by_their_name_and_have_a_source_and_words_that_code_asks_for() -> None:
+def test_rows_have_names_sources_and_allowed_values() -> None:
     for name, row in ARCHITECTURES.items():
         assert row.name == name and row.known and row.source.startswith("https://")
         assert row.native_bf16 == (row.bf16 == "native")
@@ -120,7 +120,7 @@ def test_rows_are_known_by_their_name_and_have_a_source_and_words_that_code_asks
         assert {name: word for name, word in words.items() if word not in allowed[name]} == {}, row.name
 
 
-# --- devices that are asked -------------------------------------------------------------------------------------------
+# --- detection of devices ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_rows_are_known_by_their_name_and_have_a_source_and_words_that_code_asks
     [
         ("x86_64", True, True, "AVX512", "cpu"),
         ("AMD64", True, True, "AVX512", "cpu"),
-        ("x86_64", True, True, "AVX2", "cpu-no-bf16"),  # by ATEN_CPU_CAPABILITY
+        ("x86_64", True, True, "AVX2", "cpu-no-bf16"),  # set by ATEN_CPU_CAPABILITY
         ("AMD64", True, True, "AVX2", "cpu-no-bf16"),
         ("x86_64", True, True, "DEFAULT", "cpu-no-bf16"),
-        ("x86_64", True, False, "AVX512", "cpu-no-bf16"),  # oneDNN is content with AVX-512
+        ("x86_64", True, False, "AVX512", "cpu-no-bf16"),  # oneDNN accepts AVX-512 alone
         ("x86_64", False, False, "AVX512", "cpu-no-bf16"),
         ("x86_64", None, True, "AVX512", "cpu-no-bf16"),  # without oneDNN
         ("aarch64", True, False, "DEFAULT", "cpu"),
@@ -139,9 +139,9 @@ def test_rows_are_known_by_their_name_and_have_a_source_and_words_that_code_asks
         ("arm64", False, False, "DEFAULT", "cpu-no-bf16"),
     ],
 )
-def test_a_cpu_is_asked_for_bf16_instructions(monkeypatch, machine, onednn, avx512, used, row):
-    """Without them a VAE encoded for 43 s in bf16, and for 0.3 s in fp32."""
-    assert detect(CPU).name in ("cpu", "cpu-no-bf16"), "in torch's own words"
+def test_cpu_bf16_support_is_detected(monkeypatch, machine, onednn, avx512, used, row):
+    """Without bf16 instructions a VAE took 43 s to encode in bf16, and 0.3 s in fp32."""
+    assert detect(CPU).name in ("cpu", "cpu-no-bf16"), "on this machine"
     monkeypatch.setattr(arch.platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn is not None)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn is not False, raising=False)
@@ -153,8 +153,8 @@ def test_a_cpu_is_asked_for_bf16_instructions(monkeypatch, machine, onednn, avx5
 
 
 @pytest.mark.parametrize("has", [True, False, None])
-def test_intels_gpus_are_asked_for_bf16(monkeypatch: pytest.MonkeyPatch, has: bool | None) -> None:
-    """None: they cannot be asked."""
+def test_intel_gpu_bf16_support_is_detected(monkeypatch: pytest.MonkeyPatch, has: bool | None) -> None:
+    """None: PyTorch does not report it."""
     properties = SimpleNamespace() if has is None else SimpleNamespace(has_bfloat16_conversions=has)
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda _device: properties)
     found = detect(XPU)
@@ -163,7 +163,7 @@ def test_intels_gpus_are_asked_for_bf16(monkeypatch: pytest.MonkeyPatch, has: bo
 
 
 @pytest.mark.parametrize("version", [(13, 3), (13, 7), (14, 0), (15, 1)])
-def test_a_mac_before_macos_14_has_no_bf16(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
+def test_mac_before_macos_14_has_no_bf16(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *asked: version >= asked)
     found = detect(MPS)
     if version >= (14, 0):
@@ -181,8 +181,8 @@ TURING_ALONE = [
 
 
 @pytest.mark.parametrize("name", TURING_ALONE)
-def test_turing_without_tensor_cores_is_found_by_its_name(gpus, name: str) -> None:
-    """fp16 comes out NaN or black there."""
+def test_turing_without_tensor_cores_is_detected_by_name(gpus, name: str) -> None:
+    """fp16 gives NaN or black images on these cards."""
     gpus((7, 5), names=(name,))
     found = detect(GPU)
     assert found is ARCHITECTURES["sm75-gtx16"] is named("SM75-gtx16")
@@ -201,7 +201,7 @@ def test_turing_without_tensor_cores_is_found_by_its_name(gpus, name: str) -> No
     [((7, 5), name, "sm75") for name in ("NVIDIA T4", "Tesla T4", "NVIDIA GeForce RTX 2060", "NVIDIA T10")]
     + [((7, 5), "Quadro RTX 4000", "sm75"), ((8, 6), "NVIDIA T1000 of tomorrow", "sm86")],
 )
-def test_turing_with_tensor_cores_and_other_generations_are_not_mistaken(gpus, capability, name, row) -> None:
+def test_other_cards_are_not_taken_for_turing_without_tensor_cores(gpus, capability, name, row) -> None:
     gpus(capability, names=(name,))
     assert replace(detect(GPU), fp16_sums="geforce") == ARCHITECTURES[row]
 
@@ -215,21 +215,21 @@ def test_turing_with_tensor_cores_and_other_generations_are_not_mistaken(gpus, c
         ((12, 0), ("NVIDIA GeForce RTX 5090", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition")),
     ],
 )
-def test_geforce_cards_gain_by_fp16_sums_and_others_of_the_same_capability_do_not(gpus, capability, names) -> None:
+def test_only_geforce_cards_gain_from_fp16_sums(gpus, capability, names) -> None:
     gpus(capability, capability, names=names)
     geforce, other = (detect(torch.device("cuda", index)) for index in (0, 1))
     assert geforce is by_capability(*capability) and other == replace(geforce, fp16_sums="same")
-    assert len(arch.present()) == 2, "they are told apart"
+    assert len(arch.present()) == 2, "two different rows"
 
 
-def test_all_gpus_of_the_process_are_seen_each_once_by_their_own_capability(gpus) -> None:
+def test_present_lists_each_gpu_architecture_once(gpus) -> None:
     gpus((8, 6), (7, 0), (8, 6), names=("NVIDIA GeForce RTX 3090", "Tesla V100", "NVIDIA GeForce RTX 3060"))
     assert arch.present() == (ARCHITECTURES["sm86"], ARCHITECTURES["sm70"])
     gpus("gfx90a:sramecc+:xnack-")
     assert arch.present() == (ARCHITECTURES["gfx90a"],)
 
 
-def test_a_process_without_gpus_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_without_gpus_lists_no_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert arch.present() == ()
 
@@ -244,7 +244,7 @@ def test_a_process_without_gpus_has_none(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
     ids=["driver", "build", "silent", "an interrupt"],
 )
-def test_a_gpu_that_cannot_be_asked_is_taken_for_the_least(gpus, monkeypatch, error, said: str | None) -> None:
+def test_gpu_that_fails_detection_gets_safe_defaults(gpus, monkeypatch, error, said: str | None) -> None:
     def fail(_: object) -> None:
         raise error
 
@@ -258,7 +258,7 @@ def test_a_gpu_that_cannot_be_asked_is_taken_for_the_least(gpus, monkeypatch, er
         assert_safe(detect(GPU))
 
 
-# --- names and what is not in the table -------------------------------------------------------------------------------
+# --- names, and devices that are not in the table ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_gpu_that_cannot_be_asked_is_taken_for_the_least(gpus, monkeypatch, er
         *((by_gfx(f"gfx{it}:xnack-"), f"gfx{it} (not in the table)") for it in ("9999", "900", "90c", "10")),
     ],
 )
-def test_what_nobody_listed_is_safe(found: Architecture, said: str) -> None:
+def test_unlisted_devices_get_safe_defaults(found: Architecture, said: str) -> None:
     assert str(found) == said and found.fast_fp16 == (found.name != "sm52")
     assert_safe(found)
 
@@ -282,8 +282,8 @@ def test_what_nobody_listed_is_safe(found: Architecture, said: str) -> None:
         *(((8, 8), "sm87"), ((7, 6), "sm75"), ((7, 3), "sm72"), ((7, 1), "sm70")),
     ],
 )
-def test_a_card_that_is_not_listed_is_taken_for_the_nearest_older_one(capability, nearest):
-    """But reports about that one, and what its GeForce cards gain, say nothing of its neighbours."""
+def test_unlisted_card_is_treated_as_nearest_older_one(capability, nearest):
+    """Half-accumulation reports and the GeForce gain are not taken from the older card."""
     found, row = by_capability(*capability), ARCHITECTURES[nearest]
     assert str(found) == f"sm{capability[0]}{capability[1]} (not in the table, treated as {nearest})"
     unsaid = {"half_accumulation": "untried", "fp16_sums": "same", "known": False}
@@ -297,11 +297,11 @@ TARGETS = {
 
 
 @pytest.mark.parametrize(("target", "row"), TARGETS.items())
-def test_a_gfx_target_belongs_to_the_row_that_it_begins_with(target: str, row: str) -> None:
+def test_gfx_target_uses_row_with_its_prefix(target: str, row: str) -> None:
     assert by_gfx(target) == replace(ARCHITECTURES[row], name=target.split(":")[0])
 
 
-def test_the_longest_gfx_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longest_matching_gfx_row_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ARCHITECTURES, "gfx1151", ARCHITECTURES["gfx906"])
     assert [by_gfx(name).label for name in ("gfx1151", "gfx1150")] == ["Vega 20", "RDNA 3"]
 
@@ -315,7 +315,7 @@ TYPED = {
 
 
 @pytest.mark.parametrize(("text", "name"), TYPED.items())
-def test_an_architecture_as_someone_types_it(text: str, name: str | None) -> None:
+def test_typed_architecture_names_are_parsed_or_rejected(text: str, name: str | None) -> None:
     if name:
         assert named(text).name == name
     else:
@@ -329,5 +329,5 @@ def test_an_architecture_as_someone_types_it(text: str, name: str | None) -> Non
     [("sm75", True), ("sm130", True), ("gfx90a", True), ("cpu", True), ("npu", True), ("SM75", False), ("7.5", False)]
     + [(name, False) for name in ("", "x", "gfx90a:xnack-", "my card", "../sm75", "a" * 21)],
 )
-def test_whether_some_device_may_have_a_name(name: str, is_one: bool) -> None:
+def test_is_name_accepts_only_device_names(name: str, is_one: bool) -> None:
     assert is_name(name) == is_one

@@ -1,7 +1,7 @@
 """Attention kernels: PyTorch's, by name, and SageAttention's.
 
-SageAttention itself has not been run: it needs a card. In its place stands a module of its name with its documented
-call, which multiplies in int8 as it does, or gives finite noise, as its issue 162 has it.
+SageAttention itself is not run: it needs a GPU. A module of the same name with the documented signature replaces it: it
+multiplies in int8, or returns finite noise as in SageAttention's issue 162.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def kernels_of(run: Callable[[], Any]) -> set[str]:
     return {name for name, operator in OPERATORS.items() if operator in ran}
 
 
-def test_a_kernel_that_is_named_computes() -> None:
+def test_preferred_kernel_computes_attention() -> None:
     x = torch.randn(1, 2, 80, 16)
     expected = sdpa(x, x, x)
     with preferring("math"):
         assert kernels_of(lambda: sdpa(x, x, x)) == {"math"}
-    for kernel in ("flash", "cudnn", "efficient"):  # the last two take nothing on a CPU: another one does
+    for kernel in ("flash", "cudnn", "efficient"):  # the last two do not run on a CPU: another one does
         with preferring(kernel):
             torch.testing.assert_close(sdpa(x, x, x), expected)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_block_is_computed_by_its_kernel_compiled_or_not(compiled: bool) -> None:
+def test_block_uses_its_kernel_eager_and_compiled(compiled: bool) -> None:
     torch.compiler.reset()
     x = torch.randn(1, 2, 80, 16)
     make = (lambda module: torch.compile(module, backend="aot_eager")) if compiled else (lambda module: module)
@@ -59,9 +59,9 @@ def test_a_block_is_computed_by_its_kernel_compiled_or_not(compiled: bool) -> No
         for kernel in ("math", "flash", "math"):
             block = make(Attended(Block(), kernel))
             block(x, x, x)
-            in_parts = compiled and kernel == "math"  # a product, a softmax and a product
+            in_parts = compiled and kernel == "math"  # compiled into product, softmax, product
             assert kernels_of(lambda block=block: block(x, x, x)) == (set() if in_parts else {kernel})
-    assert kernels_of(lambda: sdpa(x, x, x)) == {"flash"}, "it holds inside the block alone"
+    assert kernels_of(lambda: sdpa(x, x, x)) == {"flash"}, "the choice applies inside the block only"
 
 
 # --- SageAttention ----------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def in_int8(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None) -> torch.Tensor:
-    """Queries and keys in int8, with a scale a block of rows; finite whatever it is given."""
+    """Queries and keys in int8, with one scale per block of rows; finite for any input."""
     assert tensor_layout == "HND"
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ def in_int8(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None) -> tor
 
 @pytest.fixture
 def sage(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """sage(function): what `sageattention.sageattn` is, installed."""
+    """sage(function): install `function` as `sageattention.sageattn`."""
 
     def install(function: Any) -> None:
         monkeypatch.setitem(sys.modules, "sageattention", SimpleNamespace(sageattn=function))
@@ -92,13 +92,13 @@ def sage(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     return install
 
 
-def given(channels: int = 64) -> Given:
+def qkv(channels: int = 64) -> Given:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, 300, channels, generator=generator).bfloat16() for _ in range(3))
     return query, key, value
 
 
-def test_names_stand_in_workflow_files_and_sage_needs_a_card_and_the_package() -> None:
+def test_kernel_names_are_fixed_and_sage_needs_cuda_and_its_package() -> None:
     assert [*KERNELS] == ["flash", "cudnn", "efficient", "math", "sage"]
     assert "not on cpu" in missing("sage", CPU)
     assert "sageattention is not installed" in missing("sage", CUDA)
@@ -115,32 +115,32 @@ def test_names_stand_in_workflow_files_and_sage_needs_a_card_and_the_package() -
         ({"enable_gqa": True}, False),
     ],
 )
-def test_what_sage_takes(sage: Any, changes: Any, takes: bool) -> None:
+def test_sage_declines_unsupported_calls(sage: Any, changes: Any, takes: bool) -> None:
     sage(in_int8)
-    query, key, value = given()
+    query, key, value = qkv()
     assert (attention.sage(query, key, value, **changes) is not None) == takes
     assert attention.sage(query.float(), key.float(), value.float(), **changes) is None
-    assert attention.sage(*given(channels=136), **changes) is None
+    assert attention.sage(*qkv(channels=136), **changes) is None
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_block_attends_by_sage_compiled_or_not(sage: Any, compiled: bool) -> None:
+def test_block_uses_sage_eager_and_compiled(sage: Any, compiled: bool) -> None:
     torch.compiler.reset()
     sage(in_int8)
     block = Attended(Block(), "sage")
     run = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
     with torch.inference_mode():
-        assert torch.equal(run(*given()), in_int8(*given()) * 2)
-        single = [each.float() for each in given()]
-        torch.testing.assert_close(run(*single), sdpa(*single) * 2)  # what it does not take, PyTorch computes
+        assert torch.equal(run(*qkv()), in_int8(*qkv()) * 2)
+        single = [each.float() for each in qkv()]
+        torch.testing.assert_close(run(*single), sdpa(*single) * 2)  # PyTorch computes what Sage declines
     torch.compiler.reset()
 
 
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_comes_out_nan_although_sage_hides_it(sage: Any, which: int, value: float) -> None:
+def test_nonfinite_inputs_give_nan_although_sage_hides_them(sage: Any, which: int, value: float) -> None:
     sage(in_int8)
-    broken = given()
+    broken = qkv()
     broken[which][0, 1, 7, 3] = value
-    assert in_int8(*broken).isfinite().all(), "hidden"
-    assert Attended(Block(), "sage")(*broken).isnan().all(), "and seen"
+    assert in_int8(*broken).isfinite().all(), "Sage hides it"
+    assert Attended(Block(), "sage")(*broken).isnan().all(), "the block does not"

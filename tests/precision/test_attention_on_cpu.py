@@ -1,4 +1,4 @@
-"""Attention on the CPU over few keys: a row whose scores are all NaN comes out as 0 there, and the guard sees it."""
+"""Attention on the CPU with few keys returns 0 for a row whose scores are all NaN; the guard detects it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from comfyui_onediff_guard.precision.attention import Attended, sdpa
 from comfyui_onediff_guard.precision.overflow import BlockWithNanAttention, ClipDetector, propagate_nonfinite_attention
 from denoisers import MODELS, build, step
 from guards import guarded, report_of
-from test_attention import Block, given, in_int8
+from test_attention import Block, in_int8, qkv
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
 HALVES = [torch.float16, torch.bfloat16]
-CPU = torch.ones(1)  # a call's input
+CPU = torch.ones(1)  # the input of a call
 
 
 def projected(keys: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -32,20 +32,20 @@ def projected(keys: int, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("keys", [1, 6, 15, 16, 40])
 @pytest.mark.parametrize(("which", "value"), [(0, torch.nan), (0, torch.inf), (1, torch.nan), (1, -torch.inf)])
-def test_attention_is_broken_where_query_or_key_are(dtype, keys, which, value):
+def test_attention_is_nonfinite_for_nonfinite_query_or_key(dtype, keys, which, value):
     given = projected(keys, dtype)
     given[which][1, 2, :, 3:] = value
     with propagate_nonfinite_attention(CPU):
         assert not torch.isfinite(sdpa(*given)).all()
         query, key, values = given
-        assert not torch.isfinite(sdpa(query=query, key=key, value=values)).all(), "by keyword too"
+        assert not torch.isfinite(sdpa(query=query, key=key, value=values)).all(), "with keyword arguments too"
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("keys", [1, 6, 40])
-def test_right_attention_stays_as_it_is_to_the_bit(dtype, keys):
+def test_finite_attention_is_bit_equal_to_plain_sdpa(dtype, keys):
     given = projected(keys, dtype)
-    given[0][0, 0] = torch.finfo(dtype).max / 4  # two of them would not fit in one number
+    given[0][0, 0] = torch.finfo(dtype).max / 4  # their product overflows
     given[1][0, 0] = -torch.finfo(dtype).max / 4
     mask = torch.zeros(8, keys, dtype=dtype).masked_fill_(torch.arange(keys) > 3, -torch.inf)
     for more in ({}, {"attn_mask": mask}, {"is_causal": True}):
@@ -54,7 +54,7 @@ def test_right_attention_stays_as_it_is_to_the_bit(dtype, keys):
             assert torch.isfinite(expected).all() and torch.equal(sdpa(*given, **more), expected)
 
 
-def test_nothing_is_added_to_a_call_on_another_device():
+def test_mode_is_not_active_for_inputs_on_other_devices():
     for inputs in ((), torch.empty(1, device="meta"), {"x": torch.empty(1, device="meta"), "timestep": CPU}):
         with propagate_nonfinite_attention(inputs):
             assert not _get_current_function_mode_stack()
@@ -79,7 +79,7 @@ def dynamo():
     torch._dynamo.reset()
 
 
-def test_compiled_code_has_it_in_one_graph(dynamo):
+def test_compiled_module_keeps_the_check_in_one_graph(dynamo):
     graphs: list[Any] = []
 
     def backend(graph, _inputs):
@@ -100,15 +100,15 @@ def test_compiled_code_has_it_in_one_graph(dynamo):
 
 @pytest.mark.skipif(not find_c_compiler(), reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("dtype", HALVES)
-def test_inductor_leaves_it_there(dtype, dynamo):
-    """It takes a product with 0 for 0, and would drop the check with it."""
+def test_inductor_keeps_the_nonfinite_check(dtype, dynamo):
+    """Inductor simplifies a product with 0 to 0, which would remove the check."""
     module = Attending().to(dtype).requires_grad_(False)
     made = torch.compile(module, backend="inductor", fullgraph=True)
     x, large = torch.randn(2, 6, 32).to(dtype), torch.full((2, 6, 32), torch.finfo(dtype).max / 4, dtype=dtype)
     with torch.no_grad(), propagate_nonfinite_attention(CPU):
         assert torch.allclose(made(x), module(x), rtol=0.05, atol=0.05)
         module.qkv.weight.zero_()[:32] = torch.eye(32)  # the query is the input, and scores are 0
-        assert torch.isfinite(made(large)).all(), "as large as values are, they are finite"
+        assert torch.isfinite(made(large)).all(), "large but finite"
         for value in (torch.nan, torch.inf):
             for rows in (slice(0, 32), slice(32, 64)):  # of the query, of the key
                 module.qkv.bias.zero_()[rows] = value
@@ -116,13 +116,13 @@ def test_inductor_leaves_it_there(dtype, dynamo):
 
 
 @pytest.mark.skipif(not find_c_compiler(), reason="inductor needs a C++ compiler")
-def test_inductor_leaves_the_look_at_what_sage_is_given(monkeypatch, dynamo):
+def test_inductor_keeps_the_check_of_sage_inputs(monkeypatch, dynamo):
     monkeypatch.setitem(sys.modules, "sageattention", SimpleNamespace(sageattn=in_int8))
     run = torch.compile(Attended(Block(), "sage"), backend="inductor", fullgraph=True)
-    broken = given()
+    broken = qkv()
     broken[1][0, 1, 7, 3] = -torch.inf
     with torch.inference_mode():
-        assert run(*given()).isfinite().all() and run(*broken).isnan().all()
+        assert run(*qkv()).isfinite().all() and run(*broken).isnan().all()
 
 
 SVD = MODELS["svd-xt"]
@@ -131,7 +131,7 @@ INPUTS = ("sample", "encoder_hidden_states", "added_time_ids")
 
 @pytest.fixture(scope="module")
 def unet() -> Any:
-    """diffusers' own of Stable Video Diffusion, small, in fp16."""
+    """A small diffusers UNet of Stable Video Diffusion, in fp16."""
     return build(SVD, SVD.sizes["tiny"], torch.device("cpu"), torch.float16)
 
 
@@ -141,7 +141,7 @@ def call(unet: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("attention", ["attn1", "attn2"])
-def test_an_overflow_in_temporal_attention_is_seen_and_rerun(unet, call, attention):
+def test_overflow_in_temporal_attention_is_detected_and_recomputed(unet, call, attention):
     broken = copy.deepcopy(unet)
     temporal: Any = broken.mid_block.attentions[0].temporal_transformer_blocks[0]
     attending = getattr(temporal, attention)
@@ -155,13 +155,13 @@ def test_an_overflow_in_temporal_attention_is_seen_and_rerun(unet, call, attenti
         plain = broken(**call)[0]
         made = guard(**call)[0]
     wrong = ((plain.float() - expected).norm() / expected.norm()).item()
-    assert torch.isfinite(plain).all() and wrong > 0.01, "what this is about: finite, and wrong"
+    assert torch.isfinite(plain).all() and wrong > 0.01, "plain fp16 is finite and wrong"
     assert torch.allclose(made, expected, rtol=1e-3, atol=1e-4)
     (record,) = guard.report.steps
     assert record.outcome == "rerun" and f"temporal_transformer_blocks.0.{attention}.to_q" in record.note
 
 
-def test_a_healthy_call_is_diffusers_own_to_the_bit(unet, call):
+def test_healthy_call_is_bit_equal_to_diffusers(unet, call):
     guard = guarded(unet, report=report_of("fp16", "SVD"), inputs=INPUTS)
     with torch.no_grad():
         assert torch.equal(guard(**call)[0], unet(**call)[0])
@@ -169,8 +169,8 @@ def test_a_healthy_call_is_diffusers_own_to_the_bit(unet, call):
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_compiled_code_runs_without_the_mode_and_shows_what_the_callers_does(shown, dynamo):
-    """The mode would look at each product of matrices that compiled code calls."""
+def test_compiled_block_runs_without_mode_and_keeps_callers_choice(shown, dynamo):
+    """Otherwise the mode would handle each matrix product that compiled code calls."""
     modes: list[Any] = []
 
     def backend(graph, _inputs):

@@ -1,4 +1,4 @@
-"""What a model clips in fp16 is seen wherever it clips, and healthy models are left alone."""
+"""Clip detection: clipping in fp16 is detected in every form, and healthy models are unchanged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from clipping import CLIPS, END, Clip, Clipping, given, guarded
+from clipping import CLIPS, END, Clip, Clipping, clip_input, guarded
 from comfyui_onediff_guard.precision.overflow import ClipDetector
 from torch import nn
 from torch._dynamo.utils import counters
@@ -17,21 +17,21 @@ from torch.overrides import TorchFunctionMode
 
 @pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
 @torch.no_grad()
-def test_what_is_clipped_is_a_failure_and_a_healthy_call_is_the_same_to_the_bit(clip: Clip) -> None:
+def test_clipped_call_is_recomputed_and_healthy_call_is_bit_equal(clip: Clip) -> None:
     hot, healthy = Clipping(clip, hot=4e4).half(), Clipping(clip).half()
-    right, wrong, guard = copy.deepcopy(hot).float()(given().float()), hot(given()), guarded(hot)
+    right, wrong, guard = copy.deepcopy(hot).float()(clip_input().float()), hot(clip_input()), guarded(hot)
     assert wrong.isfinite().all() and (wrong - right).norm() > 0.02 * right.norm()
-    assert torch.equal(guard(given()), right)
+    assert torch.equal(guard(clip_input()), right)
     (step,) = guard.report.steps
     assert step.outcome == "rerun" and "'layers.1' reaches" in step.note
     guard = guarded(healthy)
     for _ in range(2):
-        assert torch.equal(guard(given()), healthy(given()))
+        assert torch.equal(guard(clip_input()), healthy(clip_input()))
     assert guard.report.reruns == 0
 
 
 def peak_of(call: Any, x: torch.Tensor) -> tuple[Any, Any]:
-    """(what was found to be clipped while it ran, what it returned)"""
+    """(peak that was clipped during the call, its result)"""
     clips = ClipDetector("fp16")
     made = clips.wrap(call)(x)
     return clips.take(), made
@@ -47,15 +47,15 @@ def peak_of(call: Any, x: torch.Tensor) -> tuple[Any, Any]:
         (math.inf, 64504.0, math.inf),
         (-math.inf, END, math.inf),
         (math.nan, END, math.nan),
-        (math.inf, 10.0, 0.0),  # a bound of the model's own, which fp32 has too
+        (math.inf, 10.0, 0.0),  # a bound of the model, which applies in fp32 too
         (math.inf, torch.tensor(10.0), 0.0),
         (64992.0, torch.tensor([64504.0]), END),
-        (math.inf, torch.tensor(1e9), 0.0),  # stays infinite, as fp16 has no 1e9: nothing is hidden
-        (math.inf, 448.0, math.inf),  # fp8's end: what ComfyUI makes finite on the way to a product in fp8
-        (900.0, 448.0, 0.0),  # fp8's rounding of what fp16 held
+        (math.inf, torch.tensor(1e9), 0.0),  # stays infinite, since fp16 has no 1e9: nothing is hidden
+        (math.inf, 448.0, math.inf),  # the largest fp8: ComfyUI clips to it before an fp8 product
+        (900.0, 448.0, 0.0),  # finite in fp16: only fp8 clips it
     ],
 )
-def test_a_clamp_counts_where_it_changes_what_fp16_cannot_hold(x: float, bound: Any, found: float) -> None:
+def test_clamp_is_reported_where_it_hides_an_fp16_overflow(x: float, bound: Any, found: float) -> None:
     peak, _ = peak_of(lambda x: ((0 * x[:0]).isinf(), x.clamp(-bound, bound)), torch.tensor([x]).half())
     assert peak is not None
     assert torch.equal(peak, torch.tensor(found)) or (math.isnan(found) and peak.isnan())
@@ -64,7 +64,7 @@ def test_a_clamp_counts_where_it_changes_what_fp16_cannot_hold(x: float, bound: 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x: x.clamp(min=-END),  # what makes a mask's -inf finite
+        lambda x: x.clamp(min=-END),  # makes a mask's -inf finite
         lambda x: x.clamp(-1, 1),
         lambda x: x.clamp(-1, math.inf),
         lambda x: x.float().nan_to_num(),
@@ -74,26 +74,26 @@ def test_a_clamp_counts_where_it_changes_what_fp16_cannot_hold(x: float, bound: 
     ],
 )
 @pytest.mark.parametrize("x", [-math.inf, 20.0])
-def test_other_clamps_and_divisions_are_none_of_this(call: Clip, x: float) -> None:
+def test_harmless_clamps_and_divisions_are_ignored(call: Clip, x: float) -> None:
     assert peak_of(call, torch.full((3,), x).half())[0] is None
 
 
 @pytest.mark.parametrize(
     "asked",
     [
-        [0.0, -math.inf, 0.0],  # an additive mask, which is the same in fp32
+        [0.0, -math.inf, 0.0],  # an additive mask, the same in fp32
         [-1.0, -math.inf, -3.0],  # with distances
         [-math.inf] * 3,
         [1.0, -2.0, 65504.0],
     ],
 )
-def test_what_is_asked_of_a_mask_or_of_finite_values_is_no_failure(asked: list[float]) -> None:
+def test_checks_on_masks_or_finite_values_are_not_failures(asked: list[float]) -> None:
     asks = lambda x: (x.isinf(), torch.isfinite(x), x == -math.inf, x > 0)  # noqa: E731
     assert peak_of(asks, torch.tensor(asked).half())[0] == 0
 
 
-def by_attention(x: torch.Tensor) -> torch.Tensor:
-    """ComfyUI's Normalized Attention Guidance: a ratio of norms that is kept below a bound."""
+def attention_guidance(x: torch.Tensor) -> torch.Tensor:
+    """ComfyUI's Normalized Attention Guidance: a ratio of norms, bounded from above."""
     ratio = (x**2).mean(1, keepdim=True).sqrt() / x[:, :1].abs()
     return x * (torch.minimum(ratio, torch.full_like(ratio, 2.5)) / ratio)
 
@@ -112,7 +112,7 @@ NORMS: dict[str, Clip] = {
     "one over it, of all": lambda x: x * (1 / (x**2).mean().sqrt()),
     "of all": lambda x: x / (x**2).mean().sqrt(),
     "of a column": lambda x: x / (x**2).mean(0).sqrt(),
-    "guidance by attention": by_attention,
+    "attention guidance": attention_guidance,
     "a ratio of norms": lambda x: x * (x[:, :1] * 0 + 1 / (x**2).mean(1, keepdim=True).sqrt()),
     "without its dimension": lambda x: x * (1 / (x**2).mean(1).sqrt())[:, None],
     "addcdiv": lambda x: torch.addcdiv(torch.zeros_like(x), x, (x**2).mean(1, keepdim=True).sqrt()),
@@ -127,22 +127,22 @@ NORMS: dict[str, Clip] = {
     + [("normalize", math.nan, 0.0)]
     + [(norm, value, found) for norm in [*NORMS][1:] for value, found in ((300.0, math.inf), (200.0, 0.0))],
 )
-def test_a_norm_counts_where_fp16_cannot_hold_it_or_the_square_that_is_written_out(norm, value, found):
+def test_norm_is_reported_where_it_or_its_square_overflows_fp16(norm, value, found):
     peak, made = peak_of(NORMS[norm], torch.full((2, 64), value).half())
     assert made.isfinite().all() == math.isfinite(value) and made.any() == (value not in (1.5e4, 300.0))
     assert peak is not None and peak.item() == pytest.approx(found)
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_norm_that_is_compiled_is_seen_as_well(norm: str) -> None:
+def test_overflow_of_compiled_norm_is_reported(norm: str) -> None:
     torch.compiler.reset()
     x = torch.full((2, 64), 1.5e4 if norm == "normalize" else 300.0).half()
     compiled = torch.compile(NORMS[norm], backend="eager", fullgraph=True)
     assert peak_of(compiled, x)[0] == peak_of(NORMS[norm], x)[0] != 0
 
 
-def test_guidance_whose_norms_leave_fp16_while_their_values_do_not_is_seen() -> None:
-    """As ComfyUI-NAG writes it, with a bound of one number, and norms that are expanded."""
+def test_guidance_with_overflowing_norms_is_reported() -> None:
+    """As in ComfyUI-NAG: a scalar bound, and norms that are expanded."""
     x = torch.full((2, 1280), 20.0).half()
 
     def guided(x: torch.Tensor) -> torch.Tensor:
@@ -154,20 +154,20 @@ def test_guidance_whose_norms_leave_fp16_while_their_values_do_not_is_seen() -> 
     assert not made.any() and peak is not None and peak.isinf()
 
 
-def test_the_lesser_of_masks_is_no_failure() -> None:
+def test_minimum_of_masks_is_not_a_failure() -> None:
     mask = torch.tensor([0.0, -math.inf, 0.0]).half()
     peak, _ = peak_of(lambda x: torch.minimum(x, x.flip(0)), mask)
     assert peak == 0
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_only_fp16_is_watched(dtype: str) -> None:
+def test_only_fp16_is_checked(dtype: str) -> None:
     clips, calls = ClipDetector(dtype), []
     clips.wrap(modes(calls))(torch.full((1,), math.inf))
     assert calls == [0] and clips.take() is None
 
 
-def test_each_call_is_judged_by_itself() -> None:
+def test_each_call_reports_its_own_peak() -> None:
     clips = ClipDetector("fp16")
     stage = clips.wrap(CLIPS["clip"])
     peaks = []
@@ -188,10 +188,10 @@ def modes(calls: list[int]) -> Clip:
 @pytest.mark.parametrize(
     ("clips", "graphs", "watched"), [(False, 0, [1, 0, 0]), (True, 0, [1, 1, 1]), (False, 1, [1, 1, 1])]
 )
-def test_a_stage_that_does_not_clip_is_not_watched_after_its_first_call_unless_something_is_compiled(
+def test_stage_without_clips_is_unwatched_after_first_call_if_eager(
     clips: bool, graphs: int, watched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else what is compiled would be made twice: PyTorch makes it anew where a mode comes or goes."""
+    """A mode that comes or goes would make PyTorch compile again."""
     monkeypatch.setitem(counters["stats"], "unique_graphs", graphs)
     calls: list[int] = []
     stage = ClipDetector("fp16").wrap(lambda x: modes(calls)(CLIPS["clip"](x) if clips else x))
@@ -200,7 +200,7 @@ def test_a_stage_that_does_not_clip_is_not_watched_after_its_first_call_unless_s
     assert calls == watched
 
 
-def test_nothing_stays_when_the_stage_raises() -> None:
+def test_mode_is_removed_when_the_stage_raises() -> None:
     clips = ClipDetector("fp16")
 
     def stage(x: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ def test_nothing_stays_when_the_stage_raises() -> None:
     assert clips.take() == 1.0
 
 
-def test_other_modes_stay_in_force() -> None:
+def test_other_function_modes_stay_active() -> None:
     seen: list[Any] = []
 
     class Other(TorchFunctionMode):
@@ -228,8 +228,8 @@ def test_other_modes_stay_in_force() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.float32])
-def test_the_peak_is_kept_where_the_stage_computes(dtype):
-    """A text encoder is given token ids alone. Kept elsewhere, each look waits for the device; at 'meta' it fails."""
+def test_peak_is_stored_on_the_device_of_the_stage(dtype):
+    """A text encoder gets only token ids. A peak on another device would make each read wait, and fail on 'meta'."""
     clips = ClipDetector("fp16")
     stage = clips.wrap(lambda given: torch.zeros(3, dtype=torch.float16, device=given.device).clamp(max=64504.0))
     stage(torch.zeros(2, dtype=dtype, device="meta"))
@@ -237,8 +237,8 @@ def test_the_peak_is_kept_where_the_stage_computes(dtype):
     assert peak is not None and peak.device.type == "meta"
 
 
-def test_what_modules_are_moved_to_is_looked_up_nowhere(monkeypatch):
-    """PyTorch 2.11's compiler traces `Module.to` with something in place of that function that equals nothing."""
+def test_parse_to_function_is_never_hashed_or_compared(monkeypatch):
+    """PyTorch 2.11's compiler traces `Module.to` with a stand-in for that function that cannot be compared."""
 
     class StandsIn:
         __hash__ = None  # pyright: ignore[reportAssignmentType]
@@ -253,11 +253,11 @@ def test_what_modules_are_moved_to_is_looked_up_nowhere(monkeypatch):
     assert ClipDetector("fp16").__torch_function__(function, (), ("cpu",)) == ("cpu",)
 
 
-def test_what_unflattens_is_traced_whole():
+def test_unflatten_compiles_in_one_graph_with_clip_detection():
     class Heads(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.nan_to_num(x.unflatten(1, (2, -1)).unflatten(dim=2, sizes=(2, 2)).flatten(1))
 
     clips = ClipDetector("fp16")
-    made = clips.wrap(torch.compile(Heads(), backend="eager", fullgraph=True))(given())
-    assert torch.equal(made, given()) and clips.take() == given().abs().max()
+    made = clips.wrap(torch.compile(Heads(), backend="eager", fullgraph=True))(clip_input())
+    assert torch.equal(made, clip_input()) and clips.take() == clip_input().abs().max()

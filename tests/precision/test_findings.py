@@ -1,4 +1,4 @@
-"""From measured peaks to where a call failed, and to what follows: tables, no tensors."""
+"""Overflow diagnosis: from measured peaks to the failed module and the next overrides. Tables, no tensors."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ HEALTHY = {
 SCALED, REST = PrecisionOverrides(all_layers_scaled=True), "the rest of the run in fp32"
 
 
-def test_a_modules_parts_by_name():
+def test_block_names_and_their_text():
     assert BLOCKS == ("blocks.0", "blocks.1", "blocks.2")
-    assert block_names(build(1), ["embed", "blocks"]) == ("embed", "blocks.0"), "a part that is no list"
+    assert block_names(build(1), ["embed", "blocks"]) == ("embed", "blocks.0"), "a part that is not a list"
     assert parts_in_words(("a", "b")) == "'a', 'b'" and parts_in_words(tuple("abcd")) == "4 parts"
 
 
@@ -44,15 +44,15 @@ def test_a_modules_parts_by_name():
     [
         (HEALTHY, "fp16"),
         ({"blocks.0.inner": Peak(65504, 65504), "blocks.0": Peak(65504, 65504)}, "fp16"),  # the last value that fits
-        ({"blocks.0": Peak(1e5, 1)}, "fp16"),  # what it is given is another's output
+        ({"blocks.0": Peak(1e5, 1)}, "fp16"),  # its input is another module's output
         ({"blocks.1.inner": Peak(3, 1e38), "blocks.1": Peak(1e38, 1e38)}, "bf16"),
     ],
 )
-def test_nothing_is_found_where_nothing_left_the_range(peaks, dtype):
+def test_values_in_range_give_no_diagnosis(peaks, dtype):
     assert diagnose_from_fp32_peaks(peaks, BLOCKS, dtype) is None
 
 
-OUTSIDE_RANGE = [  # what is otherwise than healthy → module, peak, reason
+OUTSIDE_RANGE = [  # changed peaks → module, peak, reason
     ({"blocks.1.inner": Peak(3, 65505)}, "blocks.1.inner", 65505, "'blocks.1.inner' reaches 6.55e+04, beyond fp16's"),
     ({"blocks.1.inner": Peak(7e4, 1)}, "blocks.1.inner", 7e4, "'blocks.1.inner' reaches"),
     ({"blocks.1.inner": Peak(3, math.inf)}, "blocks.1.inner", math.inf, "'blocks.1.inner' reaches inf"),
@@ -60,14 +60,14 @@ OUTSIDE_RANGE = [  # what is otherwise than healthy → module, peak, reason
     ({"blocks.1.norm": Peak(5e5, 1)}, "blocks.1.norm", 5e5, "'blocks.1.norm' reaches 5e+05, beyond fp16's 65504"),
     ({"blocks.1.norm": Peak(7e4, 1), "blocks.0.inner": Peak(1, 8e4)}, "blocks.0.inner", 8e4, "'blocks.0.inner'"),
     ({"out": Peak(1, 7e4)}, "out", 7e4, "'out' reaches"),
-    # where a block hands on too much, that is the reason, whatever was the first
+    # a block output out of range is the reason, whichever module was first
     ({"blocks.0": Peak(1, 7e4), "blocks.1.norm": Peak(7e4, 1)}, "blocks.0", 7e4, "'blocks.0' puts out 7e+04, beyond"),
     ({"blocks.0.inner": Peak(1, 9e4), "blocks.1": Peak(1, 7e4)}, "blocks.0.inner", 9e4, "'blocks.1' puts out"),
 ]
 
 
 @pytest.mark.parametrize(("changed", "module", "peak", "reason"), OUTSIDE_RANGE)
-def test_what_left_the_range(changed, module, peak, reason):
+def test_diagnosis_names_module_peak_and_reason(changed, module, peak, reason):
     found = diagnose_from_fp32_peaks(HEALTHY | changed, BLOCKS, "fp16")
     assert found and found.module == module and (found.peak == peak or math.isnan(peak)) and found.located
     assert found.reason.startswith(reason) and len(found.reason) < 200
@@ -82,7 +82,7 @@ def test_what_left_the_range(changed, module, peak, reason):
         ("", "outside of all layers"),
     ],
 )
-def test_what_only_the_half_call_shows(name, words):
+def test_diagnosis_from_half_run_names_the_module(name, words):
     found = diagnose_from_half_run(name, {"out": Peak(1, 2)}, "fp16")
     assert found.module == name and found.located
     assert words in found.reason and found.peak == (2 if name == "out" else None)
@@ -91,12 +91,12 @@ def test_what_only_the_half_call_shows(name, words):
 NEXT = "from here on"
 FOUND = OverflowDiagnosis("", "blocks.1")
 NOT_FOUND = diagnose_from_half_run(None, {}, "bf16")
-STEPS = [  # what is known, what is found → what is known then, and what is said of it
+STEPS = [  # overrides before, diagnosis → overrides after, action in words
     (NOTHING, FOUND, SCALED, f"overflow protection {NEXT}"),
     (SCALED, FOUND, replace(SCALED, whole_run_fp32=True), REST),
     (NOTHING, NOT_FOUND, NOTHING, ""),
     (SCALED, NOT_FOUND, SCALED, ""),
-    # what quantising or fp16 accumulation did is put right by leaving that off, and nothing more
+    # a failure of quantising or fp16 accumulation only switches that off
     *((NOTHING, replace(FOUND, **{what: value}), PrecisionOverrides(**then), said)
       for what, value, then, said in (
           ("quantised", "blocks.1.inner", {"unquantised": ("blocks.1.inner",)}, f"'blocks.1.inner' unquantised {NEXT}"),
@@ -105,6 +105,6 @@ STEPS = [  # what is known, what is found → what is known then, and what is sa
 
 
 @pytest.mark.parametrize(("known", "found", "then", "said"), STEPS)
-def test_what_follows_from_a_diagnosis(known, found, then, said):
+def test_overrides_escalate_after_a_diagnosis(known, found, then, said):
     assert "did not fail" in NOT_FOUND.reason
     assert escalate_overrides(known, found) == (then, said)

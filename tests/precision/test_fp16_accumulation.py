@@ -1,5 +1,5 @@
-"""fp16 accumulation: when the switch is on, and how a step decides whether it may be. The products themselves are those
-of a model of tensor cores (scripts/benchmarks/fp16_sums_on_cpu.py): a CPU does not know the switch."""
+"""fp16 accumulation: when the switch is on, and how the first step decides. A model of tensor cores computes the
+products (scripts/benchmarks/fp16_sums_on_cpu.py): a CPU ignores the switch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from guards import error, guarded, outcomes, report_of
 from residual_blocks import Block
 from torch import nn
 
-WIDTH, PRODUCTS = 128, 6  # of a call of the network
+WIDTH, PRODUCTS = 128, 6  # matrix products per call of the network
 ADA = ARCHITECTURES["sm89"]
 MATMUL: Any = torch.backends.cuda.matmul
 
@@ -37,7 +37,7 @@ def network(squash: Callable[[torch.Tensor], torch.Tensor] = torch.tanh) -> nn.S
 
 
 def cancelling(module: nn.Sequential, size: float) -> nn.Sequential:
-    """The sums of the second block's first layer reach about 64 · `size`² half-way, and cancel."""
+    """Let partial sums of the second block's first layer reach about 64 · `size`² and cancel."""
     block: Any = module[1]
     with torch.no_grad():
         block.norm.weight.zero_()
@@ -47,7 +47,7 @@ def cancelling(module: nn.Sequential, size: float) -> nn.Sequential:
     return module
 
 
-def given(seed: int = 0) -> torch.Tensor:
+def make_input(seed: int = 0) -> torch.Tensor:
     return torch.randn(2, 96, WIDTH, generator=torch.Generator().manual_seed(seed)).half()
 
 
@@ -87,14 +87,14 @@ class Run:
 
 @pytest.fixture(params=[False, True])
 def before(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """As ComfyUI has it, started with --fast fp16_accumulation, or not."""
+    """ComfyUI's setting: with or without --fast fp16_accumulation."""
     MATMUL.allow_fp16_accumulation = request.param
     yield request.param
     assert MATMUL.allow_fp16_accumulation == request.param
     MATMUL.allow_fp16_accumulation = False
 
 
-def test_the_switch_is_on_inside_and_as_it_was_afterwards(before: bool) -> None:
+def test_switch_is_set_inside_and_restored_afterwards(before: bool) -> None:
     with fp16_accumulation(True):
         assert MATMUL.allow_fp16_accumulation == before, "no stage runs"
     for architecture, held in ((ADA, False), (ARCHITECTURES["sm70"], before)):
@@ -108,7 +108,7 @@ def test_the_switch_is_on_inside_and_as_it_was_afterwards(before: bool) -> None:
         assert MATMUL.allow_fp16_accumulation == before
 
 
-def test_it_is_off_while_another_stage_runs_beside() -> None:
+def test_switch_is_off_while_another_stage_runs() -> None:
     with accumulation(ADA, Accumulation.FP16):
         with accumulation(ADA), fp16_accumulation(True):
             assert not MATMUL.allow_fp16_accumulation
@@ -127,24 +127,26 @@ def test_it_is_off_while_another_stage_runs_beside() -> None:
     [(0.0, torch.tanh, True), (0.5, torch.tanh, True), (2.0, torch.tanh, False), (40.0, torch.sin, False)],
     ids=["healthy", "near", "bits are lost", "not finite"],
 )
-def test_the_first_step_decides(card: Fp16SumsOnCpu, size: float, squash: Any, allowed: bool) -> None:
+def test_first_step_decides_if_fp16_accumulation_is_used(
+    card: Fp16SumsOnCpu, size: float, squash: Any, allowed: bool
+) -> None:
     module = cancelling(network(squash), size) if size else network()
-    run, x = Run(module), given()
+    run, x = Run(module), make_input()
     plain = module(x)
-    assert torch.equal(run(x), plain), "the first call is computed with sums in fp32"
-    assert card.launched == PRODUCTS, "and once more to compare"
+    assert torch.equal(run(x), plain), "the first call uses fp32 sums"
+    assert card.launched == PRODUCTS, "and is repeated with fp16 sums to compare"
     with fp16_accumulation(True):
         found = error(module(x), plain)
     assert run.error is not None and run.error == pytest.approx(found if found < 1 else 1.0, rel=1e-3)
     assert (run.error <= MAX_FP16_ERROR) == allowed and (run.error == 1) == (squash is torch.sin)
     card.launched = 0
-    made = run(given(1))
+    made = run(make_input(1))
     assert card.launched == allowed * PRODUCTS
-    assert error(made, module(given(1))) <= 2 * MAX_FP16_ERROR
+    assert error(made, module(make_input(1))) <= 2 * MAX_FP16_ERROR
     assert outcomes(run.guard) == ["finite"] * 2
 
 
-def test_a_first_call_that_fails_checks_nothing_and_the_next_one_does(card: Fp16SumsOnCpu) -> None:
+def test_failed_first_call_defers_the_check_to_the_next_call(card: Fp16SumsOnCpu) -> None:
     calls = [0]
 
     def broken_once(x: torch.Tensor) -> torch.Tensor:
@@ -152,57 +154,55 @@ def test_a_first_call_that_fails_checks_nothing_and_the_next_one_does(card: Fp16
         return torch.tanh(x) * (torch.nan if calls[0] <= 3 and x.dtype is torch.float16 else 1)
 
     run = Run(network(broken_once))
-    run(given())
+    run(make_input())
     assert outcomes(run.guard) == ["rerun"] and run.error is None and card.launched == 0
-    run(given())
+    run(make_input())
     assert outcomes(run.guard) == ["rerun", "finite"] and run.error is not None
 
 
-def test_a_later_overflow_is_rerun_without_it_and_turns_it_off(before: bool) -> None:
+def test_later_overflow_is_recomputed_and_disables_fp16_accumulation(before: bool) -> None:
     seen: list[tuple[torch.dtype, bool]] = []
 
     def watched(x: torch.Tensor) -> torch.Tensor:
         seen.append((x.dtype, MATMUL.allow_fp16_accumulation))
-        return torch.sin(x)  # of what is infinite: NaN
+        return torch.sin(x)  # NaN for infinite values
 
     module = cancelling(network(watched), 40.0)
     with torch.no_grad(), accumulation(ADA, Accumulation.FP16):
-        right = module.float()(given().float())
+        right = module.float()(make_input().float())
         run = Run(module.half(), PrecisionOverrides(fp16_error=0.0))
         seen.clear()
         with Fp16SumsOnCpu() as card:
-            assert error(run(given()), right) < 0.01
+            assert error(run(make_input()), right) < 0.01
             rerun = run.guard.report.steps[0].rerun
             assert rerun is not None and rerun.module == "1.inner"
             assert not any(on for dtype, on in seen if dtype is torch.float32), "the fp32 rerun"
             assert run.learner.learned == PrecisionOverrides(fp16_error=1.0)
             card.launched = 0
-            run(given())
+            run(make_input())
     assert outcomes(run.guard) == ["rerun", "finite"] and card.launched == 0
 
 
-def test_giving_up_half_precision_forgets_no_check(card: Fp16SumsOnCpu) -> None:
+def test_fp32_for_rest_of_run_keeps_the_measured_error(card: Fp16SumsOnCpu) -> None:
     run = Run(network())
-    run(given())
+    run(make_input())
     found = run.error
     run.learner.stay()
     assert found is not None and run.error == found
 
 
-def test_every_scope_checks(card: Fp16SumsOnCpu) -> None:
+def test_step_scope_also_checks_fp16_accumulation(card: Fp16SumsOnCpu) -> None:
     run = Run(network(), scope=Scope.STEP)
-    run(given())
+    run(make_input())
     assert run.error is not None and card.launched and run.guard.learned is None
 
 
 @pytest.mark.parametrize(("size", "allowed"), [(0.0, True), (40.0, False)], ids=["healthy", "overflows plain fp16"])
-def test_scaled_products_have_room_for_such_sums_and_are_checked_as_well(
-    card: Fp16SumsOnCpu, size: float, allowed: bool
-) -> None:
+def test_scaled_products_are_checked_for_fp16_accumulation(card: Fp16SumsOnCpu, size: float, allowed: bool) -> None:
     module = cancelling(network(torch.sin), size) if size else network()
     run, launched = Run(module, PrecisionOverrides(all_layers_scaled=True)), []
     for step in range(3):
-        card.launched, x = 0, given(step)
+        card.launched, x = 0, make_input(step)
         assert error(run(x), run_in_fp32(module, x)) <= MAX_FP16_ERROR
         launched.append(card.launched)
     assert run.error is not None and run.error < 1 and (run.error <= MAX_FP16_ERROR) == allowed
@@ -210,22 +210,22 @@ def test_scaled_products_have_room_for_such_sums_and_are_checked_as_well(
 
 
 @pytest.mark.parametrize(("others", "found"), [(torch.inf, 1.0), (torch.nan, None)], ids=["overflow", "turned off"])
-def test_processes_that_compute_together_decide_alike(card: Fp16SumsOnCpu, others: float, found: float | None) -> None:
+def test_ranks_agree_on_fp16_accumulation(card: Fp16SumsOnCpu, others: float, found: float | None) -> None:
     run = Run(network(), agree=lambda values: torch.full_like(values, others) if values.shape == (1,) else values)
-    run.learner.check_fp16_accumulation(given())
+    run.learner.check_fp16_accumulation(make_input())
     assert run.error == found
 
 
-def test_a_stage_beside_leaves_it_unchecked(card: Fp16SumsOnCpu) -> None:
+def test_check_waits_until_no_other_stage_runs(card: Fp16SumsOnCpu) -> None:
     run = Run(network())
     with accumulation(ADA):
-        run(given())
+        run(make_input())
     assert run.error is None and card.launched == 0
-    run(given())
+    run(make_input())
     assert run.error is not None
 
 
-def test_an_interrupt_in_the_check_leaves_nothing(card: Fp16SumsOnCpu) -> None:
+def test_interrupt_during_check_resets_switch_and_error(card: Fp16SumsOnCpu) -> None:
     stop = [True]
 
     def interrupted(x: torch.Tensor) -> torch.Tensor:
@@ -235,8 +235,8 @@ def test_an_interrupt_in_the_check_leaves_nothing(card: Fp16SumsOnCpu) -> None:
 
     run = Run(network(interrupted))
     with pytest.raises(KeyboardInterrupt):
-        run(given())
+        run(make_input())
     assert not MATMUL.allow_fp16_accumulation and run.error is None
     stop[0] = False
-    run(given())
+    run(make_input())
     assert run.error is not None

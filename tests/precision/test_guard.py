@@ -1,4 +1,4 @@
-"""The step guard: what counts as failing, what it does about it, and what it leaves alone."""
+"""The step guard: what counts as a failure, how it reacts, and what it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ INF, NAN = float("inf"), float("nan")
 
 
 class Denoiser(nn.Module):
-    """Squares what it is given: beyond fp16 from |x| = 256 on, well inside bf16 and fp32."""
+    """Squares its input: overflows fp16 from |x| = 256 on, stays inside bf16 and fp32."""
 
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(4, 4)
         self.out = nn.Linear(4, 4)
         seen: list[torch.dtype] = []
-        self.see, self.read = seen.append, lambda: seen  # a list on the module would be put back with its state
+        self.see, self.read = seen.append, lambda: seen  # a list on the module would be restored with its state
 
     @property
     def seen(self):
@@ -49,7 +49,7 @@ def latents(scale: float = 1.0) -> torch.Tensor:
     return torch.full((2, 3, 4), float(scale))
 
 
-def test_a_healthy_call_is_bit_equal_and_stays_in_half():
+def test_healthy_call_stays_in_half_and_is_bit_equal():
     module, guard = build()
     x = latents(3).half()
     expected = module(x)[0]
@@ -61,8 +61,8 @@ def test_a_healthy_call_is_bit_equal_and_stays_in_half():
 
 
 @pytest.mark.parametrize(("scale", "hidden"), [(2000, False), (1e5, False), (1e5, True)])
-def test_a_failing_call_is_rerun_and_equals_fp32(scale, hidden):
-    """It fails by what it computes, or by an input that fp16 has not, even where the output is finite."""
+def test_failing_call_is_recomputed_bit_equal_to_fp32(scale, hidden):
+    """The call fails by its result, or by an input that fp16 cannot hold even if the output is finite."""
     module, guard = build()
     if hidden:
         guard._attempt = lambda hidden_states: (torch.zeros_like(hidden_states),)
@@ -74,7 +74,7 @@ def test_a_failing_call_is_rerun_and_equals_fp32(scale, hidden):
     assert ("outside of all layers" in step.note) == (scale == 2000)
 
 
-def test_a_stage_that_cannot_learn_names_where_it_failed_once_and_stays_in_fp32_where_it_keeps_failing():
+def test_stage_without_learner_names_module_once_then_stays_in_fp32():
     module, guard = build(scope=Scope.LEARNED, give_up_after=2)
     module.out.weight.mul_(1000)
     for _ in range(3):
@@ -87,13 +87,13 @@ def test_a_stage_that_cannot_learn_names_where_it_failed_once_and_stays_in_fp32_
 
 
 class Chunked(nn.Module):
-    """|x| into a buffer, through a square that half precision cannot hold, which is hidden."""
+    """Writes |x| into a buffer, by a square that overflows half precision and is made finite."""
 
     def forward(self, x, buffer):
         return buffer.copy_((x * x).nan_to_num(posinf=0.0).sqrt())
 
 
-def test_what_a_rerun_wrote_into_a_buffer_stays_when_its_reason_is_looked_for():
+def test_buffer_written_by_rerun_survives_the_diagnosis():
     clips, module, buffer = ClipDetector("fp16"), Chunked(), torch.empty(3)
     guard = guarded(
         clips.wrap(module),
@@ -106,7 +106,7 @@ def test_what_a_rerun_wrote_into_a_buffer_stays_when_its_reason_is_looked_for():
     assert made is buffer and torch.equal(buffer, torch.full((3,), 1000.0))
 
 
-def test_half_steps_go_on_after_a_rerun_handed_on_float32():
+def test_half_steps_continue_after_a_rerun_returned_float32():
     module, guard = build()
     carried = guard(hidden_states=latents(2000).half())[0]
     assert carried.dtype == torch.float32
@@ -115,7 +115,7 @@ def test_half_steps_go_on_after_a_rerun_handed_on_float32():
     assert module.seen[-1] == torch.float16
 
 
-def test_a_constant_input_is_cast_once_and_anew_after_a_call_that_fails():
+def test_constant_input_is_cast_once_and_again_after_a_failure():
     module, guard = build(inputs=("hidden_states", "table"), constant=("table",))
     given, seen = torch.full((2,), 3.0), []
     module.register_forward_pre_hook(lambda _module, _args, kwargs: seen.append(kwargs["table"]), with_kwargs=True)
@@ -126,7 +126,7 @@ def test_a_constant_input_is_cast_once_and_anew_after_a_call_that_fails():
     for _ in range(2):
         guard(hidden_states=latents(), table=torch.full((2,), 1e5))
     assert outcomes(guard) == ["finite", "finite", "rerun", "finite", "rerun", "rerun"]
-    assert "its input does not fit" in guard.report.steps[-1].note, "it is looked at until it fits"
+    assert "its input does not fit" in guard.report.steps[-1].note, "checked until it fits"
 
 
 def test_only_named_inputs_are_cast():
@@ -142,8 +142,8 @@ def test_only_named_inputs_are_cast():
 @pytest.mark.parametrize(
     ("dtype", "bad"), [*(("fp16", bad) for bad in (NAN, INF, -INF, 65504.0)), ("bf16", 65504.0), ("bf16", INF)]
 )
-def test_a_single_bad_element_is_found(dtype, bad, position):
-    """Saturation is a failure in fp16 only."""
+def test_single_bad_element_is_detected(dtype, bad, position):
+    """Saturation counts as a failure in fp16 only."""
     _, guard = build(dtype)
 
     def attempt(hidden_states):
@@ -157,7 +157,7 @@ def test_a_single_bad_element_is_found(dtype, bad, position):
     assert outcomes(guard) == ["finite" if healthy else "rerun"] and made.isfinite().all()
 
 
-def test_off_only_watches():
+def test_on_failure_off_only_reports():
     module, guard = build(on_failure=OnFailure.OFF)
     found = guard(hidden_states=latents(2000))[0]
     assert not torch.isfinite(found).all() and module.seen == [torch.float16]
@@ -177,14 +177,14 @@ def first_nan(count: int) -> torch.Tensor:
          r"denoiser, call 1: .*fp16 is NaN or infinite.*rerun", 1),
         ("fp16", {"on_failure": OnFailure.STOP}, 0, latents(1e5),
          "denoiser, call 1: its input does not fit in fp16, and the guard is set to stop", 1),
-        ("fp16", {}, 0, first_nan(2), "input 'hidden_states' holds 2 NaN or infinite values", 1),  # no rerun was wasted
+        ("fp16", {}, 0, first_nan(2), "input 'hidden_states' holds 2 NaN or infinite values", 1),  # without a rerun
         ("fp16", {}, INF, latents(),
          r"in fp32 too.*weight 'out.weight' holds 1 NaN or infinite values of 16.*is damaged", None),
         ("bf16", {}, 0, latents(1e25), "NaN or infinite in fp32 too, first in 'Denoiser'", None),
         ("fp32", {}, 0, latents(1e30), "NaN or infinite in fp32 too", None),
     ],
 )  # fmt: skip
-def test_what_ends_a_run_is_named_and_its_hooks_go(dtype, policy, weight, x, said, calls):
+def test_stop_message_names_the_cause_and_hooks_are_removed(dtype, policy, weight, x, said, calls):
     module, guard = build(dtype, **policy)
     module.out.weight[1, 2] += weight
     with pytest.raises(GuardStopped, match=said):
@@ -193,7 +193,7 @@ def test_what_ends_a_run_is_named_and_its_hooks_go(dtype, policy, weight, x, sai
     assert not any(child._forward_hooks for child in module.modules())
 
 
-def test_fp32_that_breaks_later_is_diagnosed_where_half_is_not_tried():
+def test_later_fp32_failure_is_diagnosed_after_half_is_given_up():
     module, guard = build(scope=Scope.RUN)
     guard(hidden_states=latents(2000).half())
     module.out.weight[1, 2] = INF
@@ -204,7 +204,7 @@ def test_fp32_that_breaks_later_is_diagnosed_where_half_is_not_tried():
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_what_breaks_between_two_calls_that_are_right_is_the_schedulers(dtype):
+def test_nan_input_after_finite_call_mentions_the_call_before(dtype):
     _, guard = build(dtype)
     guard(hidden_states=latents())
     with pytest.raises(GuardStopped, match="'hidden_states' holds 1 NaN or infinite values, and the call before"):
@@ -212,7 +212,7 @@ def test_what_breaks_between_two_calls_that_are_right_is_the_schedulers(dtype):
 
 
 @pytest.mark.parametrize(("on_failure", "always"), [("rerun", False), ("rerun", True), ("stop", False), ("off", False)])
-def test_a_call_that_raises_in_half_precision_alone_is_made_in_fp32(on_failure, always):
+def test_call_that_raises_only_in_half_is_recomputed_in_fp32(on_failure, always):
     module, guard = build(on_failure=OnFailure(on_failure))
     calls, x = [], latents(2000).half()
 
@@ -232,7 +232,7 @@ def test_a_call_that_raises_in_half_precision_alone_is_made_in_fp32(on_failure, 
     assert outcomes(guard) == ["rerun"]
 
 
-def test_the_shell_leaves_the_module_alone():
+def test_shallow_copy_leaves_the_module_unchanged():
     module, guard = build("fp32")
     shell, calls = with_forward(module, guard), []
     module.register_forward_hook(lambda *_: calls.append("hook"))
@@ -242,11 +242,11 @@ def test_the_shell_leaves_the_module_alone():
     assert "forward" not in vars(module) and shell.out.weight is module.out.weight
 
 
-# --- weights that can be loaded anew, where a call fails in fp32 too --------------------------------------------------
+# --- weights that can be reloaded after a call fails in fp32 too ------------------------------------------------------
 
 
 class Stale:
-    """A linear layer of which the weights are stale, until `renew` has them right."""
+    """A linear layer with NaN weights until `renew` reloads them."""
 
     def __init__(self, weight: float = 2.0, dtype: str = "fp16", **policy: Any):
         self.layer = nn.Linear(4, 4, bias=False).to(DTYPES[dtype]).requires_grad_(False)
@@ -268,14 +268,14 @@ class Stale:
         ("fp32", 3e4, "finite", "after that fp32 was finite"),
     ],
 )
-def test_the_report_says_that_weights_were_loaded_anew_and_what_helped(dtype, given, outcome, helped):
+def test_report_says_weights_were_reloaded_and_what_helped(dtype, given, outcome, helped):
     stage = Stale(dtype=dtype)
     assert (stage.guard(torch.full((1, 4), given)) == 8 * given).all()
     assert outcomes(stage.guard) == [outcome] and stage.renewed == 1
     assert stage.guard.report.notes == (f"NaN or infinite in fp32 too: the weights were loaded again, {helped}",)
 
 
-def test_weights_are_loaded_anew_where_half_is_not_tried_any_more():
+def test_weights_are_reloaded_after_half_is_given_up():
     stage = Stale(scope=Scope.RUN)
     stage.layer.weight.fill_(2.0)
     stage.guard(torch.full((1, 4), 3e4))
@@ -288,13 +288,13 @@ def test_weights_are_loaded_anew_where_half_is_not_tried_any_more():
     ("weight", "policy", "x", "said", "renewed"),
     [
         (NAN, OnFailure.RERUN, 1.0, "NaN or infinite in fp32 too", 1),
-        (0.0, OnFailure.RERUN, 1.0, "NaN or infinite in fp32 too", 1),  # they could not be loaded
+        (0.0, OnFailure.RERUN, 1.0, "NaN or infinite in fp32 too", 1),  # reloading failed
         (2.0, OnFailure.STOP, 1.0, "set to stop", 0),
         (2.0, OnFailure.OFF, 1.0, "", 0),
         (2.0, OnFailure.RERUN, NAN, "its input 'argument 1' holds 1 NaN or infinite", 0),
     ],
 )
-def test_weights_are_loaded_anew_once_and_only_where_that_may_help(weight, policy, x, said, renewed):
+def test_weights_are_reloaded_once_and_only_if_it_can_help(weight, policy, x, said, renewed):
     stage, given = Stale(weight, on_failure=policy), torch.ones(1, 4)
     given[0, 0] = x
     if said:
@@ -306,7 +306,7 @@ def test_weights_are_loaded_anew_once_and_only_where_that_may_help(weight, polic
     assert stage.renewed == renewed
 
 
-# --- -inf or a dtype's end in an output, as masks have it: right where fp32 has the same at the same places -----------
+# --- -inf or a dtype's lowest value in an output, as in masks: correct if fp32 has it at the same places --------------
 
 FILLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "-inf": lambda _: -INF,
@@ -317,7 +317,7 @@ FILLS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 class Masks(nn.Module):
-    """x [2, 4] → (its layer's result, an additive mask of positions that are 0)."""
+    """x [2, 4] → (output of a layer, additive mask of positions where x is 0)."""
 
     def __init__(self, fill: Callable[[torch.Tensor], Any]):
         super().__init__()
@@ -346,7 +346,7 @@ def masked(*zeros: int, scale: float = 1.0, dtype: str = "fp16") -> torch.Tensor
 @pytest.mark.parametrize("scope", Scope)
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
 @torch.no_grad()
-def test_a_mask_is_computed_again_once_and_ends_no_run(fill, scope, on_failure, dtype):
+def test_masks_are_recomputed_at_most_twice_and_stop_no_run(fill, scope, on_failure, dtype):
     module, run = masking(fill, dtype, scope=scope, on_failure=on_failure)
     for _ in range(2):
         for zeros in ((1, 2), (3,)):
@@ -360,7 +360,7 @@ def test_a_mask_is_computed_again_once_and_ends_no_run(fill, scope, on_failure, 
 
 
 @torch.no_grad()
-def test_what_overflows_beside_a_mask_is_a_failure_each_time():
+def test_overflow_beside_a_mask_fails_every_time():
     module, run = masking(FILLS["-inf"], scope=Scope.STEP)
     run(masked(1))
     module.layer.weight.mul_(1e4)
@@ -378,17 +378,17 @@ def test_what_overflows_beside_a_mask_is_a_failure_each_time():
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
 @torch.no_grad()
-def test_a_broken_weight_is_no_mask(value, dtype):
+def test_broken_weight_is_not_taken_for_a_mask(value, dtype):
     module, run = masking(FILLS["-inf"], dtype)
     module.layer.weight[1] = value
     with pytest.raises(GuardStopped, match=r"weight 'layer\.weight' holds"):
         run(masked(1, dtype=dtype))
 
 
-def test_the_same_tensor_is_known_and_an_equal_one_is_not() -> None:
+def test_identity_memo_knows_same_tensor_not_an_equal_one() -> None:
     once, made = IdentityMemo(kept=2), []
     first, second, third = (torch.ones(2) for _ in range(3))
     for given in (first, first, second, first, third, second, first):
         assert once.of(given, lambda given: made.append(id(given)) or given + 1).eq(2).all()
-    assert made == [id(first), id(second), id(third), id(first)], "two are kept, and the oldest goes"
+    assert made == [id(first), id(second), id(third), id(first)], "two are kept, the oldest is dropped"
     assert once.of(first, torch.neg) is once.of(first, torch.neg)

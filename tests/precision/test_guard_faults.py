@@ -1,4 +1,4 @@
-"""Faults of every kind, in every place and call: found, rightly named, recovered, and nothing left behind."""
+"""Injected faults of every kind, place and call: detected, located, recomputed, with no state left behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiers import drawn
 
 NAN, INF = math.nan, math.inf
 SCALED, REST = PrecisionOverrides(all_layers_scaled=True), "the rest of the run in fp32"
-PLACES = {  # in what a module puts out, [batch, frames, channels]
+PLACES = {  # in a module's output, [batch, frames, channels]
     "one element": (1, 2, 3),
     "all": ...,
     "the unconditional half": 0,
@@ -49,7 +49,7 @@ def state(module):
 
 @pytest.mark.parametrize("calls", [[0], [4], [1, 2, 3], range(5)], ids=str)
 @pytest.mark.parametrize("scope", Scope)
-def test_each_scope_recomputes_the_calls_that_fail_and_does_its_own_with_later_ones(calls, scope):
+def test_scope_decides_precision_of_calls_after_a_failure(calls, scope):
     assert GuardPolicy().scope is Scope.LEARNED, "the default is to learn"
     module = build(dtype="bf16")
     run = guarded(module, "bf16", scope=scope, give_up_after=9, faults=Faults({"blocks.1": spoil(NAN, 0)}, calls))
@@ -58,7 +58,7 @@ def test_each_scope_recomputes_the_calls_that_fail_and_does_its_own_with_later_o
         assert (found - in_fp32(module, latents(call))).abs().max() < 0.1
     failed = list(calls) if scope is Scope.STEP else list(calls)[:1]
     assert [index for index, step in enumerate(run.report.steps) if step.outcome == "rerun"] == failed
-    assert [run.rerun(call).module for call in failed] == ["blocks.1", "", "", "", ""][: len(failed)], "found once"
+    assert [run.rerun(call).module for call in failed] == ["blocks.1", "", "", "", ""][: len(failed)], "located once"
     in_half = {
         Scope.STEP: [call not in calls for call in range(5)],
         Scope.LEARNED: [call != failed[0] for call in range(5)],
@@ -71,8 +71,8 @@ def test_each_scope_recomputes_the_calls_that_fail_and_does_its_own_with_later_o
         assert run.learned is None and len(run.built) == 1
 
 
-@pytest.mark.parametrize(("dtype", "learned"), [("fp16", SCALED), ("bf16", NOTHING)])  # bf16 goes further
-def test_saturation_is_located_too(dtype, learned):
+@pytest.mark.parametrize(("dtype", "learned"), [("fp16", SCALED), ("bf16", NOTHING)])  # bf16 has a larger range
+def test_saturation_is_a_located_failure_only_in_fp16(dtype, learned):
     run = guarded(build(dtype=dtype), dtype, faults=Faults({"out": spoil(65504.0, (0, 0, 0))}, [0]))
     run(latents())
     assert run.outcomes == ["rerun" if learned is SCALED else "finite"] and run.learned == learned
@@ -80,7 +80,7 @@ def test_saturation_is_located_too(dtype, learned):
 
 
 @pytest.mark.parametrize("at", [1, 2, 3], ids=["in the attempt", "in the rerun", "while it is located"])
-def test_an_interrupt_leaves_nothing_behind(at):
+def test_interrupt_leaves_module_and_report_unchanged(at):
     module = build()
     before = state(module)
     run = guarded(module, faults=Faults({"blocks.1": spoil(NAN, 0)}, range(9)))
@@ -103,7 +103,7 @@ def test_an_interrupt_leaves_nothing_behind(at):
     assert state(module) == before
 
 
-def test_runs_in_threads_that_share_a_module_learn_apart():
+def test_threads_sharing_a_module_learn_independently():
     module = build(6, dtype="bf16")
     before, calls = state(module), 12
     runs = [guarded(module, "bf16", faults=Faults({f"blocks.{i}.inner": spoil(NAN, 0)}, [i, 6])) for i in range(4)]
@@ -131,8 +131,8 @@ MODULES = ("embed", "last_norm", "out", "block", "block.norm", "block.inner", "b
     seed=st.integers(0, 2**20),
     protected=st.booleans(),
 )
-def test_a_fault_anywhere_is_found_named_and_recovered(data, dtype, scope, seed, protected):
-    """Where fp16 is protected, in fp16: what is computed in float32 cannot have it."""
+def test_fault_in_any_module_is_located_and_recomputed(data, dtype, scope, seed, protected):
+    """With overflow protection, only in fp16: values computed in float32 cannot have the fault."""
     blocks, calls = data.draw(st.integers(1, 5), "blocks"), 4
     block = f"blocks.{data.draw(st.integers(0, blocks - 1), 'block')}"
     name = data.draw(st.sampled_from(MODULES), "module").replace("block", block)
@@ -166,8 +166,8 @@ def test_a_fault_anywhere_is_found_named_and_recovered(data, dtype, scope, seed,
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_what_leaves_the_range_of_a_protected_step_is_no_mask(value, place):
-    """Though a layer in fp16 may leave it to one side alone, and fp32 has no more than masks there."""
+def test_overflow_in_protected_step_is_not_taken_for_a_mask(value, place):
+    """A layer in fp16 can overflow to one side only, as a mask does."""
     module = build()
     run = guarded(module, faults=Faults({"out": spoil(value, place)}, [1]), all_layers_scaled=True)
     for call in range(3):

@@ -1,4 +1,4 @@
-"""Attention with every layer scaled: what fp16 cannot resolve is in float32, or not finite on a device."""
+"""Attention with all layers scaled: values that fp16 cannot resolve use float32, or give NaN on a device."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ FP16, BF16 = torch.float16, torch.bfloat16
 LEAST = torch.finfo(torch.float32).min
 
 
-Call = tuple[dict[str, torch.Tensor], dict[str, Any]]  # query, key and value, and the other arguments
+Call = tuple[dict[str, torch.Tensor], dict[str, Any]]  # query, key, value; other arguments
 
 
-def drawn_call(seed: int) -> Call:
-    """Draw a call. Not by hypothesis, whose draws depend on what else is imported: they look for the one call in ten
-    thousand in which bf16 is right by luck."""
+def random_call(seed: int) -> Call:
+    """A random call. Not by hypothesis: its draws depend on other imports, and it searches for the one call in ten
+    thousand in which bf16 is right by chance."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     queries, keys, channels = draw.randint(1, 9), draw.randint(1, 9), draw.choice([8, 16, 40])
-    for_each, heads = draw.choice([(1, 1), (1, 2), (2, 1), (2, 2)])  # of queries for each of keys, and of keys
+    for_each, heads = draw.choice([(1, 1), (1, 2), (2, 1), (2, 2)])  # query heads per key head, key heads
     masked = draw.choice(["none", "none", "causal", *masks_of(torch.zeros(1), torch.zeros(1))])
     named: dict[str, Any] = {"scale": draw.choice([None, None, 1.0, 0.3, 3.0, 0.01]), "enable_gqa": for_each > 1}
     tensors = {"query": torch.randn(2, for_each * heads, queries, channels, generator=generator)}
     tensors |= {name: torch.randn(2, heads, keys, channels, generator=generator) for name in ("key", "value")}
     for _ in range(draw.randint(0, 4)):
-        spread_out(tensors, draw, generator)
+        enlarge_part(tensors, draw, generator)
     bias = torch.randn(2, 1, queries, keys, generator=generator)
     masks = masks_of(bias, torch.rand(2, 1, queries, keys, generator=generator) > 0.4)
     return tensors, named | ({"attn_mask": masks[masked]} if masked in masks else {"is_causal": masked == "causal"})
@@ -56,14 +56,14 @@ def masks_of(bias: torch.Tensor, shown: torch.Tensor) -> dict[str, torch.Tensor]
     }
 
 
-def spread_out(tensors: dict[str, torch.Tensor], draw: random.Random, generator: torch.Generator) -> None:
-    """Make a token, channel or head of queries, keys or values, or all of them, so many times as large."""
+def enlarge_part(tensors: dict[str, torch.Tensor], draw: random.Random, generator: torch.Generator) -> None:
+    """Multiply a token, channel or head of queries, keys or values, or all of them, by a large factor."""
     of, part = draw.choice(["query", "key", "value"]), draw.choice(["token"] * 2 + ["channel"] * 2 + ["head", "all"])
     factor, makes_up = 10.0 ** draw.uniform(0, draw.choice([4, 30])), draw.random() < 0.5
     head, token, channel = (int(torch.randint(most, (), generator=generator)) for most in tensors[of].shape[1:])
     parts = {"token": (..., token, slice(None)), "channel": (..., channel), "head": (slice(None), head), "all": ...}
     factor = min(factor, 100.0) if part == "all" else factor
-    if tensors[of].abs().max() * factor > 1e36:  # float32 ends there
+    if tensors[of].abs().max() * factor > 1e36:  # near float32's maximum
         return
     tensors[of][parts[part]] *= factor
     other = {"query": "key", "key": "query"}.get(of)
@@ -81,46 +81,46 @@ def scaled(tensors: dict[str, torch.Tensor], named: dict[str, Any], dtype: torch
     return run_in(ScaledHalfMatmulMode(dtype), F.scaled_dot_product_attention, (), tensors | named)
 
 
-def exactly(tensors: dict[str, torch.Tensor], named: dict[str, Any]) -> torch.Tensor:
-    """Return attention in float32; in float64 where a logit may leave that, which is taken for a hidden key there."""
+def reference_attention(tensors: dict[str, torch.Tensor], named: dict[str, Any]) -> torch.Tensor:
+    """Attention in float32; in float64 where a logit could overflow float32, which would look like a masked key."""
     query, key = tensors["query"].double().abs(), tensors["key"].double().abs()
     logits = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT
     return attention(tensors, named, torch.float32 if logits.max() < 1e37 else torch.float64)
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The norm of what it differs by, in parts of the exact one's; infinite for NaN."""
+    """Relative error by norm; infinite for NaN."""
     exact = exact.double()
     off = ((found.double() - exact).norm() / exact.norm().clamp(min=1e-300)).item()
     return math.inf if math.isnan(off) else off
 
 
-def test_no_outlier_makes_it_worse_than_bf16() -> None:
+def test_scaled_attention_with_outliers_is_no_worse_than_bf16() -> None:
     for seed in range(drawn(2000, 500)):
-        call = drawn_call(seed)
-        exact = exactly(*call)
+        call = random_call(seed)
+        exact = reference_attention(*call)
         assert error(scaled(*call), exact) <= error(attention(*call, BF16), exact), seed
 
 
-def test_where_the_host_cannot_look_it_is_right_or_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it is on a device, where the guard sees it. Single calls may be a little worse than bf16's there."""
+def test_device_attention_is_near_fp32_or_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device the host checks nothing; the guard detects NaN. Single calls may be slightly worse than bf16."""
     monkeypatch.setattr(scaled_products, "_is_on_host", lambda _: False)
     for seed in range(drawn(1000, 200)):
-        call = drawn_call(seed)
+        call = random_call(seed)
         mask = call[1].get("attn_mask")
         if mask is not None and mask.is_floating_point() and (mask == -1e9).any():
-            continue  # of a row that is all hidden by it, float32 has a few digits
-        exact, made = exactly(*call), scaled(*call)
+            continue  # float32 keeps only a few digits of a row that is fully masked this way
+        exact, made = reference_attention(*call), scaled(*call)
         in_bf16 = max(error(attention(*call, BF16), exact), 1e-3)
         assert not made.isfinite().all() or error(made, exact) <= 2 * in_bf16, seed
 
 
 @pytest.mark.parametrize("scale", [None, 0.3, 1.0, 3.0, 1e-6, 2.0**-3])
-def test_the_softmaxs_scale_costs_no_digits(scale: float | None) -> None:
-    """Where it is no power of two, it is not multiplied into what is rounded."""
+def test_softmax_scale_loses_no_digits(scale: float | None) -> None:
+    """A scale that is not a power of two is not multiplied into rounded values."""
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(2, 4, 64, 40, generator=generator) for name in ("query", "key", "value")}
-    tensors = {name: x.half().float() for name, x in tensors.items()}  # fp16 holds them: what is lost is lost between
+    tensors = {name: x.half().float() for name, x in tensors.items()}  # exact in fp16: only the call loses digits
     named = {"scale": scale}
     exact = attention(tensors, named, torch.float64)
     assert error(scaled(tensors, named), exact) <= 1.05 * error(attention(tensors, named, FP16), exact)
@@ -128,7 +128,7 @@ def test_the_softmaxs_scale_costs_no_digits(scale: float | None) -> None:
 
 @pytest.mark.parametrize("channels", [slice(0, 8), slice(0, 1)])
 @pytest.mark.parametrize("gain", [2.0**12, 2.0**-30, 1e9])
-def test_channels_of_queries_that_keys_make_up_for_change_nothing(gain: float, channels: slice) -> None:
+def test_query_gain_compensated_by_keys_keeps_the_result(gain: float, channels: slice) -> None:
     torch.manual_seed(0)
     layer: Any = Attention(32, heads=2, dim_head=16).requires_grad_(False)
     layer.to_q.weight[channels] *= gain
@@ -139,7 +139,7 @@ def test_channels_of_queries_that_keys_make_up_for_change_nothing(gain: float, c
 
 @pytest.mark.parametrize("hidden", [LEAST, -torch.inf, -1e9, -1e30, torch.finfo(BF16).min])
 @pytest.mark.parametrize("products", [FP16, BF16])
-def test_a_row_whose_keys_are_all_hidden_is_as_in_fp32(hidden: float, products: torch.dtype) -> None:
+def test_row_with_all_keys_masked_matches_fp32(hidden: float, products: torch.dtype) -> None:
     torch.manual_seed(0)
     tensors = {name: torch.randn(1, 2, 4, 16) for name in ("query", "key", "value")}
     mask = torch.randn(4, 4)
@@ -153,7 +153,7 @@ def test_a_row_whose_keys_are_all_hidden_is_as_in_fp32(hidden: float, products: 
 @pytest.mark.parametrize("products", [FP16, BF16])
 @pytest.mark.parametrize("bias", ["none", "additive"])
 @pytest.mark.parametrize("sizes", [(0, 5, 16), (4, 0, 16), (4, 5, 0), (0, 0, 0)])
-def test_attention_over_nothing_is_as_in_fp32(sizes: tuple[int, int, int], bias: str, products: torch.dtype) -> None:
+def test_attention_of_empty_tensors_matches_fp32(sizes: tuple[int, int, int], bias: str, products: torch.dtype) -> None:
     queries, keys, channels = sizes
     tensors = {"query": torch.randn(1, 2, queries, channels), "key": torch.randn(1, 2, keys, channels)}
     tensors["value"] = torch.randn(1, 2, keys, 7)
@@ -163,12 +163,12 @@ def test_attention_over_nothing_is_as_in_fp32(sizes: tuple[int, int, int], bias:
     assert made.dtype is torch.float32 and torch.allclose(made, expected, atol=2e-2, equal_nan=True)
 
 
-def test_on_a_device_the_guard_computes_in_fp32_what_fp16_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_recomputes_unresolved_attention_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaled_products, "_is_on_host", lambda _: False)
     torch.manual_seed(0)
     module = nn.Sequential(Attention(32, heads=2, dim_head=16), nn.Linear(32, 32)).half().requires_grad_(False)
     x = torch.randn(1, 6, 32)
-    x[:, 2] *= 1e6  # one token's query and another's key are so many times the others'
+    x[:, 2] *= 1e6  # one token is a million times larger than the others
 
     def build(learned: PrecisionOverrides) -> HalfPrecisionForward:
         return build_half_precision_forward(module, learned, "fp16", all_layers_scaled=True)

@@ -1,4 +1,4 @@
-"""The attempt as it is built: with every layer scaled, eager and compiled."""
+"""The half-precision attempt with all layers scaled, eager and compiled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL_LAYERS_SCALED = PrecisionOverrides(all_layers_scaled=True)
 
 
 class Products(TorchDispatchMode):
-    """The dtypes in which matrices are multiplied."""
+    """Records the dtypes of matrix products."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class Products(TorchDispatchMode):
 
 
 class Compiler:
-    """A backend that counts what it compiles, and runs it as it is."""
+    """A backend that counts its graphs and runs them unchanged."""
 
     def __init__(self):
         torch._dynamo.reset()
@@ -48,22 +48,22 @@ class Compiler:
         self.graphs += 1
         return graph.forward
 
-    def compiled(self, half: nn.Module, what: Hashable, inside: Callable[[Any], Any] | None) -> Any:
-        """Block by block, in a shell; one for each `what`."""
+    def compiled(self, half: nn.Module, key: Hashable, inside: Callable[[Any], Any] | None) -> Any:
+        """Compile block by block in a shallow copy; one for each `key`."""
         self.inside.append(inside)
-        if what not in self.shells:
+        if key not in self.shells:
             make: Any = inside or (lambda block: block)
             compile_all = lambda blocks: nn.ModuleList(torch.compile(make(b), backend=self) for b in blocks)  # noqa: E731
-            self.shells[what] = replace_submodules(half, {"blocks": compile_all})
-        return self.shells[what]
+            self.shells[key] = replace_submodules(half, {"blocks": compile_all})
+        return self.shells[key]
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "known"), [("fp16", NOTHING), ("fp16", ALL_LAYERS_SCALED), ("bf16", ALL_LAYERS_SCALED)]
 )
-def test_with_every_layer_scaled_products_alone_are_half_and_none_leaves_the_range(dtype, known, is_compiled):
-    """Planned so, or learned. bf16 is not compiled."""
+def test_all_layers_scaled_computes_only_products_in_half(dtype, known, is_compiled):
+    """From the plan, or learned. bf16 is not compiled."""
     module, brought, compiler = build(dtype=dtype), [], Compiler()
     if dtype == "fp16":
         overflow_stream(module, 1)
@@ -84,7 +84,7 @@ def test_with_every_layer_scaled_products_alone_are_half_and_none_leaves_the_ran
     for step in range(4):
         products, x = Products(), latents(step)
         allowed = 1e-3 if dtype == "fp16" else error(module(x.bfloat16())[0].float(), right(x)[0])
-        with nullcontext() if step else products:  # nothing is compiled under it
+        with nullcontext() if step else products:  # no compiling inside this mode
             found = made.run(x)[0]
         assert found.dtype == torch.float32 and error(found, right(x)[0]) < allowed
         assert step or products.seen == {DTYPES[dtype]}
@@ -92,11 +92,11 @@ def test_with_every_layer_scaled_products_alone_are_half_and_none_leaves_the_ran
     assert bool(compiler.graphs) == is_compiled == bool(compiler.shells) and None not in compiler.inside
     assert all(module.state_dict(keep_vars=True)[name] is tensor for name, tensor in before.items())
     plain = build_half_precision_forward(module, NOTHING, dtype).run(latents().to(DTYPES[dtype]))[0]
-    assert plain.isfinite().all() == (dtype == "bf16"), "without it, fp16 does"
+    assert plain.isfinite().all() == (dtype == "bf16"), "plain fp16 overflows"
 
 
 @pytest.mark.parametrize("tf32", [True, False])
-def test_what_is_float32_takes_tf32_where_the_rerun_does(monkeypatch, tf32):
+def test_scaled_layers_use_tf32_as_the_rerun_does(monkeypatch, tf32):
     asked = []
 
     def seen(_products, part, x, *, tf32, **_more):

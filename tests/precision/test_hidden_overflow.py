@@ -1,4 +1,4 @@
-"""Whatever function of PyTorch makes something finite of what left a plan's range: the step is not taken for right."""
+"""PyTorch functions that turn values beyond a plan's range into finite ones: the step is still taken for a failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from comfyui_onediff_guard.precision.planned_products import CallPattern, Planne
 from comfyui_onediff_guard.precision.upcast import run_in
 from torch.utils import _pytree as pytree
 
-# each as (values where some left the range, the same where they did not, which is scaled down after it left)
+# test values, and where they leave the range
 GENERATOR = torch.Generator().manual_seed(0)
 VALUES, OTHERS = (torch.randn(2, 4, 6, 8, generator=GENERATOR) for _ in range(2))
 LEFT, OTHERS = torch.rand(VALUES.shape, generator=GENERATOR) < 0.1, OTHERS.abs() + 0.5
@@ -30,14 +30,14 @@ ARGUMENTS: tuple[Callable[[torch.Tensor], tuple[Any, ...]], ...] = (
     lambda x: (x, -1),
     lambda x: (x[0, 0], OTHERS[0, 0]),
 )
-# what needs a device, moves memory, draws, or gives what says nothing of values
+# functions that need a device, move memory, draw random numbers, or return no values
 LEFT_OUT = """
     cuda xpu ipu pin_memory share_memory storage sparse backward numpy set_ resize rand normal_ uniform_ exponential_
     cauchy geometric bernoulli dropout multinomial poisson binomial empty hash_tensor _cdata polynomial fbgemm nextafter
     svd lstsq pinv matrix_rank __reduce register
     """.split()  # noqa: SIM905
-# of masks, too, which are -inf in every model that has them: where a layer's output is, and is scaled down before, and
-# no value beside it left the range upwards, what it weighs is taken for 0
+# functions of masks too, which hold -inf: a layer's output of -inf gets weight 0 if no other value left the range
+# upwards
 MASKED = ("softmax", "logsumexp", "scaled_dot_product_attention")
 
 
@@ -63,7 +63,7 @@ def is_noticed(function: Any, arguments: Any, x: torch.Tensor) -> bool:
 
     try:
         run_in(mode, call, (x.clone(),), {})
-    except Exception:  # noqa: BLE001 - the call is then made again, in fp32 at last
+    except Exception:  # noqa: BLE001 - the call is then repeated, in the end in fp32
         return True
     return not mode.nan_if_failed(torch.ones(3)).isfinite().all()
 
@@ -87,14 +87,14 @@ def hidden() -> list[str]:
     return found
 
 
-def test_no_function_makes_something_finite_in_silence() -> None:
+def test_functions_that_hide_infinities_are_noticed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert not hidden()
 
 
-def lacks(_: torch.Tensor) -> torch.Tensor:
-    return torch.full((2, 8, 64), math.nan)  # as memory may be that nobody has written to
+def nan_like(_: torch.Tensor) -> torch.Tensor:
+    return torch.full((2, 8, 64), math.nan)  # like uninitialised memory
 
 
 @torch.library.custom_op("guard_tests::biased", mutates_args=("out",))
@@ -104,19 +104,19 @@ def biased(x: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
 
 MASK = torch.where(torch.arange(64) % 3 == 0, -math.inf, 0.0)
 IS_RIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "written to, by out=": lambda h: torch.sigmoid(h, out=lacks(h)),
-    "filled": lambda h: h + 0 * lacks(h).normal_(),
-    "written to by an operator, which is given a mask": lambda h: (biased(h, MASK, out := lacks(h)), out)[1],
-    "a mask that is turned": lambda h: h + torch.t(MASK[None]).ravel().softmax(-1),
+    "written by out=": lambda h: torch.sigmoid(h, out=nan_like(h)),
+    "filled": lambda h: h + 0 * nan_like(h).normal_(),
+    "written by an operator with a mask": lambda h: (biased(h, MASK, out := nan_like(h)), out)[1],
+    "a transposed mask": lambda h: h + torch.t(MASK[None]).ravel().softmax(-1),
     "bounds": lambda h: torch.minimum(h.clamp(torch.tensor(-math.inf), torch.tensor(9e9)), torch.tensor(math.inf)),
     "in parallel": lambda h: torch.vmap(lambda row: torch.hypot(row, row))(h),
-    "an exponential of a mask by the smallest number": lambda h: h + (MASK.clamp(min=-3.4e38) + h[..., :1]).exp(),
+    "an exponential of a mask of the lowest float": lambda h: h + (MASK.clamp(min=-3.4e38) + h[..., :1]).exp(),
     "normalised": lambda h: torch.nn.functional.normalize(h, dim=-1),
 }
 
 
 @pytest.mark.parametrize("function", IS_RIGHT.values(), ids=IS_RIGHT)
-def test_what_is_right_loses_no_plan(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_correct_calls_keep_the_plan(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     torch.manual_seed(0)
     first, last = (torch.nn.Linear(64, 64).half().requires_grad_(False) for _ in range(2))
     products = LearnedProducts()
@@ -125,7 +125,7 @@ def test_what_is_right_loses_no_plan(function: Callable[[torch.Tensor], torch.Te
     assert products._planned and not products._renewals
 
 
-HIDES: dict[str, Callable[[torch.Tensor], Any]] = {  # beside what the functions above are given
+HIDES: dict[str, Callable[[torch.Tensor], Any]] = {  # with arguments that the tests above do not pass
     "to the dtype of integers": lambda x: x.type_as(torch.ones(1, dtype=torch.int64)),
     "to a tensor of integers": lambda x: x.to(torch.ones(1, dtype=torch.int64)),
     "to a class of integers": lambda x: x.type("torch.LongTensor"),
@@ -138,14 +138,14 @@ HIDES: dict[str, Callable[[torch.Tensor], Any]] = {  # beside what the functions
 
 
 @pytest.mark.parametrize("hides", HIDES.values(), ids=HIDES)
-def test_what_hides_an_infinity_is_looked_at(hides: Callable[[torch.Tensor], Any]) -> None:
+def test_hidden_infinity_is_noticed(hides: Callable[[torch.Tensor], Any]) -> None:
     assert is_noticed(lambda x: hides(x), lambda x: (x,), torch.where(LEFT, math.inf, VALUES))
 
 
 UNDONE: dict[str, Callable[[PlannedMode, torch.Tensor], object]] = {
     "an infinity that a function hides": lambda _, x: torch.reciprocal(x / 0),
-    "a row that is too small for fp16": lambda mode, x: mode._record_rows(x * 2.0**-20),
-    "a gate that is too small for fp16": lambda mode, x: mode._record_gated_rows(x * 0),
+    "a row too small for fp16": lambda mode, x: mode._record_rows(x * 2.0**-20),
+    "a gate too small for fp16": lambda mode, x: mode._record_gated_rows(x * 0),
     "a constant scale that underflowed": lambda mode, _: mode._underflows.append(torch.tensor(True)),
     "a call that the plan does not cover": lambda mode, _: mode._mismatch_error("another call"),
     "a position": lambda mode, _: mode.next_key(torch.add),
@@ -154,8 +154,8 @@ UNDONE: dict[str, Callable[[PlannedMode, torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("undone", [True, False])
 @pytest.mark.parametrize("do", UNDONE.values(), ids=UNDONE)
-def test_what_is_taken_back_leaves_no_check(do: Callable[[PlannedMode, torch.Tensor], object], undone: bool) -> None:
-    """As of another pack's attention, which is tried and left out."""
+def test_rollback_removes_recorded_checks(do: Callable[[PlannedMode, torch.Tensor], object], undone: bool) -> None:
+    """For another pack's attention that is tried and dropped."""
     mode, x = PlannedMode({}, CallPattern(writes=True)), torch.ones(2, 4)
     mode.begin(x)
     back, before = mode.rollback_point(), mode.position

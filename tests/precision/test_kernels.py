@@ -1,4 +1,4 @@
-"""Where PyTorch has no lean kernel for a call, and what is said of it."""
+"""Calls for which PyTorch has no memory-efficient kernel, and the message about them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from comfyui_onediff_guard.precision.kernels import (
 )
 from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
 
-CPU = torch.device("cpu")  # which tells, as a card does, whether a fused kernel takes a call
+CPU = torch.device("cpu")  # reports, like a GPU, whether a fused kernel accepts a call
 FUSED = (torch.empty(2, 30, 17_776, 64, dtype=torch.bfloat16, device=META),) * 3
-UNFUSED: dict[str, Any] = {"dropout_p": 0.5}  # no fused kernel takes that
+UNFUSED: dict[str, Any] = {"dropout_p": 0.5}  # no fused kernel accepts dropout
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "xpu", "meta"])
-def test_only_cuda_and_rocm_are_asked(device: str) -> None:
+def test_devices_other_than_cuda_report_no_missing_kernels(device: str) -> None:
     assert kernels_of(torch.device(device)) is LEAN
     assert not LEAN.attention(*FUSED) and not LEAN.conv3d(torch.float16)
 
 
-def test_of_a_card_both_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_device_is_asked_for_fused_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(kernels, "no_fused_attention", lambda *given: asked.append(given) or "why")
     card = torch.device("cuda", 1)
@@ -37,10 +37,8 @@ def test_of_a_card_both_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu", "mps", "xpu", "privateuseone"])
-def test_a_device_that_is_not_known_to_attend_in_one_kernel_does_not(
-    monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    """It is asked in the dtype of products, in a mode that makes float32 of half precision."""
+def test_unknown_devices_have_no_fused_attention(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """The query has the dtype of products, even in a mode that turns half precision into float32."""
     asked: list[torch.dtype] = []
 
     def why_not(_device: torch.device, query: torch.Tensor, *_: Any) -> str:
@@ -56,7 +54,7 @@ def test_a_device_that_is_not_known_to_attend_in_one_kernel_does_not(
     assert asked == [torch.float16] * 2 * (device == "cuda")
 
 
-def test_a_device_is_asked_by_shapes_and_dtype_alone() -> None:
+def test_fused_attention_check_needs_only_shapes_and_dtype() -> None:
     assert no_fused_attention(CPU, *FUSED) == ""
     mask = torch.empty(2, 1, 17_776, 17_776, dtype=torch.bool, device=META)
     assert no_fused_attention(CPU, *FUSED, mask, scale=0.5) == ""
@@ -66,7 +64,7 @@ def test_a_device_is_asked_by_shapes_and_dtype_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "asked_for", "remedy"),
+    ("architecture", "experimental", "remedy"),
     [
         ("sm75", "", "Another precision may have one."),
         ("gfx103", "", "A newer PyTorch for ROCm may have one."),
@@ -75,11 +73,13 @@ def test_a_device_is_asked_by_shapes_and_dtype_alone() -> None:
         ("gfx11", "1", "A newer PyTorch for ROCm may have one."),
     ],
 )
-def test_what_to_do(monkeypatch: pytest.MonkeyPatch, architecture: str, asked_for: str, remedy: str) -> None:
+def test_missing_fused_attention_message_names_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, experimental: str, remedy: str
+) -> None:
     row = ARCHITECTURES[architecture]
     monkeypatch.setattr(kernels, "detect", lambda _: row)
     monkeypatch.setattr(torch.version, "hip", "7.0" if architecture.startswith("gfx") else None)
-    monkeypatch.setenv(EXPERIMENTAL, asked_for)
+    monkeypatch.setenv(EXPERIMENTAL, experimental)
     assert no_fused_attention(CPU, *FUSED, **UNFUSED).endswith(f"on {row}, so that all scores are in memory. {remedy}")
 
 
@@ -98,7 +98,7 @@ def test_what_to_do(monkeypatch: pytest.MonkeyPatch, architecture: str, asked_fo
         ("2.13.0+cpu", None, False),
     ],
 )
-def test_half_convolutions_in_3d_by_versions(monkeypatch, version, cudnn, without):
+def test_missing_cudnn_conv3d_is_detected_by_versions(monkeypatch, version, cudnn, without):
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
@@ -108,5 +108,5 @@ def test_half_convolutions_in_3d_by_versions(monkeypatch, version, cudnn, withou
     if without and cudnn == 9_10_02:
         assert f"PyTorch {version}" in why and "(here: 9.10)" in why and "PyTorch 2.11 or newer" in why
     assert no_cudnn_conv3d(torch.float32) == ""
-    monkeypatch.setattr(torch.version, "hip", "7.0")  # where the number is MIOpen's
+    monkeypatch.setattr(torch.version, "hip", "7.0")  # the version is MIOpen's then
     assert no_cudnn_conv3d() == ""

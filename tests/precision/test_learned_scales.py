@@ -1,4 +1,4 @@
-"""Learned scales: steps after the first, computed by what the first one showed."""
+"""Learned scales: steps after the first, computed with scales from its peaks."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def planned(products: LearnedProducts) -> dict[Any, Scale]:
     return products._planned._plan if products._planned else {}
 
 
-# its hot captions make logits of 5e8, where the last bits decide which key has all of a softmax
+# overflowing captions give logits of 5e8, where the last bits decide which key takes the whole softmax
 UNDECIDED = ("PixArtTransformer2DModel", "last but one")
 
 
 @pytest.mark.parametrize("stored", [FP16, BF16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize(("name", "hot"), [case for case in product(NETWORKS, HOT) if case != UNDECIDED])
-def test_later_steps_are_as_near_to_fp32_as_the_first(name: str, hot: str, stored: torch.dtype) -> None:
+def test_steps_by_learned_scales_are_four_times_nearer_than_bf16(name: str, hot: str, stored: torch.dtype) -> None:
     module, inputs = heated(name, hot)
     module.to(stored)
     products = LearnedProducts()
@@ -87,11 +87,11 @@ EXPONENTS = st.one_of(st.just(0), st.integers(-24, 24))
     weight=st.integers(-6, 6),
     changed=st.integers(0, 40),
 )
-def test_what_leaves_a_plan_is_not_finite_or_right(
+def test_step_outside_the_plan_is_nonfinite_or_near_fp32(
     shape: Shape, hot: set[str], stored: Any, all_of_it: int, token: int, channel: int, weight: int, changed: int
 ) -> None:
-    """A prompt, token, channel or LoRA that is much louder or quieter than the first step, which is right by rows."""
-    # what goes into a tanh, or a softmax, is not made so large that a sign is all that is left
+    """A prompt, token, channel or LoRA much larger or smaller than in the first step, which is scaled by rows."""
+    # inputs of a tanh or softmax are not made so large that only their sign matters
     hot = hot & {"final"} if shape.unnormed else hot - {"first"} if shape.branch == "attention" else hot
     names = [name for name, part in network(shape).named_modules() if name.rpartition(".")[2] in hot]
     module, products = network(shape, tuple(names)).to(stored), LearnedProducts()
@@ -144,7 +144,7 @@ MAKES_FINITE = CLIPS | {
 
 @pytest.mark.parametrize("squared", [False, True], ids=["a layer's output", "a product of two"])
 @pytest.mark.parametrize("finite", MAKES_FINITE.values(), ids=MAKES_FINITE)
-def test_what_left_the_range_is_not_made_finite_in_silence(finite: Any, squared: bool) -> None:
+def test_hidden_overflow_is_nonfinite_or_near_fp32(finite: Any, squared: bool) -> None:
     def network(s: Any, x: torch.Tensor) -> torch.Tensor:
         h = s.l[0](x)
         return s.l[2](finite(h * s.l[1](x) if squared else h))
@@ -159,7 +159,7 @@ def test_what_left_the_range_is_not_made_finite_in_silence(finite: Any, squared:
 
 
 class Fn(nn.Module):
-    """A function of a network and its input; `step` is which call it is, from 0 on."""
+    """A function of a network and its input; `step` is the number of the call, from 0."""
 
     def __init__(self, function: Any, gains: tuple[float, ...] = (1, 1), **parts: Any) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Fn(nn.Module):
         return self.function(self, x)
 
 
-Case = tuple[Callable[[], Fn], tuple[float, ...]]  # a network, and by how much its inputs are louder, step by step
+Case = tuple[Callable[[], Fn], tuple[float, ...]]  # a network, and the factor of its inputs in each step
 
 
 def case(function: Any, louder: tuple[float, ...] = (1, 1), *, gains: tuple[float, ...] = (1, 1), **parts: Any) -> Case:
@@ -201,7 +201,7 @@ def renormed(x: torch.Tensor) -> torch.Tensor:
 
 
 def behind(function: Any) -> Any:
-    """Of a layer's output, and given to another layer."""
+    """A function between two layers."""
     return lambda s, x: s.l[1](function(s.l[0](x)))
 
 
@@ -267,7 +267,7 @@ def other_way(is_taken: Any) -> Any:
 
 
 def catching(s: Any, x: torch.Tensor) -> torch.Tensor:
-    """As ComfyUI adds a ControlNet's residual."""
+    """Like ComfyUI's adding of a ControlNet residual."""
     h = s.l[0](x)
     with contextlib.suppress(Exception):
         if s.step:
@@ -285,7 +285,7 @@ def quieter(how: str, exponent: int) -> Case:
 
 @torch.library.custom_op("comfy_kitchen::apply_rope1", mutates_args=())
 def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Pairs of values turned, in their own dtype, as ComfyUI's kernels of these names do."""
+    """Rotary embedding in the dtype of x, like ComfyUI's kernels of these names."""
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = angles.float().cos(), angles.float().sin()
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).type_as(x)
@@ -306,7 +306,7 @@ for kernel in (turned, normed_and_turned):
 
 
 def overwritten(write: Any, exponent: int) -> Case:
-    """A norm's output, of which a part is replaced, as CogVideoX-5B turns those queries that are of images."""
+    """A norm's output with a part replaced, like CogVideoX-5B's rotation of image queries."""
 
     def network(s: Any, x: torch.Tensor) -> torch.Tensor:
         y = F.layer_norm(s.l[0](x), (64,))
@@ -334,7 +334,7 @@ GATED: dict[str, Any] = {
     "one channel": lambda a, b: a[..., :1] * b,
 }
 EVEN = torch.arange(64) % 2 == 0
-WRITES: dict[str, Any] = {  # into a layer's output, and what is made of that
+WRITES: dict[str, Any] = {  # a write into a layer's output, and what uses it
     "a quiet number": (lambda s, h, x: h[..., ::2].fill_(1e-6), lambda h: h[..., ::2].repeat(1, 1, 2) * 1e6),
     "where a mask is": (lambda s, h, x: h.masked_fill_(EVEN, 1e-6), lambda h: h[..., EVEN].repeat(1, 1, 2) * 1e6),
     "at places": (lambda s, h, x: put(h, (..., EVEN), 1e-6), lambda h: h[..., EVEN].repeat(1, 1, 2) * 1e6),
@@ -358,7 +358,7 @@ CASTS: dict[str, Any] = {
     "laid out": lambda h: h.transpose(0, 1).contiguous().transpose(0, 1),
     "turned": lambda h: torch.ops.comfy_kitchen.apply_rope1(h, torch.ones(32)),
 }
-DECIDES: dict[str, Any] = {  # by signs or order, which are the same however loud a step is
+DECIDES: dict[str, Any] = {  # by signs or order, which do not depend on the magnitude
     "a comparison": lambda h: torch.where(h > 0, 1.0, -1.0),
     "sign": torch.sign,
     "argmax": lambda h: TABLE[h.argmax(-1)],
@@ -397,16 +397,16 @@ STEPS: dict[str, Case] = {
     ),
     "quieter steps": case(behind(renormed), QUIETER),
     "quieter steps behind a small gain": case(behind(lambda h: renormed(F.gelu(h))), (1, 2.0**-11), gains=(2.0**-8, 1)),
-    "the same, of which fp16 holds nothing": case(
+    "quieter steps below fp16's range": case(
         normed(lambda h: h), (1, 2.0**-13, 2.0**-15), gains=(2.0**-12,)
     ),
     "one quiet token behind a small gain": case(
         lambda s, x: renormed(s.l[0](x * torch.where(AT_3, 2.0 ** (-15 * s.step), 1))), gains=(2.0**-11,)
     ),
-    "the same of three layers": case(
+    "quieter steps behind three small gains": case(
         lambda s, x: renormed(s.l[2](F.gelu(s.l[1](F.gelu(s.l[0](x)))))), (1, 2.0**-11), gains=(0.25, 0.25, 0.25)
     ),
-    "the same of a convolution": case(
+    "quieter steps behind a convolution's small gain": case(
         lambda s, x: renormed(F.conv1d(x.mT, s.g).mT), (1, 2.0**-11), g=noise(64, 64, 1) * 2.0**-10
     ),
     "attention's values, quieter later": case(
@@ -434,10 +434,10 @@ STEPS: dict[str, Case] = {
     **{f"a sum with a vector, written, {what}": case(
            written(*write, into=lambda s, x: s.l[0](x) + s.g), (1, 1, 2.0**-9), g=noise(8, 64))
        for what, write in WRITES.items()},
-    "another way from the second step on": case(other_way(lambda step: step > 0), (1, 1, 1), g=ONE, q=ONE * TINY),
-    "a part left out from then on": case(other_way(lambda step: step == 0), (1, 1, 1), g=ONE, q=ONE * TINY),
-    "a layer that puts out nothing": case(lambda s, x: x + s.l[0](x * 4096), gains=(0,)),
-    "the same, in quiet": case(lambda s, x: x + s.l[0](x * 2.0**-20), gains=(0,)),
+    "another branch from the second step on": case(other_way(lambda step: step > 0), (1, 1, 1), g=ONE, q=ONE * TINY),
+    "a part left out from the second step on": case(other_way(lambda step: step == 0), (1, 1, 1), g=ONE, q=ONE * TINY),
+    "a layer whose output is 0": case(lambda s, x: x + s.l[0](x * 4096), gains=(0,)),
+    "a layer whose output is 0, with a quiet input": case(lambda s, x: x + s.l[0](x * 2.0**-20), gains=(0,)),
     "padded by what fp16 does not hold": case(behind(lambda h: F.pad(h, (0, 4), value=-1e9)[..., :64])),
     "padded by a quiet number": case(lambda s, x: F.pad(s.l[0](x), (0, 64), value=1e-6)[..., 64:] * 1e6),
     "padded by a number with digits": case(
@@ -452,9 +452,9 @@ STEPS: dict[str, Case] = {
     ),
     "a sum of quiet and loud": case(lambda s, x: renormed((h := s.l[0](x)) + s.l[1](x) - h), gains=(8, 1 / 8)),
     "a factor by name": case(lambda s, x: s.l[1](torch.mul(s.l[0](x), other=s.g)), g=ONE / 3),
-    "put into a new one by name": case(behind(lambda h: torch.neg(input=h, out=torch.empty(2, 8, 64)))),
+    "written to a new tensor by out=": case(behind(lambda h: torch.neg(input=h, out=torch.empty(2, 8, 64)))),
     **{f"a copy that is written to: {what}": case(behind(lambda h, copied=copied: (copied(h).zero_(), h)[1]))
-       for what, copied in {"half": torch.Tensor.half, "asked for": lambda h: h.to(h.dtype, copy=True)}.items()},
+       for what, copied in {"half": torch.Tensor.half, "copy=True": lambda h: h.to(h.dtype, copy=True)}.items()},
     "an alias that is written to": case(behind(lambda h: (h.float()[..., :32].zero_(), h)[1])),
     "interpolated": case(
         lambda s, x: F.interpolate(s.l[0](x)[:, None], size=(4, 32), mode="bilinear", antialias=True)
@@ -478,23 +478,23 @@ STEPS: dict[str, Case] = {
     "gated sums in place": case(
         written(lambda s, h, x: h.addcmul_(y := s.l[1](x), s.g).add_(y)), LOUDER, g=ONE * 2.0**9
     ),
-    "a write that a later step begins, and no error ends": case(catching, (1, 1, 1), g=3 * ONE),
+    "a write in later steps only, with errors suppressed": case(catching, (1, 1, 1), g=3 * ONE),
     **{f"{what} overwritten, 2^{exponent}": overwritten(write, exponent)
        for what, write in OVERWRITES.items() for exponent in (0, 18, -18)},
     **{f"gated by another layer, {how}, by {exponent}": case(
            lambda s, x, gate=gate: s.l[2](gate(s.l[0](x), s.l[1](x))), (1, 2.0**exponent), gains=(1, 1, 1))
        for how, gate in GATED.items() for exponent in (-8, -10, -12)},
-    "scaled down after it left the range": case(  # test_hidden_overflow.py has the other functions
+    "scaled down after an overflow": case(  # test_hidden_overflow.py has the other functions
         lambda s, x: s.l[1](F.glu(torch.cat([ONE.expand_as(x), s.l[0](x) * s.g], -1))), (1, 2.0**13), gains=(16, 1),
         g=ONE * 2.0**-16,
     ),
-    "a sum that has one shape in the first step, and two later": case(
+    "a sum with a broadcast from the second step on": case(
         lambda s, x: renormed((s.l[0](x if s.step else x[:1]) + s.l[1](x[:1])).mul_(2.0**-21)), (1, 1, 1)
     ),
-    "a convolution that puts out little": case(
+    "a convolution with a small output": case(
         lambda s, x: renormed(F.conv1d(x.mT, s.g).mT), (1, 2.0**-10, 2.0**-16), g=noise(64, 64, 3) * 2.0**-16
     ),
-    "the same, of some pixels in the first step": case(
+    "a convolution with a small output at some pixels": case(
         lambda s, x: renormed(F.conv1d((x * s.q).mT, s.g).mT), g=noise(64, 64, 1) * 2.0**-23, q=spread(2.0**-14)
     ),
     "attention as one function": (
@@ -507,21 +507,21 @@ STEPS: dict[str, Case] = {
         lambda s, x: renormed(F.linear(x[..., :3] * torch.where(AT_3, 2.0 ** (-17 * s.step), 1), s.g)), g=noise(64, 3)
     ),
     "a weight's bytes": case(lambda s, x: s.l[0](x) * (s.q.view(torch.int16).float().sum() * 1e-5), q=ONE / 3),
-    "by another's dtype": case(lambda s, x: s.l[1](s.l[0](x).to(x).type_as(s.g)), LOUDER, g=ONE),
-    "by another's dtype, and changed": case(
+    "a cast to another tensor's dtype": case(lambda s, x: s.l[1](s.l[0](x).to(x).type_as(s.g)), LOUDER, g=ONE),
+    "a cast to another tensor's dtype, and changed": case(
         written(lambda s, h, x: h.add_((y := s.l[1](x)).to(s.g).mul_(2)).add_(y.type_as(h))), g=ONE
     ),
-    "turned": case(lambda s, x: s.l[1](torch.ops.comfy_kitchen.apply_rope1(s.l[0](x), s.q)), LOUDER, q=ONE[:32]),
-    "a norm, and turned": case(
+    "rotary": case(lambda s, x: s.l[1](torch.ops.comfy_kitchen.apply_rope1(s.l[0](x), s.q)), LOUDER, q=ONE[:32]),
+    "a norm and rotary": case(
         lambda s, x: s.l[1](torch.ops.comfy_kitchen.rms_rope1(s.l[0](x), s.q, s.g)), LOUDER, g=ONE, q=ONE[:32]
     ),
-    "values of both signs near the end": case(behind(lambda h: h.clamp(-65504, 65504)), (1, 2.0**15)),
+    "values of both signs near fp16's maximum": case(behind(lambda h: h.clamp(-65504, 65504)), (1, 2.0**15)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("stored", [FP16, BF16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize(("make", "louder"), STEPS.values(), ids=STEPS)
-def test_a_later_step_is_right_or_made_again(make: Any, louder: tuple[float, ...], stored: torch.dtype) -> None:
+def test_later_step_is_near_fp32_or_recomputed(make: Any, louder: tuple[float, ...], stored: torch.dtype) -> None:
     module, products = built(make, stored), LearnedProducts()
     before = copy.deepcopy(module.state_dict())
     for step, gain in enumerate(louder):
@@ -533,14 +533,14 @@ def test_a_later_step_is_right_or_made_again(make: Any, louder: tuple[float, ...
         except RuntimeError:
             found = exact * torch.nan
         if not found.isfinite().all():
-            assert products.renew(), "the first step was no better"
+            assert products.renew(), "the first step failed too"
             found = products.run(module, x.clone(), step)
         assert found.dtype is exact.dtype and error(found, exact) <= allowed
     assert all(torch.equal(now, before[name]) for name, now in module.state_dict().items())
 
 
 def stored_as_bytes() -> nn.Module:
-    """A scale in fp16 and int8 of each row, as GGUF's Q8_0 has them, and bits of float32."""
+    """Weights as fp16 scale and int8 values per row, like GGUF's Q8_0, and as float32 bits."""
 
     def network(s: Any, x: torch.Tensor) -> torch.Tensor:
         scale, codes = (part.contiguous() for part in s.b_packed.split([2, 64], 1))
@@ -561,7 +561,7 @@ def weighted(layer: Any, gain: float) -> Any:
 
 
 def quiet_beside(gain: float, bias: float) -> nn.Module:
-    """As a ControlNet's zero convolution adds to a block."""
+    """Like a ControlNet's zero convolution added to a block."""
     layer: Any = nn.Conv2d(64, 64, 1)
     layer.weight.data.normal_().mul_(gain)
     layer.bias.data.normal_().mul_(bias)
@@ -569,7 +569,7 @@ def quiet_beside(gain: float, bias: float) -> nn.Module:
 
 
 def quiet_rows_and_loud_bias(least: int) -> nn.Module:
-    """Some tokens are quieter than others."""
+    """A network whose tokens differ in magnitude."""
     loud: Any = nn.Linear(64, 64)
     loud.bias.data.normal_().mul_(256)
     rest = nn.Sequential(loud, nn.LayerNorm(64), nn.Linear(64, 64))
@@ -586,7 +586,7 @@ def by_name(s: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def written_at(at: Any, into_norm: bool) -> Any:
-    """HiDream's experts, LTXV's guide frames and HiDream-O1's pictures do that."""
+    """Like HiDream's experts, LTXV's guide frames and HiDream-O1's images."""
 
     def network(s: Any, x: torch.Tensor) -> torch.Tensor:
         h = s.l[0](x)
@@ -597,36 +597,38 @@ def written_at(at: Any, into_norm: bool) -> Any:
     return partial(Fn, network)
 
 
-def kept(make: Any, stored: Any = FP16, shape: tuple[int, ...] = (2, 8, 64), louder: tuple[float, ...] = (1,)) -> Any:
-    """A network, its dtype, the shape of its input, and how loud that is in turn."""
+def plan_case(
+    make: Any, stored: Any = FP16, shape: tuple[int, ...] = (2, 8, 64), louder: tuple[float, ...] = (1,)
+) -> Any:
+    """A network, its dtype, the shape of its input, and the input's factor step by step."""
     return make, stored, shape, louder
 
 
 EVERY_OTHER = torch.arange(8) % 2 == 0
 KEEPS_PLAN: dict[str, Any] = {
-    "a gate that crosses zero": kept(  # of a row with one channel, nothing tells that it was louder before
+    "a gate that crosses zero": plan_case(  # a row of one channel does not show that it was larger before
         lambda: nn.Sequential(nn.Linear(64, 64), weighted(nn.Linear(64, 1, bias=False), 0.1)), shape=(2, 32, 64)
     ),
-    "one channel": kept(lambda: nn.Sequential(nn.Conv1d(1, 8, 3), nn.Conv1d(8, 8, 1)), shape=(2, 1, 9999)),
-    "weights that are 0": kept(lambda: weighted(nn.Linear(64, 64), 0), BF16, (2, 32, 64)),
-    **{f"rows down to 2^{least} and a loud bias": kept(partial(quiet_rows_and_loud_bias, least), BF16, (2, 32, 64))
+    "one channel": plan_case(lambda: nn.Sequential(nn.Conv1d(1, 8, 3), nn.Conv1d(8, 8, 1)), shape=(2, 1, 9999)),
+    "weights that are 0": plan_case(lambda: weighted(nn.Linear(64, 64), 0), BF16, (2, 32, 64)),
+    **{f"rows down to 2^{least} and a loud bias": plan_case(partial(quiet_rows_and_loud_bias, least), BF16, (2, 32, 64))
        for least in (-8, -22)},
-    "one channel comes out": kept(
+    "one output channel": plan_case(
         lambda: nn.Sequential(nn.GroupNorm(8, 64), nn.SiLU(), weighted(nn.Conv2d(64, 1, 3), 0.05)),
         shape=(1, 64, 128, 128),
     ),
     **{f"a convolution beside a louder bias, {stored}, {gain}, {bias}":
-           kept(partial(quiet_beside, gain, bias), stored, (1, 64, 24, 24))
+           plan_case(partial(quiet_beside, gain, bias), stored, (1, 64, 24, 24))
        for stored, gain, bias in ((BF16, 1e-4, 1), (BF16, 1e-7, 0.01), (FP16, 1e-6, 0.1))},
-    "few small weights and a bias": kept(lambda: weighted(nn.Linear(4, 64), 2.0**-6), BF16, (2, 99, 4)),
-    "a prompt of zeros in every second call": kept(
+    "few small weights and a bias": plan_case(lambda: weighted(nn.Linear(4, 64), 2.0**-6), BF16, (2, 99, 4)),
+    "a prompt of zeros in every second call": plan_case(
         lambda: Fn(lambda s, x: s.g + s.l[2](F.silu(s.l[0](x)) * s.l[1](x)), (1, 1, 1), g=torch.randn(8, 64)),
         louder=(1, 0),
     ),
-    "weights stored as bytes": kept(stored_as_bytes),
-    "by name": kept(partial(Fn, by_name, w=noise(64, 64) / 8, c=noise(64).sigmoid(), d=noise(64).sigmoid())),
+    "weights stored as bytes": plan_case(stored_as_bytes),
+    "by name": plan_case(partial(Fn, by_name, w=noise(64, 64) / 8, c=noise(64).sigmoid(), d=noise(64).sigmoid())),
     **{f"written at places, by {what}, {'into a norm' if into_norm else 'into a buffer'}":
-           kept(written_at(at, into_norm))
+           plan_case(written_at(at, into_norm))
        for what, at in {"a mask": EVERY_OTHER, "an index": EVERY_OTHER.nonzero().flatten(), "a list": [0, 2, 4, 6],
                         "a slice": slice(0, None, 2)}.items()
        for into_norm in (True, False)},
@@ -634,7 +636,7 @@ KEEPS_PLAN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("make", "stored", "shape", "louder"), KEEPS_PLAN.values(), ids=KEEPS_PLAN)
-def test_what_is_right_is_no_reason_for_another_plan(make: Any, stored: Any, shape: Any, louder: Any) -> None:
+def test_correct_steps_keep_the_plan(make: Any, stored: Any, shape: Any, louder: Any) -> None:
     module, products = built(make, stored), LearnedProducts()
     for seed in range(30):
         x = noise(*shape, seed=seed) * louder[seed % len(louder)]
@@ -666,7 +668,7 @@ def test_exact_writes_leave_layer_output_in_fp16(write: Any) -> None:
 
 
 def follow(call: Any, *inputs: torch.Tensor) -> LearnedProducts:
-    """Call it with each, which is near to fp32 each time. Returns what it has learned."""
+    """Call it with each input and compare with fp32. Returns the learned products."""
     products = LearnedProducts()
     for x in inputs:
         exact, found = run_in_fp32(call, x.clone()), products.run(call, x.clone())
@@ -674,7 +676,7 @@ def follow(call: Any, *inputs: torch.Tensor) -> LearnedProducts:
     return products
 
 
-def test_what_a_later_step_may_not_be_given_in_fp16_is_made_again() -> None:
+def test_step_with_products_outside_of_modes_is_recomputed() -> None:
     def outside_of_modes(s: Any, x: torch.Tensor) -> torch.Tensor:
         h = s.l[0](x)
         with torch._C.DisableTorchFunction():
@@ -697,7 +699,7 @@ def turn(x: torch.Tensor) -> None:
     x.sin_()
 
 
-CHANGED: dict[str, Any] = {  # what changes a tensor in place, where no mode or tensor of inference mode may tell
+CHANGED: dict[str, Any] = {  # in-place changes that no mode or version counter shows
     "in shape": lambda y: y.unsqueeze_(0).squeeze_(1),
     "transposed": lambda y: y.transpose_(1, 2),
     "by set_": lambda y: y.set_(y.flip(0).clone()),
@@ -707,13 +709,13 @@ CHANGED: dict[str, Any] = {  # what changes a tensor in place, where no mode or 
     "as one of several": lambda y: torch._foreach_sin_([y]),
     "by another pack's operator": lambda y: torch.ops.onediff_guard_tests.turn(y),
     "through a view": lambda y: y.view(-1).mul_(2),
-    "through what is inside": lambda y: F.silu(y, inplace=True),
+    "by an inplace activation": lambda y: F.silu(y, inplace=True),
 }
 
 
 @pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
-def test_an_input_of_two_layers_that_changes_in_between_is_cast_again(change: Any, inference: bool) -> None:
+def test_shared_input_changed_between_layers_is_cast_again(change: Any, inference: bool) -> None:
     def network(s: Any, x: torch.Tensor) -> torch.Tensor:
         y = x * 2
         first = s.l[0](y)
@@ -724,7 +726,7 @@ def test_an_input_of_two_layers_that_changes_in_between_is_cast_again(change: An
         follow(built(partial(Fn, network)), *[noise(1, 64, 64).half()] * 2)
 
 
-def test_an_input_whose_memory_is_known_outside_of_pytorch_is_cast_for_each_layer() -> None:
+def test_shared_input_exported_to_numpy_is_cast_for_each_layer() -> None:
     def network(s: Any, x: torch.Tensor) -> torch.Tensor:
         y = x * 2
         seen = y.numpy()
@@ -736,8 +738,8 @@ def test_an_input_whose_memory_is_known_outside_of_pytorch_is_cast_for_each_laye
         assert planned(follow(built(partial(Fn, network)), *[noise(2, 8, 64).half()] * 2))
 
 
-def test_a_kernel_that_a_later_step_starts_is_given_no_fp16() -> None:
-    """It asks where a tensor lies, and takes it for float32."""
+def test_kernel_started_in_a_later_step_gets_no_fp16_pointer() -> None:
+    """The kernel reads a data pointer and expects float32."""
     pointers: list[int] = []
 
     def network(s: Any, x: torch.Tensor) -> torch.Tensor:
@@ -755,8 +757,8 @@ def test_a_kernel_that_a_later_step_starts_is_given_no_fp16() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("other", ["a scaled layer", "a convolution"])
-def test_a_quiet_row_of_an_input_that_layers_share_is_seen(order: tuple[int, int], other: str) -> None:
-    """Whichever is first: a scaled layer does not look at its rows, a convolution's are others."""
+def test_quiet_row_of_a_shared_input_gives_nan(order: tuple[int, int], other: str) -> None:
+    """In both orders: a scaled layer does not check its rows, a convolution has other rows."""
     size = 512
     torch.manual_seed(0)
     scaled = nn.Linear(size, size, bias=False) if other == "a scaled layer" else nn.Conv1d(size, size, 1, bias=False)
@@ -778,7 +780,7 @@ def test_a_quiet_row_of_an_input_that_layers_share_is_seen(order: tuple[int, int
         assert products.run(network, x).isnan().any()
 
 
-SHARES: dict[str, Any] = {  # a function, and how often its input is cast
+SHARES: dict[str, Any] = {  # a function, and how often it casts its input
     "queries and keys": (lambda s, x: (y := x * 2, s.l[0](y) + s.l[1](y))[1], 1),
     "a prompt, twice": (lambda s, x: s.l[0](x) + s.l[1](x * 2) + s.l[2](x), 2),
 }
@@ -786,7 +788,7 @@ SHARES: dict[str, Any] = {  # a function, and how often its input is cast
 
 @pytest.mark.parametrize("hot", [1.0, 2.0**12])
 @pytest.mark.parametrize(("network", "casts"), SHARES.values(), ids=SHARES)
-def test_layers_that_share_an_input_cast_it_once(network: Any, casts: int, hot: float) -> None:
+def test_layers_sharing_an_input_cast_it_once(network: Any, casts: int, hot: float) -> None:
     module, products = built(partial(Fn, network, (1, 1, 1))), LearnedProducts()
     x = noise(2, 8, 64).mul_(hot).half()
     products.run(module, x)
@@ -796,7 +798,7 @@ def test_layers_that_share_an_input_cast_it_once(network: Any, casts: int, hot: 
 
 
 class Casts(TorchDispatchMode):
-    """Counts casts to a dtype by shape."""
+    """Counts casts to a dtype, by shape."""
 
     def __init__(self, dtype: torch.dtype = FP16) -> None:
         super().__init__()
@@ -811,10 +813,10 @@ class Casts(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "name", ["modulated", "gated sums in place", "by another's dtype", "turned", "a norm, and turned"]
+    "name", ["modulated", "gated sums in place", "a cast to another tensor's dtype", "rotary", "a norm and rotary"]
 )
-def test_what_has_room_is_widened_for_no_function_on_a_card(name: str) -> None:
-    """Counted without values: a CPU has casts of its own."""
+def test_fp16_outputs_are_not_upcast_on_a_device(name: str) -> None:
+    """Counted on meta tensors: a CPU adds casts of its own."""
     module, x = built(STEPS[name][0]).to("meta"), torch.empty(2, 8, 64, device="meta")
     first = LearningMode()
     run_in(first, module, (x, 0), {})
@@ -826,16 +828,16 @@ def test_what_has_room_is_widened_for_no_function_on_a_card(name: str) -> None:
 
 
 @pytest.mark.parametrize("network", [lambda s, x: s.l[0](x).argmax(-1), lambda s, x: x.copy_(s.l[0](x)) and None])
-def test_what_cannot_be_made_nan_has_no_plan(network: Any) -> None:
+def test_outputs_that_cannot_hold_nan_get_no_plan(network: Any) -> None:
     module, products = built(partial(Fn, network)), LearnedProducts()
-    with contextlib.suppress(RuntimeError):  # the truth of a tensor of many values
+    with contextlib.suppress(RuntimeError):  # truth value of a tensor with many values
         products.run(module, noise(2, 8, 64))
     assert not planned(products)
 
 
 @pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: put(x, (0, 0), 3.0), lambda x: x.__imul__(2)])
-def test_a_network_that_writes_in_place_writes_to_what_it_wrote_to(write: Any) -> None:
-    """Into a copy in another dtype, or into the tensor itself."""
+def test_in_place_writes_reach_the_same_tensors_in_later_steps(write: Any) -> None:
+    """Writes into a copy in another dtype, and into the tensor itself."""
 
     def network(s: Any, x: torch.Tensor) -> torch.Tensor:
         made = s.l[0](x)
@@ -850,7 +852,7 @@ def test_a_network_that_writes_in_place_writes_to_what_it_wrote_to(write: Any) -
 
 @pytest.mark.parametrize("start", ["linear", "convolution"])
 @pytest.mark.parametrize("sum", ["x + b", "in place", "slices", "addcmul"])
-def test_a_stream_beyond_fp16_is_float32_however_it_is_summed(sum: str, start: str) -> None:  # noqa: A002
+def test_stream_beyond_fp16_is_near_fp32_however_it_is_summed(sum: str, start: str) -> None:  # noqa: A002
     shape = Shape(3, "layer", "mlp", sum, "none", sandwich=False, streams=1, start=start, positions=False, clips=False,
                   unnormed=False, bypassed=True, shared=False)  # fmt: skip
     module: Any = network(shape, tuple(f"blocks.{block}.1.out" for block in range(3))).half()
@@ -863,7 +865,7 @@ DECISIONS = {
     "healthy": (PLAIN, {}, Scale(fp16=True)),
     "a quiet output": (PLAIN._replace(min_output_inv=16.0, spread=8.0), {}, Scale(fp16=True, checked=True)),
     "a small gain": (PLAIN._replace(spread=2.0**-4), {}, Scale(fp16=True, checked=True)),
-    "a gain that makes 0 of what fp16 holds": (PLAIN._replace(spread=2.0**-11), {}, -8),
+    "a gain that underflows fp16": (PLAIN._replace(spread=2.0**-11), {}, -8),
     "a loud input": (PLAIN._replace(input=2.0**20), {}, 11),
     "a loud output": (PLAIN._replace(output=2.0**20), {}, -8),
     "a loud output of a convolution": (
@@ -876,22 +878,22 @@ DECISIONS = {
         {"convolves": True},
         Scale(-3, min_product=2.0**-13),
     ),
-    "a convolution that puts out little but its bias": (PLAIN._replace(spread=2.0**-24), {"convolves": True}, None),
+    "a convolution with a small output beside its bias": (PLAIN._replace(spread=2.0**-24), {"convolves": True}, None),
     "a quiet input": (PLAIN._replace(input=2.0**-20), {}, -29),
     "a quiet row": (PLAIN._replace(min_output_inv=2.0**14), {}, -8),
     "rows too far apart": (PLAIN._replace(input=2.0**30, spread=1.0), {}, None),
     "weights scaled to be cast": (PLAIN._replace(weight_scale=2.0**-8), {}, Scale(fp16=True, weight_scale=2.0**-8)),
-    "the same, a faint output": (PLAIN._replace(weight_scale=2.0**-8, spread=100.0), {}, -8),
+    "weights scaled to be cast, with a faint output": (PLAIN._replace(weight_scale=2.0**-8, spread=100.0), {}, -8),
     "no float32 products": (PLAIN._replace(output=2.0**20), {"float32_products": False}, None),
     "no float32 products, healthy": (PLAIN, {"float32_products": False}, Scale(fp16=True)),
     "not finite": (PLAIN._replace(output=float("nan")), {}, None),
     "summed in place": (PLAIN, {"summed": True}, -8),
-    "nothing goes in": (PLAIN._replace(input=0.0), {}, None),
+    "an input of 0": (PLAIN._replace(input=0.0), {}, None),
 }
 
 
 @pytest.mark.parametrize(("seen", "more", "expected"), DECISIONS.values(), ids=DECISIONS)
-def test_a_scale_follows_from_what_was_seen(seen: LayerPeaks, more: dict[str, bool], expected: Any) -> None:
+def test_scale_is_chosen_from_recorded_peaks(seen: LayerPeaks, more: dict[str, bool], expected: Any) -> None:
     found = choose_scale(seen, **{"convolves": False, "float32_products": True} | more)
     if not isinstance(expected, int):
         assert found == expected
@@ -901,7 +903,7 @@ def test_a_scale_follows_from_what_was_seen(seen: LayerPeaks, more: dict[str, bo
         assert not more.get("convolves") or seen.output / 2.0**found.exponent <= 2.0**12
 
 
-def test_without_float32_products_only_what_has_room_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_fp16_layers_are_planned_without_float32_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned_products, "_has_float32_products", lambda _: False)
     module = build()
     overflow_stream(module, 2)
@@ -913,7 +915,7 @@ def test_without_float32_products_only_what_has_room_is_planned(monkeypatch: pyt
     assert "layers are scaled row by row in each step, which takes longer: PyTorch has no product of fp16" in said
 
 
-def test_a_weight_that_has_the_id_of_one_that_is_gone_has_no_plan() -> None:
+def test_new_weight_with_reused_id_gets_no_old_plan() -> None:
     layer, products = nn.Linear(64, 64, bias=False).bfloat16().requires_grad_(False), LearnedProducts()
     x, gone = torch.randn(4, 64), id(layer.weight)
     products.run(lambda: renormed(layer(x)))
@@ -922,7 +924,7 @@ def test_a_weight_that_has_the_id_of_one_that_is_gone_has_no_plan() -> None:
     others = []
     while id(other := nn.Parameter(quiet, requires_grad=False)) != gone and len(others) < 1000:
         others.append(other)
-    assert id(other) == gone, "what is freed is given out again"
+    assert id(other) == gone, "the freed id is reused"
     layer.weight = other
     assert error(products.run(lambda: renormed(layer(x))), run_in_fp32(lambda: renormed(layer(x)))) < 2e-3
 
@@ -934,7 +936,7 @@ def protected(module: Any) -> Any:
     return guarded(module, all_layers_scaled=True)
 
 
-def test_a_step_that_leaves_the_plan_is_made_again_in_fp16_and_the_next_plan_covers_it() -> None:
+def test_step_outside_the_plan_is_recomputed_in_fp16_with_new_scales() -> None:
     run = protected(build())
     quiet, loud = latents(), latents(1) * 2.0**17
     for x, is_made_again in ((quiet, False), (loud, True), (loud, False), (quiet, False)):
@@ -943,7 +945,7 @@ def test_a_step_that_leaves_the_plan_is_made_again_in_fp16_and_the_next_plan_cov
     assert run.outcomes == ["finite"] * 4 and run.dtypes == ["fp16"] * 4 and not run.learned.whole_run_fp32
 
 
-def test_a_network_that_raises_by_learned_scales_is_made_again_and_quoted() -> None:
+def test_error_under_learned_scales_is_recomputed_and_quoted() -> None:
     def check(_block: Any, _given: Any, made: torch.Tensor) -> None:
         if not made.isfinite().all():
             raise ValueError("no such number")
@@ -957,7 +959,7 @@ def test_a_network_that_raises_by_learned_scales_is_made_again_and_quoted() -> N
     assert run.dtypes == ["fp16"] * 2 and "raised ValueError: no such number" in run.report.steps[1].note
 
 
-def test_what_no_plan_covers_is_scaled_by_rows_after_a_few() -> None:
+def test_steps_are_scaled_by_rows_after_repeated_plan_failures() -> None:
     def norm_more_often(_block: Any, _given: Any, made: torch.Tensor) -> torch.Tensor:
         for _ in range(step):
             made = F.layer_norm(made, made.shape[-1:])
@@ -974,7 +976,7 @@ def test_what_no_plan_covers_is_scaled_by_rows_after_a_few() -> None:
     assert any(f"learned scales failed {MAX_RENEWALS} times" in note for note in run.report.notes)
 
 
-def test_a_call_that_raises_leaves_the_plan_as_it_was() -> None:
+def test_failed_call_leaves_the_plan_unchanged() -> None:
     module, products = build(), LearnedProducts()
     products.run(module, latents())
     before = copy.copy(planned(products))
@@ -985,9 +987,7 @@ def test_a_call_that_raises_leaves_the_plan_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("error_", [PlanMismatch("other"), TypeError("an argument that fp16 does not take")])
-def test_what_a_later_step_raises_and_the_first_did_not_is_made_again(
-    monkeypatch: pytest.MonkeyPatch, error_: Exception
-) -> None:
+def test_error_only_in_a_later_step_is_recomputed(monkeypatch: pytest.MonkeyPatch, error_: Exception) -> None:
     run = protected(build())
     run(latents())
     with monkeypatch.context() as patched:
@@ -997,7 +997,7 @@ def test_what_a_later_step_raises_and_the_first_did_not_is_made_again(
     assert run.outcomes == ["finite"] * 2 and "new scales" in run.report.steps[1].note
 
 
-def test_memory_that_runs_out_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     run = protected(build())
     run(latents())
     monkeypatch.setattr(PlannedMode, "end", lambda _: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))

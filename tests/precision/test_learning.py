@@ -1,4 +1,4 @@
-"""What a run learns from failing calls, and what each scope does with it."""
+"""Precision overrides that a run learns from failing calls."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def nan(made):
 
 
 def fail_always(run, attempt):
-    """Half-precision calls are `attempt`, whatever is learned."""
+    """Use `attempt` for all half-precision calls, whatever overrides are learned."""
     run.learner.attempt = HalfPrecisionForward(attempt, attempt)
     run.learner.build = lambda _learned: run.learner.attempt
     run.guard._attempt = attempt
 
 
-class BroughtBack(nn.Module):
-    """In fp32 in the half-precision call too, as T5's `wo`: beyond fp16, and brought back."""
+class LargeInFp32(nn.Module):
+    """Runs in fp32 in half-precision calls too, like T5's `wo`: exceeds fp16 and is scaled back."""
 
     def __init__(self):
         super().__init__()
@@ -62,11 +62,11 @@ def overflow_in_embedding(module):
 
 
 def wo_in_the_first_block(module):
-    module.blocks[0].norm = nn.Sequential(module.blocks[0].norm, BroughtBack()).eval().requires_grad_(False)
+    module.blocks[0].norm = nn.Sequential(module.blocks[0].norm, LargeInFp32()).eval().requires_grad_(False)
 
 
 def sample(run, calls=5):
-    """Outputs of so many calls, each near to fp32's."""
+    """Make `calls` calls, each near fp32."""
     for call in range(calls):
         x = latents(call)
         assert (run(x).float() - in_fp32(run.module, x)).abs().max() < 0.1
@@ -75,20 +75,20 @@ def sample(run, calls=5):
 
 @dataclass
 class Case:
-    """A module, how it is guarded, and what comes of five calls."""
+    """A module, the options of its guard, and the expected outcome of five calls."""
 
-    changes: list[Any]  # (what is done to the module, *arguments)
+    changes: list[Any]  # (function that changes the module, *arguments)
     learned: PrecisionOverrides = NOTHING
-    actions: tuple[str, ...] = ()  # of the reruns, one after the other
-    module: str = ""  # where the first one is said to have failed
-    note: str = ""  # of the first step
+    actions: tuple[str, ...] = ()  # of the reruns, in order
+    module: str = ""  # named as the failed one in the first rerun
+    note: str = ""  # in the first step
     dtype: str = "fp16"
     blocks: int = 4
-    given: dict[str, Any] = field(default_factory=dict)  # of `guarded`
+    given: dict[str, Any] = field(default_factory=dict)  # arguments of `guarded`
 
 
 def hidden(*names):
-    """What fp32 does not show."""
+    """Faults that fp32 does not reproduce."""
     return {"faults": Faults(dict.fromkeys(names, nan), range(100))}
 
 
@@ -96,28 +96,28 @@ INNER, STREAM, EVEN_SCALED = (overflow_inside, 2), (overflow_stream, 1), (fail_e
 SCALED, PROTECTED = PrecisionOverrides(all_layers_scaled=True), {"all_layers_scaled": True}
 CASES = {
     "an inner overflow": Case([INNER], SCALED, (ALL_LAYERS_SCALED,), "blocks.2.inner"),
-    "beside a layer that is fp32 in the half call too": Case(
+    "beside a layer kept in fp32": Case(
         [(wo_in_the_first_block,), INNER], SCALED, (ALL_LAYERS_SCALED,), "blocks.2.inner"
     ),
     "a stream": Case([STREAM], SCALED, (ALL_LAYERS_SCALED,), blocks=28, note="'blocks.1' puts out"),
     "a stream from its start on": Case([(hot_embedding,)], SCALED, (ALL_LAYERS_SCALED,), "embed"),
     "a stream and an inner overflow": Case([STREAM, INNER], SCALED, (ALL_LAYERS_SCALED,)),
     "outside of the blocks": Case([(overflow_in_embedding,)], SCALED, (ALL_LAYERS_SCALED,), "embed.0"),
-    "what fp32 does not show": Case([], SCALED, (ALL_LAYERS_SCALED,), "blocks.2.inner", given=hidden("blocks.2.inner")),
-    "what fails scaled too": Case([EVEN_SCALED, STREAM], IN_FP32, (ALL_LAYERS_SCALED, REST)),
-    "protected, all of it": Case([STREAM, INNER, (overflow_in_embedding,)], given=PROTECTED),
-    "protected, what fails scaled too": Case([EVEN_SCALED], IN_FP32, (REST,), "blocks.2.inner", given=PROTECTED),
+    "not reproduced in fp32": Case([], SCALED, (ALL_LAYERS_SCALED,), "blocks.2.inner", given=hidden("blocks.2.inner")),
+    "fails with all layers scaled too": Case([EVEN_SCALED, STREAM], IN_FP32, (ALL_LAYERS_SCALED, REST)),
+    "protected, all overflows": Case([STREAM, INNER, (overflow_in_embedding,)], given=PROTECTED),
+    "protected, fails with all layers scaled": Case([EVEN_SCALED], IN_FP32, (REST,), "blocks.2.inner", given=PROTECTED),
     "learned before": Case([STREAM, INNER], SCALED, given={"learned": SCALED}),
     "fp32 from an earlier run": Case([], IN_FP32, given={"learned": IN_FP32}),
     "in bf16": Case([EVEN_SCALED], IN_FP32, (ALL_LAYERS_SCALED, REST), dtype="bf16"),
-    "what fp32 does not show, in bf16": Case(
+    "not reproduced in fp32, in bf16": Case(
         [], SCALED, (ALL_LAYERS_SCALED,), "blocks.2.inner", dtype="bf16", given=hidden("blocks.2.inner")
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_what_is_learned_from_failing_calls(case):
+def test_overrides_are_learned_from_failing_calls(case):
     module = build(case.blocks, case.dtype)
     for change, *given in case.changes:
         change(module, *given)
@@ -135,15 +135,15 @@ def test_what_is_learned_from_failing_calls(case):
         is_scaled = case.learned.all_layers_scaled or case.given == PROTECTED
         assert run.learner.attempt.all_layers_scaled == is_scaled
         assert not is_scaled or (run(latents() * 1e6).isfinite().all() and run.outcomes[-1] == "finite"), (
-            "what it is given need not fit"
+            "its input need not fit"
         )
         again = sample(guarded(module, case.dtype, **copy.deepcopy(case.given) | {"learned": run.learned}))
         assert again.report.reruns == 0
     run.learner.stay()
-    assert run.learner.learned == replace(case.learned, whole_run_fp32=True), "what helped is kept all the same"
+    assert run.learner.learned == replace(case.learned, whole_run_fp32=True), "helpful overrides are kept"
 
 
-def test_a_fault_that_does_not_come_back_teaches_nothing():
+def test_fault_that_does_not_repeat_adds_no_override():
     run = guarded(build(), faults=Faults({"blocks.3": nan}, [1]))
     located = run.learner.locate
     run.learner.locate = lambda *a, **k: (setattr(run.faults, "calls", ()), located(*a, **k))[1]
@@ -163,21 +163,21 @@ class Broken(nn.Module):
         return (torch.full_like(x, math.nan if self.each_time or len(self.calls()) % 2 else 0.0),)
 
 
-@pytest.mark.parametrize("each_time", [False, True], ids=["not where it is looked for", "outside of all modules"])
-def test_calls_that_go_on_failing_end_in_fp32_without_the_doomed_attempt(each_time):
+@pytest.mark.parametrize("each_time", [False, True], ids=["not reproduced", "outside of all modules"])
+def test_repeated_failures_switch_to_fp32_without_half_attempts(each_time):
     run, broken = guarded(build(), give_up_after=3), Broken(each_time)
     fail_always(run, broken)
     sample(run, 6)
     failed = 2 if each_time else 3
     assert run.outcomes == ["rerun"] * failed + ["finite"] * (6 - failed) and run.dtypes == ["fp32"] * 6
-    assert len(broken.calls()) == 2 * failed, "each once more, to see where it fails"
+    assert len(broken.calls()) == 2 * failed, "each repeated once to locate the failure"
     assert run.learned == IN_FP32 and run.rerun(failed - 1).action == REST and run.built[1:] == []
     assert run.report.steps[failed].note == "half precision is not tried any more"
 
 
 @pytest.mark.parametrize("too_many", [False, True])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_what_did_not_help_is_forgotten(dtype, too_many):
+def test_overrides_that_did_not_help_are_dropped(dtype, too_many):
     helps = PrecisionOverrides(unquantised=("blocks.0.inner",))
     run = guarded(build(dtype=dtype), dtype, learned=helps)
     run(latents())
@@ -188,18 +188,18 @@ def test_what_did_not_help_is_forgotten(dtype, too_many):
     assert run.learner.learned == replace(helps, whole_run_fp32=True), "a call was finite with it"
 
 
-def test_an_input_that_does_not_fit_teaches_nothing():
+def test_inputs_beyond_fp16_switch_to_fp32_without_overrides():
     module = build()
     run = guarded(module)
     hot_embedding(module, 1e-3)
     for call in range(4):
         run(latents(call) * 1e5)
     assert run.learned == IN_FP32 and len(run.built) == 1
-    assert run.outcomes == ["rerun"] * 3 + ["finite"], "but it counts"
+    assert run.outcomes == ["rerun"] * 3 + ["finite"], "but it counts as a failure"
     assert run.report.steps[0].note == "its input does not fit in fp16"
 
 
-def test_the_report_has_what_a_rerun_took_and_what_was_learned():
+def test_report_has_rerun_memory_and_learned_overrides():
     module = build()
     overflow_inside(module, 2)
     run = sample(guarded(module))
@@ -209,7 +209,7 @@ def test_the_report_has_what_a_rerun_took_and_what_was_learned():
     assert max(map(len, run.report.text().splitlines())) < 240
 
 
-def test_what_is_not_finite_is_a_word_in_json():
+def test_nonfinite_values_are_strings_in_json():
     run = guarded(build())
     rerun = Rerun("a", math.inf, "", 1.0, None)
     run.report.add(StepRecord("denoiser", 0, math.nan, "fp32", "rerun", 1.0, -math.inf, rerun=rerun))
@@ -219,7 +219,7 @@ def test_what_is_not_finite_is_a_word_in_json():
 
 
 class CastsAtCall(nn.Linear):
-    """As ComfyUI's layers whose weights are in another dtype than it computes in."""
+    """Like ComfyUI's layers whose weights have another dtype than the computation."""
 
     comfy_cast_weights = True
 
@@ -234,5 +234,5 @@ class CastsAtCall(nn.Linear):
         (nn.Dropout(), False),
     ],
 )
-def test_peaks_count_of_layers_that_compute_in_half_precision(layer: nn.Module, expected: bool) -> None:
+def test_only_layers_that_compute_in_half_are_relevant(layer: nn.Module, expected: bool) -> None:
     assert is_relevant(layer) is expected

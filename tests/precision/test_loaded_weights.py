@@ -1,4 +1,4 @@
-"""What a cast did to a loaded component: what is mended, what is named, and what is left alone."""
+"""Weights that a cast changed when a component was loaded: repaired, reported, or left unchanged."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch import nn
 from transformers.models.clip.modeling_clip import CLIPVisionConfig, CLIPVisionEmbeddings
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-# --- layers that belong in fp32, and norms that refuse it -------------------------------------------------------------
+# --- layers that must stay in fp32, and norms that reject it ----------------------------------------------------------
 
 
 class Norm(nn.Module):
-    """Takes an input in its weight's dtype and no other."""
+    """Accepts inputs in its weight's dtype only."""
 
     def __init__(self, width):
         super().__init__()
@@ -56,7 +56,7 @@ class Strict(Encoder):
     _keep_in_fp32_modules, _keep_in_fp32_modules_strict = None, ["wo"]
 
 
-class TellsApart(Encoder):
+class WithoutStrict(Encoder):
     _keep_in_fp32_modules_strict = None
 
 
@@ -68,7 +68,7 @@ def dtypes(module):
     return {name: parameter.dtype for name, parameter in module.named_parameters()}
 
 
-def test_a_consistent_component_is_left_alone():
+def test_consistent_component_is_unchanged():
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         module = Plain().to(dtype)
         before = dtypes(module)
@@ -78,18 +78,18 @@ def test_a_consistent_component_is_left_alone():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", [Encoder, Strict, TellsApart])
-def test_what_belongs_in_fp32_is_put_back(kind, dtype):
-    """In bf16 only the strict ones, where a class tells them apart."""
+@pytest.mark.parametrize("kind", [Encoder, Strict, WithoutStrict])
+def test_keep_in_fp32_modules_are_upcast_again(kind, dtype):
+    """In bf16 only the strict ones, if the class has both lists."""
     found = make_consistent(module := kind().to(dtype), dtype)
-    stays = kind is TellsApart and dtype is torch.bfloat16
+    stays = kind is WithoutStrict and dtype is torch.bfloat16
     assert module.wo.weight.dtype == module.wo.bias.dtype == (dtype if stays else torch.float32)
     assert module.wi.weight.dtype == dtype
     put_back = f"'wo.weight' and 1 more put back in fp32, where {kind.__name__} keeps wo"
     assert found[:1] == ([] if stays else [put_back])
 
 
-def test_what_a_cast_destroyed_is_refused():
+def test_weights_made_infinite_by_a_cast_are_rejected():
     module = Encoder()
     with torch.no_grad():
         module.wo.weight[0, :2] = torch.tensor([66246.0, -1e6])
@@ -97,7 +97,7 @@ def test_what_a_cast_destroyed_is_refused():
         make_consistent(module.half(), torch.float16)
 
 
-def test_a_norm_that_refuses_fp32_computes_in_fp32_and_hands_on_its_own_dtype():
+def test_norm_that_rejects_fp32_computes_in_fp32_and_returns_its_dtype():
     module = Encoder().as_loaded()
     x = torch.full((2, 4), 1e5)
     with pytest.raises(RuntimeError, match="Float but found Half"):
@@ -107,15 +107,15 @@ def test_a_norm_that_refuses_fp32_computes_in_fp32_and_hands_on_its_own_dtype():
     assert module.norm(x[:, :4] / 2).dtype == torch.float16
     assert torch.equal(module.norm(x / 2), (x / 2).half())
     assert any(line.startswith("'norm'") and "(Norm) refuses inputs of another dtype" in line for line in found)
-    assert make_consistent(module, torch.float16) == [], "mended once"
+    assert make_consistent(module, torch.float16) == [], "repaired only once"
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_norms_of_one_class_are_asked_once_on_the_device_where_they_will_compute(device):
+def test_norm_class_is_tried_once_on_its_compute_device(device):
     asked = []
 
     class FusedNorm(Norm):
-        """Refuses mixed dtypes on a device alone, as a fused kernel for CUDA does."""
+        """Rejects mixed dtypes on a device only, like a fused CUDA kernel."""
 
         def forward(self, x):
             asked.append(x.dtype)
@@ -129,11 +129,11 @@ def test_norms_of_one_class_are_asked_once_on_the_device_where_they_will_compute
         make_consistent(module, torch.float16, torch.device(device))
     assert asked == [torch.float16, torch.float32]
     norms = (module.norm, *module.more)
-    assert {isinstance(norm, KeptInFp32) for norm in norms} == {device == "meta"}, "nothing is refused here"
-    assert not moved.copies and not module.norm.weight.is_meta, "an empty copy was asked"
+    assert {isinstance(norm, KeptInFp32) for norm in norms} == {device == "meta"}, "the CPU accepts mixed dtypes"
+    assert not moved.copies and not module.norm.weight.is_meta, "tried on an empty copy"
 
 
-def test_parameters_in_another_dtype_are_named():
+def test_parameters_in_another_dtype_are_reported():
     module = Plain().half()
     module.wi.float()
     assert make_consistent(module, torch.float16) == ["'wi.weight' and 1 more: in fp32, not in fp16 as the rest"]
@@ -156,7 +156,7 @@ LAYERS = {
 
 
 def loaded(module: Any, **values: float) -> tuple[Any, Any, list[Any]]:
-    """(module in fp16 as a loader leaves it, what the checkpoint holds). values: set at the first place."""
+    """(module in fp16 as loaded, function that reads the checkpoint, its calls). values: for first elements."""
     with torch.no_grad():
         for name, value in values.items():
             module.get_parameter(name.replace("__", ".")).view(-1)[0] = value
@@ -170,9 +170,9 @@ def loaded(module: Any, **values: float) -> tuple[Any, Any, list[Any]]:
     return module.half().eval().requires_grad_(False), read, asked
 
 
-@pytest.mark.parametrize("what", LAYERS)
-def test_a_layer_computes_in_fp32_and_hands_on_fp16(what):
-    make, x = LAYERS[what]
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layer_with_weight_beyond_fp16_computes_in_fp32_returns_fp16(kind):
+    make, x = LAYERS[kind]
     torch.manual_seed(0)
     layer = make()
     for parameter in layer.parameters():
@@ -188,24 +188,24 @@ def test_a_layer_computes_in_fp32_and_hands_on_fp16(what):
     module, stored, asked = loaded(nn.Sequential(layer), **{f"0__{own}": -1e5})
     (line,) = mend_narrowed(module, stored)
     assert line == f"'0.{own}' holds values of up to 1e+05, which fp16 cannot hold: kept in fp32, and computed in it"
-    assert asked == [(f"0.{own}",)], "nothing else is read again"
+    assert asked == [(f"0.{own}",)], "only this weight is read again"
     made = module(half)
     assert made.dtype == torch.float16 and torch.equal(made, right.half())
-    assert torch.equal(run_in_fp32(module, half), right), "the rerun has all of it"
+    assert torch.equal(run_in_fp32(module, half), right), "the rerun uses the full weight"
     assert isinstance(module[0], type(exact)) and make_consistent(module, torch.float16) == []
-    assert next(module.parameters()).dtype == torch.float16, "what diffusers' decoders ask"
+    assert next(module.parameters()).dtype == torch.float16, "diffusers' decoders read this dtype"
 
 
-@pytest.mark.parametrize(("louder", "kept"), [(2.0**-10, False), (2.0**-16, True), (2.0**-24, True)])
+@pytest.mark.parametrize(("factor", "kept"), [(2.0**-10, False), (2.0**-16, True), (2.0**-24, True)])
 @pytest.mark.parametrize("kind", [nn.Linear, nn.Conv2d])
-def test_a_weight_of_which_fp16_keeps_few_digits_is_kept_in_fp32(kind: Any, louder: float, kept: bool) -> None:
-    """It is a trace of the component's weights, and what follows may be as loud as it is quiet."""
+def test_weight_that_loses_digits_in_fp16_is_kept_in_fp32(kind: Any, factor: float, kept: bool) -> None:
+    """It is a small part of the component's weights, and a later layer may amplify it."""
     torch.manual_seed(0)
     quiet = kind(8, 8, **({"kernel_size": 1} if kind is nn.Conv2d else {}))
     large = nn.Linear(1000, 1000)
     nn.init.normal_(quiet.weight, 0, 0.1)
-    quiet.weight.data *= louder
-    quiet.bias.data *= louder
+    quiet.weight.data *= factor
+    quiet.bias.data *= factor
     exact = copy.deepcopy(quiet)
     module, stored, asked = loaded(nn.ModuleDict({"quiet": quiet, "large": large}))
     lines = mend_narrowed(module, stored)
@@ -216,7 +216,7 @@ def test_a_weight_of_which_fp16_keeps_few_digits_is_kept_in_fp32(kind: Any, loud
         assert all(torch.equal(module["quiet"].get_parameter(own), its) for own, its in exact.named_parameters())
 
 
-def test_a_module_that_takes_keywords():
+def test_module_with_keyword_arguments_is_kept_in_fp32():
     spatial, temporal = torch.randn(2, 1, 4, 3, 5, 5).half()
     blender, stored, _ = loaded(AlphaBlender(1e5, "learned"))
     assert "'mix_factor' holds" in mend_narrowed(blender, stored)[0]
@@ -224,7 +224,7 @@ def test_a_module_that_takes_keywords():
     assert made.dtype == torch.float16 and torch.equal(made, spatial)
 
 
-def test_a_tied_weight_is_read_once_and_right_in_each_place():
+def test_tied_weight_is_read_once_and_stays_tied_in_fp32():
     tied: Any = nn.ModuleDict({"shared": nn.Embedding(8, 4), "used": nn.Embedding(8, 4)})
     tied["used"].weight = tied["shared"].weight
     module, stored, asked = loaded(tied, shared__weight=1e5)
@@ -236,19 +236,19 @@ def test_a_tied_weight_is_read_once_and_right_in_each_place():
 
 
 @pytest.mark.parametrize("broken", [float("inf"), float("nan")])
-def test_what_is_stored_broken_stays_as_it_is(broken):
+def test_nonfinite_stored_weight_is_unchanged(broken):
     module, stored, _ = loaded(nn.Sequential(nn.Linear(6, 4)), **{"0__weight": broken})
     assert mend_narrowed(module, stored) == []
     assert not isinstance(module[0], KeptInFp32) and not module[0].weight.isfinite().all()
 
 
-def test_what_fits_is_not_read_again():
+def test_weights_that_fit_are_not_read_again():
     module, stored, asked = loaded(drawn(), **{"0__weight": 65504.0})
     assert mend_narrowed(module, stored) == [] and asked == []
     assert {p.dtype for p in module.parameters()} == {torch.float16}
 
 
-def test_it_is_traced_whole():
+def test_module_kept_in_fp32_compiles_in_one_graph():
     module, stored, _ = loaded(nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4)), **{"0__weight": 1e5})
     mend_narrowed(module, stored)
     x = torch.full((2, 6), 0.1).half()
@@ -257,8 +257,8 @@ def test_it_is_traced_whole():
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_with_every_layer_scaled_it_is_taken(lora):
-    """With and without an adapter, in the first step and in later ones."""
+def test_layer_kept_in_fp32_works_with_all_layers_scaled(lora):
+    """With and without a LoRA, in the first step and later ones."""
     denoiser, call = build("CogVideoX-5B")
     if lora:
         config = LoraConfig(r=2, target_modules=["ff.net.2"], init_lora_weights=False, lora_bias=True)
@@ -282,7 +282,7 @@ def test_with_every_layer_scaled_it_is_taken(lora):
 
 
 def drawn() -> Any:
-    """With as few small ones as any model has, which are not worth a line."""
+    """A module with as few small weights as any model, too few to be reported."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
     for parameter in module.parameters():
@@ -290,7 +290,7 @@ def drawn() -> Any:
     return module
 
 
-def test_more_than_a_trace_are_counted():
+def test_weights_too_small_for_fp16_are_reported():
     model = drawn()
     with torch.no_grad():
         model[1].weight[:150] *= 1e-4
@@ -321,11 +321,11 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
     ("values", "dtype", "asked"),
     [
         *(([1.0, 2.0**-16, 0.0] * 500, dtype, 1) for dtype in (E4M3, E5M2, torch.float16, torch.bfloat16)),
-        ([1.0, float("nan")], E4M3, 0),  # damage
+        ([1.0, float("nan")], E4M3, 0),  # damaged
     ],
 )
-def test_values_that_fp16_holds_as_they_are_stored_are_not_counted(values, dtype, asked):
-    """fp16's small values keep all digits of what is stored in fewer, down to 2^-16."""
+def test_values_that_fp16_holds_exactly_are_not_counted(values, dtype, asked):
+    """fp16's subnormals hold all digits of narrower formats, down to 2^-16."""
     stored, reads = torch.tensor(values).to(dtype), []
     layer = nn.Linear(len(values), 1, bias=False).requires_grad_(False).half()
     layer.weight.copy_(stored.half())
@@ -334,8 +334,8 @@ def test_values_that_fp16_holds_as_they_are_stored_are_not_counted(values, dtype
 
 
 @pytest.mark.parametrize("inputs", [64, 96, 256])
-def test_small_ones_in_some_columns_are_found(inputs):
-    """A row may be as long as what lies between two values that are looked at."""
+def test_small_weights_in_some_columns_are_reported(inputs):
+    """The row length may equal the sampling distance of the check."""
     layer = nn.Linear(inputs, 4096, bias=False)
     with torch.no_grad():
         layer.weight.normal_(0, 0.02)[:, 1 : inputs // 2] *= 1e-4

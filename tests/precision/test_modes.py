@@ -1,4 +1,4 @@
-"""Each function mode of the pack beside torch.compile: dynamo traces it, and never compiles it by itself."""
+"""The pack's function modes with torch.compile: dynamo traces them and never compiles them separately."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MODES = {
 }
 
 
-def given_up(x):
-    """What dynamo cannot compile as one, since it stops in a loop; each call in it is a frame of its own then."""
+def with_graph_breaks(x):
+    """A graph break in a loop: dynamo cannot compile it as one, and each call becomes a frame of its own."""
     found = []
     for each in (x, x.float(), x):
         torch._dynamo.graph_break()
@@ -31,9 +31,9 @@ def given_up(x):
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_a_dtype_in_a_frame_that_is_given_up_is_the_tensors_own(mode, backend):
+def test_dtype_after_a_graph_break_is_the_tensors_own(mode, backend):
     torch._dynamo.reset()
-    compiled = torch.compile(given_up, backend=backend)
+    compiled = torch.compile(with_graph_breaks, backend=backend)
     half, single = torch.float16, torch.float32
     for _ in range(2):
         with mode(), torch.no_grad():

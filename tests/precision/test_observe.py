@@ -1,4 +1,4 @@
-"""Watching a module while it computes."""
+"""Recording peaks and failures of a module while it computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gains(*factors):
     return nn.Sequential(*map(Gain, factors))
 
 
-def test_peaks_of_what_went_in_and_came_out_of_each_layer():
+def test_peaks_of_layer_inputs_and_outputs():
     module = gains(-10.0, 100.0)
     peaks = leaf_peaks(module, lambda: [module(torch.tensor([x])) for x in (1.0, -3.0, 2.0)])
     assert (peaks["0"].input, peaks["0"].output) == (3.0, 30.0)
@@ -24,14 +24,14 @@ def test_peaks_of_what_went_in_and_came_out_of_each_layer():
     assert hooks(module) == 0
 
 
-def test_layers_of_a_block_that_is_compiled_by_itself():
-    """As ComfyUI's and KJNodes' torch.compile do it block by block. Asked for its truth, such a block raises."""
+def test_leaves_of_a_separately_compiled_block():
+    """ComfyUI and KJNodes compile block by block. The truth value of such a block raises."""
     module = gains(2.0, 3.0)
     module[0] = torch.compile(module[0], backend="eager")
     assert [*leaves(module)] == ["0._orig_mod", "1"]
 
 
-def test_overflow_shows_as_it_is():
+def test_overflow_is_recorded_as_inf_or_nan():
     module = gains(1e30, 1e30, 0.0)
     peaks = leaf_peaks(module, lambda: module(torch.ones(1)))
     assert peaks["1"].output == math.inf
@@ -41,7 +41,7 @@ def test_overflow_shows_as_it_is():
 
 
 class Squaring(nn.Module):
-    """Overflows in its own forward, and hands that to a layer."""
+    """Overflows in its own forward and passes that to a layer."""
 
     def __init__(self):
         super().__init__()
@@ -51,12 +51,12 @@ class Squaring(nn.Module):
         return self.layer(x * x)
 
 
-def test_a_module_is_not_blamed_for_what_it_was_given():
+def test_first_broken_skips_modules_given_broken_inputs():
     module = nn.Sequential(nn.Identity(), Squaring(), nn.Identity())
     assert first_broken(module, lambda: module(torch.full((1,), 1e30))) == "1"
     assert first_broken(module, lambda: module(torch.full((1,), 10.0)), limit=100.0) == "1"
     assert first_broken(module, lambda: module(torch.full((1,), 9.0)), limit=100.0) is None
-    assert first_broken(module, lambda: module(torch.full((1,), math.nan))) == "0", "given broken: the first to show it"
+    assert first_broken(module, lambda: module(torch.full((1,), math.nan))) == "0", "broken input: the first module"
     squaring = module[1]
     assert first_broken(squaring, lambda: squaring(torch.full((1,), 1e30))) == "", "the module itself"
 
@@ -66,18 +66,18 @@ class Keywords(nn.Module):
         return x + 1
 
 
-def test_arguments_by_keyword_are_seen():
+def test_keyword_arguments_are_recorded():
     module = nn.ModuleDict({"a": Keywords()})
     assert leaf_peaks(module, lambda: module["a"](x=torch.tensor([-7.0])))["a"].input == 7.0
 
 
-def test_layers_come_in_the_order_in_which_they_ran_with_the_blocks_asked_for():
+def test_layers_are_listed_in_execution_order_with_extra_blocks():
     module = nn.ModuleDict({"late": nn.Identity(), "early": nn.Sequential(nn.Identity())})
     peaks = leaf_peaks(module, lambda: module["late"](module["early"](torch.ones(1))), also=("early",))
     assert list(peaks) == ["early.0", "early", "late"]
 
 
-def test_hooks_go_when_the_call_raises():
+def test_hooks_are_removed_when_the_call_raises():
     module = gains(1.0)
     for watch in (leaf_peaks, first_broken):
         with pytest.raises(TypeError):
@@ -85,7 +85,7 @@ def test_hooks_go_when_the_call_raises():
         assert hooks(module) == 0
 
 
-def test_another_threads_calls_are_not_seen():
+def test_calls_of_other_threads_are_not_recorded():
     module = gains(2.0)
 
     def call():
@@ -97,16 +97,16 @@ def test_another_threads_calls_are_not_seen():
     assert leaf_peaks(module, call)["0"].output == 2.0
 
 
-def test_the_largest_of_a_nest_of_tensors():
+def test_largest_of_nested_tensors():
     assert largest([torch.tensor([1.0, -7.0]), (torch.tensor(3), {"a": torch.ones(2).half()})]) == 7.0
     assert largest([torch.tensor(3), "text", torch.empty(0)]) == 0.0
     assert largest(torch.tensor([2.0, -448.0]).to(torch.float8_e4m3fn)) == 448.0, (
-        "as an embedding stored in fp8 puts out"
+        "like the output of an embedding stored in fp8"
     )
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32]
 )
-def test_broken_values_are_counted_in_every_dtype_that_weights_are_stored_in(dtype):
+def test_nonfinite_values_are_counted_in_every_weight_dtype(dtype):
     assert non_finite(torch.tensor([1.0, math.nan, 2.0, math.nan]).to(dtype)) == 2

@@ -1,4 +1,4 @@
-"""Memory peaks: right for a stage and for a rerun inside it, although they share one counter."""
+"""Memory peaks: correct for a stage and for a rerun inside it, although they share one counter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class Allocator:
-    """CUDA's counters as PyTorch keeps them: a peak since the last reset, of the whole process."""
+    """PyTorch's CUDA counters: the peak of the whole process since the last reset."""
 
     def __init__(self):
         self.now = self.peak = 0
@@ -45,20 +45,20 @@ def allocator(monkeypatch):
     return made
 
 
-def test_what_was_used_before_is_not_counted(allocator):
+def test_memory_used_before_or_after_is_not_counted(allocator):
     allocator.use(1000)
     allocator.use(-900)
     with peak_memory(CUDA) as peak:
         allocator.use_once(50)
     allocator.use(500)
-    assert peak() == PeakMemory(150, 300), "nor is what came afterwards"
+    assert peak() == PeakMemory(150, 300), "later use is not counted"
 
 
 @pytest.mark.parametrize("first", [700, 20])
-def test_a_stage_and_a_rerun_inside_it_both_know_their_own_peak(allocator, first):
+def test_stage_and_nested_rerun_have_their_own_peaks(allocator, first):
     allocator.use(100)
     with peak_memory(torch.device("cuda")) as stage:
-        allocator.use_once(first)  # before the rerun, which starts the counter anew
+        allocator.use_once(first)  # before the rerun resets the counter
         with peak_memory(CUDA) as rerun:
             allocator.use_once(60)
         allocator.use_once(10)
@@ -66,7 +66,7 @@ def test_a_stage_and_a_rerun_inside_it_both_know_their_own_peak(allocator, first
     assert stage() == PeakMemory(100 + max(first, 60), 2 * (100 + max(first, 60)))
 
 
-def test_a_rerun_counts_what_it_takes_beyond_what_was_there(allocator):
+def test_rerun_reports_memory_beyond_its_start(allocator):
     class OnCuda(torch.Tensor):
         is_cuda = True  # pyright: ignore[reportAssignmentType]
         device = CUDA  # pyright: ignore[reportAssignmentType]
@@ -75,26 +75,26 @@ def test_a_rerun_counts_what_it_takes_beyond_what_was_there(allocator):
     allocator.use(100)
     with peak_memory(CUDA) as stage, extra_peak(torch.nn.Linear(2, 2), [activations]) as extra:
         allocator.use_once(60)
-    assert extra() == 60, "its weights are in main memory, and it computes on CUDA"
+    assert extra() == 60, "weights in main memory, computation on CUDA"
     assert stage() == PeakMemory(160, 320)
 
 
-def test_a_run_that_fails_leaves_nobody_watching(allocator):
+def test_failed_run_leaves_no_watch(allocator):
     with pytest.raises(KeyError), peak_memory(CUDA):
         raise KeyError
     assert not peaks._watches
 
 
 def use_and_give_back(n_bytes):
-    """Of the system itself: an allocator may have as much at hand."""
+    """Memory from the system itself: an allocator could reuse its own."""
     with mmap.mmap(-1, n_bytes) as region:
         region[:: mmap.PAGESIZE] = b"\1" * len(range(0, n_bytes, mmap.PAGESIZE))
 
 
-def test_the_peak_of_a_process_on_a_cpu():
+def test_peak_memory_of_a_cpu_process():
     cpu = torch.device("cpu")
     if not peaks._start_anew(cpu):
-        pytest.skip("this system does not count")
+        pytest.skip("this system does not count peaks")
     size = 64 * 2**20
     with peak_memory(cpu) as stage:
         before = peaks._peak(cpu).used
@@ -104,10 +104,10 @@ def test_the_peak_of_a_process_on_a_cpu():
     found, inner = stage(), rerun()
     assert found and inner and found.reserved is None
     assert 0.9 * size < found.used - before < 1.5 * size
-    assert 0.9 * size / 4 < inner.used - before < 0.6 * size, "what was given back before it is not its own"
+    assert 0.9 * size / 4 < inner.used - before < 0.6 * size, "memory freed before the rerun is not counted"
 
 
-def test_a_system_that_does_not_count_says_so(monkeypatch, tmp_path):
+def test_peak_is_none_where_the_system_does_not_count(monkeypatch, tmp_path):
     monkeypatch.setattr(peaks, "_CLEAR", tmp_path / "missing" / "clear_refs")
     for device in ("cpu", "mps"):
         with peak_memory(torch.device(device)) as peak:
@@ -115,7 +115,7 @@ def test_a_system_that_does_not_count_says_so(monkeypatch, tmp_path):
     assert not peaks._watches
 
 
-def test_threads_that_overlap_are_told_what_was_reached_while_they_ran(allocator):
+def test_overlapping_threads_get_peaks_of_their_own_time(allocator):
     inside, go_on = threading.Event(), threading.Event()
 
     def run():
@@ -134,7 +134,7 @@ def test_threads_that_overlap_are_told_what_was_reached_while_they_ran(allocator
     assert mine() == PeakMemory(0, 0)
 
 
-def test_in_words():
+def test_memory_as_text():
     cuda = Memory("cuda:0", PeakMemory(11_300_000_000, 12_000_000_000), 5_100_000_000)
     assert str(cuda) == "11.3 GB at its peak on cuda:0, 5.1 GB of it weights; 12.0 GB with what PyTorch keeps for later"
     assert (

@@ -1,4 +1,4 @@
-"""A network by its plan in layers, as it is where its blocks are compiled."""
+"""A network computed by a plan in its layers, as used for compiled blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from comfyui_onediff_guard.precision.planned_products import Scale
 from comfyui_onediff_guard.precision.shallow_copy import structural_copy
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from guards import error
-from sample_networks import HOT, check_scales, check_steps, is_changed_in, scaled
+from sample_networks import HOT, check_scales, check_steps, inputs_of_next_step, scaled
 from sample_networks import heated as heated_of_diffusers
 from small_denoisers import ATTENTION, FEED_FORWARD, MODELS, build
 from torch._dynamo.utils import counters
@@ -32,7 +32,7 @@ EAGERLY = BackendChoice(EAGER, "")
 
 
 class Layered:
-    """The attempt at a network with every layer scaled, whose blocks are computed by a plan in layers."""
+    """A half-precision attempt with all layers scaled, whose blocks follow a plan in their layers."""
 
     def __init__(self, module: torch.nn.Module, known: KnownPeaks | None = None, choice: BackendChoice = EAGERLY):
         self.parts = [name for name in LISTS if getattr(module, name, None) is not None]
@@ -69,23 +69,21 @@ def heated(name: str, hot: str) -> tuple[torch.nn.Module, Callable[[], dict[str,
     return heated_of_diffusers(name, hot)
 
 
-OURS = [*MODELS, "WanTransformer3DModel", "UNet2DConditionModel"]  # of each kind that samplers compile
+OURS = [*MODELS, "WanTransformer3DModel", "UNet2DConditionModel"]  # each kind that samplers compile
 
 
 @pytest.mark.parametrize("hot", HOT)
 @pytest.mark.parametrize("name", OURS)
-def test_each_step_is_four_times_nearer_to_fp32_than_bf16_and_a_healthy_one_as_near_as_plain_fp16(
-    name: str, hot: str
-) -> None:
+def test_planned_steps_are_four_times_nearer_to_fp32_than_bf16(name: str, hot: str) -> None:
     module, inputs = heated(name, hot)
     module.half()
     layered = Layered(module)
     check_steps(layered, module, inputs, healthy=hot == "nothing")
-    assert len(layered.plans) == 1  # and none failed
+    assert len(layered.plans) == 1  # no plan failed
     check_scales(layered.scales, healthy=hot == "nothing")
 
 
-def test_a_layer_has_its_own_scale_and_is_computed_as_the_same_one_of_the_other_blocks() -> None:
+def test_layer_scaled_in_one_block_is_scaled_in_every_block() -> None:
     module, inputs = heated("CogVideoX-5B", "middle")
     layered = Layered(module.half())
     layered(**inputs())
@@ -95,7 +93,7 @@ def test_a_layer_has_its_own_scale_and_is_computed_as_the_same_one_of_the_other_
     assert set(layered.scales) == {name for name, part in module.named_modules() if isinstance(part, layers)}
 
 
-SPIKES = {  # what a later step does that the first one did not
+SPIKES = {  # changes from the first step to a later one
     "louder input": lambda call, _module: call | {"hidden_states": call["hidden_states"] * 2.0**18},
     "louder prompt": lambda call, _module: call | {"encoder_hidden_states": call["encoder_hidden_states"] * 2.0**18},
     "an infinite value": lambda call, _module: call | {
@@ -112,9 +110,7 @@ SPIKES = {  # what a later step does that the first one did not
 @pytest.mark.parametrize("spike", SPIKES)
 @pytest.mark.parametrize("hot", ["nothing", "middle"])
 @pytest.mark.parametrize("name", ["CogVideoX-5B", "CogView4"])
-def test_what_leaves_the_plan_is_not_finite_or_right_and_the_next_plan_holds_it(
-    name: str, hot: str, spike: str
-) -> None:
+def test_step_outside_the_plan_is_nonfinite_or_right_then_replanned(name: str, hot: str, spike: str) -> None:
     module, inputs = heated(name, hot)
     layered = Layered(module.half())
     layered(**inputs())
@@ -136,7 +132,7 @@ def test_what_leaves_the_plan_is_not_finite_or_right_and_the_next_plan_holds_it(
         assert len(layered.plans) == 2
 
 
-def test_a_later_run_begins_with_what_an_earlier_one_showed() -> None:
+def test_later_run_starts_with_peaks_of_an_earlier_one() -> None:
     module, inputs = heated("CogVideoX-5B", "middle")
     first = Layered(module.half())
     first(**inputs())
@@ -145,21 +141,21 @@ def test_a_later_run_begins_with_what_an_earlier_one_showed() -> None:
     assert torch.equal(later(**inputs()), expected) and later.plans == first.plans
 
 
-@pytest.mark.parametrize("has", [True, False])
-def test_it_says_that_layers_are_scaled_by_rows_where_a_device_has_no_float32_products(
-    monkeypatch: pytest.MonkeyPatch, has: bool
+@pytest.mark.parametrize("available", [True, False])
+def test_report_says_layers_are_scaled_by_rows_without_fp32_products(
+    monkeypatch: pytest.MonkeyPatch, available: bool
 ) -> None:
-    monkeypatch.setattr(planned_products, "_has_float32_products", lambda _: has)
+    monkeypatch.setattr(planned_products, "_has_float32_products", lambda _: available)
     module, inputs = heated("CogVideoX-5B", "middle")
     layered = Layered(module.half())
     assert not layered.attempt.slower()
     exact = run_in_fp32(module, **inputs())[0]
     assert all(error(layered(**inputs()), exact) < 2e-3 for _ in range(2))
-    assert bool(re.match(r"[1-9]\d* layers are scaled row by row", layered.attempt.slower())) is not has
+    assert bool(re.match(r"[1-9]\d* layers are scaled row by row", layered.attempt.slower())) is not available
 
 
-def test_shells_of_blocks_stay_in_the_way() -> None:
-    """As a step cache and an offload put them there."""
+def test_wrapped_block_forward_is_still_called() -> None:
+    """A step cache and an offload replace the forward of blocks like this."""
     module, inputs = heated("CogVideoX-5B", "nothing")
     layered = Layered(module.half())
     seen: list[bool] = []
@@ -174,7 +170,7 @@ def test_shells_of_blocks_stay_in_the_way() -> None:
     assert torch.equal(steps[1], layered(**call))
 
 
-def test_the_untouched_module_and_a_run_by_rows_are_not_changed_by_a_plan() -> None:
+def test_plan_changes_neither_the_module_nor_a_run_by_rows() -> None:
     module, inputs = heated("CogView4", "middle")
     before = {name: (type(part), *vars(part)) for name, part in module.half().named_modules()}
     layered = Layered(module)
@@ -185,25 +181,25 @@ def test_the_untouched_module_and_a_run_by_rows_are_not_changed_by_a_plan() -> N
 
 
 @pytest.mark.parametrize("name", ["CogVideoX-5B", "CogView4", "WanTransformer3DModel"])
-def test_inductor_makes_one_graph_and_no_worse_numbers(name: str) -> None:
+def test_inductor_compiles_one_graph_as_near_to_fp32_as_eager(name: str) -> None:
     module, inputs = heated(name, "middle")
     module.half()
     torch._dynamo.reset()
     counters.clear()
     eager, run = Layered(module), Layered(module, choice=BackendChoice("inductor", ""))
-    call, changed = inputs(), is_changed_in(inputs(), 0.5)
+    call, changed = inputs(), inputs_of_next_step(inputs(), 0.5)
     exact = run_in_fp32(partial(module, **call))[0]
     expected, found = [(eager(**call), run(**call)) for _ in range(2)][-1]
     assert error(found, exact) <= 1.1 * error(expected, exact) < 1e-3
-    assert counters["stats"]["unique_graphs"] == 1  # of the hot block, too
+    assert counters["stats"]["unique_graphs"] == 1  # for the overflowing block too
     assert not counters["graph_break"]
     run(**changed)
     assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_what_attention_is_given_beyond_fp16_is_nan_in_inductors_code_too(at: int) -> None:
-    """It leaves out roundings within a kernel, where such a value is finite."""
+def test_inductor_attention_beyond_fp16_is_not_finite(at: int) -> None:
+    """Inductor skips fp16 rounding inside a kernel, where such a value stays finite."""
     torch._dynamo.reset()
 
     def block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -218,18 +214,18 @@ def test_what_attention_is_given_beyond_fp16_is_nan_in_inductors_code_too(at: in
 
 
 @pytest.mark.parametrize("layer", [torch.nn.Linear(64, 64, bias=False), torch.nn.Conv1d(64, 64, 1, bias=False)])
-def test_an_output_that_is_looked_at_is_nan_where_it_is_too_quiet_for_fp16(layer: torch.nn.Module) -> None:
+def test_checked_output_too_small_for_fp16_is_nan(layer: torch.nn.Module) -> None:
     layer = layer.half().requires_grad_(False)
     x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).half()
-    for looks in (False, True):
-        shell = with_planned_layers(torch.nn.ModuleList([layer]), {"0": Scale(fp16=True, checked=looks)})
+    for checked in (False, True):
+        shell = with_planned_layers(torch.nn.ModuleList([layer]), {"0": Scale(fp16=True, checked=checked)})
         assert torch.equal(shell[0](x), layer(x))
-        assert bool(shell[0](x * 2.0**-16).isnan().all()) is looks
+        assert bool(shell[0](x * 2.0**-16).isnan().all()) is checked
 
 
 SCALES = {
-    "with room": Scale(fp16=True),
-    "looked at": Scale(fp16=True, checked=True),
+    "fp16": Scale(fp16=True),
+    "fp16, checked": Scale(fp16=True, checked=True),
     "scaled": Scale(exponent=3),
     "by rows": None,
 }
@@ -237,8 +233,8 @@ SCALES = {
 
 @pytest.mark.parametrize("how", SCALES.values(), ids=SCALES)
 @pytest.mark.parametrize("name", ["CogVideoX-2B", "CogView3-Plus"])
-def test_a_layer_still_puts_the_tokens_of_all_ranks_together(name: str, how: Scale | None) -> None:
-    """The last layer of a denoiser whose tokens are shared: on "meta", where nothing is sent."""
+def test_planned_layer_gathers_tokens_of_all_ranks(name: str, how: Scale | None) -> None:
+    """The last layer of a denoiser whose tokens are split over ranks: on "meta", where nothing is sent."""
     module, call = build(name)
     context = MODELS[name].family.context
     assert context is not None

@@ -1,4 +1,4 @@
-"""Precision by architecture, model and component: the whole matrix, and the facts that it stands on."""
+"""Precision by architecture, model and component: the whole table and the facts behind it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from comfyui_onediff_guard.precision.policy import (
 TEXT, IMAGE, VAE_IN, DENOISER, VAE_OUT = Component
 AUTO, BF16, FP16, PLAIN, FP32, FP8, INT8 = Precision
 
-# What the authors and vendors say, written by hand. `safe` is fp16 with overflow protection.
-# No bf16 below sm80, on RDNA 2, on Apple GPUs; fp16 is not worth having on sm61 and CPUs.
+# Written by hand from the authors' and vendors' documents. `safe` is fp16 with overflow protection.
+# No bf16 below sm80, on RDNA 2 and on Apple GPUs; fp16 brings nothing on sm61 and CPUs.
 GOLDEN = """
                       sm61 sm70 sm75 sm80 sm86 sm89 sm90 sm120 sm130 gfx90a gfx1030 gfx1100 gfx9999 mps  cpu
 CogVideoX-2B          fp32 safe safe safe safe safe safe safe  safe  safe   safe    safe    safe    safe fp32
@@ -53,7 +53,7 @@ TWO_B = VARIANTS["CogVideoX-2B"]
 
 
 def every_plan(device: Architecture) -> Iterator[tuple[Variant, Precision, Accumulation, Plan]]:
-    """All that can be asked for on a device, but for bf16, fp8 and int8 where there is none."""
+    """Every possible request on a device, without bf16, fp8 and int8 where the device lacks them."""
     for variant, request, switch in product(VARIANTS.values(), Precision, Accumulation):
         quantises = not request.quantises or request.value in device.quantises
         if quantises and (request is not BF16 or device.bf16 != "none"):
@@ -62,7 +62,7 @@ def every_plan(device: Architecture) -> Iterator[tuple[Variant, Precision, Accum
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_auto_chooses_what_the_documents_say(row: list[str]) -> None:
+def test_auto_matches_the_documented_table(row: list[str]) -> None:
     variant = VARIANTS[row[0]]
     found = {}
     for card in CARDS:
@@ -71,7 +71,7 @@ def test_auto_chooses_what_the_documents_say(row: list[str]) -> None:
     assert found == dict(zip(CARDS, row[1:], strict=True))
 
 
-def test_the_documents_speak_of_every_model() -> None:
+def test_documented_table_lists_every_model() -> None:
     assert [row[0] for row in ROWS] == list(VARIANTS)
 
 
@@ -79,22 +79,22 @@ EXPECTED = {BF16: "bf16", FP16: "fp16", PLAIN: "fp16", FP32: "fp32", FP8: "bf16"
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_every_plan_of_a_device(device: Architecture) -> None:
-    assert device.native_bf16 or not device.quantises, "all else is bf16"
+def test_every_plan_of_a_device_is_consistent(device: Architecture) -> None:
+    assert device.native_bf16 or not device.quantises, "layers that are not quantised run in bf16"
     for variant, request, switch, plan in every_plan(device):
         denoiser = choose(device, variant, DENOISER, request, switch)
-        assert (plan.dtype, plan.reason) == (denoiser.dtype, denoiser.reason), "all run as the denoiser"
-        assert plan.dtype == EXPECTED.get(request, plan.dtype), "what is asked for is done"
+        assert (plan.dtype, plan.reason) == (denoiser.dtype, denoiser.reason), "all run like the denoiser"
+        assert plan.dtype == EXPECTED.get(request, plan.dtype), "the requested dtype is used"
         assert plan.half == (plan.dtype in ("fp16", "bf16"))
 
         assert plan.guarded == (plan.dtype != "fp32" and request is not PLAIN)
         can_be = plan.component in (TEXT, VAE_IN) or (plan.component is DENOISER and variant.protected)
         assert plan.overflow_protection == (can_be and plan.dtype == "fp16" and request is not PLAIN)
         assert plan.guarded or not plan.overflow_protection, (
-            "it does not help overflow inside a block: the guard must be there"
+            "it does not prevent overflow inside a block: the guard is required"
         )
         if plan.dtype == "fp16" and request is not PLAIN and plan.component is DENOISER and variant.leaves_fp16:
-            assert plan.overflow_protection and plan.guarded, "never plain fp16 unless asked for by that name"
+            assert plan.overflow_protection and plan.guarded, "plain fp16 only by its own name"
 
         is_denoiser, fast = plan.component is DENOISER, switch is Accumulation.FAST
         assert plan.quantised == (request.value if request.quantises and is_denoiser else "")
@@ -110,7 +110,7 @@ def test_every_plan_of_a_device(device: Architecture) -> None:
         assert plan.reason.startswith(f"{request.value}, as you chose") or request is AUTO
         assert plan.guard_reason.startswith("on" if plan.guarded else ("off", "not needed"))
         assert ("'fast'" if fast else str(device)) in plan.accumulation_reason
-        if request is not AUTO:  # what costs something says what
+        if request is not AUTO:  # a costly request names its cost
             safe = request is FP16 and plan.dtype == "fp16"
             assert ("is slow on" in plan.reason) == (safe and not device.fast_fp16 and not device.fp16_wrong)
             assert ("comes out wrong on" in plan.reason) == (safe and device.fp16_wrong)
@@ -123,7 +123,7 @@ def test_every_plan_of_a_device(device: Architecture) -> None:
 
 @pytest.mark.parametrize("accumulation", Accumulation)
 @pytest.mark.parametrize("request_", [FP16, PLAIN, BF16, FP32, INT8])
-def test_sums_in_fp16_are_the_denoisers_in_checked_fp16_where_they_are_asked_for(request_, accumulation):
+def test_fp16_sums_are_only_for_a_denoiser_in_fp16_on_request(request_, accumulation):
     for component in TWO_B.components:
         plan = choose(ARCHITECTURES["sm89"], TWO_B, component, request_, accumulation)
         wanted = (component, request_, accumulation) == (DENOISER, FP16, Accumulation.FP16)
@@ -132,7 +132,7 @@ def test_sums_in_fp16_are_the_denoisers_in_checked_fp16_where_they_are_asked_for
         assert plan.fp16_sums_reason.startswith("off: ") == asked_in_vain
     others = ("sm90", "cpu") if request_ is INT8 else ("sm90", "cpu", "gfx11")
     plans = [choose(ARCHITECTURES[name], TWO_B, DENOISER, request_, accumulation) for name in others]
-    assert not any(plan.fp16_sums for plan in plans), "they multiply no faster with it"
+    assert not any(plan.fp16_sums for plan in plans), "no speedup on these devices"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_sums_in_fp16_are_the_denoisers_in_checked_fp16_where_they_are_asked_for
         ("sm80", "SVD-XT", "fp16, since SVD-XT is published in fp16"),
     ],
 )
-def test_the_reason_for_auto_names_the_fact_that_decided(device: str, model: str, reason: str) -> None:
+def test_reason_for_auto_names_the_deciding_fact(device: str, model: str, reason: str) -> None:
     assert choose(named(device), VARIANTS[model], DENOISER, AUTO).reason == reason
 
 
@@ -155,7 +155,7 @@ QUANTISES = {"sm75": "", "sm80": "int8", "sm86": "int8", "sm89": "fp8 int8", "sm
 
 
 @pytest.mark.parametrize(("device", "kinds"), QUANTISES.items())
-def test_fp8_from_ada_and_int8_from_ampere_on_and_elsewhere_the_error_says_what_to_choose(device, kinds):
+def test_fp8_and_int8_are_rejected_on_cards_without_them(device, kinds):
     row = named(device)
     assert row.quantises == tuple(kinds.split())
     for request, needs in ((FP8, "8.9 or newer"), (INT8, "8.0 or newer")):
@@ -166,7 +166,7 @@ def test_fp8_from_ada_and_int8_from_ampere_on_and_elsewhere_the_error_says_what_
                 choose(row, TWO_B, DENOISER, request)
 
 
-def test_bf16_is_refused_where_there_is_none_and_the_error_says_what_to_choose() -> None:
+def test_bf16_is_rejected_where_missing_with_alternatives() -> None:
     for variant in VARIANTS.values():
         for component in variant.components:
             with pytest.raises(
@@ -177,7 +177,7 @@ def test_bf16_is_refused_where_there_is_none_and_the_error_says_what_to_choose()
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=lambda v: v.name)
-def test_a_component_that_a_model_lacks_is_refused_and_the_error_says_what_it_has(variant: Variant) -> None:
+def test_missing_component_is_rejected_with_the_existing_ones(variant: Variant) -> None:
     lacking = set(Component) - set(variant.components)
     for component, request in product(lacking, Precision):
         with pytest.raises(PlanImpossible) as refused:
@@ -189,7 +189,7 @@ def test_a_component_that_a_model_lacks_is_refused_and_the_error_says_what_it_ha
     assert [part.words for part in Component] == words
 
 
-def test_weights_of_2b_stored_in_bf16_are_a_fine_tune_that_may_overflow() -> None:
+def test_cogvideox_2b_stored_in_bf16_is_treated_as_bf16_fine_tune() -> None:
     tuned = as_stored(TWO_B, "BF16")
     native, emulating = (choose(device, tuned, DENOISER, AUTO) for device in (SM80, SM75))
     assert native.dtype == "bf16"
@@ -198,7 +198,7 @@ def test_weights_of_2b_stored_in_bf16_are_a_fine_tune_that_may_overflow() -> Non
     assert (tuned.name, tuned.components, tuned.source) == (TWO_B.name, TWO_B.components, TWO_B.source)
 
 
-def test_weights_of_svd_stored_in_bf16_have_no_stream() -> None:
+def test_svd_stored_in_bf16_needs_no_overflow_protection() -> None:
     tuned = as_stored(VARIANTS["SVD"], "BF16")
     assert choose(SM80, tuned, DENOISER, AUTO).dtype == "bf16"
     plan = choose(SM75, tuned, DENOISER, AUTO)
@@ -211,13 +211,13 @@ def test_weights_of_svd_stored_in_bf16_have_no_stream() -> None:
 
 @pytest.mark.parametrize("name", ["CogVideoX-2B", "CogVideoX-5B", "SVD"])
 @pytest.mark.parametrize("stored", ["F16", "F32", "BF16"])
-def test_other_stored_dtypes_are_no_evidence(name: str, stored: str) -> None:
-    """People convert bf16 models to fp16: their activations stay what they were."""
+def test_stored_dtype_matters_only_for_fp16_models_stored_in_bf16(name: str, stored: str) -> None:
+    """People convert bf16 models to fp16: the activations do not change."""
     known, trained_in_fp16 = VARIANTS[name], VARIANTS[name].trained_in == "fp16"
     assert (as_stored(known, stored) == known) == (stored != "BF16" or not trained_in_fp16)
 
 
-def test_a_new_model_and_a_new_architecture_are_one_entry_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_model_or_architecture_needs_one_table_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     toy = Variant("Toy-1B", "bf16", True, True, (TEXT, DENOISER, VAE_OUT), "https://example.org/toy")
     monkeypatch.setitem(VARIANTS, "Toy-1B", toy)
     rubin = replace(ARCHITECTURES["sm121"], name="sm140", label="Rubin")
@@ -232,7 +232,7 @@ def test_a_new_model_and_a_new_architecture_are_one_entry_each(monkeypatch: pyte
     assert choose(SM75, toy, DENOISER, AUTO).overflow_protection
     text = page.render()
     assert "| [Toy-1B] | bf16 | yes | yes | text encoder, denoiser, VAE decoder |" in text
-    assert "[CogView4-6B], [Toy-1B] |" in text, "in the column of those that run like it"
+    assert "[CogView4-6B], [Toy-1B] |" in text, "in the column of models with the same plan"
     assert "[Toy-1B]: https://example.org/toy\n" in text
     assert "| Rubin | `sm140` | native | yes | yes | yes | yes | untried |" in text
-    assert "Rubin (`sm140`), Wave (`gfx15`)" in text, "in the row of those that run like it"
+    assert "Rubin (`sm140`), Wave (`gfx15`)" in text, "in the row of devices with the same plan"

@@ -1,4 +1,4 @@
-"""docs/precision.md says what the tables say, and is up to date."""
+"""docs/precision.md matches the precision tables and is up to date."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_the_committed_page_is_up_to_date_and_make_docs_writes_it(root: Path, tmp_path: Path) -> None:
+def test_committed_page_is_current_and_written_by_make_docs(root: Path, tmp_path: Path) -> None:
     committed = page.PAGE.read_bytes() if page.PAGE.exists() else b""
-    assert committed == PAGE.encode(), "docs/precision.md is not what the tables say: run make docs"
+    assert committed == PAGE.encode(), "docs/precision.md does not match the tables: run make docs"
     page.main(tmp_path / "precision.md")
     assert (tmp_path / "precision.md").read_bytes() == committed and root / "docs" / "precision.md" == page.PAGE
     makefile = (root / "Makefile").read_text(encoding="utf-8")
     assert makefile.split("\ndocs:", 1)[1].split("\n\n", 1)[0].endswith(f"python scripts/{page.__name__}.py")
 
 
-def test_the_matrix_is_what_auto_chooses() -> None:
+def test_page_matrix_matches_auto() -> None:
     section = PAGE.split("## What `auto` chooses\n", 1)[1].split("\n##", 1)[0]
     titles, _, *rows = (cells(line) for line in section.splitlines() if line.startswith("|"))
     models = [set(re.findall(r"\[([^]]+)\]", title)) for title in titles]

@@ -1,4 +1,4 @@
-"""What the probe measures on a small module, and what it recommends."""
+"""The probe: its measurements on a small module and its recommendations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def probed_calls(module, blocks, *inputs):
 MAX = 65504.0
 
 
-def test_peaks_are_of_one_step_over_all_its_calls():
+def test_peaks_cover_all_calls_of_a_step():
     module = nn.Sequential(nn.Sequential(Gain(2.0)), nn.Sequential(nn.Dropout(), Gain(-1e6))).eval()
     probe = Probe(module, block_names(module, ["0", "1"]))
     for step in [(torch.full((3,), 1.0), torch.full((1,), -4.0)), (torch.full((2,), MAX),)]:
@@ -42,14 +42,14 @@ def test_peaks_are_of_one_step_over_all_its_calls():
             probe.watch(lambda x=x: module(x))
         probe.end_step()
     first, second = probe.probed.steps
-    assert list(first) == ["0.0", "0", "1.1", "1"], "as they end; a dropout only hands on"
+    assert list(first) == ["0.0", "0", "1.1", "1"], "in the order they end, without the dropout"
     assert first["0.0"] == first["0"] == Peak(4.0, 8.0)
     assert first["1"] == Peak(8.0, pytest.approx(8e6))
-    assert probe.probed.reach("1", first["1"]) == pytest.approx(8e6), "of a block, what it puts out"
+    assert probe.probed.reach("1", first["1"]) == pytest.approx(8e6), "for a block, its output"
     assert second["0"] == Peak(MAX, 2 * MAX) and probe.probed.worst()[0].step == 1
 
 
-# --- what is recommended ----------------------------------------------------------------------------------------------
+# --- recommendations --------------------------------------------------------------------------------------------------
 
 X = torch.linspace(-3, 3, 48).reshape(1, 6, 8)
 
@@ -83,8 +83,8 @@ HOPELESS = PrecisionOverrides(whole_run_fp32=True), "fp16 is not enough"
         (("infinite",), *HOPELESS, "", "fp32 is not enough", "fp32 is not enough"),
     ],
 )  # fmt: skip
-def test_what_a_dtype_needs_and_what_is_recommended(faults, learned, plan, says, native, other):
-    """native, other: recommended where fp16 is the plan's own, on a card with native bf16 and on one without."""
+def test_verdict_and_recommendation_for_each_overflow(faults, learned, plan, says, native, other):
+    """native, other: recommendation for a plan in fp16, on a card with and without native bf16."""
     module = broken_by(*faults)
     probed = measured(module)
     verdict = judge(probed, "fp16")
@@ -95,11 +95,11 @@ def test_what_a_dtype_needs_and_what_is_recommended(faults, learned, plan, says,
         attempt = build_half_precision_forward(module, verdict.learned, verdict.dtype)
         expected = copy.deepcopy(module).float()(X)[0]
         assert (attempt.run(X.half())[0].float() - expected).abs().max() < 0.1
-    assert bool(torch.isfinite(module(X.half())[0]).all()) is not bool(faults), "as it is, it fails"
+    assert bool(torch.isfinite(module(X.half())[0]).all()) is not bool(faults), "plain fp16 fails"
 
 
 @pytest.mark.parametrize("native_bf16", [False, True])
-def test_the_plans_own_dtype_comes_first_where_it_fits(native_bf16):
+def test_planned_dtype_is_recommended_if_it_fits(native_bf16):
     probed = measured(build())
     for dtype in ("fp16", "bf16", "fp32"):
         assert recommend(probed, dtype, native_bf16=native_bf16).dtype == dtype
@@ -113,11 +113,11 @@ def test_the_plans_own_dtype_comes_first_where_it_fits(native_bf16):
         ({"blocks.0.inner": Peak(1, 3.4e38), "blocks.0": Peak(1, 3.4e38)}, "bf16 is not enough"),
     ],
 )
-def test_bf16_lacks_the_last_of_fp32s_range(peaks: dict[str, Peak], plan: str) -> None:
+def test_bf16_does_not_cover_the_end_of_fp32_range(peaks: dict[str, Peak], plan: str) -> None:
     assert judge(Probed(("blocks.0",), (peaks,)), "bf16").plan == plan
 
 
-def test_what_cannot_be_scaled_by_itself_has_every_layer_scaled():
+def test_single_overflowing_layer_gets_all_layers_scaled():
     module = nn.Linear(1, 1)
     module.weight.data.fill_(2.0**-17)  # exact in every dtype
     verdict = judge(probed_calls(module, (), torch.full((1, 1), 1e5)), "fp16")
@@ -130,7 +130,7 @@ def test_what_cannot_be_scaled_by_itself_has_every_layer_scaled():
     [(nn.Linear(64, 64), (6, 64)), (nn.Conv2d(64, 64, 3, padding=1, padding_mode="circular"), (2, 64, 5, 5))],
 )
 @pytest.mark.parametrize(("ratio", "apart"), [(1.0, False), (100.0, False), (1e9, True)])
-def test_values_that_every_layer_scaled_does_not_resolve_are_named(monkeypatch, layer, shape, ratio, apart, stored):
+def test_inputs_too_far_apart_for_scaling_are_named(monkeypatch, layer, shape, ratio, apart, stored):
     layer, x = (
         copy.deepcopy(layer).requires_grad_(False),
         torch.randn(shape, generator=torch.Generator().manual_seed(0)),
@@ -143,12 +143,12 @@ def test_values_that_every_layer_scaled_does_not_resolve_are_named(monkeypatch, 
     assert [*probed.too_far_apart] == ["0"] * apart and verdict.fits is not apart
     assert ("'0' is given values that differ too much in size" in verdict.reason) is apart
     assert recommend(probed, "fp16", native_bf16=False).plan == ("fp32" if apart else "fp16 with overflow protection")
-    monkeypatch.setattr(scaled_products, "_is_on_host", lambda _: False)  # as on a GPU, where a run then ends in fp32
+    monkeypatch.setattr(scaled_products, "_is_on_host", lambda _: False)  # as on a GPU, which falls back to fp32
     made = run_in(ScaledHalfMatmulMode(torch.float16), module, (x,), {})
     assert bool(made.isfinite().all()) is not apart
 
 
-def test_the_worst_are_named_and_what_blocks_hand_on_once():
+def test_worst_lists_layers_by_peak_and_only_one_block():
     module = build(6)
     overflow_stream(module, 1)
     overflow_inside(module, 3)
@@ -159,7 +159,7 @@ def test_the_worst_are_named_and_what_blocks_hand_on_once():
     assert [entry.reach for entry in worst] == sorted((entry.reach for entry in worst), reverse=True)
 
 
-def test_layers_whose_inputs_differ_too_much_in_size_are_told() -> None:
+def test_report_names_layers_with_inputs_too_far_apart() -> None:
     apart = {"a.b": 31.26, "c": 2.0}
     probed = Probed((), ({name: Peak(1.0, 1e6) for name in apart},), apart)
     plan = choose(named("sm75"), VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision.FP16)

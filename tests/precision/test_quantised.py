@@ -1,6 +1,6 @@
-"""Quantised linear layers: which, in what shell, what watches them, and what torchao's quantisers do to broken values.
+"""Quantised linear layers: which are quantised, their shallow copy, the sentinel, and torchao's handling of NaN.
 
-torchao's own quantisers and kernels compute here; fp8 by PyTorch's CPU kernel, which torchao's own entry refuses.
+torchao's own quantisers and kernels run here; fp8 uses PyTorch's CPU kernel directly, since torchao rejects it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS = ("int8", "fp8")
 
 
 class Network(nn.Module):
-    """x [batch, tokens, 64] → the same."""
+    """x [batch, tokens, 64] → same shape."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ def tokens(seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp8 is quantised here too."""
+    """Let fp8 be quantised on the CPU too."""
     own = quantised_weight
     by_kind = {"fp8": fp8_weight, "int8": lambda layer: own(layer, "int8")}
     monkeypatch.setattr(quantised, "quantised_weight", lambda layer, kind: by_kind[kind](layer))
@@ -85,17 +85,17 @@ def filled(module: nn.Module, kind: str = "int8") -> QuantisedLinears:
     [
         ("attn1.to_q", 1920, 1920, True, True),
         ("attn1.to_out.0", 1920, 1920, True, True),
-        ("attn1.to_q.base_layer", 1920, 1920, True, True),  # a LoRA's around it
+        ("attn1.to_q.base_layer", 1920, 1920, True, True),  # inside a LoRA layer
         ("ff.net.0.proj", 1920, 7680, True, True),
-        ("norm1.linear", 512, 11520, True, False),  # modulates: one row a sample
+        ("norm1.linear", 512, 11520, True, False),  # modulation: one row per sample
         ("resnets.0.time_emb_proj", 1280, 1280, True, False),
         ("attn1.to_q.lora_A.default", 1920, 64, True, False),
         ("attn1.to_q", 320, 320, True, False),
-        ("attn1.to_q", 1928, 1928, True, False),  # no multiple of 16
+        ("attn1.to_q", 1928, 1928, True, False),  # not a multiple of 16
         ("attn1.to_q", 1920, 1920, False, False),  # kept in float32
     ],
 )
-def test_the_large_layers_of_the_blocks_are_quantised(name, inputs, outputs, half, chosen) -> None:
+def test_only_large_layers_of_blocks_are_quantised(name, inputs, outputs, half, chosen) -> None:
     def worth(name: str, kind: type[nn.Linear] = nn.Linear) -> tuple[str, ...]:
         module: nn.Module = kind(inputs, outputs, device="meta", dtype=torch.float16 if half else torch.float32)
         for part in reversed(name.split(".")):
@@ -113,7 +113,7 @@ class Own(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_shell_shares_everything_and_the_network_stays_as_it_is(kind, on_cpu, monkeypatch):
+def test_quantised_copy_shares_weights_and_network_is_unchanged(kind, on_cpu, monkeypatch):
     module = network()
     before = {name: (id(weight), weight.clone()) for name, weight in module.named_parameters()}
     right, single = module(tokens()), run_in_fp32(module, tokens())
@@ -124,7 +124,7 @@ def test_the_shell_shares_everything_and_the_network_stays_as_it_is(kind, on_cpu
     with monkeypatch.context() as patch:
         dequantise(patch)
         exact = shell(tokens())
-    assert error(right, single) < error(made, single) < 1.5 * error(exact, single), "quantised, and near"
+    assert error(right, single) < error(made, single) < 1.5 * error(exact, single), "quantised and accurate"
     assert dict(shell.named_parameters()).keys() == before.keys()
     assert {name: id(weight) for name, weight in shell.named_parameters()} == {n: i for n, (i, _) in before.items()}
     assert all(torch.equal(weight, before[name][1]) for name, weight in module.named_parameters())
@@ -132,10 +132,10 @@ def test_the_shell_shares_everything_and_the_network_stays_as_it_is(kind, on_cpu
     assert not any(hasattr(part, "quantised_weight") for part in module.modules())
 
 
-def test_a_layer_that_is_left_out_is_the_networks_own_and_no_setting_of_the_process_changes() -> None:
+def test_excluded_layer_is_original_and_global_settings_are_kept() -> None:
     import torch._inductor.config as inductor
 
-    def settings() -> tuple[Any, ...]:  # torchao's own default sets both
+    def settings() -> tuple[Any, ...]:  # torchao's default changes both
         return inductor.save_config_portable(), torch.get_float32_matmul_precision()
 
     before, module = settings(), network()
@@ -147,7 +147,7 @@ def test_a_layer_that_is_left_out_is_the_networks_own_and_no_setting_of_the_proc
     assert torch.equal(layers.shell(module, but=NAMES)(tokens()), module(tokens()))
 
 
-def test_weights_are_there_from_fill_to_empty() -> None:
+def test_quantised_weights_exist_from_fill_to_empty() -> None:
     layers = QuantisedLinears(network(), BLOCKS, "int8")
     assert layers.n_bytes == 2 * 2 * (2 * WIDTH * WIDTH) + 2 * 5 * (2 * WIDTH + WIDTH)
     assert all(layer.quantised_weight is None for layer in layers._layers.values())
@@ -164,8 +164,8 @@ def test_weights_are_there_from_fill_to_empty() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_torchaos_dynamic_quantisers_hand_on_what_is_not_finite_and_zeros(kind: str, value: float) -> None:
-    """As the module's docstring says of torchao 0.18; for zeros by fp8's lower bound."""
+def test_torchao_dynamic_quantisers_propagate_nonfinite_and_zeros(kind: str, value: float) -> None:
+    """As the module's docstring says about torchao 0.18; zeros work because of fp8's lower bound."""
     layer: Any = network().blocks[0].inner
     x, zeros = torch.randn(2, 16, WIDTH).bfloat16(), torch.zeros(1, 16, WIDTH).bfloat16()
     x[1, 3, 7] = value
@@ -175,7 +175,7 @@ def test_torchaos_dynamic_quantisers_hand_on_what_is_not_finite_and_zeros(kind: 
     assert torch.equal(F.linear(zeros, weight, layer.bias), layer(zeros))
 
 
-def test_no_sum_is_cut_off_where_onednn_may_not_use_vnni(fresh_python: Any) -> None:
+def test_int8_sums_do_not_saturate_without_vnni(fresh_python: Any) -> None:
     code = """
 import torch
 from comfyui_onediff_guard.precision.quantised import quantised_weight
@@ -185,23 +185,23 @@ made = torch.nn.functional.linear(torch.ones(16, 512, dtype=torch.bfloat16), qua
 print(float((made - 512).abs().max()) / 512)
 """
     off = float(fresh_python(code, ONEDNN_MAX_CPU_ISA="AVX2"))
-    assert off < 2 / 64, "a rounding of the input, and one of the weight"
+    assert off < 2 / 64, "rounding of input and weight"
 
 
-def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torchao_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lacking("int8") == ""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "'int8' needs torchao" in lacking("int8") and quantised.TORCHAO in lacking("int8")
 
 
-def test_it_is_imported_by_who_quantises_alone(fresh_python: Any) -> None:
+def test_torchao_is_not_imported_without_quantising(fresh_python: Any) -> None:
     code = (
         "import sys, comfyui_onediff_guard.precision.quantised as q; q.lacking('int8'); print('torchao' in sys.modules)"
     )
     assert fresh_python(code).strip() == "False"
 
 
-def test_the_sentinel_holds_the_largest_of_all_layers_and_of_all_calls_since_the_start() -> None:
+def test_sentinel_holds_largest_input_of_all_layers_since_start() -> None:
     module = network()
     layers = filled(module)
     shell, given = layers.shell(module), []
@@ -219,15 +219,14 @@ def test_the_sentinel_holds_the_largest_of_all_layers_and_of_all_calls_since_the
 
 
 def _outlier(block: Any, largest: float, bias: float = 0.0) -> None:
-    """One channel of what a layer is given is so large, which its weights make up for. With a bias, its error is small
-    beside that."""
+    """One input channel is `largest` times as large, compensated by the weights. A bias hides the error."""
     block.norm.bias[7] = largest
     block.inner.weight[:, 7] /= largest
     block.inner.bias += bias
 
 
 def _large_weight(block: Any, largest: float) -> None:
-    """One weight of each row is so large, and multiplies a channel that is as small."""
+    """One weight per row is `largest` times as large, and multiplies a channel that is as small."""
     block.inner.weight[:, 7] *= largest
     block.norm.weight[7], block.norm.bias[7] = 1 / largest, 0
 
@@ -236,7 +235,7 @@ def _zero_row(block: Any) -> None:
     block.inner.weight[3] = 0
 
 
-WRONG = [  # what is done to a block, for which kind its layer is far off then
+WRONG = [  # change to a block, its arguments, kinds for which its layer becomes inaccurate
     (_outlier, (30.0,), {"int8"}),
     (_outlier, (100.0,), {"int8"}),
     (_outlier, (1e3,), {"int8"}),
@@ -251,7 +250,7 @@ WRONG = [  # what is done to a block, for which kind its layer is far off then
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("change", "by", "wrong"), WRONG)
-def test_a_layer_that_is_far_off_on_its_first_input_is_left_unquantised(change, by, wrong, kind, on_cpu: None) -> None:
+def test_layer_inaccurate_on_first_input_stays_unquantised(change, by, wrong, kind, on_cpu: None) -> None:
     module: Any = network()
     with torch.no_grad():
         change(module.blocks[1], *by)
@@ -265,7 +264,7 @@ def test_a_layer_that_is_far_off_on_its_first_input_is_left_unquantised(change, 
     assert {*run.layers.left} == left and {*run.learner.attempt.quantised} == {*NAMES} - left
     errors = run.layers.errors
     assert errors is not None
-    rounding = max(errors[name] for name in {*errors} - left)  # of the layers that are quantised, on this machine
+    rounding = max(errors[name] for name in {*errors} - left)  # of the quantised layers, on this machine
     assert error(made, right) < 3 * error(half, right) + rounding
     run.guard(tokens(1))
     assert run.layers.errors is errors, "measured once"
@@ -274,19 +273,19 @@ def test_a_layer_that_is_far_off_on_its_first_input_is_left_unquantised(change, 
 @pytest.mark.parametrize(
     ("right", "made", "error"),
     [
-        ([1e4, 1.0, 1.0, 1.0], [1e4, 1.5, 1.0, 1.0], 0.25),  # half of one row of four: a large one hides no other
-        ([1e4, 1.0, 1.0, 1e-9], [1e4, 1.0, 1.0, 1e-4], 0.005),  # beside a hundredth of the median
+        ([1e4, 1.0, 1.0, 1.0], [1e4, 1.5, 1.0, 1.0], 0.25),  # half of one row of four: a large row hides no other
+        ([1e4, 1.0, 1.0, 1e-9], [1e4, 1.0, 1.0, 1e-4], 0.005),  # relative to a hundredth of the median
         ([1.0, math.inf, 1.0, 1.0], [1.0, math.nan, 1.0, 1.0], 0.0),
         ([1.0, 1.0, 1.0, 1.0], [1.0, math.nan, 1.0, 1.0], math.inf),
     ],
 )
-def test_each_row_is_off_by_a_share_of_its_own_norm(right: list[float], made: list[float], error: float) -> None:
+def test_row_errors_are_relative_to_each_rows_norm(right: list[float], made: list[float], error: float) -> None:
     rows = (torch.tensor(each)[:, None].expand(-1, 3) for each in (made, right))
     assert float(error_of(*rows)) == pytest.approx(error, rel=1e-4, abs=1e-6)
 
 
 class Broken(nn.Module):
-    """What a layer puts out, with values of one sample that are not finite, in half precision alone."""
+    """A layer's output with nonfinite values in one sample, only in half precision."""
 
     def __init__(self, layer: nn.Module, value: float):
         super().__init__()
@@ -300,12 +299,12 @@ class Broken(nn.Module):
 
 
 def with_a_bound(layer: nn.Linear, kind: str) -> torch.Tensor:
-    """By torchao's own fp8 with its upper bound on the scale: an infinite value comes out as a finite one."""
+    """torchao's fp8 with an upper bound on the scale: an infinite value becomes finite."""
     return fp8_weight(layer, activation_value_ub=1200.0)
 
 
 def with_a_measured_scale(layer: nn.Linear, kind: str) -> torch.Tensor:
-    """By torchao's own int8 with a scale that was measured beforehand: so do both, NaN and infinite ones."""
+    """torchao's int8 with a static scale: NaN and infinite values become finite."""
     from torchao.quantization import Int8StaticActivationInt8WeightConfig, PerTensor, quantize_
 
     scale = torch.full((1, 1, 1), 8 / 127)
@@ -329,7 +328,7 @@ class Run:
 
         def build(known: PrecisionOverrides) -> Any:
             made = build_half_precision_forward(module, known, "bf16", quantised=self.layers)
-            if layers:  # which are looked at on their first input
+            if layers:  # these are checked on their first input
                 return made
             faulty = module if known.all_layers_scaled else replace_submodules(made.run, broken)
             return type(made)(faulty, faulty, quantised=made.quantised)
@@ -356,7 +355,7 @@ HIDING = [
 
 
 @pytest.mark.parametrize(("hiding", "kind", "value"), HIDING, ids=["int8-nan", "int8-inf", "fp8-inf"])
-def test_a_failure_that_a_quantiser_hides_is_missed_without_the_sentinel_and_seen_with_it(
+def test_failure_hidden_by_quantiser_is_detected_by_the_sentinel(
     hiding: Any, kind: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantised, "quantised_weight", hiding)
@@ -365,7 +364,7 @@ def test_a_failure_that_a_quantiser_hides_is_missed_without_the_sentinel_and_see
     missed = Run(module, value, kind, sentinel=False)
     wrong = missed(tokens()).float()
     assert missed.outcomes == ["finite"] and wrong.isfinite().all()
-    assert (wrong - right).abs().max() > 0.1 * right.abs().max(), "finite, and wrong"
+    assert (wrong - right).abs().max() > 0.1 * right.abs().max(), "finite but wrong"
     seen = Run(module, value, kind)
     assert torch.equal(seen(tokens()), right)
     assert seen.outcomes == ["rerun"] and seen.guard.report.steps[0].note.startswith("NaN or infinite in bf16")
@@ -373,12 +372,12 @@ def test_a_failure_that_a_quantiser_hides_is_missed_without_the_sentinel_and_see
         "the norm broke it, not a quantised layer"
     )
     seen(tokens(1))
-    assert seen.outcomes == ["rerun", "finite"], "what was noted before is forgotten"
+    assert seen.outcomes == ["rerun", "finite"], "the earlier peak is reset"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_that_breaks_where_it_is_quantised_is_left_unquantised_from_then_on(kind, monkeypatch):
-    """In fp8, as torchao breaks it: a row of zeros, without the lower bound. In int8, a broken scale."""
+def test_layer_broken_by_quantising_stays_unquantised_afterwards(kind, monkeypatch):
+    """In fp8 by a row of zeros without torchao's lower bound; in int8 by a NaN scale."""
     own = quantised_weight
 
     def breaking(layer: nn.Linear, kind: str) -> torch.Tensor:
@@ -392,7 +391,7 @@ def test_a_layer_that_breaks_where_it_is_quantised_is_left_unquantised_from_then
     module: Any = network()
     with torch.no_grad():
         module.blocks[1].norm.weight.zero_()
-        module.blocks[1].norm.bias.zero_()  # what it hands on is rows of zeros
+        module.blocks[1].norm.bias.zero_()  # its output is rows of zeros
     monkeypatch.setattr(quantised, "quantised_weight", breaking)
     run = Run(module, None, kind)
     assert torch.equal(run(tokens()), run_in_fp32(module, tokens()))
@@ -409,7 +408,7 @@ def test_a_layer_that_breaks_where_it_is_quantised_is_left_unquantised_from_then
     assert run.learner.learned.in_words() == ["'blocks.1.inner' unquantised"]
 
 
-def test_a_layer_that_breaks_unquantised_too_has_every_layer_scaled() -> None:
+def test_layer_broken_unquantised_too_gets_all_layers_scaled() -> None:
     module = network()
     run = Run(module, None)
 

@@ -1,4 +1,4 @@
-"""Every layer scaled, where weights are quantised: by a kernel of their format, or dequantised."""
+"""All layers scaled with quantised weights: by a kernel for their format, or dequantised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FP16, BF16 = torch.float16, torch.bfloat16
 
 
 class Quantised(torch.Tensor):
-    """A weight in int8 that says it is fp16. Nothing but what is tried here can be done with it."""
+    """An int8 weight that reports fp16. It supports only the operations tested here."""
 
     codes: torch.Tensor
     scale: float
@@ -55,7 +55,7 @@ class Network(nn.Module):
 
 
 class Kernel:
-    """Multiplies rows that are rounded to 15 bits. A row that is not finite is all ones to it."""
+    """Multiplies rows rounded to 15 bits. It takes a nonfinite row as all ones."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -79,13 +79,13 @@ def latents(gain: float = 1.0) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _counted_anew() -> None:
+def _reset_dequantisations() -> None:
     Quantised.dequantisations = 0
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
-def test_each_step_multiplies_by_the_kernel(dtype: torch.dtype) -> None:
-    """The first step, and those that are computed by what it showed."""
+def test_each_step_uses_the_quantised_kernel(dtype: torch.dtype) -> None:
+    """The first step, and later steps with its scales."""
     network, kernel = Network(), Kernel()
     exact = run_in_fp32(network, latents())
     Quantised.dequantisations = 0
@@ -98,7 +98,7 @@ def test_each_step_multiplies_by_the_kernel(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
-def test_without_a_kernel_the_weight_is_dequantised(dtype: torch.dtype) -> None:
+def test_weight_is_dequantised_without_a_kernel(dtype: torch.dtype) -> None:
     network = Network()
     exact = run_in_fp32(network, latents())
     Quantised.dequantisations = 0
@@ -109,14 +109,14 @@ def test_without_a_kernel_the_weight_is_dequantised(dtype: torch.dtype) -> None:
     assert Quantised.dequantisations == 4
 
 
-def test_an_fp32_rerun_dequantises() -> None:
+def test_fp32_rerun_dequantises_the_weight() -> None:
     run_in_fp32(Network(), latents())
     assert Quantised.dequantisations == 1
 
 
 @pytest.mark.parametrize("gains", [(1.0, 1.0), (1e-20, 1e30), (0.0, 1e6), (math.inf, 1.0), (math.nan, 1e-6)])
 @pytest.mark.parametrize("stored", [torch.float32, FP16, BF16])
-def test_rows_are_scaled_to_the_kernel_and_stay_broken(gains: tuple[float, float], stored: torch.dtype) -> None:
+def test_rows_are_scaled_and_nonfinite_rows_stay(gains: tuple[float, float], stored: torch.dtype) -> None:
     layer, kernel = Network().down, Kernel()
     layer.bias.zero_()
     drawn = torch.randn(2, 64, generator=torch.Generator().manual_seed(2))
@@ -131,7 +131,7 @@ def test_rows_are_scaled_to_the_kernel_and_stay_broken(gains: tuple[float, float
             assert not row.isfinite().any()
 
 
-def test_nothing_is_multiplied_where_there_is_nothing() -> None:
+def test_empty_input_does_not_call_the_kernel() -> None:
     layer, kernel = Network().down, Kernel()
     made = run_in(ScaledHalfMatmulMode(FP16, kernel.of), layer, (torch.zeros(0, 64),), {})
     assert made.shape == (0, 32) and kernel.calls == 0

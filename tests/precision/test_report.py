@@ -1,4 +1,4 @@
-"""What a report says of steps, to the word."""
+"""The exact wording of a run's report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNKNOWN = "in which layer, only the NaN Guard finds out."
 SWITCHED_OFF = f"{WRONG}: the result is broken; set the NaN Guard's on_failure to 'rerun'."
 RECOMPUTED = "Recomputed in fp32; 'blocks.1' in fp32 from here on."
 BEYOND = f"a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. {RECOMPUTED}"
-NOT_LOOKED_FOR = "on_failure 'rerun' also finds out in which layer."
+NOT_LOCATED = "on_failure 'rerun' also finds out in which layer."
 
 
 def report(component: Component, *steps: StepRecord, request: Precision = Precision.FP16, **more: object) -> RunReport:
@@ -61,11 +61,11 @@ def report(component: Component, *steps: StepRecord, request: Precision = Precis
         (report(DENOISER, FINE, NAN, request=Precision.FP16_PLAIN), f"{PLAIN}; 2 steps, 1 {CHOOSE}",
          f"Step 2: NaN or infinite values; {UNKNOWN}"),
         (report(DENOISER, FINE, NAN), f"fp16, as you chose; 2 steps, 1 {SWITCHED_OFF}",
-         f"Step 2: NaN or infinite values; {NOT_LOOKED_FOR}"),
+         f"Step 2: NaN or infinite values; {NOT_LOCATED}"),
         (report(DENOISER, FINE, NAN, request=Precision.FP32), f"fp32, as you chose; 2 steps, 1 {SWITCHED_OFF}",
-         f"Step 2: NaN or infinite values; {NOT_LOOKED_FOR}"),
+         f"Step 2: NaN or infinite values; {NOT_LOCATED}"),
         (report(TEXT, CLIPPED), f"text encoder: fp16, as you chose; 1 prompt, 1 {SWITCHED_OFF}",
-         f"Prompt 1: clipped values; {NOT_LOOKED_FOR}"),
+         f"Prompt 1: clipped values; {NOT_LOCATED}"),
         (report(DENOISER, FAILED, NAN), f"fp16, as you chose; 2 steps, 1 recomputed in fp32, 1 {SWITCHED_OFF}",
          f"Step 1: {BEYOND}"),
         (report(DENOISER, FINE, NAN, in_calls=True, ended_by="ended by the NaN Guard at call 2"),
@@ -74,11 +74,11 @@ def report(component: Component, *steps: StepRecord, request: Precision = Precis
         (report(DENOISER, ended_by="stopped at call 1"), "fp16, as you chose; stopped at call 1.", ""),
     ],
 )  # fmt: skip
-def test_the_summary_and_the_first_failure(of: RunReport, summary: str, finding: str) -> None:
+def test_summary_and_first_failure(of: RunReport, summary: str, finding: str) -> None:
     assert (of.summary(), of.finding()) == (summary, finding)
 
 
-def test_nothing_computed() -> None:
+def test_summary_of_a_stage_that_computed_nothing() -> None:
     assert report(TEXT).summary() == "text encoder: fp16, as you chose; nothing new to compute."
 
 
@@ -98,11 +98,11 @@ def test_nothing_computed() -> None:
           "step 1, call 2 of 2 (t=874): fp16, clipped, 0.23 s, largest value 65,504"]),
     ],
 )  # fmt: skip
-def test_a_line_for_each_step(of: RunReport, lines: list[str]) -> None:
+def test_text_has_one_line_per_step(of: RunReport, lines: list[str]) -> None:
     assert "\n".join(lines) in of.text()
 
 
-def test_the_report_has_a_cell_a_step_and_tells_the_plan_first_and_the_switches_last() -> None:
+def test_report_has_one_cell_per_step_and_a_fixed_text_order() -> None:
     steps = FINE, FAILED, FINE, FINE, replace(FINE, dtype="fp32"), CLIPPED, FAILED
     of = report(DENOISER, *steps, switches=(Switch("A_SWITCH", "1", "user", "exported"),))
     of.note("a note")
@@ -116,7 +116,7 @@ def test_the_report_has_a_cell_a_step_and_tells_the_plan_first_and_the_switches_
 
 
 @pytest.mark.parametrize(("steps", "said"), [((FINE,), ""), ((FAILED, FINE, FAILED), "2 recomputed in fp32")])
-def test_a_run_under_way_says_nothing_of_reruns_until_there_is_one(steps: tuple[StepRecord, ...], said: str) -> None:
+def test_recomputed_text_is_empty_without_reruns(steps: tuple[StepRecord, ...], said: str) -> None:
     assert report(DENOISER, *steps).recomputed() == said
 
 
@@ -125,5 +125,5 @@ def test_a_run_under_way_says_nothing_of_reruns_until_there_is_one(steps: tuple[
     [(0.0, "0"), (0.012345, "0.0123"), (3.211, "3.21"), (99.5, "99.5"), (99.99, "100"), (65504.0, "65,504"),
      (3.4e38, "3.4e+38")],
 )  # fmt: skip
-def test_the_largest_value_can_be_read(value: float, said: str) -> None:
+def test_largest_value_is_formatted_readably(value: float, said: str) -> None:
     assert report(DENOISER, replace(FINE, largest=value)).text().endswith(f" s, largest value {said}")

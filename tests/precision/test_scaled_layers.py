@@ -1,4 +1,4 @@
-"""The real diffusers classes with every layer scaled, also with LoRA: float32's range, and fp16's digits."""
+"""The real diffusers classes with all layers scaled, with and without LoRA: float32's range and fp16's digits."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from peft import LoraConfig, inject_adapter_in_model
 from small_denoisers import ATTENTION, FEED_FORWARD, MODELS, build, in_dtype
 from stream_peaks import stream_peak
 
-# peft's, at each adapter after the first
+# peft warns at each adapter after the first
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 HALF, BFLOAT = torch.float16, torch.bfloat16
-LORAS: dict[str, tuple[tuple[float, ...], dict[str, Any]]] = {  # → each adapter's scale, and what more peft is told
+LORAS: dict[str, tuple[tuple[float, ...], dict[str, Any]]] = {  # → scale of each adapter, more options for peft
     "no LoRA": ((), {}),
     "one": ((1.0,), {}),
     "several": ((0.7, -0.3), {}),
     "with bias": ((0.7,), {"lora_bias": True}),
     "DoRA": ((1.0,), {"use_dora": True}),
 }
-HOT: dict[str, dict[str, Any]] = {  # of `build`
+HOT: dict[str, dict[str, Any]] = {  # arguments of `build`
     "healthy": {},
     "hot": {"peak": 5e5, "writer": FEED_FORWARD},
     "hot attention": {"peak": 5e5, "writer": ATTENTION},
@@ -31,7 +31,7 @@ HOT: dict[str, dict[str, Any]] = {  # of `build`
 
 
 def adapted(name: str, scales: tuple[float, ...], config: dict[str, Any], hot: dict[str, Any]) -> tuple[Any, Any]:
-    """(denoiser with an adapter for each scale, one call's arguments)"""
+    """(denoiser with an adapter for each scale, arguments of one call)"""
     denoiser, call = build(name, **hot)
     targets = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.2"]
     config = {"r": 4, "lora_alpha": 6, "target_modules": targets, "init_lora_weights": False} | config
@@ -47,7 +47,7 @@ def adapted(name: str, scales: tuple[float, ...], config: dict[str, Any], hot: d
 
 
 def check_two_steps(denoiser: Any, call: dict[str, Any]) -> torch.Tensor:
-    """By rows, and by what that showed: both near to fp32. Returns what it puts out in fp32."""
+    """A step by rows and one by the plan: both near fp32. Returns the output in fp32."""
     right = denoiser(**call)[0]
     bf16 = copy.deepcopy(denoiser).to(BFLOAT)(**in_dtype(call, BFLOAT))[0]
     products, half = LearnedProducts(), denoiser.half()
@@ -61,17 +61,17 @@ def check_two_steps(denoiser: Any, call: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize("hot", HOT.values(), ids=HOT)
 @pytest.mark.parametrize(("scales", "config"), LORAS.values(), ids=LORAS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_denoiser_is_finite_and_four_times_nearer_to_fp32_than_bf16(name, scales, config, hot):
+def test_denoiser_is_finite_and_four_times_nearer_to_fp32_than_bf16(name, scales, config, hot):
     right = check_two_steps(*adapted(name, scales, config, hot))
     denoiser, call = build(name, **hot)
-    assert not scales or error(denoiser(**call)[0], right) > 1e-3, "the LoRA does something"
+    assert not scales or error(denoiser(**call)[0], right) > 1e-3, "the LoRA changes the output"
     plain = denoiser.half()(**in_dtype(call, HALF))[0]
-    assert not hot or not error(plain, build(name, **hot)[0](**call)[0]) < 0.1, "and without protection it is lost"
+    assert not hot or not error(plain, build(name, **hot)[0](**call)[0]) < 0.1, "plain fp16 fails"
 
 
 @pytest.mark.parametrize("name", ["CogVideoX-5B", "CogView3-Plus", "CogView4"])
-def test_a_stream_at_1e15_is_finite_and_four_times_nearer_than_bf16(name):
-    """As far as fp16 weights can take it: large gates, large weights, and a feed-forward at the end of its range."""
+def test_stream_of_1e15_is_finite_and_four_times_nearer_than_bf16(name):
+    """The largest stream that fp16 weights can make: large gates, large weights, feed-forward near fp16's maximum."""
     denoiser, call = build(name)
     block = denoiser.transformer_blocks[1]
     inner = block.ff.net[0].proj

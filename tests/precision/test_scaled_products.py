@@ -1,4 +1,4 @@
-"""Every layer scaled: products in half precision, all else in float32, for any network."""
+"""All layers scaled: products in half precision and everything else in float32, for any network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYERS = ("embed", "queries", "keys", "values", "out", "up", "down", "last")
 
 
 class Network(nn.Module):
-    """A linear, convolutions both ways, attention, norms, and what casts by hand."""
+    """Linear layers, convolution and transposed convolution, attention, norms, and explicit casts."""
 
     def __init__(self, width: int = 32, heads: int = 4) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def scaled(module: Any, *given: Any, dtype: torch.dtype = FP16, **named: Any) ->
 
 @pytest.mark.parametrize("stored", [FP16, BF16, torch.float32])
 @pytest.mark.parametrize("hot", ["", *(name for name in LAYERS if name not in ("queries", "keys"))])
-def test_it_is_nearer_to_fp32_than_plain_fp16_and_bf16_and_overflows_nowhere(hot: str, stored: torch.dtype) -> None:
+def test_scaled_network_is_near_fp32_and_never_overflows(hot: str, stored: torch.dtype) -> None:
     gain = 1e5 if stored is FP16 else 1e9
     module, x = network(stored, hot, gain), latents()
     exact, made, plain = (
@@ -86,7 +86,7 @@ def test_it_is_nearer_to_fp32_than_plain_fp16_and_bf16_and_overflows_nowhere(hot
 
 @given(gain=st.integers(-60, 100), rows=st.integers(1, 5), spread=st.integers(0, 60), weights=st.integers(-8, 12))
 @settings(max_examples=drawn(400, 60), deadline=None)
-def test_a_linear_layer_takes_rows_of_any_size(gain: int, rows: int, spread: int, weights: int) -> None:
+def test_linear_layer_handles_rows_of_any_magnitude(gain: int, rows: int, spread: int, weights: int) -> None:
     torch.manual_seed(rows)
     layer = nn.Linear(48, 16).half().requires_grad_(False)
     layer.weight.mul_(2.0**weights)
@@ -95,18 +95,18 @@ def test_a_linear_layer_takes_rows_of_any_size(gain: int, rows: int, spread: int
     x = torch.cat([x, torch.zeros(1, 48)])
     exact = F.linear(x.double(), layer.weight.double())
     found = scaled(layer, x).double()
-    assert ((found - exact).norm(dim=1) <= 2e-3 * exact.norm(dim=1)).all(), "each row by itself"
+    assert ((found - exact).norm(dim=1) <= 2e-3 * exact.norm(dim=1)).all(), "each row separately"
 
 
-def test_the_least_and_the_largest_sums_stay_in_range_and_a_bias_keeps_its_digits(
+def test_extreme_sums_stay_in_range_and_bias_is_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer = nn.Linear(4096, 8).half().requires_grad_(False)
     layer.bias.zero_()
     assert scaled(layer, torch.full((1, 4096), 1e-40)).isfinite().all()
-    monkeypatch.setattr(scaled_products, "_is_on_host", lambda _: False)  # and computes what is lost in float32
+    monkeypatch.setattr(scaled_products, "_is_on_host", lambda _: False)  # the host would recompute in float32
     layer.weight.fill_(6e4)
-    x = torch.full((2, 4096), 65504.0)  # every product in a sum at its largest, and all of one sign
+    x = torch.full((2, 4096), 65504.0)  # all products at their largest, with one sign
     assert error(scaled(layer, x), run_in_fp32(layer, x)) < 2**-10 and layer(x.half()).isinf().all()
     layer.bias.copy_(torch.randn(8))
     layer.weight.zero_()
@@ -115,7 +115,7 @@ def test_the_least_and_the_largest_sums_stay_in_range_and_a_bias_keeps_its_digit
 
 @pytest.mark.parametrize("given", [torch.float32, BF16])
 @pytest.mark.parametrize("factor", [2.0**-40, 1.0, 2.0**40])
-def test_what_fits_once_it_is_scaled_is_not_cast_before(given: torch.dtype, factor: float) -> None:
+def test_values_are_scaled_before_the_cast_to_fp16(given: torch.dtype, factor: float) -> None:
     right = torch.tensor([1.5, -3.0, 0.0]).half()
     made = scaled_to((right.double() / factor).to(given), torch.tensor(factor), FP16)
     assert made.dtype is FP16 and torch.equal(made, right)
@@ -123,7 +123,7 @@ def test_what_fits_once_it_is_scaled_is_not_cast_before(given: torch.dtype, fact
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d])
-def test_every_kind_of_convolution(kind: Any, groups: int) -> None:
+def test_every_kind_of_convolution_is_near_fp32(kind: Any, groups: int) -> None:
     torch.manual_seed(0)
     layer = kind(4, 6, 3, groups=groups, padding=1, stride=2).half().requires_grad_(False)
     dimensions = layer.weight.ndim - 2
@@ -137,7 +137,7 @@ def test_every_kind_of_convolution(kind: Any, groups: int) -> None:
 
 @pytest.mark.parametrize("loud", [("query",), ("key",), ("value",), ("query", "key", "value")])
 @pytest.mark.parametrize("case", ["plain", "causal", "mask", "bias", "grouped", "cross", "scale"])
-def test_attention_takes_heads_of_any_size(case: str, loud: tuple[str, ...]) -> None:
+def test_attention_handles_heads_of_any_magnitude(case: str, loud: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     heads, keys = 2 if case == "grouped" else 4, 7 if case in ("cross", "mask", "bias") else 5
     given = {"query": torch.randn(2, 4, 5, 16), "key": torch.randn(2, heads, keys, 16)}
@@ -157,27 +157,27 @@ def test_attention_takes_heads_of_any_size(case: str, loud: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize("mask", [None, torch.full((6, 9), torch.finfo(torch.float32).min)])
-def test_a_softmax_far_beyond_fp16_picks_the_same_key_and_a_mask_of_the_least_float_hides_no_whole_row(mask) -> None:
+def test_attention_with_huge_logits_or_min_float_mask_is_near_fp32(mask) -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 2, 6, 16) * 1e6, torch.randn(1, 2, 9, 16) * 1e6, torch.randn(1, 2, 9, 16)
     exact = F.scaled_dot_product_attention(query, key, value, mask)
     assert error(scaled(F.scaled_dot_product_attention, query, key, value, mask), exact) < 1e-3
 
 
-def test_what_makes_a_rotary_table_stays_in_float32() -> None:
+def test_rotary_table_is_bit_equal_to_float32() -> None:
     positions, frequencies = torch.arange(4096.0).unsqueeze(1), 10000.0 ** -torch.linspace(0, 1, 8).unsqueeze(0)
     made = scaled(lambda: torch.cos(positions @ frequencies))
     assert torch.equal(made, torch.cos(positions @ frequencies))
 
 
-def test_in_bf16_products_are_plain() -> None:
+def test_bf16_products_are_not_scaled() -> None:
     layer, x = nn.Linear(8, 4).requires_grad_(False), torch.randn(3, 8)
     expected = F.linear(x.bfloat16(), layer.weight.bfloat16()).float() + layer.bias
     assert torch.equal(scaled(layer, x, dtype=BF16), expected)
 
 
 @pytest.mark.parametrize("broken", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_is_handed_on(broken: float) -> None:
+def test_nonfinite_rows_stay_nonfinite_and_others_finite(broken: float) -> None:
     x = torch.ones(3, 8)
     x[1, 2] = broken
     made = scaled(nn.Linear(8, 4).half(), x)
@@ -188,8 +188,8 @@ RATIOS = [10.0**decades for decades in (1, 3, 4, 5, 5.5, 6, 6.5, 7, 8, 9, 12, 20
 
 
 def compensated(part: str, ratio: float, stored: torch.dtype, channels: int = 512) -> tuple[nn.Module, torch.Tensor]:
-    """Return a layer and its input: one channel is so many times as large as the others, and its weights make up for
-    it; or a token or pixel is, or an output is so much smaller."""
+    """Return a layer and its input: one channel is `ratio` times as large, compensated by its weights; or one pixel is;
+    or one output is `ratio` times smaller."""
     generator = torch.Generator().manual_seed(0)
     convolves = part == "pixel"
     layer: Any = nn.Conv2d(16, 8, 3, padding=1) if convolves else nn.Linear(channels, 16, bias=False)
@@ -208,7 +208,7 @@ def compensated(part: str, ratio: float, stored: torch.dtype, channels: int = 51
 
 @pytest.mark.parametrize("stored", [FP16, BF16, torch.float32])
 @pytest.mark.parametrize("part", ["channel", "pixel", "output"])
-def test_small_values_beside_a_huge_one_are_nearer_to_fp32_than_bf16s(part: str, stored: torch.dtype) -> None:
+def test_small_values_beside_huge_ones_are_as_near_as_bf16(part: str, stored: torch.dtype) -> None:
     for ratio in RATIOS:
         layer, x = compensated(part, ratio, stored)
         in_bf16 = copy.deepcopy(layer).to(BF16)(x.bfloat16())
@@ -220,8 +220,8 @@ def test_small_values_beside_a_huge_one_are_nearer_to_fp32_than_bf16s(part: str,
 
 
 @pytest.mark.parametrize("part", ["channel", "pixel"])
-def test_where_the_host_cannot_look_they_are_right_or_not_finite(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the guard sees it, in later calls as well."""
+def test_device_products_are_near_fp32_or_not_finite(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the guard detects it, in later calls too."""
     monkeypatch.setattr(scaled_products, "_is_on_host", lambda _: False)
     for ratio in RATIOS:
         layer, x = compensated(part, ratio, FP16)
@@ -235,7 +235,7 @@ def test_where_the_host_cannot_look_they_are_right_or_not_finite(part: str, monk
 
 def copied_to_in_inference_mode(weight: torch.Tensor) -> None:
     with torch.inference_mode():
-        weight.data.copy_(weight * 1e4)  # as ComfyUI's hooks change weights amid a run
+        weight.data.copy_(weight * 1e4)  # ComfyUI's hooks change weights like this during a run
 
 
 CHANGES = {
@@ -249,7 +249,7 @@ CHANGES = {
 @pytest.mark.parametrize("in_inference_mode", [False, True])
 @pytest.mark.parametrize("kind", [nn.Linear, nn.Conv1d, nn.ConvTranspose1d])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_weight_that_changes_is_read_again(change: Any, kind: Any, in_inference_mode: bool) -> None:
+def test_changed_weight_is_read_again(change: Any, kind: Any, in_inference_mode: bool) -> None:
     with torch.inference_mode(in_inference_mode):
         layer = (kind(8, 4) if kind is nn.Linear else kind(8, 4, 1)).half().requires_grad_(False)
         x, products = torch.randn(3, 8) if kind is nn.Linear else torch.randn(3, 8, 5), ScaledHalfMatmulMode(FP16)
@@ -273,13 +273,13 @@ def test_a_weight_that_changes_is_read_again(change: Any, kind: Any, in_inferenc
     ],
 )
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
-def test_a_layer_over_nothing_is_as_in_fp32(make: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_layer_with_empty_tensors_equals_fp32(make: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     layer, x = make().half().requires_grad_(False), torch.randn(shape)
     made, expected = scaled(layer, x, dtype=dtype), run_in_fp32(layer, x)
     assert made.dtype is torch.float32 and torch.equal(made, expected)
 
 
-def test_what_moves_weights_may_give_those_of_products_in_half() -> None:
+def test_weight_cast_is_asked_for_fp16_in_products() -> None:
     asked: list[Any] = []
 
     def cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Settings that all threads of a process share, and the turns in which they may be changed."""
+"""Settings shared by all threads of a process, and the gate for exclusive changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOLD: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 
 @pytest.mark.parametrize("name", HOLD)
-def test_a_setting_is_taken_away_by_who_leaves_last(name: str) -> None:
+def test_setting_is_restored_by_the_last_holder(name: str) -> None:
     kinds = ("torch flag", "compiler", "warnings")
     before, first, second = process_state.read(), ExitStack(), ExitStack()
     for stack in (first, second):
@@ -40,7 +40,7 @@ def test_a_setting_is_taken_away_by_who_leaves_last(name: str) -> None:
     assert not process_state.changes(before, kinds)
 
 
-def test_a_setting_that_could_not_be_restored_is_set_again_by_the_next_holder() -> None:
+def test_setting_is_applied_again_after_a_failed_restore() -> None:
     applied: list[int] = []
 
     def restore() -> None:
@@ -53,7 +53,7 @@ def test_a_setting_that_could_not_be_restored_is_set_again_by_the_next_holder() 
     assert len(applied) == 2 and not setting.is_held
 
 
-def test_who_is_alone_waits_for_those_who_compute_and_they_for_it() -> None:
+def test_exclusive_and_shared_holders_wait_for_each_other() -> None:
     gate, log = ProcessGate(), []
     wanted = threading.Event()
 
@@ -69,7 +69,7 @@ def test_who_is_alone_waits_for_those_who_compute_and_they_for_it() -> None:
     def change() -> None:
         inside.wait(HANG_SECONDS)
         with gate.shared(), gate.exclusive(), gate.exclusive(), gate.shared():
-            gate.yield_()  # nobody else may come in
+            gate.yield_()  # must let no other thread in
             log.append("alone")
 
     inside = threading.Barrier(2)
@@ -78,8 +78,8 @@ def test_who_is_alone_waits_for_those_who_compute_and_they_for_it() -> None:
     assert (gate._sharing, gate._wanting, gate._taken) == (0, 0, False)
 
 
-def test_who_computes_is_passed_once_at_most_each_time_that_it_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where others get to run the moment it stops computing."""
+def test_each_yield_lets_at_most_one_exclusive_holder_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if other threads run as soon as it releases the gate."""
     gate, done = ProcessGate(), threading.Event()
     times, leave = [0], gate._leave
 
@@ -111,7 +111,7 @@ def test_who_computes_is_passed_once_at_most_each_time_that_it_gives_way(monkeyp
 
 
 @pytest.mark.parametrize("where", ["shared", "exclusive", "release"])
-def test_turns_are_given_back_after_an_error(where: str) -> None:
+def test_gate_is_released_after_an_error(where: str) -> None:
     gate = ProcessGate()
     with pytest.raises(KeyboardInterrupt), gate.shared(), getattr(gate, where)():
         raise KeyboardInterrupt

@@ -1,5 +1,5 @@
-"""A call that fails leaves nothing behind: the rerun has the bits of the model in fp32, called from the same state, and
-arguments, state and random numbers end where that call leaves them."""
+"""Snapshots: a failed call changes nothing. The rerun is bit-equal to an fp32 model called from the same state, and
+arguments, state and random numbers end as that call leaves them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class InSlots:
 
 
 class Cache:
-    """Keys that are kept on an object, as Qwen-Image 2.1 keeps those of its prefix; and a way back to itself."""
+    """Keys stored on an object, as Qwen-Image 2.1 stores those of its prefix; with a reference to itself."""
 
     def __init__(self) -> None:
         self.layers: dict[int, list[torch.Tensor]] = {}
@@ -50,7 +50,7 @@ class Cache:
 
 
 class Remembers(nn.Module):
-    """x [2, 4] → the same. One of `Writes` runs before a layer whose result leaves fp16's range where x is large."""
+    """x [2, 4] → same shape. One of WRITES runs before a layer whose output overflows fp16 for large x."""
 
     total: torch.Tensor
 
@@ -73,7 +73,7 @@ class Remembers(nn.Module):
         return self.layer(made.to(x.dtype)) * (1000 * x.detach().abs().amax())
 
 
-Write = Callable[[Any, torch.Tensor, dict[str, Any]], torch.Tensor]  # a module, its input, and what else it is given
+Write = Callable[[Any, torch.Tensor, dict[str, Any]], torch.Tensor]  # module, its input, its other arguments
 
 
 def popped(_: Any, x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
@@ -122,7 +122,7 @@ WRITES: dict[str, Write] = {
     "argument": lambda _, x, __: x.mul_(2),
     "argument in place": lambda _, x, __: x.t_().mul_(2).t_() * 1,
     "popped": popped,
-    "inside what is given": lambda _, x, given: x * given["tensors"][0].add_(1).to(x.dtype),
+    "inside an argument": lambda _, x, given: x * given["tensors"][0].add_(1).to(x.dtype),
     "expanded": expanded,
     "buffer": lambda self, x, _: x + self.total.add_(x.detach()[0]),
     "new buffer": new_buffer,
@@ -145,7 +145,7 @@ def built(write: Any) -> Remembers:
     return Remembers(write).half().requires_grad_(False)
 
 
-def given() -> dict[str, Any]:
+def make_arguments() -> dict[str, Any]:
     base = torch.ones(1)
     return {"scale": 3.0, "list": [], "tensors": (torch.ones(4),), "base": base, "expanded": base.expand(4)}
 
@@ -155,7 +155,7 @@ def latents(scale: float = 100.0) -> torch.Tensor:
 
 
 def state(module: Any, arguments: Any) -> Any:
-    """All that a call may have changed, as values."""
+    """The values that a call may have changed."""
     kept = {**module.kept, "queue": [[*module.kept["queue"]], [*module.kept["ordered"].items()]]}
     tensors = [module.total, module.kept["sum"], module.cached, getattr(module, "pair", None), module.cache.layers]
     tensors += [module._buffers, module.slots._InSlots__secret, module.slots.made, module.inner.seen, arguments]
@@ -170,19 +170,19 @@ def assert_alike(found: list[Any], expected: list[Any]) -> None:
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         if isinstance(theirs, torch.Tensor):
-            torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)  # what stays in fp16 is rounded there
+            torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)  # fp16 values are rounded
         else:
             assert ours == theirs
 
 
 @in_each_mode
 @each_write
-def test_a_rerun_starts_from_what_the_failed_call_started_from(write: Any, inference: bool) -> None:
+def test_rerun_starts_from_the_state_before_the_failed_call(write: Any, inference: bool) -> None:
     with torch.inference_mode(inference), torch.no_grad():
         module = built(write)
         right, run = copy.deepcopy(module).float(), guarded(module, scope=Scope.STEP)
-        for call, scale in enumerate((100.0, 0.01, 50.0)):  # the second one is healthy, and goes on from the first
-            ours, theirs, x, alike = given(), given(), latents(scale), latents(scale).float()
+        for call, scale in enumerate((100.0, 0.01, 50.0)):  # the second is healthy and continues from the first
+            ours, theirs, x, alike = make_arguments(), make_arguments(), latents(scale), latents(scale).float()
             torch.manual_seed(call)
             random.seed(call)
             found = run(x, given=ours)
@@ -200,11 +200,11 @@ def test_a_rerun_starts_from_what_the_failed_call_started_from(write: Any, infer
 @each_write
 @pytest.mark.parametrize("how", ["stop", "raise", "broken in fp32"])
 @torch.no_grad()
-def test_a_call_that_ends_in_an_error_leaves_nothing(write: Any, how: str) -> None:
-    module, x, ours = built(write), latents(), given()
+def test_call_that_ends_in_an_error_leaves_state_unchanged(write: Any, how: str) -> None:
+    module, x, ours = built(write), latents(), make_arguments()
     torch.manual_seed(0)
     random.seed(0)
-    expected = state(copy.deepcopy(module), (latents(), given()))
+    expected = state(copy.deepcopy(module), (latents(), make_arguments()))
     if how == "broken in fp32":
         module.layer.bias[0] = torch.nan
     module.layer.register_forward_hook(lambda *_: 1 / (how != "raise") and None)
@@ -216,26 +216,26 @@ def test_a_call_that_ends_in_an_error_leaves_nothing(write: Any, how: str) -> No
 
 
 @in_each_mode
-def test_what_is_too_large_to_be_copied_ends_the_run_where_it_changed(inference, monkeypatch):
+def test_changed_tensor_too_large_to_copy_stops_the_run(inference, monkeypatch):
     monkeypatch.setattr(snapshot, "COPIED", 8)
     with torch.inference_mode(inference), torch.no_grad():
         with pytest.raises(GuardStopped, match="had overwritten '0'"):
-            guarded(built(WRITES["argument"]))(latents(), given=given())
+            guarded(built(WRITES["argument"]))(latents(), given=make_arguments())
         run = guarded(built(lambda _module, x, _given: x * 2))
-        run(latents(), given=given())
-    assert outcomes(run) == ["rerun"], "nothing that is too large has changed"
+        run(latents(), given=make_arguments())
+    assert outcomes(run) == ["rerun"], "no tensor too large to copy has changed"
 
 
 @torch.no_grad()
-def test_arguments_that_half_precision_is_given_a_cast_of_stay_the_callers() -> None:
+def test_cast_arguments_of_the_caller_are_unchanged() -> None:
     module, x = built(WRITES["argument"]), latents().float()
-    guarded(module, inputs=("x",))(x=x, given=given())
+    guarded(module, inputs=("x",))(x=x, given=make_arguments())
     assert torch.equal(x, latents().float())
 
 
 @in_each_mode
 @pytest.mark.parametrize("write", [lambda _: None, lambda x: x.mul_(2), lambda x: x.resize_(2)])
-def test_what_changed_is_put_back_without_waiting_for_the_device(write: Any, inference: bool) -> None:
+def test_restore_can_skip_waiting_for_the_device(write: Any, inference: bool) -> None:
     with torch.inference_mode(inference), torch.no_grad():
         x = torch.arange(6.0)
         before, reads = Snapshot((x,), {}), HostReads()
@@ -246,7 +246,7 @@ def test_what_changed_is_put_back_without_waiting_for_the_device(write: Any, inf
         assert torch.equal(x, torch.arange(6.0)) and not +reads.reads
         with reads:
             before.restore()
-        assert +reads.reads, "which it does by default"
+        assert +reads.reads, "by default it waits"
 
 
 KINDS: dict[str, Callable[[], torch.Tensor]] = {
@@ -273,7 +273,7 @@ def test_snapshot_takes_every_kind_of_tensor(kind: str) -> None:
     assert kept["plain"].all() and (not kept["kind"].is_complex() or kept["kind"].all())
 
 
-def test_what_did_not_change_is_not_touched_and_weights_are_not_copied() -> None:
+def test_unchanged_tensors_are_not_written_and_weights_not_copied() -> None:
     module = built(WRITES["buffer"])
     found = Snapshot(module)
     names = {each.path[-1] for each in found._tensors}
@@ -282,15 +282,15 @@ def test_what_did_not_change_is_not_touched_and_weights_are_not_copied() -> None
 
 
 @pytest.mark.parametrize("opaque", [(), (f"{__name__}.",)])
-def test_what_derives_from_an_opaque_class_is_opaque_too(opaque: tuple[str, ...]) -> None:
-    """As another pack's ModelPatcher, which Qwen-Image 2.1's network holds: it has all weights of LoRAs."""
+def test_subclass_of_an_opaque_class_is_opaque(opaque: tuple[str, ...]) -> None:
+    """Like ComfyUI's ModelPatcher, which Qwen-Image 2.1's network holds: it has all LoRA weights."""
     elsewhere = type("Elsewhere", (Cache,), {"__module__": "elsewhere"})()
     elsewhere.layers[0] = [torch.zeros(4)]
     assert len(Snapshot(elsewhere, opaque=opaque)._tensors) == (0 if opaque else 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
-def test_nan_that_was_kept_is_named_though_the_call_has_overwritten_it(dtype: torch.dtype) -> None:
+def test_nan_in_kept_state_is_named_after_the_call_cleared_it(dtype: torch.dtype) -> None:
     module = built(WRITES["buffer"])
     module.cache.layers[0] = [torch.ones(2).to(dtype)]
     assert Snapshot(module).first_nan() == ""
@@ -300,7 +300,7 @@ def test_nan_that_was_kept_is_named_though_the_call_has_overwritten_it(dtype: to
     assert before.first_nan() == "cache.layers.0.0"
 
 
-def test_nothing_is_said_of_what_was_too_large_to_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_in_state_too_large_to_copy_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "COPIED", 4)
     module = built(WRITES["buffer"])
     module.cache.layers[0] = [torch.ones(64)]
@@ -309,8 +309,8 @@ def test_nothing_is_said_of_what_was_too_large_to_be_kept(monkeypatch: pytest.Mo
     assert before.first_nan() == ""
 
 
-def test_nothing_of_a_call_waits_for_the_garbage_collector():
-    """It would hold a device's memory."""
+def test_snapshot_frees_tensors_without_garbage_collection():
+    """Waiting would keep device memory."""
     given = torch.zeros(4)
     seen = weakref.ref(given)
     gc.collect()
@@ -334,7 +334,7 @@ class Keeper:
         self.kept[0].add_(1)
 
 
-def test_what_functions_and_methods_keep_is_put_back_where_they_are_looked_into() -> None:
+def test_state_in_functions_and_methods_is_restored_if_requested() -> None:
     keeper, counts, large = Keeper(), {"calls": 0}, torch.zeros(2**23 + 1)
     last: torch.Tensor | None = None
 
@@ -352,11 +352,11 @@ def test_what_functions_and_methods_keep_is_put_back_where_they_are_looked_into(
         before.restore()
         return counts["calls"], last, len(keeper.kept), keeper.kept[0].sum().item()
 
-    assert run(in_functions=True) == (0, None, 1, 0.0) and large.any()  # too large to be copied with each call
+    assert run(in_functions=True) == (0, None, 1, 0.0) and large.any()  # too large to copy for each call
     assert run(in_functions=False)[0] == 1 and len(keeper.kept) == 2
 
 
-def test_a_container_that_is_too_large_to_be_looked_at_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_too_large_to_inspect_does_not_hide_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("comfyui_onediff_guard.precision.snapshot._Reachable._left", 50)
     large, small = {number: number for number in range(100)}, {"a": 1}
     before = Snapshot(large, small)

@@ -1,4 +1,4 @@
-"""A stage of a run: its policy, what it reports, and the guard that it makes."""
+"""A stage of a run: its policy, its report, and the guard it makes."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def stage(precision: str, policy: GuardPolicy = LEARNED, card: str = "sm80") -> 
         ("fp32", OnFailure.RERUN, False),
     ],
 )
-def test_what_is_not_guarded_is_watched_and_learns_nothing(precision: str, on_failure: OnFailure, learns: bool) -> None:
+def test_precision_sets_failure_policy_and_learning(precision: str, on_failure: OnFailure, learns: bool) -> None:
     made = stage(precision)
     assert (made.policy.on_failure, made.learns) == (on_failure, learns)
 
 
-def test_tf32_is_for_cards_that_have_it_unless_strict() -> None:
+def test_tf32_is_used_where_available_unless_exact_fp32() -> None:
     assert stage("fp16").tf32
     assert not stage("fp16", GuardPolicy(exact_fp32=True)).tf32
     assert not stage("fp16", card="sm75").tf32
 
 
-def test_the_report_says_what_of_the_latest_attempt_is_float32() -> None:
+def test_report_shows_protection_of_the_latest_attempt() -> None:
     made, layer = stage("fp16"), torch.nn.Linear(2, 2)
 
     def build(known: PrecisionOverrides) -> HalfPrecisionForward:
@@ -51,7 +51,7 @@ def test_the_report_says_what_of_the_latest_attempt_is_float32() -> None:
         assert bool(made.report.protection) == known.all_layers_scaled
 
 
-def test_a_guard_has_what_the_stage_has_and_reruns_the_original() -> None:
+def test_guard_of_a_stage_recomputes_with_the_original_module() -> None:
     layer = torch.nn.Linear(2, 2)
     made = replace(stage("fp16"), inputs=("input",))
     guard = made.guard(layer, lambda input: torch.full((1, 2), torch.inf, dtype=torch.float16))  # noqa: A006

@@ -1,4 +1,4 @@
-"""A step cache on toy denoisers: what is kept of which call, and what a cached step is made of."""
+"""The step cache on toy denoisers: the history of each call, and how a cached step is computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from guards import error
 
 
 class Block(torch.nn.Module):
-    """Adds to a stream, and counts its calls. As those of CogVideoX it takes and gives a second tensor."""
+    """Adds to a stream and counts its calls. Like CogVideoX's blocks it takes and returns a second tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ class Toy(torch.nn.Module):
 
 
 def latents(step: int) -> torch.Tensor:
-    """A smooth way through a run, of a batch with both halves of guidance."""
+    """Latents that change smoothly over a run; a batch with both halves of guidance."""
     start = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
     return start * (1 + 0.02 * step + 0.001 * step**2)
 
 
 class Run:
-    """A run of a toy: steps, one after the other, as the guard makes them."""
+    """A run of a toy denoiser: steps in order, as the guard makes them."""
 
     def __init__(self, module: torch.nn.Module, error: float = 0.05):
         self.controller = StepCacheController(CachePolicy(error), 30)
@@ -70,12 +70,12 @@ class Run:
 
 
 def read(controller: StepCacheController) -> None:
-    """What the guard does behind each call."""
+    """Read the requested values, as the guard does after each call."""
     controller.pending.receive([float(value) for value in controller.pending.requested()])
 
 
 class Writes(Toy):
-    """Overwrites what it is given."""
+    """Overwrites its input."""
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
         return super().forward(hidden_states.mul_(1.5))
@@ -83,8 +83,8 @@ class Writes(Toy):
 
 @pytest.mark.parametrize("target", [0.0, 0.05])
 @pytest.mark.parametrize("kind", [Toy, Writes])
-def test_cached_steps_are_near_and_leave_out_all_blocks_but_the_first(kind: type[Toy], target: float) -> None:
-    """The others are as they were, a step that is compared too: it is computed from what it was given."""
+def test_cached_steps_run_only_the_first_block_and_stay_close(kind: type[Toy], target: float) -> None:
+    """Other steps are unchanged; a compared step is computed from its own input."""
     toy, plain = kind(), kind()
     parts = [(name, id(part)) for name, part in toy.named_modules()]
     run = Run(toy, target)
@@ -105,8 +105,8 @@ def test_cached_steps_are_near_and_leave_out_all_blocks_but_the_first(kind: type
     assert [(name, id(part)) for name, part in toy.named_modules()] == parts and "forward" not in vars(toy.blocks[0])
 
 
-def test_a_polynomial_stream_is_extrapolated_exactly() -> None:
-    """What blocks behind the first one add here is a polynomial of the step, of the order that is extrapolated."""
+def test_polynomial_stream_is_extrapolated() -> None:
+    """The later blocks add a polynomial of the step, of the extrapolated order."""
     toy, step_now = Toy(2), [0]
     first, second = toy.blocks
     first.load_state_dict({name: torch.zeros_like(value) for name, value in first.state_dict().items()})
@@ -120,8 +120,8 @@ def test_a_polynomial_stream_is_extrapolated_exactly() -> None:
 
 
 @pytest.mark.parametrize("failing", range(30))
-def test_a_failed_attempt_leaves_nothing_and_its_rerun_leaves_all(failing: int) -> None:
-    """Whatever the attempt puts out at one step, later steps are what they are where it is not called."""
+def test_failed_attempt_does_not_affect_later_steps(failing: int) -> None:
+    """One attempt returns NaN; its rerun and the other steps are as without it."""
     toy, plain = Toy(), Toy()
     run, whole = Run(toy), copy.deepcopy(toy.state_dict())
     for step in range(30):
@@ -141,8 +141,8 @@ def test_a_failed_attempt_leaves_nothing_and_its_rerun_leaves_all(failing: int) 
     assert len(run.cached) > 10 and failing not in run.cached
 
 
-def test_each_call_of_a_step_has_its_own_values() -> None:
-    """Guidance in two calls: the second one follows the first, and is extrapolated from its own past."""
+def test_each_call_of_a_step_has_its_own_history() -> None:
+    """Guidance in two calls: the second follows the first's decision and is extrapolated from its own history."""
     toy, plain = Toy(), Toy()
     run = Run(toy)
     for step in range(30):
@@ -157,7 +157,7 @@ def test_each_call_of_a_step_has_its_own_values() -> None:
     assert len(run.controller.estimate.cached) > 15
 
 
-def test_a_second_call_that_fails_leaves_the_first_one_counted() -> None:
+def test_failed_second_call_keeps_the_first_one_counted() -> None:
     toy = Toy()
     run = Run(toy)
     first, second = latents(0).split(1)
@@ -182,16 +182,16 @@ def test_a_second_call_that_fails_leaves_the_first_one_counted() -> None:
 @pytest.mark.parametrize(
     ("calls", "wanted"),
     [
-        ([[torch.tensor([[1.0], [1.0]])]], 1.0),  # one batch, alike in both halves
+        ([[torch.tensor([[1.0], [1.0]])]], 1.0),  # one batch, same in both halves
         ([[torch.tensor([[1.0], [-1.0]])]], 11.0),
-        ([[torch.ones(1, 1), -torch.ones(1, 1)]], 11.0),  # one half after the other
+        ([[torch.ones(1, 1), -torch.ones(1, 1)]], 11.0),  # halves one after the other
         ([[torch.ones(1, 1)], [-torch.ones(1, 1)]], 11.0),  # two calls
-        ([[torch.ones(1, 1)]], None),  # of which one failed
+        ([[torch.ones(1, 1)]], None),  # one of the calls failed
     ],
 )
-def test_errors_are_those_after_guidance(calls: list[list[torch.Tensor]], wanted: float | None) -> None:
-    """As a share of the output after guidance, which is 1 here."""
-    controller = to_compare()
+def test_error_is_measured_after_guidance(calls: list[list[torch.Tensor]], wanted: float | None) -> None:
+    """Relative to the output after guidance, which is 1 here."""
+    controller = controller_before_comparison()
     for differences in calls:
         comparisons = [torch.stack([each, torch.ones_like(each)], dim=-1) for each in differences]
         controller.compare(comparisons, (-5.0, 6.0))
@@ -202,8 +202,8 @@ def test_errors_are_those_after_guidance(calls: list[list[torch.Tensor]], wanted
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_comparison_of_a_step_that_failed_tells_nothing(whole: bool) -> None:
-    controller = to_compare()
+def test_comparison_of_a_failed_step_is_ignored(whole: bool) -> None:
+    controller = controller_before_comparison()
     controller.compare([torch.full((2, 3, 2), torch.nan)], (-1.0, 2.0))
     read(controller)
     controller.recompute(whole=whole)
@@ -211,8 +211,8 @@ def test_a_comparison_of_a_step_that_failed_tells_nothing(whole: bool) -> None:
     assert controller.estimate.ratio is None and not controller.estimate.compared and not controller.estimate.stopped
 
 
-def to_compare() -> StepCacheController:
-    """In the first step that could be cached, which will be compared."""
+def controller_before_comparison() -> StepCacheController:
+    """A controller in the first cacheable step, which will be compared."""
     controller = StepCacheController(CachePolicy(1.0), 40)
     controller.estimate = ErrorEstimate(controller.estimate.policy, 40, at=FIRST)
     assert controller.choose() is CacheDecision.COMPUTE
@@ -221,7 +221,7 @@ def to_compare() -> StepCacheController:
 
 
 @pytest.mark.parametrize("first", [0.0, torch.nan, torch.inf])
-def test_the_change_of_the_latents_is_measured(first: float) -> None:
+def test_change_of_latents_is_measured(first: float) -> None:
     controller, good = StepCacheController(CachePolicy(1.0), 40), torch.tensor([3.0, 4.0])
     for latents in (good, good * 1.5, good * 1.5):
         controller.end_step(latents)

@@ -1,4 +1,4 @@
-"""The fp32 rerun: bit-equal to module.float(), what it cannot run is named, and nothing is left behind."""
+"""The fp32 rerun: bit-equal to module.float(), names modules it cannot run, and leaves no state behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HALVES = (HALF, BFLOAT)
 
 
 class Block(nn.Module):
-    """Layers of every kind that compares dtypes, and code that casts by hand."""
+    """Every kind of layer that compares dtypes, and code with explicit casts."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ def assert_untouched(module, before):
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode", "thread"])
-def test_bit_equal_to_float(dtype, how):
+def test_rerun_is_bit_equal_to_module_float(dtype, how):
     module, x, token = build(dtype)
     before = state(module)
     expected = copy.deepcopy(module).float()(x.float(), token)
@@ -79,7 +79,7 @@ def test_bit_equal_to_float(dtype, how):
     assert_untouched(module, before)
 
 
-def test_nothing_is_left_behind_when_it_raises():
+def test_rerun_that_raises_leaves_no_state():
     module, x, token = build(HALF)
     before, broken = state(module), copy.copy(module)
     broken.forward = lambda *_: (_ for _ in ()).throw(KeyError("inside"))
@@ -90,10 +90,10 @@ def test_nothing_is_left_behind_when_it_raises():
 
 
 class Marked(torch.Tensor):
-    """Makes tensors of its kind, as those of packs do that say by their class how they are stored."""
+    """A subclass whose results keep the class, like packs' tensors that mark their storage by it."""
 
 
-KEEPS_ITS_KIND = {
+KEEPS_SUBCLASS = {
     "a sum": lambda x: x + x,
     "a layer": lambda x: torch.nn.functional.linear(x, x),
     "a cast": lambda x: x.float(),
@@ -106,13 +106,13 @@ KEEPS_ITS_KIND = {
 }
 
 
-@pytest.mark.parametrize("name", KEEPS_ITS_KIND)
-def test_a_tensor_of_a_class_of_its_own_makes_others_of_it(name):
+@pytest.mark.parametrize("name", KEEPS_SUBCLASS)
+def test_results_keep_the_tensor_subclass(name):
     half = torch.arange(4, dtype=HALF).reshape(2, 2).as_subclass(Marked)
-    assert type(KEEPS_ITS_KIND[name](half)) is Marked
-    assert type(made := run_in_fp32(KEEPS_ITS_KIND[name], half)) is Marked and made.dtype == SINGLE
+    assert type(KEEPS_SUBCLASS[name](half)) is Marked
+    assert type(made := run_in_fp32(KEEPS_SUBCLASS[name], half)) is Marked and made.dtype == SINGLE
     with fp32_mode(Fp32Mode(), tf32=False):
-        assert type(KEEPS_ITS_KIND[name](half)) is Marked
+        assert type(KEEPS_SUBCLASS[name](half)) is Marked
 
 
 def test_other_threads_stay_in_half():
@@ -123,7 +123,7 @@ def test_other_threads_stay_in_half():
 
 
 def test_no_dynamo_graph_is_added():
-    from torch._dynamo.utils import counters  # here, so that what comes before runs without it
+    from torch._dynamo.utils import counters  # imported here, so that earlier tests run without it
 
     module, x, token = build(HALF)
     inner = torch.compile(module.out, backend="eager")
@@ -138,7 +138,7 @@ def test_no_dynamo_graph_is_added():
     assert counters["stats"]["unique_graphs"] == graphs, "the stance is restored and nothing recompiles"
 
 
-def test_dtype_reads_as_float32_and_properties_upcast_nothing(monkeypatch):
+def test_dtype_reads_as_float32_without_upcasting_the_tensor(monkeypatch):
     weight = torch.zeros(4, 5, dtype=HALF)
     monkeypatch.setattr(upcast, "_upcast", lambda *_: pytest.fail("a property read upcast the tensor"))
     with fp32_mode(Fp32Mode(), tf32=False):
@@ -176,7 +176,7 @@ def autocast_inside(weight):
         autocast_inside,
     ],
 )
-def test_every_way_of_calling_an_operator_is_seen_and_autocast_is_off(product, autocast):
+def test_every_operator_call_runs_in_fp32_without_autocast(product, autocast):
     weight = torch.full((4, 4), 300.0, dtype=HALF)
     with torch.autocast("cpu", dtype=HALF, enabled=autocast):
         found, asked = run_in_fp32(lambda: (product(weight), torch.is_autocast_enabled("cpu")))
@@ -184,7 +184,7 @@ def test_every_way_of_calling_an_operator_is_seen_and_autocast_is_off(product, a
     assert found.dtype == SINGLE and found.max() == 360000 and not asked
 
 
-def test_a_default_dtype_of_half_does_not_leak_in():
+def test_half_default_dtype_is_ignored():
     torch.set_default_dtype(HALF)
     try:
         assert run_in_fp32(lambda: torch.zeros(1).add_(300) * 300).item() == 90000
@@ -192,14 +192,14 @@ def test_a_default_dtype_of_half_does_not_leak_in():
         torch.set_default_dtype(SINGLE)
 
 
-def test_fused_multihead_attention_is_equal_to_rounding():
+def test_fused_multihead_attention_matches_float_within_rounding():
     attention = nn.MultiheadAttention(8, 2, batch_first=True).half().eval().requires_grad_(False)
     x = torch.randn(2, 5, 8).half()
     expected = copy.deepcopy(attention).float()(x.float(), x.float(), x.float())[0]
     assert torch.allclose(run_in_fp32(attention, x, x, x)[0], expected, atol=1e-6)
 
 
-# --- what cannot run in float32 is named, and errors about something else show as themselves --------------------------
+# --- code that cannot run in float32 is named; other errors are raised unchanged --------------------------------------
 
 
 @torch.jit.script
@@ -213,7 +213,7 @@ def scripted_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class Calls(nn.Module):
-    """Calls a function of a product, or of its input and weight, as a kernel for half precision alone would be."""
+    """Calls a function of a product, or of input and weight, like a kernel that supports half precision only."""
 
     def __init__(self, function, binary=False):
         super().__init__()
@@ -242,7 +242,7 @@ def half_attention(q: torch.Tensor) -> torch.Tensor:
 
 
 def diffusers_check(query):
-    """What its attention backends for half precision call first."""
+    """The first check of diffusers' attention backends for half precision."""
     from diffusers.models import attention_dispatch
 
     attention_dispatch._check_qkv_dtype_bf16_or_fp16(query, query, query)
@@ -260,10 +260,10 @@ def assertion_with_words(query):
 ASSERTION = "assert query.dtype in (torch.float16, torch.bfloat16)"
 
 
-def assertion_alone(query):
+def assertion_without_message(query):
     file = "half_kernel.py"
     linecache.cache[file] = (len(ASSERTION), None, [f"{ASSERTION}\n"], file)
-    exec(compile(ASSERTION, file, "exec"), {"torch": torch, "query": query})  # pytest rewrites those of this file
+    exec(compile(ASSERTION, file, "exec"), {"torch": torch, "query": query})  # pytest rewrites assertions of this file
 
 
 def second(module: nn.Module) -> nn.Module:
@@ -284,10 +284,10 @@ CALLS = r"'1' \(Calls\) cannot run in float32"
         (second(Calls(diffusers_check)), ValueError, f"{CALLS}: .*must be either bfloat16 or float16"),
         (second(Calls(type_error)), TypeError, f"{CALLS}: .*only half precision"),
         (second(Calls(assertion_with_words)), AssertionError, f"{CALLS}: .*must be in dtype of torch.float16"),
-        (second(Calls(assertion_alone)), AssertionError, rf"{CALLS}: .*\(assert query\.dtype in"),
+        (second(Calls(assertion_without_message)), AssertionError, rf"{CALLS}: .*\(assert query\.dtype in"),
     ],
 )
-def test_what_refuses_float32_in_any_way_is_named(model, cause, said, bound):
+def test_module_that_rejects_float32_is_named(model, cause, said, bound):
     x = torch.zeros(1, 2, dtype=HALF)
     model(x)
     with pytest.raises(RerunUnsupported, match=said) as refused:
@@ -295,12 +295,12 @@ def test_what_refuses_float32_in_any_way_is_named(model, cause, said, bound):
     assert cause is None or type(refused.value.__cause__) is cause
 
 
-def test_scripted_functions_run_where_they_can():
+def test_scripted_function_runs_in_float32():
     x = torch.full((2, 2), 3.0, dtype=HALF)
     assert torch.equal(run_in_fp32(Calls(scripted_scale, binary=True), x), x.float())
 
 
-def test_attention_restricted_to_half_kernels_is_opened_for_the_rerun():
+def test_rerun_lifts_attention_kernel_restriction():
     q = torch.randn(1, 2, 8, 16).half()
     expected = F.scaled_dot_product_attention(q.float(), q.float(), q.float())
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
@@ -324,7 +324,7 @@ def test_attention_restricted_to_half_kernels_is_opened_for_the_rerun():
     ids=repr,
 )
 @pytest.mark.parametrize("threaded", [False, True])
-def test_an_error_about_something_else_shows_as_itself(error, threaded):
+def test_unrelated_errors_are_raised_unchanged(error, threaded):
     def fails():
         raise error
 
@@ -337,27 +337,27 @@ def test_an_error_about_something_else_shows_as_itself(error, threaded):
     assert shown.value is error
 
 
-# --- what brings weights to where they are used is one operation, and sees the dtypes that they have ------------------
+# --- a weight transfer is one operation, and sees the true dtypes of the weights --------------------------------------
 
 WEIGHT = torch.tensor([300.0, -2.5], dtype=HALF)
 BYTES = WEIGHT.view(torch.uint8)
 
 
-def bring(seen, given, dtype=None):
-    """A weight out of a buffer of bytes, in the dtype that is asked for."""
+def read_weight(seen, given, dtype=None):
+    """Read a weight from a buffer of bytes, in the requested dtype."""
     seen += [given.dtype, dtype, WEIGHT.dtype]
     return BYTES.view(WEIGHT.dtype).to(dtype or given.dtype)
 
 
-def test_a_move_views_bytes_in_the_true_dtype_and_gives_float32():
-    seen, moved = [], OneOperation(bring)
+def test_one_operation_sees_true_dtypes_and_returns_float32():
+    seen, moved = [], OneOperation(read_weight)
     found = run_in_fp32(lambda: moved(seen, WEIGHT, HALF) * WEIGHT)
     assert torch.equal(found, torch.tensor([90000.0, 6.25]))
-    assert moved(seen, WEIGHT, BFLOAT).dtype is BFLOAT, "outside of a rerun it is the function"
-    assert seen == [SINGLE, SINGLE, HALF, HALF, BFLOAT, HALF] and moved.__doc__ == bring.__doc__
+    assert moved(seen, WEIGHT, BFLOAT).dtype is BFLOAT, "outside of a rerun it is the plain function"
+    assert seen == [SINGLE, SINGLE, HALF, HALF, BFLOAT, HALF] and moved.__doc__ == read_weight.__doc__
 
 
-def test_a_move_is_one_operation_inside_other_modes_and_other_reruns_and_other_threads_have_their_own():
+def test_one_operation_works_in_nested_modes_and_other_threads():
     class Mode(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
@@ -368,12 +368,12 @@ def test_a_move_is_one_operation_inside_other_modes_and_other_reruns_and_other_t
     for outer, inner in ((fp32, Mode), (Mode, fp32), (fp32, fp32)):
         seen, elsewhere = [], []
         with outer(), inner(), ThreadPoolExecutor(1) as pool:
-            assert OneOperation(OneOperation(bring))(seen, given=WEIGHT).dtype is SINGLE
-            pool.submit(OneOperation(bring), elsewhere, WEIGHT).result()
+            assert OneOperation(OneOperation(read_weight))(seen, given=WEIGHT).dtype is SINGLE
+            pool.submit(OneOperation(read_weight), elsewhere, WEIGHT).result()
         assert seen == [SINGLE, None, HALF] and elsewhere == [HALF, None, HALF]
 
 
-def test_a_moves_error_comes_as_it_is_and_the_rerun_goes_on():
+def test_error_in_one_operation_is_raised_and_rerun_continues():
     def rerun():
         with pytest.raises(KeyError, match="weight"):
             OneOperation({}.__getitem__)("weight")
@@ -382,7 +382,7 @@ def test_a_moves_error_comes_as_it_is_and_the_rerun_goes_on():
     assert run_in_fp32(rerun)[0] == 90000
 
 
-# --- half tensors that are written to, viewed, converted, or read as bits ---------------------------------------------
+# --- half tensors that are written, viewed, converted, or read as bits ------------------------------------------------
 
 
 def in_place(buffer):
@@ -426,8 +426,8 @@ def test_in_place_writes_reach_half_tensors_their_views_and_aliases(write, infer
 
 
 @pytest.mark.parametrize("inference_mode", [False, True])
-def test_what_is_only_read_of_an_inference_tensor_is_not_written_back(inference_mode):
-    """ComfyUI loads weights in inference mode; its threads for several GPUs compute outside of it, and cannot write."""
+def test_inference_tensors_that_are_only_read_are_not_written(inference_mode):
+    """ComfyUI loads weights in inference mode; its threads for several GPUs run outside of it and cannot write."""
     with torch.inference_mode():
         weight = torch.arange(4, dtype=HALF)
         views, buffer = [weight.view(2, 2)[1]], torch.zeros(2, dtype=HALF)
@@ -441,19 +441,19 @@ def test_what_is_only_read_of_an_inference_tensor_is_not_written_back(inference_
     assert buffer.tolist() == [1.0, 2.0]
 
 
-def test_in_place_on_an_argument_reaches_the_caller_and_is_computed_in_float32():
+def test_in_place_write_on_argument_is_fp32_and_reaches_the_caller():
     x = torch.full((2,), 1000.0, dtype=HALF)
     assert run_in_fp32(lambda t: t.mul_(t).sqrt_(), x).tolist() == [1000.0, 1000.0]
     assert x.dtype == HALF and x.tolist() == [1000.0, 1000.0]
 
 
-def test_copies_of_half_tensors_are_float32_so_that_writes_do_not_round():
+def test_copies_of_half_tensors_are_float32():
     table = torch.full((4, 2), 60000.0, dtype=HALF)
     rows = run_in_fp32(lambda: table[torch.tensor([1, 2])].mul_(4))
     assert rows.dtype == SINGLE and rows.max() == 240000 and table.max() == 60000
 
 
-def test_bits_are_reinterpreted_not_cast():
+def test_views_as_other_dtype_reinterpret_bits():
     packed, weight = torch.tensor([1.5, -2.0], dtype=HALF).view(torch.uint8), torch.tensor([1.5], dtype=HALF)
     assert run_in_fp32(lambda: packed.view(HALF) * 1).tolist() == [1.5, -2.0]
     assert run_in_fp32(lambda: packed.view(dtype=HALF) * 1).tolist() == [1.5, -2.0]
@@ -502,14 +502,14 @@ ALIASES: dict[str, Any] = CONVERSIONS | {
 
 
 def written_to(convert: Callable[..., torch.Tensor], source: torch.Tensor, *more: Any) -> tuple[Any, Any]:
-    """What was made of the source after a write to it, and the source then."""
+    """(the converted tensor after a write to it, the source)"""
     made = convert(source, *more)
     made.add_(1)
     return made, source
 
 
 @pytest.mark.parametrize("form", COPIES | MADE)
-def test_what_is_made_of_a_half_tensor_in_half_is_float32(form):
+def test_tensors_created_as_half_are_float32(form):
     weight = torch.full((1, 2, 3, 4), 65504.0, dtype=HALF)
     made = run_in_fp32(lambda: (COPIES | MADE)[form](weight) * 2)
     assert made.dtype == SINGLE and made.eq(131008).all()
@@ -517,17 +517,17 @@ def test_what_is_made_of_a_half_tensor_in_half_is_float32(form):
 
 @pytest.mark.parametrize("form", COPIES)
 @pytest.mark.parametrize("given", [SINGLE, torch.float64, torch.int64])
-def test_what_is_converted_to_half_is_a_copy_and_is_not_rounded(form, given):
+def test_conversion_to_half_copies_without_rounding(form, given):
     tensor = torch.full((1, 2, 3, 4), 1_000_001, dtype=given)
     made, source = run_in_fp32(lambda: written_to(COPIES[form], tensor))
-    assert source.eq(1_000_001).all(), "as it is outside"
+    assert source.eq(1_000_001).all(), "the source is unchanged"
     assert made.eq(1_000_002).all() and made.dtype == (given if form == "to(copy)" else SINGLE)
     assert made.is_contiguous(memory_format=torch.channels_last) == (form == "to(memory_format)")
 
 
 @pytest.mark.parametrize("given", HALVES)
 @pytest.mark.parametrize("convert", [torch.Tensor.float, lambda x: x.to(SINGLE), lambda x: x.type("torch.FloatTensor")])
-def test_a_half_tensor_in_float32_is_a_copy(convert, given):
+def test_half_tensor_converted_to_float32_is_a_copy(convert, given):
     tensor = torch.full((2,), 3.0, dtype=given)
     made, _ = run_in_fp32(lambda: written_to(convert, tensor))
     assert tensor.eq(3).all() and made.eq(4).all() and made.dtype == SINGLE
@@ -535,18 +535,18 @@ def test_a_half_tensor_in_float32_is_a_copy(convert, given):
 
 @pytest.mark.parametrize("form", ALIASES)
 @pytest.mark.parametrize("given", OF)
-def test_what_has_the_dtype_that_is_asked_for_is_not_copied(form, given):
+def test_conversion_to_own_dtype_does_not_copy(form, given):
     expected = written_to(ALIASES[form], torch.full((1, 2, 3, 4), 3.0, dtype=given), given)[1]
     tensor = torch.full((1, 2, 3, 4), 3.0, dtype=given)
     run_in_fp32(lambda: written_to(ALIASES[form], tensor, given))
     assert torch.equal(tensor, expected) and tensor.eq(4).all()
 
 
-def test_a_tensors_type_is_told_as_float32():
+def test_tensor_type_reads_as_float_tensor():
     assert run_in_fp32(lambda: torch.ones(1, dtype=HALF).type()) == "torch.FloatTensor"
 
 
-def test_what_is_put_into_a_list_or_a_dict_is_there_for_the_caller():
+def test_changes_to_list_and_dict_arguments_reach_the_caller():
     half = torch.ones(2, dtype=HALF)
     queue, cache = [half], {"first": half, "gone": half}
 
@@ -560,7 +560,7 @@ def test_what_is_put_into_a_list_or_a_dict_is_there_for_the_caller():
     assert queue[1].tolist() == cache["second"].tolist() == [3, 3] and [*cache] == ["first", "second"]
 
 
-# --- PyTorch's process-wide settings while a rerun holds TF32, and what PyTorch says of its devices -------------------
+# --- PyTorch's process-wide settings while a rerun holds TF32 ---------------------------------------------------------
 
 MATMUL, CUDNN, MKLDNN = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
 READS: dict[str, Any] = {
@@ -585,7 +585,7 @@ def settings():
     return {name: read(name) for name in READS}
 
 
-def put_back():
+def reset_precision_settings():
     torch.backends.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
     MATMUL.fp32_precision = MKLDNN.matmul.fp32_precision = "none"
@@ -593,10 +593,10 @@ def put_back():
 
 
 @pytest.fixture
-def given_settings():
+def restored_settings():
     before = settings()
     yield
-    put_back()
+    reset_precision_settings()
     assert settings() == before
 
 
@@ -609,8 +609,8 @@ def old_and_new():
     MATMUL.fp32_precision = "ieee"
 
 
-BY_WHOM: dict[str, Callable[[], Any]] = {
-    "nobody": lambda: None,
+USER_SETTINGS: dict[str, Callable[[], Any]] = {
+    "unset": lambda: None,
     "old switch on": chosen(MATMUL, allow_tf32=True),
     "old switch off": chosen(MATMUL, allow_tf32=False),
     "high": lambda: torch.set_float32_matmul_precision("high"),
@@ -627,20 +627,20 @@ BY_WHOM: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("on", [True, False])
-@pytest.mark.parametrize("by_whom", BY_WHOM)
-def test_tf32_mixes_no_old_and_new_settings_and_leaves_them_as_they_were(by_whom, on, given_settings):
-    BY_WHOM[by_whom]()
+@pytest.mark.parametrize("user_setting", USER_SETTINGS)
+def test_tf32_switch_restores_old_and_new_settings(user_setting, on, restored_settings):
+    USER_SETTINGS[user_setting]()
     before = settings()
     with ThreadPoolExecutor(1) as pool:
-        here, there = run_in_fp32(lambda: (settings(), pool.submit(settings).result()), tf32=on)
-    assert here == there
+        here, elsewhere = run_in_fp32(lambda: (settings(), pool.submit(settings).result()), tf32=on)
+    assert here == elsewhere
     assert (here["matmul"] == "tf32", here["convolutions"] == "tf32") == (on, on)
     raising = {name for name, value in here.items() if value == "raises"}
-    assert raising <= {name for name, value in before.items() if value == "raises"}, "none that did not before"
+    assert raising <= {name for name, value in before.items() if value == "raises"}, "no setting newly raises"
     assert settings() == before
 
 
-def test_a_setting_that_was_inherited_is_inherited_again(given_settings):
+def test_inherited_fp32_precision_is_inherited_again(restored_settings):
     torch.backends.fp32_precision = "ieee"
     run_in_fp32(lambda: None, tf32=True)
     torch.backends.fp32_precision = "tf32"
@@ -653,7 +653,7 @@ def test_a_setting_that_was_inherited_is_inherited_again(given_settings):
     (False, True, "none none none"),
     (False, False, "none none none"),
 ])  # fmt: skip
-def test_it_is_scoped_and_plain_fp32_wins_where_runs_overlap(first, second, seen, given_settings):
+def test_plain_fp32_wins_over_tf32_where_reruns_overlap(first, second, seen, restored_settings):
     inside, leave, found, before = threading.Event(), threading.Event(), [], settings()
 
     def read():
@@ -679,7 +679,7 @@ def test_it_is_scoped_and_plain_fp32_wins_where_runs_overlap(first, second, seen
     ("fp16", True, ["tf32", "none"]),
     ("fp16", False, ["tf32", "tf32"]),
 ])  # fmt: skip
-def test_a_model_in_fp32_and_its_reruns_keep_from_it_where_exact_fp32_is_on(dtype, exact_fp32, seen, given_settings):
+def test_exact_fp32_disables_tf32_in_calls_and_reruns(dtype, exact_fp32, seen, restored_settings):
     found, before = [], settings()
 
     def called(given):
@@ -690,7 +690,7 @@ def test_a_model_in_fp32_and_its_reruns_keep_from_it_where_exact_fp32_is_on(dtyp
     assert (found, settings()) == (seen, before)
 
 
-def test_pytorch_2_6_raises_where_there_is_no_accelerator(monkeypatch):
+def test_rerun_works_where_current_accelerator_raises(monkeypatch):
     def none_available():
         raise RuntimeError("Cannot access accelerator device when none is available.")
 
