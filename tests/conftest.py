@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         selected &= tiers.covering((item.nodeid, *tiers.axes(item)) for item in items if item.nodeid in selected)
     whole = config.args == config.getini("testpaths")
     whole = whole and not config.getoption("keyword") and not config.getoption("ignore")
-    if whole and (wrong := tiers.unfitting(tier, names)):
+    if whole and (wrong := tiers.unmatched(tier, names)):
         raise pytest.UsageError(f"tests/tiers.toml names unknown tests: {', '.join(sorted(wrong))}")
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in selected])
     items[:] = [item for item in items if item.nodeid in selected]
@@ -97,7 +97,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Print the reliability figures that tests measured, and write them with --write-figures."""
     if hasattr(config, "workerinput"):  # a worker of xdist: the main process prints for all
         return
-    if figures := reliability.found(terminalreporter.stats.get("passed", [])):
+    if figures := reliability.collect_figures(terminalreporter.stats.get("passed", [])):
         terminalreporter.section("figures")
         for row in figures:
             terminalreporter.write_line(f"{row['what']}: {row['figure']}")

@@ -21,8 +21,8 @@ def test_tiers_select_tests_and_report_unknown_names(monkeypatch: pytest.MonkeyP
     assert ran["test"] == {"tests/a.py::t", "tests/b.py::t[1]", "tests/b.py::t[2-3]"}
     assert ran["slow"] == {"tests/b.py::t[2]", "tests/b.pyx::t", "tests/d.py::t[leg_a]"}
     assert ran["all"] == names | checkouts
-    assert tiers.unfitting("test", ["tests/a.py::t", "tests/b.py::t[1]"]) == {"tests/b.py::*[2]"}
-    assert tiers.unfitting("slow", ["tests/a.py::t"]) == {"tests/b.py", "tests/b.py::*[2]", "tests/c.py"}
+    assert tiers.unmatched("test", ["tests/a.py::t", "tests/b.py::t[1]"]) == {"tests/b.py::*[2]"}
+    assert tiers.unmatched("slow", ["tests/a.py::t"]) == {"tests/b.py", "tests/b.py::*[2]", "tests/c.py"}
 
 
 def test_tier_lines_do_not_overlap_and_have_reasons() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import legs
 import numpy as np
 import pytest
-from as_comfyui import as_json
+from as_comfyui import api_node
 from comfyui_onediff_guard.headless.errors import InterruptedRunError
 from comfyui_onediff_guard.headless.hosts.result import RunProgress
 from comfyui_onediff_guard.headless.server.follow import run_on_server
@@ -159,12 +159,12 @@ def test_probe_profile_in_same_graph_runs_without_reruns(run_graph: Callable[...
     size = {"width": WIDTH, "height": HEIGHT, "frames": FRAMES, "steps": 2, "seed": 31}
     prompts = {"positive": ["encode", 0], "negative": ["encode", 1]}
     graph = {
-        "load": as_json("LoadPipeline", model=INSIDE, precision="fp16", backend="eager", offload="none"),
-        "encode": as_json("EncodePrompt", pipeline=["load", 0], prompt="a red kite"),
-        "probe": as_json("NumericsProbe", pipeline=["load", 0], **size, **prompts),
-        "guard": as_json("NaNGuard", pipeline=["load", 0], scope="learned", profile=["probe", 2]),
-        "sample": as_json("SampleCogVideoX", pipeline=["guard", 0], **size, **prompts, scheduler="DDIM"),
-        "decode": as_json("DecodeLatents", pipeline=["guard", 0], latents=["sample", 0], tiling=False),
+        "load": api_node("LoadPipeline", model=INSIDE, precision="fp16", backend="eager", offload="none"),
+        "encode": api_node("EncodePrompt", pipeline=["load", 0], prompt="a red kite"),
+        "probe": api_node("NumericsProbe", pipeline=["load", 0], **size, **prompts),
+        "guard": api_node("NaNGuard", pipeline=["load", 0], scope="learned", profile=["probe", 2]),
+        "sample": api_node("SampleCogVideoX", pipeline=["guard", 0], **size, **prompts, scheduler="DDIM"),
+        "decode": api_node("DecodeLatents", pipeline=["guard", 0], latents=["sample", 0], tiling=False),
         "frames": {"class_type": "SaveImage", "inputs": {"images": ["decode", 0], "filename_prefix": "frame"}},
         "picture": {"class_type": "SaveImage", "inputs": {"images": ["probe", 0], "filename_prefix": "probe"}},
     }

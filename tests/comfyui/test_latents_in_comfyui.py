@@ -11,7 +11,7 @@ import legs
 import numpy as np
 import pytest
 import shared_models
-from as_comfyui import GRAPHS, NEGATIVE, PROMPT, as_json
+from as_comfyui import GRAPHS, NEGATIVE, PROMPT, api_node
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -38,7 +38,7 @@ def message(history: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def loader(family: str, model: str) -> Graph:
-    return {f"{family} load": as_json("LoadPipeline", model=model, precision="fp32", backend="eager")}
+    return {f"{family} load": api_node("LoadPipeline", model=model, precision="fp32", backend="eager")}
 
 
 def sampler(family: str, model: str) -> Graph:
@@ -47,19 +47,19 @@ def sampler(family: str, model: str) -> Graph:
     nodes = loader(family, model)
     given: dict[str, Any] = {"pipeline": pipeline, "seed": 3, **graph.sampling}
     if graph.prompted:
-        nodes[f"{family} encode"] = as_json("EncodePrompt", pipeline=pipeline, prompt=PROMPT, negative_prompt=NEGATIVE)
+        nodes[f"{family} encode"] = api_node("EncodePrompt", pipeline=pipeline, prompt=PROMPT, negative_prompt=NEGATIVE)
         given |= {"positive": [f"{family} encode", 0], "negative": [f"{family} encode", 1]}
     if graph.start:
         nodes["picture"] = {"class_type": "LoadImage", "inputs": {"image": PICTURE}}
         given |= {"image": ["picture", 0]}
-    nodes[f"{family} sample"] = as_json(graph.sampler, **given)
+    nodes[f"{family} sample"] = api_node(graph.sampler, **given)
     saved = {"samples": [f"{family} sample", 0], "filename_prefix": f"latents/{family}"}
     return nodes | {f"{family} save": {"class_type": "SaveLatent", "inputs": saved}}
 
 
 def decoder(family: str, latents: list[Any]) -> Graph:
     """Decode Latents → SaveImage, with the family's loader."""
-    decode = as_json("DecodeLatents", pipeline=[f"{family} load", 0], latents=latents)
+    decode = api_node("DecodeLatents", pipeline=[f"{family} load", 0], latents=latents)
     images = {"images": [f"{family} decode", 0], "filename_prefix": family}
     return {f"{family} decode": decode, f"{family} images": {"class_type": "SaveImage", "inputs": images}}
 

@@ -23,7 +23,7 @@ from comfyui_onediff_guard.headless.workflow import schema, ui_format
 from comfyui_onediff_guard.headless.workflow.schema import Schema
 from comfyui_onediff_guard.headless.workflow.ui_file import UiFile, unfold
 from comfyui_onediff_guard.trust.foreign import fitting
-from tiers import drawn
+from tiers import by_tier
 
 pytestmark = legs.IN_CHECKOUTS
 
@@ -41,7 +41,7 @@ def templates(server: legs.Server) -> list[Path]:
     )
     if not found:
         pytest.skip("the leg's environment has no comfyui-workflow-templates")
-    return found[:: drawn(1, len(found) // FEW or 1)]
+    return found[:: by_tier(1, len(found) // FEW or 1)]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
-"""Every family on the second device, with every offload, and overflowing in fp16.
+"""Every family on the second device, with every offload mode, and with overflow in fp16.
 
-What comes out is what the CPU makes, to the bit, with no access that nothing orders, and nothing left there.
+Results are bit-equal to the CPU's, no access is unordered, and no memory stays in use.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import second_device
 
 pytestmark = pytest.mark.skipif(bool(second_device.why_not()), reason=second_device.why_not() or "it can be built")
 
-SAME_BITS = {"MKL_CBWR": "COMPATIBLE"}  # else MKL's products hang on where in memory a weight happens to lie
+SAME_BITS = {"MKL_CBWR": "COMPATIBLE"}  # otherwise MKL's products depend on the address of a weight
 
 
 TOGETHER = (("2b",), ("wan-two",), ("svd",), ("5b-i2v", "1.5", "cogview3", "cogview4", "wan", "wan-ti2v"))
 
 
 @pytest.mark.parametrize("models", TOGETHER, ids=" ".join)
-def test_a_family_is_what_it_is_on_the_cpu(tmp_path: Path, models: tuple[str, ...]) -> None:
-    """models: those of one process."""
+def test_family_is_bit_equal_to_cpu(tmp_path: Path, models: tuple[str, ...]) -> None:
+    """models: run in one process."""
     result = tmp_path / "result.json"
     command = [sys.executable, device_matrix.__file__, "second", str(result), *models]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | SAME_BITS)
@@ -44,5 +44,5 @@ def test_a_family_is_what_it_is_on_the_cpu(tmp_path: Path, models: tuple[str, ..
             assert not any(run["reruns"] for run in row["runs"]), (leg, row["runs"])
 
 
-def test_every_family_is_in_a_process() -> None:
+def test_every_family_is_assigned_to_a_process() -> None:
     assert sorted(itertools.chain(*TOGETHER)) == sorted(device_matrix.MODELS)

@@ -1,4 +1,4 @@
-"""What runs in a process that has the second device: a file of on_it/ at a time, or its cases of one mark."""
+"""Tests on the second device, in processes of their own: one file of on_it/ each, or its cases with one mark."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARKS = ("quick", "long")
 
 
 def parts() -> Iterator[tuple[str, str, str]]:
-    """(name, file, which of its cases)"""
+    """(name, file, marks to select)"""
     for file in sorted((Path(__file__).parent / "on_it").glob("*.py")):
         marks = [mark for mark in MARKS if f"mark.{mark}" in file.read_text(encoding="utf-8")]
         yield file.stem, str(file), " and ".join(f"not {mark}" for mark in marks)
@@ -26,8 +26,8 @@ PARTS = {name: part for name, *part in parts()}
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_it_holds(name: str) -> None:
+def test_cases_pass_on_second_device(name: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "on_second_device", "-p", "no:xdist"]
-    file, which = PARTS[name]
-    done = subprocess.run([*command, file, "-m", which], capture_output=True, text=True, check=False)
+    file, marks = PARTS[name]
+    done = subprocess.run([*command, file, "-m", marks], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

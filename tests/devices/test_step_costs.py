@@ -1,4 +1,4 @@
-"""What guard, scaled layers, step cache and offload add to a sampling step, counted on the second device."""
+"""Costs that guard, scaled layers, step cache and offload add to a sampling step, counted on the second device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import step_costs
 
 pytestmark = pytest.mark.skipif(bool(second_device.why_not()), reason=second_device.why_not() or "it can be built")
 
-# Kernels of a step of the small model: diffusers' own; what the guard adds; what guard and learned scales add
+# Kernels of a step of the small model: diffusers alone; added by the guard; added by guard and learned scales
 KERNELS = {"2b": (169, 13, 61), "wan": (530, 31, 119), "cogview3": (166, 13, 66), "cogview4": (384, 24, 118)}
-PER_CALL = 40  # bytes that the guard hands the host at each call of the denoiser, at most
+PER_CALL = 40  # bytes that the guard copies to the host per denoiser call, at most
 
 
 @pytest.mark.parametrize("model", KERNELS)
-def test_a_step_costs_no_more_than_is_written_down(model: str) -> None:
+def test_step_costs_stay_within_recorded_limits(model: str) -> None:
     command = [sys.executable, step_costs.__file__, model]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -30,7 +30,7 @@ def test_a_step_costs_no_more_than_is_written_down(model: str) -> None:
 
 
 def _waits(found: dict[str, Any]) -> None:
-    """The host waits once a call for the guard, and for nothing else."""
+    """The host waits once per call for the guard, and for nothing else."""
     own = found["diffusers"]["a step"]
     for way in ("guard", "offload model", "guard and learned scales"):
         step = found[way]["a step"]
@@ -42,13 +42,13 @@ def _waits(found: dict[str, Any]) -> None:
 
 
 def _copies(found: dict[str, Any]) -> None:
-    """Weights stay where they are, and those that did not change are never copied back."""
+    """Weights are not moved, and unchanged ones are never copied back."""
     own = found["diffusers"]["a step"]
     for way in ("guard", "step cache", "offload model", "guard and learned scales"):
         step, run = found[way]["a step"], found[way]["a run"]
         assert step["bytes to the device"] <= own["bytes to the device"], way
         assert step["bytes to the host"] <= PER_CALL * own["calls"], way
-        assert run["bytes to the device"] < 2**18 and run["bytes to the host"] < 2**14, "what a prompt and latents take"
+        assert run["bytes to the device"] < 2**18 and run["bytes to the host"] < 2**14, "prompt and latents"
     assert found["offload group"]["a step"]["bytes to the host"] <= PER_CALL * own["calls"]
 
 

@@ -1,4 +1,4 @@
-"""The stages of a generation, each with what it needs made before, so that it can be run, broken and run again."""
+"""The stages of a generation, each with its inputs prepared, so that it can be run, broken and run again."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from small_runs import opened
 
 @dataclass
 class ModelStage:
-    """One method of a generation, after those before it, on a pipeline of which nothing is loaded."""
+    """One method of a generation, after the methods before it, on a pipeline with nothing loaded."""
 
     folder: Path
     variant: str
-    method: str  # of Generation; "load": its weights alone
+    method: str  # of Generation; "load": only load the weights
     reads: str  # the component whose file the stage reads
-    kept: Path  # of profiles
+    kept: Path  # folder of profiles
     precision: str = "fp16"
     torch: bool = True
     served: bool = False
@@ -65,7 +65,7 @@ class ModelStage:
         return getattr(self.generation, self.method)()
 
     def forget(self) -> None:
-        """What earlier runs taught: a first run fails where a later one knows."""
+        """Delete what earlier runs learned: the fault of a first run does not repeat in a later one."""
         shutil.rmtree(self.kept, ignore_errors=True)
 
     def _opened(self) -> Generation:
@@ -75,7 +75,7 @@ class ModelStage:
 
 @dataclass
 class FileStage:
-    """What makes files in a folder, which is empty at first."""
+    """A stage that writes files into a folder that is empty at first."""
 
     folder: Path
     run: Callable[[], Any]
@@ -89,14 +89,14 @@ class FileStage:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-# `fresh` is as after a start of the process; `run` makes what is compared by bits, and may be called again after it
-# raised. torch: its operations are torch's too. served: by a server in this process, whose threads and connections come
-# and go meanwhile
+# `fresh`: state as after the start of a process. `run`: returns the result, compared bit by bit; may be called again
+# after it raised. torch: torch operations count too. served: by a server in this process, whose threads and connections
+# change during a run
 Stage = ModelStage | FileStage
 
 
 def saving(out: Path) -> FileStage:
-    """The picture that a node writes."""
+    """An image written by a node."""
     images = torch.rand(1, 16, 24, 3, generator=torch.Generator().manual_seed(4))
 
     def run() -> list[bytes]:
@@ -108,19 +108,19 @@ def saving(out: Path) -> FileStage:
 
 
 def download(cache: Path) -> FileStage:
-    """From a hub on this machine."""
+    """A download from a hub on this machine."""
     return FileStage(cache, lambda: files_of(fetch(ID, None)))
 
 
 def server_download(url: str, workflow: dict[str, Any], out: Path) -> FileStage:
-    """A run's result, from a ComfyUI that is elsewhere."""
+    """The result of a run on a remote ComfyUI."""
     return FileStage(
         out, lambda: [file.read_bytes() for file in run_on_server(workflow, url=url, output_dir=out).files]
     )
 
 
 def same(made: Any, expected: Any) -> bool:
-    """By bits."""
+    """Whether two results are bit-equal."""
     if isinstance(made, torch.Tensor):
         return made.dtype == expected.dtype and torch.equal(made, expected)
     if isinstance(made, dict):

@@ -1,4 +1,4 @@
-"""A small generation of any family, from folder to frames, as the faults and the soak run it."""
+"""A small generation of any family, from folder to frames, for fault and soak tests."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.report import RunReport
-from small_runs import start_of
+from small_runs import start_image
 
 PROMPTS = ["a red kite", "grey"]
 STEPS = 2
 _SIZES = {"cogview3": (64, 64, 1), "cogview4": (64, 64, 1), "svd": (64, 64, 2), "svd-xt": (64, 64, 2)}
-_SIZES |= {"5b-i2v": (96, 64, 9)}  # has positions for one size only
+_SIZES |= {"5b-i2v": (96, 64, 9)}  # the only size it has position embeddings for
 _SIZE = (64, 48, 9)
 
 
 @dataclass
 class Generation:
-    """Stage by stage; a stage that raised can be run again."""
+    """A generation stage by stage; a stage that raised can be run again."""
 
     handle: PipelineHandle
     variant: str
@@ -43,7 +43,7 @@ class Generation:
         width, height, frames = _SIZES.get(self.variant, _SIZE)
         guidance = 5.0 if self.handle.family.prompt else None
         settings = SampleSettings(width, height, STEPS, self.seed, frames, guidance)
-        self.latents, report = sample(self.handle, *self.prompts, settings, **start_of(self.handle, width, height))
+        self.latents, report = sample(self.handle, *self.prompts, settings, **start_image(self.handle, width, height))
         self.reports |= {before.plan.component.value: before for before in report.before} | {"denoiser": report}
         return self.latents
 
@@ -57,6 +57,6 @@ class Generation:
         return self.decode()
 
     def outcomes(self) -> Iterator[tuple[str, list[str]]]:
-        """(stage, how each of its calls ended)"""
+        """(stage, outcome of each of its calls)"""
         for stage, report in self.reports.items():
             yield stage, [step.outcome for step in report.steps]

@@ -1,8 +1,7 @@
-"""Counts what a stage does, one operation after another, and does something else at the n-th: the one way in which
-faults come into a stage.
+"""Fault injection: counts the operations of a stage and runs an action before the n-th one.
 
-An operation is a call of torch in this thread, or a file of the folders concerned that is opened, made, moved or
-deleted in any thread.
+An operation is a torch call in this thread, or the opening, creating, moving or deleting of a file in the watched
+folders in any thread.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ Action = Callable[[], None]
 
 
 class Operations:
-    """Inside `with`, counts; calls `action` before the operation numbered `at`, from 0."""
+    """Inside `with`: counts operations and calls `action` before number `at`, from 0."""
 
     def __init__(self, folders: Iterable[Path] = (), at: int = -1, action: Action | None = None, torch: bool = True):
         self.count = 0
-        self.happened = ""  # which one the action came before
+        self.happened = ""  # the operation at which the action ran
         self._folders = tuple(str(folder) for folder in folders)
         self._at = at
         self._action = action or (lambda: None)
@@ -85,11 +84,11 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         _listener.file(event, arguments[:2])
 
 
-sys.addaudithook(_audit)  # for as long as the process lives; hears nothing while nobody listens
+sys.addaudithook(_audit)  # cannot be removed; does nothing without a listener
 
 
 def spread(count: int, places: int) -> list[int]:
-    """Operations from the first to the last."""
+    """Evenly spaced operation numbers, from the first to the last."""
     places = min(places, count)
     return sorted({round(place * (count - 1) / max(places - 1, 1)) for place in range(places)})
 
@@ -102,15 +101,15 @@ def raising(error: BaseException) -> Action:
 
 
 def killed_in_a_child(run: Callable[[], object], operations: Operations) -> int:
-    """Runs in a process of its own until the operation at which its action kills it. Returns its exit status."""
-    assert torch.get_num_threads() == 1, "a forked child waits forever for the threads that it does not have"
+    """Run in a forked process until the action kills it. Returns its exit status."""
+    assert torch.get_num_threads() == 1, "a forked child would wait forever for missing threads"
     child = os.fork()
     if child == 0:
         try:
             with operations:
                 run()
         finally:
-            os._exit(17)  # it was not killed
+            os._exit(17)  # not killed
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -120,8 +119,8 @@ def kill_this_process() -> None:
 
 @contextmanager
 def jumping_clock() -> Generator[None]:
-    """The time of day goes ten years back and forward again with each look, and what measures durations an hour ahead:
-    a clock that is set, and a machine that slept."""
+    """Each read moves the time of day ten years back or forward and the duration clock an hour ahead, as if somebody
+    set the clock and the machine slept."""
     day, slept = cycle((-3e8, 3e8)), count(3600, 3600)
     time_of_day, measuring = time.time, time.perf_counter
     with pytest.MonkeyPatch.context() as patch:
@@ -131,7 +130,7 @@ def jumping_clock() -> Generator[None]:
 
 
 def tree(*folders: Path) -> dict[str, bytes]:
-    """Every file, with what it holds: of a whole zip without the time at which it was made."""
+    """Every file with its content; zip files without their timestamps."""
     paths = [path for folder in folders for path in sorted(folder.rglob("*")) if not path.is_dir()]
     return {str(path): _content(path) for path in paths}
 
@@ -147,7 +146,7 @@ def _content(path: Path) -> bytes:
 
 @contextmanager
 def full_disk(folder: Path, free: int) -> Generator[bool]:
-    """`folder` on a disk with so many bytes free. Yields False where no file system can be mounted."""
+    """`folder` on a disk with `free` bytes. Yields False where no file system can be mounted."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={max(free, 4096)}", "tmpfs", str(folder)]
     mounted = shutil.which("mount") and not subprocess.run(command, capture_output=True, check=False).returncode

@@ -1,4 +1,4 @@
-"""Damaged files of compiled code: refused with a reason, or what was meant all the same."""
+"""Fuzzing of compiled-code files: a damaged file is rejected with a reason or read correctly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from comfyui_onediff_guard.precision.machine import Platform
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutations import mutated, mutated_bytes
-from tiers import drawn
+from tiers import by_tier
 
 TARGET = Target(
     "CogVideoX-5B",
@@ -27,17 +27,17 @@ ALL, SMALLER = 5_000, 60
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
-    """Bytes changed, or the header's values."""
+    """A file with changed bytes or changed header values."""
     if draw(st.booleans()):
         return draw(mutated_bytes(whole))
     header, _, artifacts = whole.partition(b"\n")
     return json.dumps(draw(mutated(json.loads(header)))).encode() + b"\n" + artifacts
 
 
-def test_any_damaged_file_is_refused_or_holds_what_was_meant(tmp_path: Path, figure: Any) -> None:
+def test_damaged_file_is_rejected_or_read_correctly(tmp_path: Path, figure: Any) -> None:
     write(tmp_path / "whole", TARGET, ARTIFACTS)
 
-    @settings(max_examples=drawn(ALL, SMALLER), suppress_health_check=list(HealthCheck))
+    @settings(max_examples=by_tier(ALL, SMALLER), suppress_health_check=list(HealthCheck))
     @given(damaged((tmp_path / "whole").read_bytes()))
     def one(data: bytes) -> None:
         said = ""
@@ -49,4 +49,4 @@ def test_any_damaged_file_is_refused_or_holds_what_was_meant(tmp_path: Path, fig
         assert not said or (said.startswith("'damaged' ") and len(said) < 3000)
 
     one()
-    figure("damaged files of compiled code, each rejected by name or loaded whole", drawn(ALL, SMALLER))
+    figure("damaged files of compiled code, each rejected by name or read correctly", by_tier(ALL, SMALLER))

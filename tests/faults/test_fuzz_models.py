@@ -1,6 +1,6 @@
-"""Model folders, single files and LoRAs with something in them damaged: refused in words, or as good as they look.
+"""Fuzzing of model folders, single files and LoRAs: a damaged file is rejected with a message or valid.
 
-What is damaged is what a library would read of others: configs, indexes, headers. No weight is.
+Damaged are configs, indexes and headers, which libraries parse. Weights are not damaged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutations import mutated, mutated_bytes, mutated_text
 from safetensors.torch import load_file, save_file
-from tiers import drawn
+from tiers import by_tier
 
 SMALL = ("scheduler_config", "tokenizer_config", "special_tokens_map", "preprocessor_config", "config", "model_index")
 OPTIONS: dict[str, Any] = {"suppress_health_check": list(HealthCheck), "database": None}
@@ -34,7 +34,7 @@ OPTIONS: dict[str, Any] = {"suppress_health_check": list(HealthCheck), "database
 
 @pytest.fixture(scope="module")
 def folders(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Copies to damage; of "shards", two components are in shards."""
+    """Copies to damage; "shards" has two components split into shards."""
     root = tmp_path_factory.mktemp("damaged")
     made = {name: shared_models.copied(model_folder(name), root / name) for name in ("2b", "cogview4", "svd")}
     made["shards"] = shared_models.copied(model_folder("2b"), root / "shards")
@@ -52,7 +52,7 @@ def folders(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def lora(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """(a LoRA file with settings in its header, the denoiser that it is for)"""
+    """(LoRA file with settings in its header, its denoiser)"""
     with torch.device("meta"):
         denoiser: Any = diffusers.CogVideoXTransformer3DModel(num_attention_heads=2, attention_head_dim=8, num_layers=2)
     tensors = {}
@@ -70,8 +70,8 @@ def lora(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @contextmanager
-def instead(file: Path, data: bytes) -> Iterator[None]:
-    """data: of a safetensors file the header alone; hypothesis keeps what it draws, and bodies would fill memory."""
+def replaced_content(file: Path, data: bytes) -> Iterator[None]:
+    """data: for a safetensors file only the header; hypothesis keeps its draws, and bodies would fill memory."""
     whole = file.read_bytes()
     body = header_and_body(file)[1] if file.suffix == ".safetensors" else b""
     file.write_bytes(data + body)
@@ -81,7 +81,7 @@ def instead(file: Path, data: bytes) -> Iterator[None]:
         file.write_bytes(whole)
 
 
-def in_words(refused: Exception) -> None:
+def check_message(refused: Exception) -> None:
     said = str(refused)
     assert len(said) < 2000 and for_terminal(said) == said
 
@@ -94,7 +94,7 @@ def header_and_body(file: Path) -> tuple[bytes, bytes]:
 
 @st.composite
 def damaged_header(draw: st.DrawFn, file: Path) -> bytes:
-    """A safetensors file's header that is damaged: its values, its settings, its bytes or its length."""
+    """A safetensors header with damaged values, settings, bytes or length."""
     text, _ = header_and_body(file)
     if draw(st.integers(0, 3)) == 0:
         return draw(mutated_bytes(len(text).to_bytes(8, "little") + text))
@@ -110,7 +110,7 @@ def damaged_header(draw: st.DrawFn, file: Path) -> bytes:
 
 @st.composite
 def damage(draw: st.DrawFn, folder: Path, most: int = 3) -> tuple[Path, bytes]:
-    """(a file of the folder, damaged bytes in its place)"""
+    """(a file of the folder, its damaged content)"""
     files = sorted(path for path in folder.rglob("*") if path.stem in SMALL or ".safetensors" in path.name)
     file = files[draw(st.integers(0, len(files) - 1))]
     if file.suffix == ".safetensors":
@@ -118,29 +118,29 @@ def damage(draw: st.DrawFn, folder: Path, most: int = 3) -> tuple[Path, bytes]:
     return file, draw(mutated_text(json.loads(file.read_text(encoding="utf-8")), most))
 
 
-@settings(max_examples=drawn(17_000, 90), **OPTIONS)
+@settings(max_examples=by_tier(17_000, 90), **OPTIONS)
 @given(data=st.data())
-def test_a_damaged_folder_is_refused_in_words_or_fits(folders: dict[str, Path], data: st.DataObject) -> None:
+def test_damaged_folder_is_rejected_with_a_message_or_valid(folders: dict[str, Path], data: st.DataObject) -> None:
     folder = folders[data.draw(st.sampled_from(sorted(folders)))]
     family = family_of(folder)
     file, content = data.draw(damage(folder))
-    with instead(file, content):
+    with replaced_content(file, content):
         try:
             found = inspect(folder, family)
             assert found.weights.keys() == found.configs.keys() == set(family.weighted)
         except BadFolder as refused:
-            in_words(refused)
+            check_message(refused)
 
 
-@settings(max_examples=drawn(7_500, 40), **OPTIONS)
+@settings(max_examples=by_tier(7_500, 40), **OPTIONS)
 @given(data=st.data())
-def test_a_damaged_lora_is_refused_in_words_or_fits(lora: tuple[Path, Any], data: st.DataObject) -> None:
+def test_damaged_lora_is_rejected_with_a_message_or_valid(lora: tuple[Path, Any], data: st.DataObject) -> None:
     file, denoiser = lora
-    with instead(file, data.draw(damaged_header(file))):
+    with replaced_content(file, data.draw(damaged_header(file))):
         try:
             check_lora(file, COGVIDEOX, denoiser)
         except BadLora as refused:
-            in_words(refused)
+            check_message(refused)
 
 
 @pytest.fixture(scope="module")
@@ -148,18 +148,18 @@ def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shutil.copyfile(shared_models.svd_file(), tmp_path_factory.mktemp("single") / "svd.safetensors")
 
 
-@settings(max_examples=drawn(500, 20), **OPTIONS)
+@settings(max_examples=by_tier(500, 20), **OPTIONS)
 @given(data=st.data())
-def test_a_damaged_single_file_is_refused_in_words_or_fits(single_file: Path, data: st.DataObject) -> None:
-    with instead(single_file, data.draw(damaged_header(single_file))):
+def test_damaged_single_file_is_rejected_with_a_message_or_valid(single_file: Path, data: st.DataObject) -> None:
+    with replaced_content(single_file, data.draw(damaged_header(single_file))):
         try:
             assert read_svd(single_file).configs.keys() == {"unet", "vae", "image_encoder"}
         except BadFolder as refused:
-            in_words(refused)
+            check_message(refused)
 
 
 def loaded_from(folder: Path, name: str) -> str:
-    """How it ends to check a folder and load a component; it fails where a weight is on no device or is not stored."""
+    """The outcome of checking a folder and loading a component. Fails if a weight is on meta or not the stored one."""
     family = family_of(folder)
     try:
         model = inspect(folder, family)
@@ -178,18 +178,16 @@ def loaded_from(folder: Path, name: str) -> str:
     return "loaded as stored"
 
 
-@settings(max_examples=drawn(300, 12), **OPTIONS)
+@settings(max_examples=by_tier(300, 12), **OPTIONS)
 @given(data=st.data())
-def test_a_damaged_folder_that_passes_loads_as_it_is_stored_or_is_refused(
-    folders: dict[str, Path], data: st.DataObject
-) -> None:
+def test_damaged_folder_loads_as_stored_or_is_rejected(folders: dict[str, Path], data: st.DataObject) -> None:
     folder = folders[data.draw(st.sampled_from(sorted(folders)))]
     file, content = data.draw(damage(folder, 1))
-    with instead(file, content), suppress(BadFolder):  # of a damaged model_index.json
+    with replaced_content(file, content), suppress(BadFolder):  # for a damaged model_index.json
         loaded_from(folder, file.parent.name)
 
 
-def test_what_is_undamaged_loads_as_it_is_stored(folders: dict[str, Path]) -> None:
+def test_undamaged_folder_loads_as_stored(folders: dict[str, Path]) -> None:
     for name, folder in folders.items():
         for component in ("text_encoder", "image_encoder", "transformer", "unet", "vae"):
             assert loaded_from(folder, component) == "loaded as stored", (name, component)

@@ -1,4 +1,4 @@
-"""Damaged answers of real ComfyUIs (0.3.64, 0.33.0, the fork): read, or refused in words. Names stay below --out."""
+"""Fuzzing of server answers (ComfyUI 0.3.64, 0.33.0, a fork): read, or rejected with a message. Names stay in --out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fake_comfy import picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import NASTY, mutated, mutated_text
-from tiers import drawn
+from tiers import by_tier
 
 ID = "cd7d1b4c-d1e8-4a72-80c7-12c138021bff"
 GRAPH = from_api(picture())
@@ -75,7 +75,7 @@ NODES = (
 UPLOADED = ({"name": "a.png", "subfolder": "sub", "type": "input"},)
 
 
-def test_the_answers_are_read_as_they_are() -> None:
+def test_undamaged_answers_are_read_correctly() -> None:
     submitted = [answers.Submitted.model_validate(value) for value in SUBMITTED]
     assert [value.prompt_id for value in submitted] == [ID, None, None]
     assert "node 2 (SaveImage): Required input is missing: x" in submitted[1].refusal(GRAPH)
@@ -100,9 +100,9 @@ def _answer(data: bytes) -> HttpResponse:
     return HttpResponse("http://host/x", 200, data)
 
 
-@settings(max_examples=drawn(4_000, 40))
+@settings(max_examples=by_tier(4_000, 40))
 @given(data=st.one_of(*map(mutated_text, SUBMITTED)))
-def test_answers_to_a_submission(data: bytes) -> None:
+def test_damaged_submission_answers_are_read_or_rejected(data: bytes) -> None:
     with suppress(HeadlessError):
         submitted = _answer(data).fitting(answers.Submitted)
         refusal = submitted.refusal(GRAPH)
@@ -110,19 +110,19 @@ def test_answers_to_a_submission(data: bytes) -> None:
         assert submitted.prompt_id is None or (0 < len(submitted.prompt_id) <= 200 and "/" not in submitted.prompt_id)
 
 
-@settings(max_examples=drawn(4_000, 40))
+@settings(max_examples=by_tier(4_000, 40))
 @given(data=st.one_of(*map(mutated_text, QUEUES)))
-def test_queues(data: bytes) -> None:
+def test_damaged_queues_are_read_or_rejected(data: bytes) -> None:
     with suppress(HeadlessError):
         queue = _answer(data).fitting(answers.Queue)
         assert queue.has(ID) or not queue.runs(ID)
         assert isinstance(queue.prompt_of("abc"), str | None)
 
 
-@settings(max_examples=drawn(4_000, 40))
+@settings(max_examples=by_tier(4_000, 40))
 @given(data=st.one_of(*map(mutated_text, HISTORIES)))
-def test_histories(data: bytes) -> None:
-    """What came of a run, and all that is made of it later."""
+def test_damaged_histories_are_read_or_rejected(data: bytes) -> None:
+    """The history of a run, and everything derived from it."""
     with suppress(HeadlessError, foreign.Unreadable):
         entry = _answer(data).fitting(answers.HistoryEntry)
         failure = entry.failure(GRAPH, "http://host")
@@ -135,16 +135,16 @@ def test_histories(data: bytes) -> None:
                 assert isinstance(file.path, str)
 
 
-@settings(max_examples=drawn(3_000, 40))
+@settings(max_examples=by_tier(3_000, 40))
 @given(data=st.one_of(*map(mutated_text, EVENTS)))
-def test_events(data: bytes) -> None:
+def test_damaged_events_are_read_or_ignored(data: bytes) -> None:
     event = answers.event(data.decode(errors="replace"))
     assert event is None or event.type in ("executing", "progress")
 
 
-@settings(max_examples=drawn(3_000, 40))
+@settings(max_examples=by_tier(3_000, 40))
 @given(data=st.one_of(*map(mutated_text, NODES)))
-def test_node_types(data: bytes) -> None:
+def test_damaged_node_types_are_read_or_rejected(data: bytes) -> None:
     with suppress(HeadlessError, foreign.Unreadable):
         schema = from_object_info("LoadImage", _answer(data).fitting(dict[str, Any]))
         assert all(isinstance(spec.name, str) and isinstance(spec.options, tuple) for spec in schema.inputs.values())
@@ -152,9 +152,9 @@ def test_node_types(data: bytes) -> None:
         list(input_images.images_of(GRAPH, {"LoadImage": schema, "SaveImage": schema}, Path()))
 
 
-@settings(max_examples=drawn(1_000, 20))
+@settings(max_examples=by_tier(1_000, 20))
 @given(data=st.one_of(*map(mutated_text, UPLOADED)))
-def test_names_of_uploaded_images(data: bytes) -> None:
+def test_uploaded_image_names_stay_inside_the_folder(data: bytes) -> None:
     with suppress(HeadlessError, paths.Outside):
         name = _answer(data).fitting(answers.Uploaded).path
         assert ".." not in Path(name).parts and not Path(name).is_absolute() and name.isprintable() is not None
@@ -177,9 +177,9 @@ NAMES = st.one_of(
 )
 
 
-@settings(max_examples=drawn(4_000, 60))
+@settings(max_examples=by_tier(4_000, 60))
 @given(filename=NAMES, subfolder=NAMES, kind=st.sampled_from(["output", "temp", "x"]))
-def test_no_name_of_a_result_leads_out(output: Path, filename: str, subfolder: str, kind: str) -> None:
+def test_result_names_stay_inside_the_output_folder(output: Path, filename: str, subfolder: str, kind: str) -> None:
     entry = FileEntry(filename, subfolder, kind)
     with suppress(OutputError):
         target = entry.folder_in(output) / filename
@@ -187,9 +187,9 @@ def test_no_name_of_a_result_leads_out(output: Path, filename: str, subfolder: s
         assert target.name == filename and len(filename.encode()) <= paths.MAX_PART
 
 
-@settings(max_examples=drawn(2_000, 30))
+@settings(max_examples=by_tier(2_000, 30))
 @given(entry=mutated(FILE))
-def test_listed_files(output: Path, entry: Any) -> None:
+def test_listed_files_stay_inside_the_output_folder(output: Path, entry: Any) -> None:
     with suppress(OutputError):
         for file in file_entries({"images": [entry], "more": entry if isinstance(entry, dict) else [entry]}):
             assert file.folder_in(output).resolve().is_relative_to(output.resolve())

@@ -1,4 +1,4 @@
-"""Damaged and hostile workflows, in both formats, and `--set`: read and fit to be sent, or refused with a place."""
+"""Fuzzing of workflows in both formats and of `--set`: readable and sendable, or rejected with a place."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from mutations import NASTY, mutated, mutated_text
 from PIL import Image
-from tiers import drawn
+from tiers import by_tier
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 PATHS = [*sorted(WORKFLOWS.glob("*.json")), *sorted((WORKFLOWS / "api").glob("*.json"))]
-NESTED = {  # a subgraph in a subgraph, with an input, an output and widgets shown in both ways
+NESTED = {  # a subgraph in a subgraph, with an input, an output and both kinds of widget
     "last_node_id": 9,
     "nodes": [
         {"id": 1, "type": "outer", "widgets_values": ["y", 7], "properties": {"proxyWidgets": [["5", "prefix"]]},
@@ -58,7 +58,7 @@ NESTED = {  # a subgraph in a subgraph, with an input, an output and widgets sho
     ]},
 }  # fmt: skip
 SEEDS = [*(json.loads(path.read_text(encoding="utf-8")) for path in PATHS), NESTED]
-FILES_DRAWN, ARGUMENTS_DRAWN = drawn(33_000, 220), drawn(5_000, 50)
+FILES_DRAWN, ARGUMENTS_DRAWN = by_tier(33_000, 220), by_tier(5_000, 50)
 CLASSES = {**core_nodes.NODE_CLASS_MAPPINGS, **NODE_CLASS_MAPPINGS, **comfyui_nodes.NODE_CLASS_MAPPINGS}
 NAMES = sorted(
     {f"{kind}.{name}" for kind, node in CLASSES.items() for group in node.INPUT_TYPES().values() for name in group}
@@ -89,7 +89,7 @@ def fuzzed(examples: int) -> Callable[[Any], Any]:
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bytes], Graph]]:
-    """read(the bytes of a file) -> the graph, in folders that hold what the workflows name."""
+    """read(content of a file) → graph, in folders that hold the models and images of the workflows."""
     folder = tmp_path_factory.mktemp("fuzz")
     for name in ("CogVideoX-2b", "CogVideoX-5b", "CogView4-6B"):
         (folder / name).mkdir()
@@ -110,7 +110,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bytes],
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """What the user is told; "" where nothing was refused."""
+    """The error message; "" if nothing was rejected."""
     try:
         call()
     except HeadlessError as error:
@@ -121,7 +121,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def check(graph: Graph, *changes: str) -> None:
-    """All that a command does with a workflow before anything runs."""
+    """Everything that a command does with a workflow before it runs."""
     assert_can_be_sent(graph)
     schemas = validate.known_schemas(graph.class_types(), CLASSES)
     graph = settings.apply(graph, map(Setting.parse, changes), schemas)
@@ -135,14 +135,14 @@ def assert_can_be_sent(graph: Graph) -> None:
     json.dumps([graph.to_api(), graph.workflow], allow_nan=False).encode()
 
 
-def test_what_is_damaged_here_is_whole_at_first(read: Callable[[bytes], Graph]) -> None:
+def test_undamaged_nested_workflow_is_read_correctly(read: Callable[[bytes], Graph]) -> None:
     graph = read(json.dumps(NESTED).encode())
     assert set(graph.nodes) == {"2", "4", "1:5:10"}
     assert graph.nodes["1:5:10"].inputs == {"filename_prefix": "y", "images": Link("2", 0)}
     assert graph.nodes["4"].inputs == {"images": Link("2", 0)}
 
 
-def test_a_damaged_workflow_is_fit_to_be_sent_or_refused(
+def test_damaged_workflow_is_sendable_or_rejected(
     read: Callable[[bytes], Graph], figure: Callable[[str, object], None]
 ) -> None:
     @fuzzed(FILES_DRAWN)
@@ -161,7 +161,7 @@ def test_a_damaged_workflow_is_fit_to_be_sent_or_refused(
     figure("damaged workflows in both formats: unexpected errors", f"0 of {FILES_DRAWN:,}")
 
 
-def test_any_argument_of_set_is_taken_or_refused(
+def test_set_arguments_are_accepted_or_rejected(
     read: Callable[[bytes], Graph], figure: Callable[[str, object], None]
 ) -> None:
     @fuzzed(ARGUMENTS_DRAWN)

@@ -1,4 +1,4 @@
-"""The command killed while the ComfyUI that it started runs: none of its processes and none of its folders stays."""
+"""The command is killed while its ComfyUI runs: no process and no temporary folder stays."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from comfyui_onediff_guard.headless import files
 from stand_in_checkout import is_running, write_checkout
 from waiting import HANG_SECONDS, wait_until
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its signals are POSIX's")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 COMMAND = """\
 import signal, sys
-background = sys.argv[3] == "in the background"  # where a shell keeps Ctrl-C from it
+background = sys.argv[3] == "in the background"  # a shell lets it ignore Ctrl+C
 signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # of the tests' own process this may be ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the test process may ignore it
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.hosts import checkout
 checkout._has_accelerator = lambda python: False
@@ -29,7 +29,7 @@ sys.exit(cli.main(["run", sys.argv[1], "--comfyui", sys.argv[2]]))
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout whose ComfyUI is busy for ever with the first question that is asked of it."""
+    """A checkout whose ComfyUI never answers its first request."""
     write_checkout(tmp_path, monkeypatch)
     (tmp_path / "busy").touch()
     (tmp_path / "tmp").mkdir()
@@ -39,28 +39,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("how", "where"),
+    ("signal_name", "where"),
     [(name, "at a terminal") for name in ("SIGKILL", "SIGHUP", "SIGTERM", "SIGINT")]
     + [(name, "in the background") for name in ("SIGHUP", "SIGTERM")],
 )
-def test_nothing_outlives_the_command(
-    folder: Path, how: str, where: str, figure: Callable[[str, object], None]
+def test_killed_command_leaves_no_processes(
+    folder: Path, signal_name: str, where: str, figure: Callable[[str, object], None]
 ) -> None:
     command = [sys.executable, "-c", COMMAND, str(folder / "workflow.json"), str(folder), where]
     started = subprocess.Popen(command, cwd=folder, start_new_session=True)
     wait_until((folder / "asked").exists, "ComfyUI did not come up")
-    started.send_signal(getattr(signal, how))
-    assert started.wait(HANG_SECONDS) == (-signal.SIGKILL if how == "SIGKILL" else 130)
+    started.send_signal(getattr(signal, signal_name))
+    assert started.wait(HANG_SECONDS) == (-signal.SIGKILL if signal_name == "SIGKILL" else 130)
     for pid in json.loads((folder / "seen.json").read_text())["pids"]:
-        wait_until(lambda pid=pid: not is_running(pid), "a process outlives the command that started it")
+        wait_until(lambda pid=pid: not is_running(pid), "a process outlives the command")
     left = list((folder / "tmp").iterdir())
-    assert len(left) == (1 if how == "SIGKILL" else 0)
+    assert len(left) == (1 if signal_name == "SIGKILL" else 0)
     with files.temporary_folder("onediff-guard-", folder / "tmp") as own:
         assert list((folder / "tmp").iterdir()) == [own], "the next run removes what the killed one left"
-    figure(f"{how} {where}, while the ComfyUI that the command started is busy: processes and folders left", 0)
+    figure(f"{signal_name} {where} while its ComfyUI is busy: processes and folders left", 0)
 
 
-def test_folders_that_somebody_uses_stay(tmp_path: Path) -> None:
+def test_folders_in_use_are_not_removed(tmp_path: Path) -> None:
     (tmp_path / "x-unlocked").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / files.OWNER).touch()
@@ -71,7 +71,7 @@ def test_folders_that_somebody_uses_stay(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere" / files.OWNER).exists()
 
 
-def test_nohup_holds(folder: Path) -> None:
+def test_nohup_is_respected(folder: Path) -> None:
     code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     code += "from comfyui_onediff_guard.headless.commands import cli\n"
     code += "with cli._stopped_alike():\n    print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"

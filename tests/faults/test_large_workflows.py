@@ -1,4 +1,4 @@
-"""Workflows of any size and shape cost steps in proportion to their size, and no recursion."""
+"""Large workflows are handled in linear time and without recursion."""
 
 # ruff: noqa: N802 - ComfyUI's names
 
@@ -49,7 +49,7 @@ def mix(a: int | str, b: int | str) -> Json:
 
 
 def ladder(size: int) -> Json:
-    """Each node takes the one before it twice: as many ways through it as 2 to the power of its length."""
+    """Each node uses the one before it twice: 2 ** size paths."""
     nodes = {str(n): mix(n - 1, n - 1) for n in range(1, size)}
     return {"0": LOADER, **nodes, "end": saver(str(size - 1))}
 
@@ -83,7 +83,7 @@ LOAD_IMAGE = ui_node(0, "LoadImage", [], ["IMAGE", "MASK"], widgets_values=["a.p
 
 
 def reroutes(size: int) -> Json:
-    """A chain of reroutes, and as many nodes at its far end."""
+    """A chain of reroutes with as many nodes at its end."""
     chain = [ui_node(n, "Reroute", [("", "*", n)], ["*"]) for n in range(1, size)]
     links: list[Any] = [[n, n - 1, 0, n, 0, "*"] for n in range(1, size)]
     ends = range(size, 2 * size)
@@ -94,7 +94,7 @@ def reroutes(size: int) -> Json:
 
 
 def bypassed(size: int) -> Json:
-    """One node with as many inputs and outputs, of as many types, each other than the one beside it."""
+    """One bypassed node with `size` inputs and outputs, each of its own type."""
     kinds = [f"kind {n}" for n in range(size)]
     inputs = [(kind, kind, 0) for kind in kinds]
     middle = ui_node(1, "Anything", inputs, kinds[::-1], mode=4)
@@ -116,7 +116,7 @@ SHAPES: list[tuple[Callable[[Json], None], Callable[[int], Json]]] = [
 
 
 def steps(run: Callable[[Json], None], data: Json) -> int:
-    """How many lines of ours and of the libraries' Python run, refused or not; a refusal is short."""
+    """Number of Python lines executed, in this pack and libraries. A rejection's message is short."""
     count, told = 0, ""
 
     def trace(_frame: FrameType, event: str, _argument: object) -> Any:
@@ -137,8 +137,8 @@ def steps(run: Callable[[Json], None], data: Json) -> int:
 
 
 @pytest.mark.parametrize(("run", "shape"), SHAPES, ids=[shape.__name__ for _, shape in SHAPES])
-def test_steps_grow_as_the_workflow_does(run: Callable[[Json], None], shape: Callable[[int], Json]) -> None:
-    """More nodes than Python nests calls."""
-    steps(run, shape(4))  # what is done once only
+def test_executed_lines_grow_linearly(run: Callable[[Json], None], shape: Callable[[int], Json]) -> None:
+    """More nodes than Python's recursion limit."""
+    steps(run, shape(4))  # warm-up
     small, double = (steps(run, shape(size)) for size in (sys.getrecursionlimit(), 2 * sys.getrecursionlimit()))
     assert small < double < 2.2 * small

@@ -1,6 +1,6 @@
-"""Whatever a server does in place of an answer: the run ends in time, in one line, and leaves nothing half-written.
+"""A malicious server: the run ends in time with at most one error line and leaves no partial file.
 
-The server is a ComfyUI that tells the truth, but for one of its answers.
+The server is a fake ComfyUI with one wrong answer.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from fake_comfy import FakeComfy, picture
 from PIL import Image
 
 TIMEOUT = 0.6  # seconds
-HUNG = 60  # seconds after which a run is given up
-MEMORY = 300  # MiB that a run may take, the server's own among them
+HUNG = 60  # seconds after which a test fails
+MEMORY = 300  # MiB that a run may use, including the server
 FOREVER = 10_000
 PICTURE = b"\x89PNG whole"
 PROMPT_ID = FakeComfy.prompt_id
-UNFINISHED = ("prompt", "history", "queue")  # a lie there meets a run that goes on until it is interrupted
+UNFINISHED = ("prompt", "history", "queue")  # with these endpoints the run continues until it is interrupted
 HEAD = b"HTTP/1.1 200 OK\r\n"
 
 
 class Lie(NamedTuple):
-    """What is sent: first once, then `again` without end, each time after a pause in seconds. With a pause and nothing
-    to send again the connection stays open, else it is closed."""
+    """The data sent: `first` once, then `again` without end, with a pause in seconds between. Without a pause the
+    connection is closed."""
 
     first: bytes
     again: bytes = b""
@@ -99,7 +99,7 @@ OF_A_SUBMISSION = {
         }
     ),
 }
-AFTER_THE_RUN = {  # in the history of a run that is over: nothing is left to interrupt
+AFTER_THE_RUN = {  # in the history of a finished run: nothing to interrupt
     "a file outside": saying(ran({"subfolder": "../.."})),
     "a file of a bad name": saying(ran({"filename": "../a.png"})),
     "a file of a long name": saying(ran({"filename": "x" * 100_000})),
@@ -117,7 +117,7 @@ OVER_THE_WEBSOCKET = {
     "a flood of previews": Lie(b"", frame(b"x" * 1_000_000, 2), 0),
     "an endless message": Lie(b"", frame(b"x" * 100_000, 0, last=False), 0),
     "a giant frame": Lie(bytes([0x81, 127]) + (2**62).to_bytes(8, "big"), b"x" * 100_000, 0),
-    "a flood of empty events": Lie(b"", frame(b"") * 100_000, 0),  # which no buffer counts that counts bytes
+    "a flood of empty events": Lie(b"", frame(b"") * 100_000, 0),  # not limited by buffers that count bytes
     "a flood of empty pings": Lie(b"", frame(b"", 9) * 100_000, 0),
     "no handshake": NO_HANDSHAKE,
 }
@@ -132,7 +132,7 @@ CASES = [
 
 
 class LyingServer(FakeComfy):
-    """endpoint: which lies. None as its lie: it reads no body."""
+    """endpoint: the one with the wrong answer. lie: None never reads the request's body."""
 
     def __init__(self, endpoint: str = "", lie: Lie | None = None) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class LyingServer(FakeComfy):
         if self.lie in OVER_THE_WEBSOCKET.values() and self.lie != NO_HANDSHAKE:
             await web.WebSocketResponse().prepare(request)
         elif endpoint != "ws":
-            await handler(request)  # which tells the truth to nobody
+            await handler(request)  # its answer is discarded
         assert self.lie and request.transport
         request.transport.write(self.lie.first)
         while self.lie.pause is not None and not request.transport.is_closing():
@@ -165,7 +165,7 @@ class LyingServer(FakeComfy):
 
 
 @pytest.fixture(autouse=True)
-def _given_up_when_it_hangs() -> Iterator[None]:
+def _fail_on_hang() -> Iterator[None]:
     def give_up(*_: object) -> None:
         raise AssertionError(f"the run still goes on after {HUNG} s")
 
@@ -179,7 +179,7 @@ def _given_up_when_it_hangs() -> Iterator[None]:
 
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of `onediff-guard run`, but for the server. The history is looked into more often than it is by users."""
+    """Arguments of `onediff-guard run` without the server. The history is polled more often than by default."""
     monkeypatch.setattr(follow, "POLL_SECONDS", 0.1)
     (tmp_path / "in").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "in" / "a.png")
@@ -188,7 +188,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["run", str(tmp_path / "workflow.json"), *folders, "--timeout", str(TIMEOUT)]
 
 
-def test_a_server_that_does_not_lie(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_honest_server_run_succeeds(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with LyingServer() as server:
         assert cli.main([*arguments[:-1], "60", "--server", server.url]) == 0, capsys.readouterr().err
     assert [path.read_bytes() for path in (tmp_path / "out" / "sub").iterdir()] == [PICTURE]
@@ -196,10 +196,10 @@ def test_a_server_that_does_not_lie(arguments: list[str], tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("endpoint", ["upload", "prompt"])
-def test_a_server_that_reads_nothing(
+def test_server_that_reads_nothing_fails_the_run(
     endpoint: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """More than the buffers of both sides hold: an image, and a prompt of as many bytes."""
+    """An image and a prompt larger than the buffers of both sides."""
     Image.effect_noise((3000, 3000), 100).save(tmp_path / "in" / "a.png")
     workflow = {**picture(), "2": {"class_type": "SaveImage", "inputs": {"filename_prefix": "x" * 10_000_000}}}
     (tmp_path / "workflow.json").write_text(json.dumps(workflow))
@@ -208,14 +208,14 @@ def test_a_server_that_reads_nothing(
     assert "did not take the" in capsys.readouterr().err
 
 
-def memory(what: str) -> float:
-    """In MiB. what: "VmRSS:" now, "VmHWM:" the most."""
+def memory(field: str) -> float:
+    """In MiB. field: "VmRSS:" now, "VmHWM:" peak."""
     status = Path("/proc/self/status")
-    return int(status.read_text().split(what)[1].split()[0]) / 1024 if status.exists() else 0.0
+    return int(status.read_text().split(field)[1].split()[0]) / 1024 if status.exists() else 0.0
 
 
 @pytest.mark.parametrize(("endpoint", "name", "lie"), CASES, ids=[f"{endpoint}: {name}" for endpoint, name, _ in CASES])
-def test_a_lie(
+def test_malicious_answer_ends_the_run_with_at_most_one_error(
     endpoint: str,
     name: str,
     lie: Lie,
@@ -224,12 +224,12 @@ def test_a_lie(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if endpoint != "queue":  # which is asked before a run is interrupted: here it answers, however busy the machine is
+    if endpoint != "queue":  # read before an interrupt: it must answer, however busy the machine is
         monkeypatch.setattr(follow, "CANCEL_SECONDS", HUNG)
     if "endless" in name or "flood" in name:
         arguments[-1] = "2"  # time to fill memory
     if (peak := Path("/proc/self/clear_refs")).exists():
-        peak.write_text("5")  # it starts anew
+        peak.write_text("5")  # resets the peak
     start = memory("VmRSS:")
     with LyingServer(endpoint, lie) as server:
         code = cli.main([*arguments, "--server", server.url])

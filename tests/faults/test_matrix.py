@@ -1,6 +1,6 @@
-"""Every fault in every stage: nothing is half-written, nothing stays behind, and the next run is right by bits.
+"""Every fault in every stage: no partial files, no state left behind, and the next run is bit-equal.
 
-Files and disks that fail a download are in tests/pipelines/test_hub.py and tests/headless/test_server_client.py.
+Download failures by files and disks: tests/pipelines/test_hub.py and tests/headless/test_server_client.py.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from hub_files import ID, files_of
 from hub_server import running_hub
 from huggingface_hub import constants
 from operations import Operations, full_disk, jumping_clock, kill_this_process, killed_in_a_child, raising, spread, tree
-from tiers import drawn
+from tiers import by_tier
 
-PLACES = drawn(24, 3)  # operations of a stage, from its first to its last, at which a fault comes
+PLACES = by_tier(24, 3)  # number of operations of a stage, from first to last, that get a fault
 
 
 class Broken(Exception):
-    """What nobody expects."""
+    """An error that no code expects."""
 
 
 class InterruptProcessingException(Exception):
-    """As ComfyUI's, by its name."""
+    """Has the name of ComfyUI's exception."""
 
 
 ERRORS: dict[str, tuple[Callable[[], BaseException], ...]] = {
@@ -58,8 +58,8 @@ def left_behind(stage: Stage, before: process_state.State) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _told(figure: Callable[[str, object], None]) -> None:
-    figure(f"{PLACES} places of a stage: partial files, leftovers and wrong next runs", 0)
+def _figure(figure: Callable[[str, object], None]) -> None:
+    figure(f"{PLACES} operations of a stage: partial files, leftovers, wrong next runs", 0)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def stage(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Generator[Stage]:
-    """The one that the test's parameter names, on folders of its own."""
+    """The stage named by the test's parameter, on its own folders."""
     name = request.param
 
     def copied(variant: str, overflow: str = "none") -> Path:
@@ -99,8 +99,8 @@ def stage(
     yield make[name]()
 
 
-def undisturbed(stage: Stage) -> tuple[Any, int, dict[str, bytes]]:
-    """What it makes, in how many operations, and what is in its folders then. Also after imports and first uses."""
+def reference_run(stage: Stage) -> tuple[Any, int, dict[str, bytes]]:
+    """(result, number of operations, files) of a run without faults, after a warm-up run."""
     stage.fresh()
     stage.run()
     stage.fresh()
@@ -112,7 +112,7 @@ def undisturbed(stage: Stage) -> tuple[Any, int, dict[str, bytes]]:
 
 
 def _of_transformers(held: Any) -> bool:
-    """Whether hooks are nothing but those that a text encoder has from the start, one on each layer, or their flag."""
+    """Whether these are only hooks that transformers puts on each layer of a text encoder, or their flag."""
     hooks = [*held.values()] if isinstance(held, dict) else []
     return len(hooks) < 2 and all(
         getattr(hook, "__module__", "") == "transformers.utils.output_capturing" for hook in hooks
@@ -120,7 +120,7 @@ def _of_transformers(held: Any) -> bool:
 
 
 def marks(stage: Stage) -> list[str]:
-    """What a run has left on modules that are loaded."""
+    """What a run left on loaded modules: hooks, patches, meta tensors, gradients."""
     if not isinstance(stage, ModelStage) or stage.generation is None:
         return []
     found = []
@@ -141,8 +141,8 @@ def marks(stage: Stage) -> list[str]:
     [(s, f) for f in ERRORS for s in STAGES if f != "out of memory" or s not in ("hub", "server")],
     indirect=["stage"],
 )
-def test_an_error_anywhere(stage: Stage, fault: str) -> None:
-    expected, operations, whole = undisturbed(stage)
+def test_error_at_any_operation_leaves_nothing_behind(stage: Stage, fault: str) -> None:
+    expected, operations, whole = reference_run(stage)
     assert operations > 1
     for error, at in product(ERRORS[fault], spread(operations, PLACES)):
         stage.fresh()
@@ -151,15 +151,15 @@ def test_an_error_anywhere(stage: Stage, fault: str) -> None:
         with Operations(stage.folders, at, raising(error()), torch=stage.torch) as counted:
             try:
                 stage.run()
-            except BaseException as found:  # noqa: BLE001 - which keeps what it was raised in alive
+            except BaseException as found:  # noqa: BLE001 - keep only its type: its frames hold tensors
                 raised = type(found)
         assert counted.happened
-        assert raised or error is not KeyboardInterrupt, "some errors are lines in the report; who stops is obeyed"
+        assert raised or error is not KeyboardInterrupt, "some errors are only reported; KeyboardInterrupt always stops"
         assert left_behind(stage, state) == []
         after = tree(*stage.folders)
-        assert {path: after[path] for path in before if path in after} == before, "what was there stays as it was"
+        assert {path: after[path] for path in before if path in after} == before, "existing files are unchanged"
         written = {path for path in after if path not in before and after[path] not in whole.values()}
-        if counted.happened == "os.remove":  # it is what could not be deleted
+        if counted.happened == "os.remove":  # a file that could not be deleted
             written = {path for path in written if not unfinished_by_name(path)}
         assert written <= unfinished(stage)
         again = stage.run()
@@ -173,16 +173,16 @@ def unfinished_by_name(path: str) -> bool:
 
 
 def unfinished(stage: Stage) -> set[str]:
-    """What may be there in part, and its name says so."""
+    """Partial files whose names mark them as unfinished."""
     cache = Path(constants.HF_HUB_CACHE)
     names = ("*.incomplete", "*.lock")
     return {str(file) for name in names for file in cache.rglob(name)} if cache in stage.folders else set()
 
 
 @pytest.mark.parametrize("stage", STAGES, indirect=True)
-def test_a_killed_process(stage: Stage) -> None:
-    """Another process on the same folders is right, and finds no half of a file under a name that counts."""
-    expected, operations, whole = undisturbed(stage)
+def test_killed_process_leaves_no_partial_files(stage: Stage) -> None:
+    """A later run on the same folders is right, and only unfinished names hold partial files."""
+    expected, operations, whole = reference_run(stage)
     for at in spread(operations, PLACES):
         stage.fresh()
         before = tree(*stage.folders)
@@ -196,8 +196,8 @@ def test_a_killed_process(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES, indirect=True)
-def test_a_clock_that_jumps(stage: Stage) -> None:
-    expected, _, whole = undisturbed(stage)
+def test_clock_jumps_do_not_change_the_result(stage: Stage) -> None:
+    expected, _, whole = reference_run(stage)
     files = [Path(path) for path in tree(*stage.folders)]
     tomorrow = time.time() + 10 * 365 * 86400
     for file in files:
@@ -213,42 +213,42 @@ def test_a_clock_that_jumps(stage: Stage) -> None:
     assert same(stage.run(), expected)
 
 
-def rewritten(file: Path, content: bytes) -> None:
-    """In place of the file, as downloads and copies do it: who has it open reads on in the old one."""
+def replace_file(file: Path, content: bytes) -> None:
+    """Replace the file as downloads and copies do: open handles still read the old one."""
     other = file.with_suffix(".other")
     other.write_bytes(content)
     os.replace(other, file)
 
 
 @pytest.mark.parametrize("stage", READING, indirect=True)
-def test_a_file_that_was_truncated(stage: ModelStage) -> None:
-    expected, _, _ = undisturbed(stage)
+def test_truncated_weight_file_is_rejected(stage: ModelStage) -> None:
+    expected, _, _ = reference_run(stage)
     content = stage.file.read_bytes()
     for left in (0, 7, 100, len(content) // 2, len(content) - 1):
         stage.fresh()
         state = process_state.read()
-        rewritten(stage.file, content[:left])
-        with pytest.raises(BadFolder):  # it was whole when the pipeline was opened
+        replace_file(stage.file, content[:left])
+        with pytest.raises(BadFolder):  # the pipeline was opened with the whole file
             stage.run()
         assert left_behind(stage, state) == []
         with pytest.raises(BadFolder, match="cannot be used: it has"):
             stage.fresh()
-        rewritten(stage.file, content)
+        replace_file(stage.file, content)
         stage.fresh()
         assert same(stage.run(), expected)
 
 
 @pytest.mark.parametrize("stage", READING, indirect=True)
-def test_a_bit_that_flipped_in_a_header(stage: ModelStage) -> None:
-    """Refused, or what was meant all the same. Weights have no checksum on disk: a bit of theirs is the model's."""
-    expected, _, _ = undisturbed(stage)
+def test_header_with_flipped_bit_is_rejected_or_harmless(stage: ModelStage) -> None:
+    """Rejected, or the same result. Only the header: weights have no checksum, so their bits are not checked."""
+    expected, _, _ = reference_run(stage)
     content = stage.file.read_bytes()
     length = 8 + int.from_bytes(content[:8], "little")
     refused = 0
     for place in spread(length, 4 * PLACES):
         damaged = bytearray(content)
         damaged[place] ^= 1 << place % 7
-        rewritten(stage.file, bytes(damaged))
+        replace_file(stage.file, bytes(damaged))
         state = process_state.read()
         try:
             stage.fresh()
@@ -257,42 +257,42 @@ def test_a_bit_that_flipped_in_a_header(stage: ModelStage) -> None:
             refused += 1
         assert left_behind(stage, state) == []
     assert refused
-    rewritten(stage.file, content)
+    replace_file(stage.file, content)
     stage.fresh()
     assert same(stage.run(), expected)
 
 
 @pytest.mark.parametrize("stage", READING, indirect=True)
-def test_a_file_that_is_replaced_meanwhile(stage: ModelStage) -> None:
-    """What was begun ends with the one file or with the other, whole; what begins afterwards has the new one."""
-    _, operations, _ = undisturbed(stage)
+def test_file_replaced_during_a_run_gives_old_or_new_result(stage: ModelStage) -> None:
+    """A started run uses one of the two files entirely; later runs use the new one."""
+    _, operations, _ = reference_run(stage)
     content = stage.file.read_bytes()
     length = 8 + int.from_bytes(content[:8], "little")
     others = content[:length] + b"\0" * (len(content) - length)
-    expected = started_with(stage, content)
-    with_others = started_with(stage, others)
+    expected = outcome_with_content(stage, content)
+    with_others = outcome_with_content(stage, others)
     assert not same(with_others, expected)
     for at in spread(operations, PLACES):
-        rewritten(stage.file, content)
+        replace_file(stage.file, content)
         stage.forget()
         stage.fresh()
-        with Operations(stage.folders, at, lambda: rewritten(stage.file, others), torch=stage.torch) as counted:
+        with Operations(stage.folders, at, lambda: replace_file(stage.file, others), torch=stage.torch) as counted:
             made = outcome(stage)
         assert counted.happened
         assert same(made, expected) or same(made, with_others), f"replaced at {at} of {operations}"
         assert marks(stage) == []
-        assert same(started_with(stage, others), with_others)
+        assert same(outcome_with_content(stage, others), with_others)
 
 
-def started_with(stage: ModelStage, content: bytes) -> Any:
-    rewritten(stage.file, content)
+def outcome_with_content(stage: ModelStage, content: bytes) -> Any:
+    replace_file(stage.file, content)
     stage.forget()
     stage.fresh()
     return outcome(stage)
 
 
 def outcome(stage: ModelStage) -> Any:
-    """What it makes; of an error that is ours, its kind."""
+    """The result, or the class of an expected error."""
     try:
         return stage.run()
     except (BadFolder, GuardStopped) as error:
@@ -300,8 +300,8 @@ def outcome(stage: ModelStage) -> Any:
 
 
 @pytest.mark.parametrize("stage", ["sample and learn", "save", "server"], indirect=True)
-def test_a_disk_that_is_full(stage: Stage) -> None:
-    undisturbed(stage)
+def test_full_disk_leaves_no_partial_files(stage: Stage) -> None:
+    reference_run(stage)
     if isinstance(stage, ModelStage):
         stage.forget()
         stage.fresh()
@@ -315,7 +315,7 @@ def test_a_disk_that_is_full(stage: Stage) -> None:
         error = OSError(errno.ENOSPC, "No space left on device")
         files = Operations([folder], -1 if real else 0, raising(error), torch=False)
         with files, suppress(OutputError):
-            assert same(stage.run(), expected), "what cannot be kept does no harm to what is made"
+            assert same(stage.run(), expected), "a full disk does not change the result"
         assert tree(folder) == held
     shutil.rmtree(folder)
     stage.fresh()

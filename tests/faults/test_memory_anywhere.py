@@ -1,4 +1,4 @@
-"""Memory runs out once, in a layer of any stage: the run goes on, and its frames are as without, to the bit."""
+"""Memory runs out once in a layer of any stage: the run continues with bit-equal frames."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from card_room import ways
+from card_room import fallbacks
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from small_runs import CPU, SIZES, opened, sampled
-from tiers import drawn
+from tiers import by_tier
 
-FAULTS = drawn(20, 5)  # of each family
+FAULTS = by_tier(20, 5)  # per family
 
 
 class Layers:
-    """Counts the calls of all layers of a pipeline, and has memory run out in one of them."""
+    """Counts the calls of all layers of a pipeline, and raises an out-of-memory error in one of them."""
 
     def __init__(self, handle: PipelineHandle):
-        self.calls: list[str] = []  # the component of each
+        self.calls: list[str] = []  # component of each call
         self.fails_at = -1
         checks = handle.store._checked
 
@@ -44,7 +44,7 @@ class Layers:
 
 
 def places(calls: list[str]) -> list[int]:
-    """As many of each component's calls."""
+    """The same number of random calls of each component."""
     draw = random.Random(7)
     of = {name: [n for n, each in enumerate(calls) if each == name] for name in dict.fromkeys(calls)}
     found = [draw.choice(numbers) for _ in range(FAULTS) for numbers in of.values()]
@@ -52,7 +52,7 @@ def places(calls: list[str]) -> list[int]:
 
 
 @pytest.mark.parametrize("model", SIZES)
-def test_memory_that_runs_out_once_changes_no_bit(figure: Callable[[str, object], None], model: str) -> None:
+def test_one_out_of_memory_error_keeps_frames_bit_equal(figure: Callable[[str, object], None], model: str) -> None:
     handle = opened(model, "auto", device=CPU)
     layers = Layers(handle)
 
@@ -61,21 +61,21 @@ def test_memory_that_runs_out_once_changes_no_bit(figure: Callable[[str, object]
         layers.begin(fails_at)
         latents, sampling = sampled(handle, model)
         frames, decoding = decode(handle, latents)
-        return frames, [way for report in (sampling, *sampling.before, decoding) for way in ways(report)]
+        return frames, [way for report in (sampling, *sampling.before, decoding) for way in fallbacks(report)]
 
-    run()  # which loads
+    run()  # loads the weights
     right, survived = run()
     assert not survived
     for place in places(layers.calls):
         frames, survived = run(place)
         assert torch.equal(frames, right), place
         assert survived == ["nothing else on the device"] or layers.calls[place] == "text_encoder"  # another report
-    figure("out of memory in one layer's call: runs that continued, with bit-equal frames", FAULTS)
+    figure("out-of-memory error in one layer's call: runs that continued with bit-equal frames", FAULTS)
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_run_that_stays_in_fp32_does_so_after_memory_ran_out(times: int) -> None:
-    """With scope "run", whatever way it goes on in, and however often it has failed."""
+def test_run_scope_stays_in_fp32_after_out_of_memory(times: int) -> None:
+    """With scope "run", in every fallback, for one and two out-of-memory errors."""
     handle = replace(opened("2b", precision="bf16", device=CPU), policy=GuardPolicy(scope=Scope.RUN))
     block = handle.store.module("transformer", "bf16").transformer_blocks[0]
     left, steps = [torch.OutOfMemoryError("CUDA out of memory.")] * times, []

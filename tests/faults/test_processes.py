@@ -1,4 +1,4 @@
-"""Two processes at the same time on the folders that they share: every result is right, every file is whole."""
+"""Two processes use the same folders at the same time: all results are right and all files complete."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from comfyui_onediff_guard.precision.overrides import read_all
-from tiers import drawn
+from tiers import by_tier
 
 RUNS = """
 import hashlib, json, sys
@@ -36,8 +36,8 @@ print(json.dumps({"frames": sorted(frames), "outcomes": outcomes}))
 """
 
 
-def at_once(code: str, arguments: list[list[str]]) -> list[Any]:
-    """What processes told that were started together, and begin when all are ready."""
+def run_processes(code: str, arguments: list[list[str]]) -> list[Any]:
+    """JSON output of processes that start together and begin when all are ready."""
     here = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (here, here.parent / "support")))}
     processes = [
@@ -56,23 +56,21 @@ def at_once(code: str, arguments: list[list[str]]) -> list[Any]:
         assert process.stdin
         process.stdin.write("\n")
         process.stdin.flush()
-    told = [process.communicate()[0] for process in processes]
+    printed = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes)
-    return [json.loads(text) for text in told]
+    return [json.loads(text) for text in printed]
 
 
-def test_runs_that_learn_into_one_folder(
+def test_processes_sharing_a_profile_folder_get_the_same_results(
     model_folder: Callable[..., Path], tmp_path: Path, figure: Callable[[str, object], None]
 ) -> None:
-    model, shared, times = str(model_folder("svd", "inside")), tmp_path / "profiles", drawn(20, 2)
-    (alone,) = at_once(RUNS, [[model, str(tmp_path / "own"), str(times)]])
-    told = at_once(RUNS, [[model, str(shared), str(times)]] * 2)
-    assert all(set(each["frames"]) <= set(alone["frames"]) for each in told), "other frames than those of one alone"
+    model, shared, times = str(model_folder("svd", "inside")), tmp_path / "profiles", by_tier(20, 2)
+    (alone,) = run_processes(RUNS, [[model, str(tmp_path / "own"), str(times)]])
+    printed = run_processes(RUNS, [[model, str(shared), str(times)]] * 2)
+    assert all(set(each["frames"]) <= set(alone["frames"]) for each in printed), "frames differ from those of one alone"
     (profile,) = [profile for _, profile in read_all(shared)]
     (own,) = [profile for _, profile in read_all(tmp_path / "own")]
     assert profile == own
     assert [path.suffix for path in shared.iterdir()] == [".json"], "something is left behind"
-    figure(
-        "two processes that save overrides to one folder: runs whose frames differ from a single process's",
-        f"0 of {2 * times}",
-    )
+    figure("two processes with one profile folder: runs with differ from a a process process's",
+        f"0 of {2 * times}")

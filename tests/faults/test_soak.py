@@ -1,5 +1,5 @@
-"""Generations of all families one after another, the guard acting in a third of them: nothing grows, and every report
-is right."""
+"""Soak test: generations of all families in turn, a third of them with reruns. Memory does not grow, and all reports
+are right."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from generations import STEPS, Generation
 from safetensors.torch import load_file, save_file
 from small_runs import opened
-from tiers import drawn
+from tiers import by_tier
 
-ROUNDS = drawn(56, 3)  # of all kinds: 1,008 generations, or 54
-WARM_UP = drawn(4, 2)  # rounds
-SCOPES = Scope.LEARNED, Scope.STEP  # by turns
-KEPT = 3  # pipelines that somebody still holds, as ComfyUI does of the graphs that were run last
+ROUNDS = by_tier(56, 3)  # over all kinds: 1,008 or 54 generations
+WARM_UP = by_tier(4, 2)  # rounds
+SCOPES = Scope.LEARNED, Scope.STEP  # alternating
+KEPT = 3  # generations still referenced, as ComfyUI references the last graphs
 
 
 class Kind(NamedTuple):
     variant: str
-    overflow: str = "none"  # as model_folder takes it
+    overflow: str = "none"  # argument of model_folder
     precision: str = "fp16"
 
     @property
@@ -59,7 +59,7 @@ KINDS = (
     Kind("svd-xt"),
     Kind("cogview3", "inside"),
     Kind("2b", precision="fp32"),
-    Kind("cogview4", "stream"),  # which is float32
+    Kind("cogview4", "stream"),  # computed in float32
     Kind("cogview4", "inside"),
     Kind("svd", precision="bf16"),
 )
@@ -73,7 +73,7 @@ def generated(kind: Kind, folder: Path, seed: int, scope: Scope) -> Generation:
 
 
 def wrong_in(kind: Kind, generation: Generation) -> list[str]:
-    """What its reports say, and is not so."""
+    """Wrong facts in its reports."""
     wrong = [] if torch.isfinite(generation.frames).all() else ["frames are not finite"]
     for stage, report in generation.reports.items():
         facts = report.as_dict()
@@ -90,7 +90,7 @@ def wrong_in(kind: Kind, generation: Generation) -> list[str]:
 
 @contextmanager
 def unrecorded() -> Generator[None]:
-    """pytest keeps each warning and each line that is logged: that would be the memory measured here."""
+    """Disable logging and warnings: pytest keeps them all, which would be the memory measured here."""
     logging.disable(logging.CRITICAL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -101,7 +101,7 @@ def unrecorded() -> Generator[None]:
 
 
 def bytes_kept_of_a_tensor(folder: Path) -> float:
-    """What safetensors loses of each tensor that it reads, whatever its size: 0.8.0 two objects of 32 bytes."""
+    """Bytes that safetensors leaks per tensor read, of any size: two objects of 32 bytes in 0.8.0."""
     file, tensors, times = folder / "small.safetensors", 100, 20
     save_file({str(name): torch.zeros(1) for name in range(tensors)}, file)
     load_file(file)
@@ -114,21 +114,21 @@ def bytes_kept_of_a_tensor(folder: Path) -> float:
 
 
 class Reading(NamedTuple):
-    """Of the process, while nothing runs."""
+    """Memory figures of the process while nothing runs."""
 
-    memory: int  # bytes resident, once what is free was given back
-    tensors_read: int  # from files, since the process began
+    memory: int  # resident bytes after free memory was returned
+    tensors_read: int  # from files, since the process started
     tensors: int  # alive
-    storages: int  # bytes that they hold
+    storages: int  # their bytes
     stores: int  # of loaded models
-    caches: dict[str, int]  # lengths of all that the pack's modules hold
+    caches: dict[str, int]  # lengths of all containers in the pack's modules
 
     @classmethod
     def taken(cls, tensors_read: int = 0) -> Reading:
         gc.collect()
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
             trim(0)
-        kinds = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # compilers' have no storage
+        kinds = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # compilers' tensors have no storage
         tensors = [held for held in gc.get_objects() if type(held) in kinds]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         memory = psutil.Process().memory_info().rss
@@ -153,7 +153,7 @@ def length_of(value: Any) -> int | None:
     return len(value) if isinstance(value, Sized) and not isinstance(value, (type, str, bytes, torch.Tensor)) else None
 
 
-def test_nothing_grows_and_every_report_is_right(
+def test_memory_does_not_grow_and_reports_are_correct(
     model_folder: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -192,15 +192,13 @@ def test_nothing_grows_and_every_report_is_right(
     grown = [r.memory - first.memory - lost * (r.tensors_read - first.tensors_read) for r in readings]
     spread = max(map(abs, grown)) / first.memory
     safetensors = lost * (last.tensors_read - first.tensors_read)
-    figure("generations in sequence, with the guard acting in a third of them", ROUNDS * len(KINDS))
-    figure("denoiser calls that the guard recomputed in these generations", reruns)
-    figure("wrong reports of these generations", len(wrong))
+    figure("Soak: generations in turn, a third of them with reruns", ROUNDS * len(KINDS))
+    figure("Soak: denoiser calls recomputed", reruns)
+    figure("Soak: wrong reports", len(wrong))
+    figure("Soak: memory after the warm-up, and its largest change",
+        f"{first.memory >> 20} MiB, {spread:.2%}")
     figure(
-        "memory after the warm-up of these generations, and its change from there",
-        f"{first.memory >> 20} MiB, {spread:.2%}",
-    )
-    figure(
-        "memory that safetensors leaked meanwhile, by the number of tensors read, excluded from that change",
+        "Soak: memory leaked by safetensors, excluded from that change",
         f"{safetensors / 2**20:.1f} MiB",
     )
     assert wrong == [] and left == []

@@ -1,5 +1,5 @@
-"""Runs in several threads of one process: each comes to what it comes to alone. That the process is what it was, is
-looked at after every test."""
+"""Runs in several threads of one process: each gives the same result as alone. A fixture compares the process state
+after every test."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.precision.policy import Component
 from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
 from small_runs import opened
-from tiers import drawn
+from tiers import by_tier
 from trained_lora import train_lora
 
 
@@ -44,8 +44,8 @@ def frames(handle: PipelineHandle, steps: int = 2) -> torch.Tensor:
     return decode(handle, latents)[0]
 
 
-def loading_anew(handle: PipelineHandle) -> torch.Tensor:
-    """All is read, and learned, again."""
+def reload_and_run(handle: PipelineHandle) -> torch.Tensor:
+    """Load and learn everything again, then run."""
     with handle.store.turn():
         handle.store.prompts.clear()
         handle.store.learned.clear()
@@ -57,7 +57,7 @@ def loading_anew(handle: PipelineHandle) -> torch.Tensor:
 
 @pytest.fixture
 def slow_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules stay half made for longer than a step takes: without turns, something is seen of it."""
+    """Make loading slower than a step: without the gate, other threads would see half-built modules."""
     from diffusers.configuration_utils import ConfigMixin
     from transformers import modeling_utils
 
@@ -77,7 +77,7 @@ def slow_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_utils, "local_torch_dtype", local_torch_dtype)
 
 
-def test_a_stage_loads_while_another_ones_store_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_loads_while_another_store_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (opened(model).stage(Component.VAE_DECODE, None) for model in ("2b", "5b"))
     loading = first.handle.store.module
 
@@ -94,12 +94,12 @@ def with_kernel(model: str, kernel: str) -> PipelineHandle:
     return replace(opened(model), compile_options=CompileOptions(attention=kernel))
 
 
-BESIDE: dict[str, tuple[Callable[[PipelineHandle], torch.Tensor], tuple[Callable[[Path], PipelineHandle], ...]]] = {
-    "two that load": (loading_anew, (lambda _: opened("2b", "none", "bf16"), lambda _: opened("5b", "none", "fp16"))),
+CASES: dict[str, tuple[Callable[[PipelineHandle], torch.Tensor], tuple[Callable[[Path], PipelineHandle], ...]]] = {
+    "two loading": (reload_and_run, (lambda _: opened("2b", "none", "bf16"), lambda _: opened("5b", "none", "fp16"))),
     "one store in two precisions": (frames, (lambda _: opened("2b"), lambda _: opened("2b", "none", "bf16"))),
-    "and offloaded": (frames, (lambda _: opened("2b", "model"), lambda _: opened("2b", "model", "bf16"))),
-    "two kernels of attention and a LoRA": (
-        loading_anew,
+    "an offloaded store": (frames, (lambda _: opened("2b", "model"), lambda _: opened("2b", "model", "bf16"))),
+    "two attention kernels and a LoRA": (
+        reload_and_run,
         (
             lambda _: with_kernel("2b", "math"),
             lambda _: with_kernel("5b", "flash"),
@@ -111,12 +111,12 @@ BESIDE: dict[str, tuple[Callable[[PipelineHandle], torch.Tensor], tuple[Callable
 }
 
 
-@pytest.mark.parametrize("case", BESIDE)
-def test_threads_that_load_and_run_are_right_each_time(
+@pytest.mark.parametrize("case", CASES)
+def test_threads_that_load_and_run_get_bit_equal_results(
     tmp_path: Path, slow_loading: None, figure: Callable[[str, object], None], case: str
 ) -> None:
-    run, makers = BESIDE[case]
-    times = drawn(all_=100 if case == "two that load" else 20, fewer=4 if case == "two that load" else 2)
+    run, makers = CASES[case]
+    times = by_tier(all_=100 if case == "two loading" else 20, fewer=4 if case == "two loading" else 2)
     expected = []
     for make in makers:
         stores._STORES.clear()
@@ -124,19 +124,19 @@ def test_threads_that_load_and_run_are_right_each_time(
             expected.append(frames(make(tmp_path)))
     stores._STORES.clear()
     handles = [make(tmp_path) for make in makers]
-    assert len({id(handle.store) for handle in handles}) == (len(handles) if run is loading_anew else 1)
+    assert len({id(handle.store) for handle in handles}) == (len(handles) if run is reload_and_run else 1)
 
     def repeated(handle: PipelineHandle, right: torch.Tensor) -> list[bool]:
         return [torch.equal(run(handle), right) for _ in range(times)]
 
     right = at_once(*(partial(repeated, *each) for each in zip(handles, expected, strict=True)))
     failures = sum(not each for thread in right for each in thread)
-    figure(f"threads, {case}: wrong results", f"{failures} of {len(handles) * times}")
+    figure(f"threads, {case}: wrong with a wrong result", f"{failures} of {len(handles) * times}")
     assert right == [[True] * times] * len(handles)
 
 
-def test_who_samples_is_not_disturbed_by_who_loads(slow_loading: None) -> None:
-    steps = drawn(all_=200, fewer=20)
+def test_sampling_is_not_disturbed_by_loading_in_another_thread(slow_loading: None) -> None:
+    steps = by_tier(all_=200, fewer=20)
     sampler, loader = opened("5b"), opened("2b", "none", "fp16")
     with torch.inference_mode():
         expected = frames(sampler, steps=steps)
@@ -159,7 +159,7 @@ def test_who_samples_is_not_disturbed_by_who_loads(slow_loading: None) -> None:
     assert all(not p.is_meta and p.dtype == torch.float16 for module in loads for p in module.parameters())
 
 
-def test_a_load_that_fails_leaves_the_default_dtype_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_load_restores_the_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     import diffusers
 
     def broken(*_: Any, **__: Any) -> None:
@@ -172,11 +172,11 @@ def test_a_load_that_fails_leaves_the_default_dtype_as_it_was(monkeypatch: pytes
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_a_run_that_times_out_stops_no_other(tmp_path: Path) -> None:
+def test_timed_out_run_does_not_stop_another(tmp_path: Path) -> None:
     begun, ended = threading.Event(), threading.Event()
 
     class Patient:
-        """Reports progress until the other run has ended."""
+        """Reports progress until the other run ends."""
 
         RETURN_TYPES = ()
         FUNCTION = "go"
@@ -213,8 +213,8 @@ def compiling(model: str, compiled: Path) -> PipelineHandle:
 
 
 @pytest.fixture
-def nothing_exported(process_as_before: None) -> Generator[None]:
-    """Compiled code is kept."""
+def compile_cache_enabled(process_as_before: None) -> Generator[None]:
+    """The compile cache is on, and no variable names inductor's folders."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(LIMIT_VARIABLE, "2")
         for variable in (INDUCTOR, TRITON):
@@ -222,7 +222,7 @@ def nothing_exported(process_as_before: None) -> Generator[None]:
         yield
 
 
-def test_two_runs_that_compile_have_inductors_folders_in_turn(tmp_path: Path, nothing_exported: None) -> None:
+def test_compiling_runs_use_inductor_folders_one_at_a_time(tmp_path: Path, compile_cache_enabled: None) -> None:
     first, second = (compiling(name, tmp_path) for name in ("2b", "5b"))
     waits, notes, folders = threading.Event(), [], []
 
@@ -247,10 +247,10 @@ def test_two_runs_that_compile_have_inductors_folders_in_turn(tmp_path: Path, no
     assert folders[1] == "waiting for another run that compiles"
     assert len({*folders}) == 3
     assert INDUCTOR not in os.environ and TRITON not in os.environ
-    assert notes == [], "neither took the other's folder for one that the user exported"
+    assert notes == [], "no run takes the other's folder for the user's"
 
 
-def test_a_run_that_waits_to_compile_can_be_interrupted(tmp_path: Path, nothing_exported: None) -> None:
+def test_run_waiting_to_compile_can_be_interrupted(tmp_path: Path, compile_cache_enabled: None) -> None:
     handle = compiling("2b", tmp_path)
     report = handle.report(handle.plan(Component.DENOISER))
 
@@ -259,7 +259,7 @@ def test_a_run_that_waits_to_compile_can_be_interrupted(tmp_path: Path, nothing_
 
     def other() -> None:
         with while_compiling(handle, report, interrupted):
-            raise AssertionError("both are inside")
+            raise AssertionError("both runs compile")
 
     waiting = pytest.raises(host.Interrupted, match="waiting for another run")
     with while_compiling(handle, report, lambda _: None), waiting:

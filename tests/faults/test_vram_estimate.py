@@ -1,4 +1,4 @@
-"""What is said of published models on cards of so many bytes, and of sizes that no model makes."""
+"""The VRAM estimate for published models on cards of several sizes, and for unsupported image sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAMILIES = ("CogVideoX-5B", "CogView3-Plus-3B", "CogView4-6B", "SVD-XT", "Wan2.1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_published_models_run_on_cards_from_8_gib_on(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_published_models_fit_on_cards_from_8_gib(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(vram_estimate, "PUBLISHED", {name: PUBLISHED[name]})
     sizes = [8 * GIB, 12 * GIB, 16 * GIB, 24 * GIB]
     runs = [*vram_estimate.estimate_runs(None, named("sm86"), sizes)]
@@ -27,20 +27,20 @@ def test_published_models_run_on_cards_from_8_gib_on(monkeypatch: pytest.MonkeyP
             assert stage.fits
             assert stage.weights + stage.beside <= run.has == run.memory - vram_estimate.RESERVED
     peaks = [max(stage.weights + stage.beside for stage in run.stages) for run in runs]
-    assert peaks == sorted(peaks), "a larger card is made use of"
+    assert peaks == sorted(peaks), "a larger card is used"
 
 
 @pytest.mark.parametrize(
-    ("model", "size", "said"),
+    ("model", "size", "message"),
     [
         ("2b", (721, 480, 49), "Nearest: 720"),
         ("2b", (720, 480, 50), "frames is 50"),
         ("cogview3", (512, 512, 9), "makes images, not 9 frames"),
     ],
 )
-def test_a_size_that_no_model_makes_is_refused(
-    model_folder: Callable[..., Path], model: str, size: tuple[int, int, int], said: str
+def test_unsupported_size_is_rejected(
+    model_folder: Callable[..., Path], model: str, size: tuple[int, int, int], message: str
 ) -> None:
     folder = model_folder(model)
-    with pytest.raises(BadSize, match=said):
+    with pytest.raises(BadSize, match=message):
         next(vram_estimate.estimate_runs(open_model(folder, family_of(folder)), named("sm86"), [GIB], size))

@@ -165,9 +165,9 @@ with connected(None, workers=4) as ray:
 def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a Ray that tests share, except those that test its start and its end."""
     _skip_without_ray()
-    from batch_runs import surroundings
+    from batch_runs import batch_environment
 
-    with surroundings() as environment:
+    with batch_environment() as environment:
         for variable in ("ONEDIFF_GUARD_COMPILED", "ONEDIFF_GUARD_PROFILES"):
             environment[variable] = str(tmp_path_factory.mktemp("kept"))
         command, pipe = [sys.executable, "-c", RAY], subprocess.PIPE
@@ -183,11 +183,11 @@ def toy_batch(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """toy_batch(lines, *options) → a batch command on toy jobs with its own Ray; both end with the test."""
     _skip_without_ray()
     import toy_jobs
-    from batch_runs import Batch, surroundings
+    from batch_runs import Batch, batch_environment
 
     numbers, made = itertools.count(), list[Batch]()
     (tmp_path / "models").mkdir()
-    with surroundings() as environment:
+    with batch_environment() as environment:
 
         def make(lines: list[dict[str, Any]], *options: str, log: Path | None = None) -> Batch:
             jobs = toy_jobs.write_jobs(tmp_path / f"jobs{next(numbers)}.jsonl", lines)

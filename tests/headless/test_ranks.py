@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from as_comfyui import as_json
+from as_comfyui import api_node
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.errors import RunFailedError, WorkflowError
 from comfyui_onediff_guard.headless.hosts import chosen, local, ranks
@@ -40,10 +40,10 @@ def workflow(tmp_path_factory: pytest.TempPathFactory, model_folder: Callable[..
     prompts = {"positive": ["encode", 0], "negative": ["encode", 1]}
     size = {"width": 96, "height": 64, "frames": 9, "steps": 2}
     nodes = {
-        "load": as_json("LoadPipeline", model="small", precision="fp32", backend="eager"),
-        "encode": as_json("EncodePrompt", pipeline=["load", 0], prompt="a red kite"),
-        "sample": as_json("SampleCogVideoX", pipeline=["load", 0], **prompts, **size, scheduler="DDIM"),
-        "decode": as_json("DecodeLatents", pipeline=["load", 0], latents=["sample", 0], tiling=False),
+        "load": api_node("LoadPipeline", model="small", precision="fp32", backend="eager"),
+        "encode": api_node("EncodePrompt", pipeline=["load", 0], prompt="a red kite"),
+        "sample": api_node("SampleCogVideoX", pipeline=["load", 0], **prompts, **size, scheduler="DDIM"),
+        "decode": api_node("DecodeLatents", pipeline=["load", 0], latents=["sample", 0], tiling=False),
         "save": {"class_type": "SaveImage", "inputs": {"images": ["decode", 0], "filename_prefix": "kite"}},
     }
     (folder / "workflow.json").write_text(json.dumps(nodes))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from as_comfyui import as_json
+from as_comfyui import api_node
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands import cli
@@ -218,10 +218,10 @@ def test_hub_id_can_be_set_on_command_line(
     server.push(ID, files)
     size = {"width": 64, "height": 48, "frames": 1, "steps": 1}
     workflow = {
-        "1": as_json("LoadPipeline", model="CogVideoX-2b", precision="fp32", backend="eager", offload="none"),
-        "2": as_json("EncodePrompt", pipeline=["1", 0]),
-        "3": as_json("SampleCogVideoX", pipeline=["1", 0], positive=["2", 0], negative=["2", 1], **size),
-        "4": as_json("DecodeLatents", pipeline=["1", 0], latents=["3", 0]),
+        "1": api_node("LoadPipeline", model="CogVideoX-2b", precision="fp32", backend="eager", offload="none"),
+        "2": api_node("EncodePrompt", pipeline=["1", 0]),
+        "3": api_node("SampleCogVideoX", pipeline=["1", 0], positive=["2", 0], negative=["2", 1], **size),
+        "4": api_node("DecodeLatents", pipeline=["1", 0], latents=["3", 0]),
         "5": {"class_type": "SaveImage", "inputs": {"images": ["4", 0], "filename_prefix": "hub"}},
     }
     (tmp_path / "workflow.json").write_text(json.dumps(workflow), encoding="utf-8")

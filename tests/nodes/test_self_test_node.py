@@ -16,7 +16,7 @@ from comfyui_onediff_guard.pipelines.selftest import checks as module
 from comfyui_onediff_guard.precision.arch import detect
 from comfyui_onediff_guard.precision.self_test import CheckResult, verified_architecture
 from comfyui_onediff_guard.trust import foreign
-from self_tests import DAY, kept_here
+from self_tests import DAY, keep_self_test
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def test_loader_and_doctor_show_result_of_self_test(
         (CheckResult("a product in fp32", "wrong", concern="fp32"), f"on {DAY}, but fp32 came out WRONG"),
     ):
         if line:
-            kept_here(tmp_path, line)
+            keep_self_test(tmp_path, line)
         changed.append(loader.IS_CHANGED(model=folder.name))
         (shown,) = loader.load(folder.name, "fp32", "eager", "none")["ui"]["onediff_guard"]
         texts = [" ".join(text.split()) for text in (shown["text"], examine(folder, precision="fp32").text())]

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from overflows import fails_in_half
 from small_runs import opened
 from test_families import by_hand, make, prompts
-from tiers import drawn
+from tiers import by_tier
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
 
@@ -40,7 +40,7 @@ def handle_5b():
     return opened("5b")
 
 
-@settings(max_examples=drawn(8, 2), suppress_health_check=list(HealthCheck))
+@settings(max_examples=by_tier(8, 2), suppress_health_check=list(HealthCheck))
 @given(
     width=st.sampled_from([48, 64, 80]),
     height=st.sampled_from([48, 64]),

@@ -23,7 +23,7 @@ from comfyui_onediff_guard.precision.planned_layers import InPlannedBlock
 from lora_models import training
 from overflows import fails_in_half
 from small_runs import error, opened, prompts
-from weights_apart import weights_apart
+from weights_apart import simulated_offload
 
 CLOSE = 3e-3  # relative error of the norm, against fp32 and uncompiled runs
 
@@ -99,7 +99,7 @@ def test_each_set_of_loras_learns_its_own_scales(run: Any, traced_alone: None, t
 @pytest.mark.parametrize("offload", ["group", "model"])
 def test_offloaded_run_is_bit_equal_and_learns_in_one_step(run: Any, traced_alone: None, offload: str) -> None:
     right, *_ = run(opened("2b", precision="fp16", backend="inductor"), "2b")
-    with weights_apart() if offload == "group" else nullcontext():
+    with simulated_offload() if offload == "group" else nullcontext():
         handle = opened("2b", offload, "fp16", backend="inductor")
         handle.store.scales.clear()
         made, *once = run(handle, "2b")
@@ -139,7 +139,7 @@ def test_ranks_agree_bit_equal_and_are_near_fp32(model_folder: Callable[..., Pat
     exact = rank_runs.Case("2b", model_folder("2b", "stream"), steps=3, guidance=guidance)
     cases = [replace(exact, precision="fp16", backend=backend) for backend in ("eager", "inductor")]
     right = rank_runs.sampled(exact).latents
-    by_rank = rank_runs.in_ranks(2, rank_runs.run_cases, cases)
+    by_rank = rank_runs.run_in_ranks(2, rank_runs.run_cases, cases)
     for first, second in zip(*by_rank, strict=True):
         assert torch.equal(first.latents, second.latents) and first.steps == second.steps
         assert {(dtype, outcome) for dtype, outcome, _ in first.steps} == {("fp16", "finite")}

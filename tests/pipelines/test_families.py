@@ -15,8 +15,8 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.trust.message import BadInput
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_runs import opened, picture, start_of
-from tiers import drawn
+from small_runs import opened, picture, start_image
+from tiers import by_tier
 
 PROMPT = "a lighthouse above a calm sea"
 TEXT_TO_IMAGE = ("cogview3", "cogview4")
@@ -65,7 +65,7 @@ def largest_difference(found, expected):
     return (found - expected).abs().max().item()
 
 
-HEALTH = {"suppress_health_check": list(HealthCheck), "max_examples": drawn(3, 1)}
+HEALTH = {"suppress_health_check": list(HealthCheck), "max_examples": by_tier(3, 1)}
 
 
 @pytest.mark.parametrize("variant", TEXT_TO_IMAGE)
@@ -173,7 +173,7 @@ SETTINGS = {
 def started(variant, precision="fp32"):
     """The pipeline, settings, and what it starts from."""
     handle, width = opened(variant, precision=precision), 96 if variant == "5b-i2v" else 64
-    return handle, SampleSettings(width, 64, steps=3, seed=5, **SETTINGS[variant]), start_of(handle, width, 64)
+    return handle, SampleSettings(width, 64, steps=3, seed=5, **SETTINGS[variant]), start_image(handle, width, 64)
 
 
 @pytest.mark.parametrize("variant", SETTINGS)

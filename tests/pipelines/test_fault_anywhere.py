@@ -11,8 +11,8 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from small_runs import opened, start_of
-from tiers import drawn
+from small_runs import opened, start_image
+from tiers import by_tier
 
 STAGES = {  # (model, stage) → the component, and the part of it that runs
     ("5b-i2v", "text_encoder"): ("text_encoder", ""),
@@ -27,7 +27,7 @@ STAGES = {  # (model, stage) → the component, and the part of it that runs
     ("wan-two", "denoiser"): ("transformer_2", ""),
 }
 SIZES = {"5b-i2v": (96, 64, 9), "cogview4": (64, 64, 1), "svd": (64, 64, 2), "wan": (64, 48, 9), "wan-two": (64, 48, 9)}
-HEALTH = {"suppress_health_check": list(HealthCheck), "max_examples": drawn(6, 2), "derandomize": True}
+HEALTH = {"suppress_health_check": list(HealthCheck), "max_examples": by_tier(6, 2), "derandomize": True}
 
 
 def run(handle, model):
@@ -38,7 +38,7 @@ def run(handle, model):
         (positive, negative), reports["text_encoder"] = encode_prompts(handle, ["a red kite", "grey"])
     guidance = 5.0 if handle.family.prompt else None
     sampling = SampleSettings(width, height, steps=2, seed=3, frames=frames, guidance_scale=guidance)
-    start = start_of(handle, width, height)
+    start = start_image(handle, width, height)
     latents, reports["denoiser"] = sample(handle, positive, negative, sampling, **start)
     reports |= {report.plan.component.value: report for report in reports["denoiser"].before}
     pixels, reports["vae_decode"] = decode(handle, latents)

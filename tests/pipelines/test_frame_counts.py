@@ -10,7 +10,7 @@ import torch
 from comfyui_onediff_guard.pipelines.errors import BadSize
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from small_runs import opened, picture, start_of
+from small_runs import opened, picture, start_image
 
 SIZES = {"2b": (64, 48), "1.5": (64, 48), "1.5-i2v": (96, 64), "wan": (64, 48), "svd": (64, 64)}
 FRAMES = {"2b": (1, 5, 13, 21), "1.5": (9, 13), "1.5-i2v": (5, 9), "wan": (5, 13), "svd": (2, 3)}
@@ -24,7 +24,7 @@ def latents_of(handle, model, frames, **start):
     if rule:
         zeros = torch.zeros(1, rule.tokens(config), rule.channels(config))
         embeddings = (zeros, zeros)
-    start |= start_of(handle, width, height)
+    start |= start_image(handle, width, height)
     strength = 1.0 if "video" in start else None
     settings = SampleSettings(width, height, steps=1, seed=3, frames=frames, strength=strength)
     return sample(handle, *embeddings, settings, **start)

@@ -17,7 +17,7 @@ import pytest
 from comfyui_onediff_guard.pipelines.errors import BadFolder, HubError
 from comfyui_onediff_guard.pipelines.models import hub
 from comfyui_onediff_guard.pipelines.models.hub import fetch
-from hub_files import DENOISER, ID, Stop, files_of, in_cache, stop_after, text, without
+from hub_files import DENOISER, ID, Stop, files_of, is_cached, stop_after, text, without
 from hub_server import HANG_SECONDS, HubServer
 from huggingface_hub import constants, file_download
 from small_runs import opened
@@ -141,7 +141,7 @@ def test_branch_with_slash_in_name_is_fetched(server: HubServer, files: dict[str
     server.push(ID, files, "refs/pr/1")
     folder = fetch(ID, "refs/pr/1")
     assert fetch(ID, "refs/pr/1", download=False) == folder
-    assert not in_cache("main")
+    assert not is_cached("main")
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_refusal_by_hub_is_explained_without_token(
         fetch(ID, None)
     assert {request.authorization for request in pushed.requests if not request.cdn} == {f"Bearer {TOKEN}"}
     assert TOKEN not in str(error.value) and error.value.__suppress_context__
-    assert not in_cache()
+    assert not is_cached()
 
 
 @pytest.mark.parametrize("off", ["download", "HF_HUB_OFFLINE"])
@@ -253,7 +253,7 @@ def test_unsupported_pipeline_is_refused_by_its_index_only(
     server.push(ID, text(files, "model_index.json", **changes))
     with pytest.raises(BadFolder, match=f"'{ID}'.*{reason}"):
         fetch(ID, None)
-    assert {request.path for request in server.gets()} == {"api", "model_index.json"} and not in_cache()
+    assert {request.path for request in server.gets()} == {"api", "model_index.json"} and not is_cached()
 
 
 @pytest.mark.parametrize(
@@ -307,14 +307,14 @@ def test_interrupt_cancels_download_at_once(
 
     with pytest.raises(Stop):
         fetch(ID, None, progress=progress)
-    assert not in_cache()
+    assert not is_cached()
     refs = Path(constants.HF_HUB_CACHE).rglob("refs/main")
     assert [ref.read_text() for ref in refs] == [old], "the branch does not move to an incomplete commit"
     server.released.set()
     with hub._xet_is_off:  # once the library's threads have ended
         assert sum(request.sent for request in server.gets(DENOISER)) < len(files[DENOISER])
     server.faults.hang, server.faults.seconds_per_block = set(), 0
-    assert files_of(fetch(ID, None)) == files and in_cache()
+    assert files_of(fetch(ID, None)) == files and is_cached()
 
 
 @pytest.mark.parametrize("times", [1, 99])
@@ -325,9 +325,9 @@ def test_truncated_response_is_fetched_again(
     pushed.faults.cut = {DENOISER: times}
     with suppress(HubError) if times == 1 else pytest.raises(HubError):  # newer versions go on by themselves
         fetch(ID, None)
-    assert times == 1 or not in_cache()
+    assert times == 1 or not is_cached()
     pushed.faults.cut = {}
-    assert files_of(fetch(ID, None)) == files and in_cache()
+    assert files_of(fetch(ID, None)) == files and is_cached()
 
 
 def test_wrong_checksum_is_refused_and_file_fetched_again(pushed: HubServer, files: dict[str, bytes]) -> None:
@@ -382,5 +382,5 @@ def test_full_disk_is_reported(pushed: HubServer, files: dict[str, bytes], monke
         patch.setattr(file_download, "http_get", http_get)
         with pytest.raises(HubError, match=r"No space left.*HF_HOME"):
             fetch(ID, None)
-    assert not in_cache()
+    assert not is_cached()
     assert files_of(fetch(ID, None)) == files

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_models import INDUCTOR, MODELS, apply_loras, by_diffusers, call, denoiser, protected, saved
 from safetensors.torch import load_file
-from tiers import drawn
+from tiers import by_tier
 from torch._dynamo.utils import counters
 
 # peft's, at each adapter after the first that diffusers loads
@@ -53,7 +53,7 @@ def test_lora_in_protected_fp16_is_nearer_to_fp32_than_bf16(name, scale, in_laye
         assert (run(**inputs | given)[0] - expected).norm() < (bf16 - expected).norm() / 3
 
 
-@settings(max_examples=drawn(8, 2), suppress_health_check=list(HealthCheck))
+@settings(max_examples=by_tier(8, 2), suppress_health_check=list(HealthCheck))
 @given(scales=st.tuples(*[st.floats(-4, 4, width=32).filter(bool)] * 2), metadata=st.booleans())
 def test_two_loras_each_have_their_own_scale(scales, metadata, trained):
     paths = [trained(metadata=metadata, r=3, lora_alpha=6), trained(seed=2, targets=("to_q", "ff.net.2"))]

@@ -15,7 +15,7 @@ from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, COMPILED, Architecture, detect
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.self_test import CheckResult, machine_of, verified_architecture
-from self_tests import DAY, kept_here
+from self_tests import DAY, keep_self_test
 
 CPU = torch.device("cpu")
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -95,9 +95,9 @@ def test_result_applies_only_to_same_card_driver_and_pytorch(tmp_path: Path) -> 
     )
     wrong = CheckResult("attention in fp16", "wrong", 1.0, 0.1, concern="fp16")
     for fact in machine_of(CPU, detect(CPU)):
-        kept_here(tmp_path, wrong, **{fact: "another"})
+        keep_self_test(tmp_path, wrong, **{fact: "another"})
         assert verified_architecture(CPU, tmp_path) == detect(CPU), fact
-    kept_here(
+    keep_self_test(
         tmp_path, wrong, CheckResult("a product", "right", concern="bf16"), CheckResult("offload", "wrong"), wrong
     )
     assert verified_architecture(CPU, tmp_path) == replace(detect(CPU), tested=DAY, failed=("fp16",))
@@ -117,7 +117,7 @@ def test_result_applies_only_to_same_card_driver_and_pytorch(tmp_path: Path) -> 
 def test_damaged_file_is_ignored(
     damage: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = kept_here(tmp_path)
+    file = keep_self_test(tmp_path)
     whole = file.read_text(encoding="utf-8")
     assert damage(whole) != whole and verified_architecture(CPU, tmp_path).tested == DAY
     file.write_text(damage(whole), encoding="utf-8")
@@ -126,7 +126,7 @@ def test_damaged_file_is_ignored(
 
 
 def test_old_file_without_concerns_marks_no_dtype_as_failed(tmp_path: Path) -> None:
-    file = kept_here(tmp_path, CheckResult("attention in fp16", "wrong", 1.0, 0.1, concern="fp16"))
+    file = keep_self_test(tmp_path, CheckResult("attention in fp16", "wrong", 1.0, 0.1, concern="fp16"))
     kept = json.loads(file.read_text(encoding="utf-8"))
     for line in kept["lines"]:
         del line["concern"]

@@ -27,7 +27,7 @@ from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component
 from comfyui_onediff_guard.precision.quantised import STEP
 from lora_models import training
-from small_runs import error, opened, prompts, start_of
+from small_runs import error, opened, prompts, start_image
 
 SIZES = {
     "2b": (96, 64, 9),
@@ -50,7 +50,7 @@ def run(
     width, height, frames = SIZES[model]
     guidance = 3.0 if handle.family.prompt else None
     settings = SampleSettings(width, height, steps=STEPS, seed=3, frames=frames, guidance_scale=guidance)
-    start = start_of(handle, width, height)
+    start = start_image(handle, width, height)
     handle, settings = replace(handle, step_cache=policy), replace(settings, **more)
     positive, negative = prompts(handle)
     return sample(handle, positive, negative, settings, tell=tell, **start)

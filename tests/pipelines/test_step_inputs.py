@@ -13,7 +13,7 @@ from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.activations import counting
 from comfyui_onediff_guard.precision.shallow_copy import reporting, with_forward
-from small_runs import opened, start_of
+from small_runs import opened, start_image
 from torch.utils import _pytree as pytree
 
 Shapes = dict[str, list[tuple[int, ...]]]
@@ -80,7 +80,7 @@ def sampled(
     family, config = handle.family, handle.store.model.denoiser_config
     rule = family.prompt
     embeddings = torch.zeros(1, rule.tokens(config), rule.channels(config)) if rule else None
-    start = start_of(handle, width, height)
+    start = start_image(handle, width, height)
     settings = SampleSettings(width, height, steps=2, seed=3, frames=frames, guidance_scale=5.0)
     latents, _ = sample(handle, embeddings, embeddings, settings, **start, denoiser=recording)
     assert {*calls} == {*family.denoisers}

@@ -29,7 +29,7 @@ from overflows import fails_unscaled
 from safetensors.torch import load_file, save_file
 from small_runs import error, opened
 from test_families import PROMPT, by_hand, largest_difference, make, prompts
-from tiers import drawn
+from tiers import by_tier
 from trained_lora import train_lora
 
 SMALL = SampleSettings(96, 64, steps=2, seed=1, frames=9, guidance_scale=5.0)
@@ -43,7 +43,7 @@ def made_in(*precisions, variant, overflow="none"):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(suppress_health_check=list(HealthCheck), max_examples=drawn(3, 1))
+@settings(suppress_health_check=list(HealthCheck), max_examples=by_tier(3, 1))
 @given(
     size=st.sampled_from([(64, 32, 5), (96, 64, 9), (32, 64, 1)]),
     steps=st.integers(1, 3),

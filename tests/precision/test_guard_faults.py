@@ -15,7 +15,7 @@ from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverride
 from guards import in_fp32
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import drawn
+from tiers import by_tier
 
 NAN, INF = math.nan, math.inf
 SCALED, REST = PrecisionOverrides(all_layers_scaled=True), "the rest of the run in fp32"
@@ -123,7 +123,7 @@ def test_threads_sharing_a_module_learn_independently():
 MODULES = ("embed", "last_norm", "out", "block", "block.norm", "block.inner", "block.write")
 
 
-@settings(max_examples=drawn(150, 40))
+@settings(max_examples=by_tier(150, 40))
 @given(
     data=st.data(),
     dtype=st.sampled_from(["fp16", "bf16"]),

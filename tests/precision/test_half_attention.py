@@ -15,7 +15,7 @@ from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
 from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
 from diffusers.models.attention_processor import Attention
 from guards import guarded
-from tiers import drawn
+from tiers import by_tier
 from torch import nn
 from torch.nn import functional as F
 
@@ -96,7 +96,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def test_scaled_attention_with_outliers_is_no_worse_than_bf16() -> None:
-    for seed in range(drawn(2000, 500)):
+    for seed in range(by_tier(2000, 500)):
         call = random_call(seed)
         exact = reference_attention(*call)
         assert error(scaled(*call), exact) <= error(attention(*call, BF16), exact), seed
@@ -105,7 +105,7 @@ def test_scaled_attention_with_outliers_is_no_worse_than_bf16() -> None:
 def test_device_attention_is_near_fp32_or_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device the host checks nothing; the guard detects NaN. Single calls may be slightly worse than bf16."""
     monkeypatch.setattr(scaled_products, "_is_on_host", lambda _: False)
-    for seed in range(drawn(1000, 200)):
+    for seed in range(by_tier(1000, 200)):
         call = random_call(seed)
         mask = call[1].get("attn_mask")
         if mask is not None and mask.is_floating_point() and (mask == -1e9).any():

@@ -44,7 +44,7 @@ from sample_networks import (
     scaled,
 )
 from test_scaled_products import scaled as by_rows
-from tiers import drawn
+from tiers import by_tier
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,7 +76,7 @@ def test_steps_by_learned_scales_are_four_times_nearer_than_bf16(name: str, hot:
 EXPONENTS = st.one_of(st.just(0), st.integers(-24, 24))
 
 
-@settings(max_examples=drawn(400, 60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=by_tier(400, 60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     shape=SHAPES,
     hot=st.sets(st.sampled_from(PLACES), max_size=2),

@@ -14,7 +14,7 @@ from comfyui_onediff_guard.precision.upcast import OneOperation, run_in, run_in_
 from guards import error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import drawn
+from tiers import by_tier
 from torch import nn
 from torch.nn import functional as F
 
@@ -85,7 +85,7 @@ def test_scaled_network_is_near_fp32_and_never_overflows(hot: str, stored: torch
 
 
 @given(gain=st.integers(-60, 100), rows=st.integers(1, 5), spread=st.integers(0, 60), weights=st.integers(-8, 12))
-@settings(max_examples=drawn(400, 60), deadline=None)
+@settings(max_examples=by_tier(400, 60), deadline=None)
 def test_linear_layer_handles_rows_of_any_magnitude(gain: int, rows: int, spread: int, weights: int) -> None:
     torch.manual_seed(rows)
     layer = nn.Linear(48, 16).half().requires_grad_(False)

@@ -1,5 +1,5 @@
-"""Nodes run as ComfyUI runs them: inputs validated, the rest at their defaults, the method that FUNCTION names, inside
-of inference mode. And every family's graph by that."""
+"""Run nodes as ComfyUI does: validated inputs, defaults for the rest, the method named by FUNCTION, in inference mode.
+Also runs the graph of every family."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ PROMPT, NEGATIVE = "a lighthouse above a calm sea", "grey"
 
 
 class Refused(ValueError):
-    """ComfyUI, or the node's VALIDATE_INPUTS, said no: nothing of the graph runs."""
+    """ComfyUI or the node's VALIDATE_INPUTS rejected an input: the graph does not run."""
 
     def __init__(self, marked: Sequence[str], message: str):
         super().__init__(f"{', '.join(marked)}: {message}")
-        self.marked = tuple(marked)  # inputs that are shown as wrong
+        self.marked = tuple(marked)  # inputs marked as wrong
 
 
 def call(name: str, wired: Collection[str] = (), **given: Any) -> dict[str, Any]:
-    """Run one node. Returns {"result": its outputs, "ui": what it showed}.
+    """Run one node. Returns {"result": its outputs, "ui": its UI output}.
 
-    wired: inputs that come from other nodes, which ComfyUI does not know yet when it validates.
+    wired: inputs from other nodes, which ComfyUI does not know when it validates.
     """
     cls = NODE_CLASS_MAPPINGS[PREFIX + name]
     inputs = _with_defaults(cls, given)
@@ -38,8 +38,8 @@ def call(name: str, wired: Collection[str] = (), **given: Any) -> dict[str, Any]
 
 
 def _validate(cls: type[Any], constants: dict[str, Any]) -> None:
-    """As ComfyUI's execution.validate_inputs: it converts numbers, checks ranges and lists of what VALIDATE_INPUTS does
-    not name, and marks all that it names where that says no. tests/comfyui/inside/validation.py has the real one."""
+    """Like ComfyUI's execution.validate_inputs: converts numbers, checks inputs that VALIDATE_INPUTS does not name, and
+    marks all that it names if it rejects them. tests/comfyui/inside/validation.py tests the real one."""
     schema = cls.INPUT_TYPES()
     validate = getattr(cls, "VALIDATE_INPUTS", None)
     named = validate.__func__.__code__.co_varnames[1 : validate.__func__.__code__.co_argcount] if validate else ()
@@ -63,8 +63,8 @@ def _validate(cls: type[Any], constants: dict[str, Any]) -> None:
         raise Refused(list(given), answer)
 
 
-def as_json(name: str, **given: Any) -> dict[str, Any]:
-    """The node as it stands in a graph in API format."""
+def api_node(name: str, **given: Any) -> dict[str, Any]:
+    """The node in API format."""
     return {"class_type": PREFIX + name, "inputs": _with_defaults(NODE_CLASS_MAPPINGS[PREFIX + name], given)}
 
 
@@ -77,7 +77,7 @@ def _with_defaults(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def picture(width: int = 96, height: int = 80, seed: int = 0, frames: int = 1) -> torch.Tensor:
-    """A ComfyUI IMAGE of soft random pictures."""
+    """A ComfyUI IMAGE of smooth random pictures."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(frames, 3, 5, 6, generator=generator)
     return torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear").permute(0, 2, 3, 1)
@@ -85,7 +85,7 @@ def picture(width: int = 96, height: int = 80, seed: int = 0, frames: int = 1) -
 
 @dataclass(frozen=True)
 class Made:
-    """What a graph made."""
+    """The results of a graph."""
 
     conditioning: list[torch.Tensor]  # positive and negative
     latents: torch.Tensor
@@ -96,7 +96,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Graph:
-    """Load → (Encode Prompt) → Sample → Decode Latents of one family, small."""
+    """Load → (Encode Prompt) → Sample → Decode Latents of one family, at a small size."""
 
     sampler: str
     sampling: Mapping[str, Any]
@@ -104,7 +104,7 @@ class Graph:
     start: Mapping[str, Any] = field(default_factory=dict)  # an image or a video
 
     def load(self, folder: Path, **settings: Any) -> Any:
-        """settings: of the loader."""
+        """settings: inputs of the loader."""
         return call("LoadPipeline", **{"model": folder.name, "backend": "eager"} | settings)["result"][0]
 
     def encode(self, pipeline: Any, **settings: Any) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Graph:
         return call("DecodeLatents", pipeline=pipeline, latents=latents, **settings)
 
     def run(self, folder: Path, decode: str = "inherit", **settings: Any) -> Made:
-        """decode: the decoder's precision. settings: of the loader."""
+        """decode: the decoder's precision. settings: inputs of the loader."""
         pipeline = self.load(folder, **settings)
         encoded = self.encode(pipeline) if self.prompted else {"result": (), "ui": {}}
         sampled = self.sample(pipeline, encoded["result"])
@@ -137,20 +137,20 @@ class Graph:
 
 
 def save_latent(latents: Mapping[str, torch.Tensor], file: Path) -> None:
-    """As the SaveLatent of the oldest supported ComfyUI writes it; today's makes the tensor contiguous first."""
+    """Like SaveLatent of the oldest supported ComfyUI; the current one makes the tensor contiguous first."""
     content = {"latent_tensor": latents["samples"], "latent_format_version_0": torch.tensor([])}
     safetensors.torch.save_file(content, file, metadata={"prompt": ""})
 
 
 def load_latent(file: Path) -> dict[str, torch.Tensor]:
-    """As LoadLatent reads it."""
+    """Like LoadLatent."""
     content = safetensors.torch.load_file(file, device="cpu")
     multiplier = 1.0 if "latent_format_version_0" in content else 1.0 / 0.18215
     return {"samples": content["latent_tensor"].float() * multiplier}
 
 
 _VIDEO = {"width": 32, "height": 32, "frames": 9, "steps": 2, "scheduler": "DPM"}
-_FIXED = _VIDEO | {"width": 96, "height": 64}  # the one size that the small 5B-I2V has positions for
+_FIXED = _VIDEO | {"width": 96, "height": 64}  # the only size the small 5B-I2V has position embeddings for
 _IMAGE = {"width": 64, "height": 64, "steps": 2}
 _FROM_VIDEO = _VIDEO | {"steps": 4, "strength": 0.5}
 

@@ -1,4 +1,4 @@
-"""Jobs in threads that begin at the same time."""
+"""Run jobs in threads that start at the same time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from waiting import HANG_SECONDS
 
 
 def at_once(*jobs: Callable[[], Any]) -> list[Any]:
-    """What each returns, in a thread of its own; they begin together."""
+    """The result of each job, run in its own thread; all start together."""
     begin = threading.Barrier(len(jobs))
 
-    def begun(job: Callable[[], Any]) -> Any:
+    def run(job: Callable[[], Any]) -> Any:
         begin.wait(HANG_SECONDS)
         with torch.inference_mode():
             return job()
 
     with ThreadPoolExecutor(len(jobs)) as threads:
-        return [each.result(HANG_SECONDS) for each in [threads.submit(begun, job) for job in jobs]]
+        return [each.result(HANG_SECONDS) for each in [threads.submit(run, job) for job in jobs]]

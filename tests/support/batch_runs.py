@@ -1,4 +1,4 @@
-"""A batch in a process of its own, most often of toy jobs: watched, hurt and checked."""
+"""A batch command in its own process, usually with toy jobs: watch it, kill parts of it, check its outputs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from waiting import HANG_SECONDS
 
 HERE = Path(__file__).resolve().parent
 TOYS = "import toy_jobs; toy_jobs.main()"
-INDUCTORS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # what workers compiled is to be theirs
+INDUCTORS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # removed, so that workers use their own caches
 
 
 @contextmanager
-def surroundings() -> Iterator[dict[str, str]]:
-    """The environment of a batch, with Ray's files in a folder that goes with it. Its sockets need a short path."""
+def batch_environment() -> Iterator[dict[str, str]]:
+    """The environment of a batch, with Ray's files in a temporary folder. Ray's sockets need a short path."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
         yield {
@@ -34,13 +34,13 @@ def surroundings() -> Iterator[dict[str, str]]:
             "RAY_TMPDIR": folder,
             "RAY_AUTH_TOKEN_PATH": str(Path(folder) / "token"),
             "RAY_AUTH_MODE": "disabled",
-            "RAY_worker_niceness": "0",  # Ray's is 15, with which a busy machine's workers wait for minutes
+            "RAY_worker_niceness": "0",  # with Ray's 15, workers of a busy machine wait for minutes
             "OMP_NUM_THREADS": "1",
         }
 
 
-def without_a_say(environment: dict[str, str], home: Path) -> dict[str, str]:
-    """The environment of somebody who told Ray nothing about tokens."""
+def without_ray_auth(environment: dict[str, str], home: Path) -> dict[str, str]:
+    """The environment without any setting of Ray's tokens."""
     home.mkdir(exist_ok=True)
     kept = {name: value for name, value in environment.items() if not name.startswith("RAY_AUTH_")}
     return {**kept, "HOME": str(home), "USERPROFILE": str(home)}
@@ -48,28 +48,28 @@ def without_a_say(environment: dict[str, str], home: Path) -> dict[str, str]:
 
 @dataclass
 class Batch:
-    """One command, which may be started again and again on one folder."""
+    """One batch command, which can be started repeatedly on one folder."""
 
     jobs: Path
     out: Path
     options: tuple[str, ...]
     environment: dict[str, str]
-    log: Path | None = None  # in which toy jobs say that they begin
-    within: Callable[..., list[str]] = lambda *words: [*words]  # of a command: that which runs it on a machine
+    log: Path | None = None  # toy jobs write their starts to it
+    within: Callable[..., list[str]] = lambda *words: [*words]  # command → command that runs it on a machine
     killed: list[int] = field(default_factory=list)  # workers
     process: subprocess.Popen[str] | None = None
     program: str = TOYS
 
     @property
     def told(self) -> Path:
-        """What it says on standard error."""
+        """The file with its standard error."""
         return self.jobs.with_suffix(".told")
 
     def start(self, *more: str) -> subprocess.Popen[str]:
-        """more: options, this time."""
+        """more: further options."""
         options = ["--out", str(self.out), *self.options, *more, "--json"]
         command = [sys.executable, "-c", self.program, "batch", str(self.jobs), *options]
-        with self.told.open("w", encoding="utf-8") as told:  # a pipe that nobody reads would fill, and it would wait
+        with self.told.open("w", encoding="utf-8") as told:  # a pipe that nobody reads would fill and block it
             self.process = subprocess.Popen(
                 self.within(*command),
                 cwd=self.jobs.parent,
@@ -82,7 +82,7 @@ class Batch:
         return self.process
 
     def finish(self) -> dict[str, Any]:
-        """What it printed. Whatever it was, its processes are gone then."""
+        """Wait for the end and return the printed JSON."""
         assert self.process
         out, _ = self.process.communicate(timeout=HANG_SECONDS)
         err = self.told.read_text(encoding="utf-8")
@@ -105,13 +105,13 @@ class Batch:
         return [path.parent for path in self.out.glob("*/job.json")]
 
     def starts(self) -> list[dict[str, Any]]:
-        """Each beginning of a toy job: seed, process, time."""
+        """Each start of a toy job: seed, process, time."""
         return (
             [json.loads(line) for line in self.log.read_text().splitlines()] if self.log and self.log.exists() else []
         )
 
-    def kill_a_worker(self) -> bool:
-        """Whether one was there that had begun a job, and is killed now."""
+    def kill_worker(self) -> bool:
+        """Kill a worker that has started a job. Returns whether there was one."""
         for start in reversed(self.starts()):
             pid = start["pid"]
             with suppress(psutil.Error):
@@ -121,9 +121,9 @@ class Batch:
                     return True
         return False
 
-    def hurt(self, every: int, driver_at: int, jobs: int) -> int:
-        """Kill a worker after each `every` finished jobs, and the command itself once after `driver_at`; start it again
-        then. Returns once all are whole, or the command ended: how often it was started."""
+    def run_with_kills(self, every: int, driver_at: int, jobs: int) -> int:
+        """Kill a worker after each `every` finished jobs; kill and restart the command once, after `driver_at` jobs.
+        Returns the number of starts when all outputs are complete or the command ended."""
         process, next_kill, starts = self.start(), every, 1
         until = time.monotonic() + HANG_SECONDS
         while time.monotonic() < until:
@@ -132,7 +132,7 @@ class Batch:
                 process.kill()
                 process.communicate()
                 process, starts = self.start(), 2
-            elif finished >= next_kill and finished < jobs and self.kill_a_worker():
+            elif finished >= next_kill and finished < jobs and self.kill_worker():
                 next_kill += every
             if process.poll() is not None or finished >= jobs:
                 return starts
@@ -141,16 +141,16 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a folder of toy jobs' outputs holds, against what was asked for."""
+class OutputCheck:
+    """The outputs of toy jobs in a folder, checked against the jobs."""
 
-    seeds: list[int]  # of outputs that are whole, sorted
-    broken: list[str]  # what is there and not whole
-    redone: int  # beginnings of jobs whose outputs were whole
-    begun: int  # beginnings
+    seeds: list[int]  # of complete outputs, sorted
+    broken: list[str]  # incomplete outputs
+    redone: int  # starts of jobs whose outputs were complete
+    begun: int  # starts
 
     @classmethod
-    def in_(cls, batch: Batch) -> Found:
+    def of(cls, batch: Batch) -> OutputCheck:
         seeds, broken, ends = [], [], dict[int, float]()
         for folder in batch.out.iterdir():
             if folder.name in ("parked", ".running"):

@@ -1,4 +1,4 @@
-"""The second device's memory as tests see it: so many bytes for all of a run, or for what one stage computes with."""
+"""Memory of the second device: limit it for a whole run or for one stage, and measure what runs use."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from small_runs import CUDA, opened
 
 
 class Room:
-    """What runs of a model find on the card, and what they take. Bytes that were there before them do not count."""
+    """Available and used card memory of a model's runs. Memory used before the runs does not count."""
 
     def __init__(self, card: Any):
         self._card, self._total, self._store = card, card.total(), None
         self._stage, self._most, self._spare = "", 0, 0
         self.limit = float("inf")
-        self.only = ""  # the stage whose calls the limit is for; "": all that goes to the card
-        self.made: Counter[str] = Counter()  # of each stage, the most that one call took beside what was there
-        self.beside: Counter[str] = Counter()  # the same, and what was there beside weights
-        self.asked: list[int] = []  # room beside a component's weights
+        self.only = ""  # the limit applies to calls of this stage; "": to everything
+        self.call_bytes: Counter[str] = Counter()  # per stage: the most that one call added
+        self.bytes_beside_weights: Counter[str] = Counter()  # per stage: the most in use without weights
+        self.requested: list[int] = []  # memory requested beside a component's weights
 
     def opened(self, model: str, offload: str = "none", precision: str = "fp32") -> PipelineHandle:
-        """A handle of a store of its own."""
+        """A handle with a new store."""
         stores._STORES.clear()
         _settle()
         self._others = self._card.used()
@@ -43,20 +43,20 @@ class Room:
         return self._card.used() - self._others
 
     @property
-    def most(self) -> int:
-        """That was there at once, since the limit was set."""
+    def peak(self) -> int:
+        """Peak memory since the limit was set."""
         return max(self._most, self._card.most_used() - self._others)
 
-    def anew(self) -> None:
-        """Look at the most from here on."""
+    def reset_peak(self) -> None:
+        """Measure the peak from here on."""
         self._most, _ = 0, self._card.reset_most_used()
 
     @contextmanager
     def limited(self, limit: float, only: str = "", spare: int = 0) -> Generator[None]:
-        """spare: bytes that are there and nobody is told of: for latents, of which a small model has many."""
+        """spare: additional bytes that are not reported: for latents, which are large in a small model."""
         self.limit, self.only, self._spare = limit, only, spare
         _settle()
-        self.anew()
+        self.reset_peak()
         self._set()
         try:
             yield
@@ -70,13 +70,13 @@ class Room:
 
     @contextmanager
     def calls_watched(self) -> Generator[None]:
-        """Know which stage calls its model, and what each call takes."""
+        """Record which stage calls its model, and the memory of each call."""
         called = StageGuard.__call__
 
         def guarded(guard: StageGuard, *args: Any, **kwargs: Any) -> Any:
             if self.limit == float("inf"):
                 _settle()
-            self._stage, self._most, before = guard.stage, self.most, self.used
+            self._stage, self._most, before = guard.stage, self.peak, self.used
             components = self._store.components.values() if self._store else ()
             weights = sum(bytes_on(CUDA, component.module) for component in components)
             self._card.reset_most_used()
@@ -85,8 +85,8 @@ class Room:
                 return called(guard, *args, **kwargs)
             finally:
                 most = self._card.most_used() - self._others
-                self.made[guard.stage] = max(self.made[guard.stage], most - before)
-                self.beside[guard.stage] = max(self.beside[guard.stage], most - weights)
+                self.call_bytes[guard.stage] = max(self.call_bytes[guard.stage], most - before)
+                self.bytes_beside_weights[guard.stage] = max(self.bytes_beside_weights[guard.stage], most - weights)
                 self._stage = ""
                 self._set()
 
@@ -98,13 +98,13 @@ class Room:
             self._store.empty()
         stores._STORES.clear()
 
-    def taken_by(self, run: Callable[[], Any]) -> tuple[Any, int]:
-        """What it gives, and the most that was there at once beside what was there before."""
+    def measure(self, run: Callable[[], Any]) -> tuple[Any, int]:
+        """(result, peak memory beyond the start)"""
         _settle()
-        self.anew()
+        self.reset_peak()
         before = self.used
         made = run()
-        return made, self.most - before
+        return made, self.peak - before
 
 
 class _Placement(PlainPlacement):
@@ -113,42 +113,42 @@ class _Placement(PlainPlacement):
         self._room = room
 
     def to_device(self, name: str, module: torch.nn.Module, beside: int = 0) -> None:
-        self._room.asked.append(beside)
+        self._room.requested.append(beside)
         super().to_device(name, module, beside)
 
     def memory(self) -> DeviceMemory:
-        """While the limit is for one stage, too, all that asks is told of it."""
+        """Reports the limit to all stages, even if it applies to one."""
         total = int(min(self._room.limit, 1e15))
         return DeviceMemory(total, max(total - self._room.used, 0))
 
 
 def _settle() -> None:
-    """What was let go is gone: of what was sent away the device keeps the memory until the host has waited for it."""
+    """Free released memory: the device keeps it until the host has waited."""
     gc.collect()
     torch.cuda.synchronize()
 
 
-def everything_away(handle: PipelineHandle) -> None:
+def offload_all(handle: PipelineHandle) -> None:
     for name in handle.store.loaded():
         handle.store.offload_to_cpu(name)
     _settle()
 
 
-def most_of(room: Room, handle: PipelineHandle, run: Callable[[], Any]) -> tuple[Any, int]:
-    """What a run gave, and the most bytes that it held, where there is room for all."""
-    everything_away(handle)
-    room.anew()
+def result_and_peak(room: Room, handle: PipelineHandle, run: Callable[[], Any]) -> tuple[Any, int]:
+    """(result, peak bytes) of a run without a limit."""
+    offload_all(handle)
+    room.reset_peak()
     made = run()
-    most = room.most
-    everything_away(handle)
+    most = room.peak
+    offload_all(handle)
     return made, most
 
 
-def ways(report: Any) -> list[str]:
-    """That were taken where memory ran out."""
+def fallbacks(report: Any) -> list[str]:
+    """Fallbacks that the run took after memory ran out."""
     return [note.rpartition(" with ")[2] for note in report.notes if "memory ran out" in note]
 
 
-def chosen(report: Any) -> list[str]:
-    """By offload `auto`."""
+def auto_modes(report: Any) -> list[str]:
+    """Modes that offload `auto` chose."""
     return [note.partition("chose ")[2].partition(":")[0] for note in report.notes if "offload auto chose" in note]

@@ -1,6 +1,6 @@
-"""ComfyUI's own nodes in the shipped workflows, as 0.3.64 and newer declare them: those that no run without one has.
+"""ComfyUI's own nodes in the shipped workflows, as 0.3.64 and newer declare them; only those the pack has no copy of.
 
-Each is a class with inputs and outputs alone; tests/comfyui/test_native_workflows.py holds them to a real ComfyUI.
+Each class has only inputs and outputs; tests/comfyui/test_native_workflows.py compares them with a real ComfyUI.
 """
 
 # ruff: noqa: N802 - INPUT_TYPES is ComfyUI's
@@ -12,7 +12,7 @@ from typing import Any
 MAX_SIZE = 16384  # ComfyUI's MAX_RESOLUTION
 SD15_FILE = "v1-5-pruned-emaonly-fp16.safetensors"
 LTX_FILE = "ltx-2.3-22b-dev-fp8.safetensors"
-FILES = {  # that the workflows with a loader for each part name, by the folder in ComfyUI's models
+FILES = {  # named in workflows with one loader per part, by folder in ComfyUI's models
     "diffusion_models": [
         "flux2_dev_fp8mixed.safetensors",
         "minimax_h3_fl2va_pruned_int8_convrot.safetensors",
@@ -44,7 +44,7 @@ FILE_INPUTS = {"ckpt_name", "file", "unet_name", "clip_name", "text_encoder", "v
 CHECKPOINTS = [SD15_FILE, LTX_FILE]
 SEED = ("INT", {"default": 0, "min": 0, "max": 2**64 - 1, "control_after_generate": True})
 ON_OFF = ["enable", "disable"]
-SAMPLERS = ["euler", "res_multistep"]  # of many
+SAMPLERS = ["euler", "res_multistep"]  # a selection
 SCHEDULERS = ["simple", "sgm_uniform", "karras", "exponential", "ddim_uniform", "beta", "normal"]  # the first
 
 

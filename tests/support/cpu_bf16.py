@@ -1,5 +1,5 @@
-"""What `auto` and the compilers do on a CPU hangs on whether it multiplies bf16. Tests that import this fixture mean
-one that does, whatever they run on; `tests/precision/test_arch.py` has the others."""
+"""`auto` and the compilers depend on whether the CPU multiplies bf16. This fixture makes tests assume that it does, on
+any CPU; `tests/precision/test_arch.py` tests the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What quantised layers compute, in float32 from the dequantised values: how far off it is, a kernel has to be too."""
+"""Quantised layers computed in float32 from dequantised values: the reference error for a kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 def product(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., inputs] times a weight of torchao's [outputs, inputs] → float32 [..., outputs]."""
+    """x [..., inputs] times a torchao weight [outputs, inputs] → float32 [..., outputs]."""
     from torchao.quantization.quantize_ import common
 
     quantised: Any = common._choose_quant_func_and_quantize_tensor
@@ -24,5 +24,5 @@ def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def dequantise(patch: pytest.MonkeyPatch) -> None:
-    """Have quantised layers compute so."""
+    """Make quantised layers compute this way."""
     patch.setattr(QuantisedLinear, "forward", _forward)

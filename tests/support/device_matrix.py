@@ -1,11 +1,11 @@
-"""Every family's run on a device, in each precision and offload.
+"""Runs every family on a device, in each precision and offload mode.
 
     python tests/support/device_matrix.py DEVICE RESULT [MODEL …]
 
-RESULT is a JSON file: by "model/overflow/leg", how far latents and frames are from a run on the CPU, and the report's
-counts. DEVICE "cuda" is a card, run by hand, and the CPU's run is in fp32. "second" is the second device
-(second_device/), and the CPU's run is the same one: its kernels are the CPU's, so nothing may differ, where
-MKL_CBWR=COMPATIBLE is in the environment.
+RESULT is a JSON file: by "model/overflow/leg", the error of latents and frames against a run on the CPU, and the
+report's counts. DEVICE "cuda" is a GPU, run by hand; the CPU's run is in fp32. "second" is the second device
+(second_device/); the CPU's run is the same one. Its kernels are the CPU's, so results must be equal if
+MKL_CBWR=COMPATIBLE is set.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ SMALL_SIZES = dict.fromkeys(SIZES, (64, 64, 5)) | {
     "cogview3": (64, 64, 1),
     "cogview4": (64, 64, 1),
 }
-OVERFLOWS = dict.fromkeys(MODELS, ("none", "stream", "inside"))  # that a model's folder can be made with
+OVERFLOWS = dict.fromkeys(MODELS, ("none", "stream", "inside"))  # overflows that a model's folder can have
 OVERFLOWS |= {"svd": ("none",)} | dict.fromkeys(("wan", "wan-ti2v", "wan-two"), ("none", "stream"))
-_LORAS = tempfile.TemporaryDirectory()  # not beside the models, which other tests share
+_LORAS = tempfile.TemporaryDirectory()  # not in the models' folder, which other tests share
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Leg:
     backend: str = "eager"
     scope: str = "step"
     exact_fp32: bool = False
-    runs: int = 1  # of one handle: a later one uses what earlier ones left
+    runs: int = 1  # of one handle: later runs reuse its state
     steps: int = 4
     sizes: str = "usual"
     step_cache: bool = False
     tiling: bool = False
     chunk: int = 0
     lora: bool = False
-    video: bool = False  # it starts from one
+    video: bool = False  # video to video
 
 
 LEGS = (
@@ -85,7 +85,7 @@ LEGS = (
 _LEARNED = Leg("learned", "fp16", offload="group", scope="learned")
 _STEP_CACHE = Leg("step cache", "fp16", step_cache=True, steps=10)
 _AUTO, _GROUP = Leg("auto", "fp32", offload="auto"), Leg("group", "fp32", offload="group")
-# A covering set: every family in fp32 with offload 'auto' and overflowing in fp16; and each other way once or twice
+# Every family in fp32 with offload 'auto' and with overflow in fp16; each other mode once or twice
 SECOND = {
     model: tuple(replace(leg, runs=2, sizes="small", steps=max(leg.steps - 2, 2)) for leg in (_AUTO, _LEARNED, *others))
     for model, others in {
@@ -113,7 +113,7 @@ COMPILED = (
 
 
 def ran(folder: Path, device: torch.device, leg: Leg) -> Iterator[tuple[torch.Tensor, torch.Tensor, Any, Any]]:
-    """Yield latents, frames and the reports of sampling and decoding, of each run of a leg."""
+    """Yield latents, frames, and the reports of sampling and decoding, for each run of a leg."""
     from comfyui_onediff_guard.pipelines.run.decode import decode
     from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
     from comfyui_onediff_guard.pipelines.run.handle import add_lora
@@ -140,7 +140,7 @@ def ran(folder: Path, device: torch.device, leg: Leg) -> Iterator[tuple[torch.Te
         start |= {"video": [image.rotate(9 * n) for n in range(frames)]} if leg.video else {}
         latents, sampled = sample(handle, positive, negative, settings, **start)
         made, decoded = decode(handle, latents, tiling=leg.tiling, chunk=leg.chunk)
-        assert latents.device.type == made.device.type == "cpu", "as ComfyUI expects what a node gives"
+        assert latents.device.type == made.device.type == "cpu", "ComfyUI expects node outputs on the CPU"
         yield latents.cpu().float(), made.cpu().float(), sampled, decoded
         del positive, negative, latents, made
     if device.type == "cuda":
@@ -158,16 +158,16 @@ def lora_for(model: Path) -> Any:
 
 
 def off(made: torch.Tensor, exact: torch.Tensor) -> float:
-    """The norm of the difference as a share of the norm; infinite where a result is not finite."""
+    """Relative error by norm; infinite for a result that is not finite."""
     error = float((made.double() - exact.double()).norm() / exact.double().norm())
     return error if math.isfinite(error) else math.inf
 
 
 @contextlib.contextmanager
 def computed_as_on_a_card() -> Iterator[None]:
-    """Have the CPU compute what it computes in another way than a card. Group norms: PyTorch's
-    `at::native::group_norm` keeps channels last on a CPU alone, where another kernel adds up in another order. Scaled
-    products: what fp16 does not resolve is made in float32 where the host can look without waiting."""
+    """Make the CPU compute like a card in two places. Group norms: only on a CPU PyTorch's `at::native::group_norm`
+    keeps channels last, with another order of summation. Scaled products: only on a CPU are values that fp16 does not
+    resolve recomputed in float32."""
     from comfyui_onediff_guard.precision import scaled_products
 
     own = torch.nn.functional.group_norm
@@ -193,7 +193,7 @@ def rows(
             return [made[:2] for made in ran(folder, torch.device("cpu"), leg)]
 
     def reference(leg: Leg) -> list[Any]:
-        if same and leg.precision == "int8":  # which not every CPU has
+        if same and leg.precision == "int8":  # not every CPU supports it
             return [made[:2] for made in ran(folder, device, replace(leg, offload="none"))]
         if same:
             return on_cpu(replace(leg, name="", offload="none"))
@@ -224,7 +224,7 @@ def rows(
             import second_device
             from comfyui_onediff_guard.precision.scaled_products import scalar
 
-            scalar.cache_clear()  # a few numbers of 4 bytes, kept as long as the process
+            scalar.cache_clear()  # cached scalars of 4 bytes
             gc.collect()
             found |= {"hazards": second_device.hazards(), "left": second_device.card.used()}
             second_device.card.reset()

@@ -1,4 +1,4 @@
-"""A ComfyUI server that does what a test tells it, the node that it has, and the smallest workflow of ComfyUI's own."""
+"""A fake ComfyUI server controlled by the test, its node, and a minimal workflow of ComfyUI's own nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from waiting import HANG_SECONDS
 
 
 def picture(image: Any = "a.png", **more: Any) -> dict[str, Any]:
-    """A workflow that saves a picture of the input folder. more: inputs of its loader."""
+    """A workflow that saves an image of the input folder. more: further inputs of its loader."""
     return {
         "1": {"class_type": "LoadImage", "inputs": {"image": image, **more}},
         "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "x"}},
@@ -51,7 +51,7 @@ async def _answered(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 class FakeComfy:
-    """ComfyUI's HTTP and websocket API, with `script` in place of an executor."""
+    """ComfyUI's HTTP and websocket API, with `script` instead of an executor."""
 
     prompt_id = "the-prompt"
 
@@ -65,12 +65,12 @@ class FakeComfy:
         self.history: dict[str, Any] = {}
         self.running: list[Any] = []
         self.pending: list[Any] = []
-        self.requests: list[tuple[str, Any]] = []  # what was POSTed: path, body
+        self.requests: list[tuple[str, Any]] = []  # POST requests: path, body
         self.files: dict[str, bytes] = {"a_00001_.png": b"picture"}
         self.node_errors: dict[str, Any] = {}
         self.refuse = False
-        self.cancels = False  # by id, as since 0.26
-        self.uploaded: Any = ()  # an answer to an upload in place of the right one
+        self.cancels = False  # whether it cancels by id, as ComfyUI does since 0.26
+        self.uploaded: Any = ()  # replaces the answer to an upload
         self.first: Callable[[web.Request], web.StreamResponse | None] = lambda _: None  # answers before all others
         self.around: Callable[[web.Request, Any], Awaitable[web.StreamResponse]] = _answered
         self.sockets: list[web.WebSocketResponse] = []
@@ -91,7 +91,7 @@ class FakeComfy:
         }
 
     async def succeed(self) -> None:
-        """As 0.3.64 does it."""
+        """Finish the prompt like 0.3.64."""
         await self.send("executing", node="1")
         await self.send("progress", node="1", value=1, max=2)
         await self.send("execution_success")

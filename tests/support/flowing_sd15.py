@@ -1,9 +1,9 @@
-"""A single file that ComfyUI takes for SD1.5, whose pictures are smooth colours, and whose UNet overflows in fp16.
+"""A single file that ComfyUI loads as SD1.5, which makes images of smooth colours and whose UNet overflows in fp16.
 
-Random weights make grey noise, which nobody tells from a broken picture. So the layers of `native_checkpoints`' small
-SD1.5 get weights by formula. All blocks hand on what they are given; what they compute besides is multiplied by 0, so
-that it is of no weight, but NaN where it overflowed. The UNet's first and last layer predict the noise as what a blur
-takes away. The VAE's decoder enlarges latents smoothly, and mixes three of them to a palette.
+Random weights make grey noise, which looks like a broken image. So the layers of `native_checkpoints`' small SD1.5 get
+computed weights. All blocks return their input; their own result is multiplied by 0, so that it has no effect unless it
+overflowed to NaN. The UNet's first and last layer predict the noise as the difference to a blur. The VAE's decoder
+enlarges latents smoothly and mixes three of them to a palette.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from safetensors.torch import save_file
 from svd_layout import UNET, VAE
 from torch import Tensor
 
-ANCHOR = 1000.0  # two channels of a group hold +-this: they keep its norm from depending on the latents
+ANCHOR = 1000.0  # two channels of a group hold ±this, so that its norm does not depend on the latents
 GROUP, COLOUR_GROUP = 10, 4  # channels in a group of the UNet's last norm, and of the decoder's
-GAIN = 1.5  # of the blur: above 1, the lowest frequencies grow, and so the colours' extent
-HANDED_ON = ("out_layers.3", "proj_out", "conv2")  # last layers of what is added to what comes in
+GAIN = 1.5  # of the blur: above 1, low frequencies and so the areas of colour grow
+HANDED_ON = ("out_layers.3", "proj_out", "conv2")  # last layers of residual branches
 OVERFLOWING = f"{UNET}middle_block.0.in_layers"  # its norm and its convolution
 PALETTE = ((0.36, 0.20, 0.10), (0.08, -0.10, -0.30), (-0.20, 0.06, 0.14))  # red, green and blue of each field
 
 
 def write(file: Path) -> None:
-    """Written in fp16, like the files that people have."""
+    """Write the file in fp16, like common checkpoints."""
     weights = svd_layout.draw(dict(native_checkpoints.sd15()))
     for key, weight in weights.items():
         name = key.removesuffix(".weight").removesuffix(".bias")
@@ -37,7 +37,7 @@ def write(file: Path) -> None:
             weight.zero_()
             if weight.dim() == 4:
                 _hand_on(weight)
-    weights[f"{OVERFLOWING}.0.bias"].fill_(1.0)  # so that the convolution is given something, whatever comes in
+    weights[f"{OVERFLOWING}.0.bias"].fill_(1.0)  # gives the convolution a nonzero input in any case
     weights[f"{OVERFLOWING}.2.weight"] *= 3e5
     _set_unet(weights)
     _set_decoder(weights)
@@ -49,7 +49,7 @@ def _blur() -> Tensor:
 
 
 def _hand_on(weight: Tensor, kernel: Tensor | None = None) -> None:
-    """Each channel as it came, as many as there are, or blurred."""
+    """Copy each channel, or blur it with `kernel`."""
     middle = weight.shape[-1] // 2
     for channel in range(min(weight.shape[:2])):
         if kernel is None:
@@ -59,7 +59,7 @@ def _hand_on(weight: Tensor, kernel: Tensor | None = None) -> None:
 
 
 def _set_unet(weights: dict[str, Tensor]) -> None:
-    """noise = latent - GAIN * blur(blur(latent)). silu(x) - silu(-x) = x, so pairs of channels go through."""
+    """noise = latent - GAIN * blur(blur(latent)). silu(x) - silu(-x) = x, so pairs of channels pass unchanged."""
     for layer in ("input_blocks.0.0", "out.0", "out.2"):
         weights[f"{UNET}{layer}.weight"].zero_()
         weights[f"{UNET}{layer}.bias"].zero_()
@@ -78,7 +78,7 @@ def _set_unet(weights: dict[str, Tensor]) -> None:
 
 
 def _set_decoder(weights: dict[str, Tensor]) -> None:
-    """A latent, in a pair of channels, is a group of its own in the last norm, which so sets its contrast."""
+    """Each latent is a pair of channels and its own group in the last norm, which sets its contrast."""
     entered, mixed, fields = (
         weights[f"{VAE}{layer}.weight"].zero_() for layer in ("decoder.conv_in", "decoder.conv_out", "post_quant_conv")
     )

@@ -1,4 +1,4 @@
-"""Where the host would wait for a device: numbers read from a run's tensors, and tensors brought to another device."""
+"""Counts where the host would wait for a device: values read from a run's tensors, and copies between devices."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_READING = ("_local_scalar_dense", "equal", "nonzero")  # operations whose results the host needs
-_LEAVING = ("tolist", "numpy", "cpu")  # which a tensor on the CPU does by no operation
+_READING = ("_local_scalar_dense", "equal", "nonzero")  # operations whose results the host reads
+_LEAVING = ("tolist", "numpy", "cpu")  # methods that are no operations for a tensor on the CPU
 
 
 class HostReads(TorchDispatchMode):
-    """Counts, inside `with` and in its thread, where tensors are read that are marked, or made of such; and copies from
-    one device to another. On the CPU too, where no reading costs anything."""
+    """Inside `with` and in its thread, counts reads of marked tensors and tensors made from them, and copies between
+    devices. Works on the CPU too, where reads cost nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reads: Counter[str] = Counter()
         self.copies = 0
-        self._marked: dict[int, Any] = {}  # kept, so that no address comes again
+        self._marked: dict[int, Any] = {}  # kept, so that no address is reused
 
     def mark(self, tree: Any) -> None:
         for tensor in pytree.tree_leaves(tree):
@@ -50,7 +50,7 @@ class HostReads(TorchDispatchMode):
 
     @contextmanager
     def leaving(self) -> Generator[None]:
-        """Count as well what leaves a device by no operation."""
+        """Also count reads by methods that are no operations."""
         with pytest.MonkeyPatch.context() as patch:
             for name in _LEAVING:
                 patch.setattr(torch.Tensor, name, self._counted(name, getattr(torch.Tensor, name)))

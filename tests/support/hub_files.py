@@ -1,4 +1,4 @@
-"""What tests put on a hub, and what they find of it in the cache."""
+"""Files that tests put on a hub, and checks of the cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def text(files: Mapping[str, bytes], path: str, **changes: Any) -> dict[str, bytes]:
-    """The files with another JSON."""
+    """The files with changes in one JSON file."""
     return {**files, path: json.dumps({**json.loads(files[path]), **changes}).encode()}
 
 
@@ -24,7 +24,7 @@ def without(files: Mapping[str, bytes], *paths: str) -> dict[str, bytes]:
     return {path: data for path, data in files.items() if path not in paths}
 
 
-def in_cache(revision: str | None = None) -> bool:
+def is_cached(revision: str | None = None) -> bool:
     from comfyui_onediff_guard.pipelines.errors import BadFolder, HubError
     from comfyui_onediff_guard.pipelines.models.hub import fetch
 
@@ -36,7 +36,7 @@ def in_cache(revision: str | None = None) -> bool:
 
 
 class Stop(Exception):
-    """What a host's progress bar raises."""
+    """An exception raised by a host's progress bar."""
 
 
 def stop_after(n_bytes: int) -> Callable[[int, int, str], None]:

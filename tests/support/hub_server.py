@@ -1,7 +1,7 @@
-"""A hub on this machine: the parts of its API that huggingface_hub speaks when it downloads, and faults on demand.
+"""A local hub server: the parts of the API that huggingface_hub uses for downloads, and faults on demand.
 
-As on the real one, small files are served in place, and large ones (LFS) are redirected to another host, the CDN, which
-knows ranges, and are offered by Xet. `requests` is what came in: what was asked for, and how many bytes went out.
+Like the real hub it serves small files directly, redirects large ones (LFS) to another host, the CDN, which supports
+ranges, and offers them by Xet. `requests` lists the requests with the number of bytes sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pytest
 
 LFS = (".safetensors", ".model", ".bin", ".ckpt", ".msgpack")
 BLOCK = 32 * 1024  # bytes sent at a time
-HANG_SECONDS = 60.0  # a bound for tests that would hang: what waits this long has not noticed
+HANG_SECONDS = 60.0  # timeout for tests that would hang
 
 
 @dataclass
@@ -50,11 +50,11 @@ class Commit:
 @dataclass
 class Faults:
     seconds_per_block: float = 0.0
-    hang: set[str] = field(default_factory=set)  # files that stop after the first block
-    cut: dict[str, int] = field(default_factory=dict)  # file → how many more answers end in their middle
+    hang: set[str] = field(default_factory=set)  # files whose download stops after the first block
+    cut: dict[str, int] = field(default_factory=dict)  # file → number of further answers that end in the middle
     corrupt: set[str] = field(default_factory=set)  # files whose bytes differ from their hash
     status: dict[str, tuple[int, str]] = field(default_factory=dict)  # file or "api" → status, X-Error-Code
-    size: dict[str, int] = field(default_factory=dict)  # file → what the API says instead of its bytes
+    size: dict[str, int] = field(default_factory=dict)  # file → wrong size that the API reports
 
 
 class HubServer(ThreadingHTTPServer):
@@ -65,10 +65,10 @@ class HubServer(ThreadingHTTPServer):
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
         self.cdn = f"http://localhost:{self.server_port}"  # another host
         self.revisions: dict[tuple[str, str], Commit] = {}  # (hub id, branch, tag or commit)
-        self.token: str | None = None  # the only one that is let in; None: no token is needed
+        self.token: str | None = None  # the accepted token; None: no token is needed
         self.faults = Faults()
         self.requests: list[Request] = []
-        self.released = threading.Event()  # ends the answers that hang
+        self.released = threading.Event()  # ends hanging answers
         self._connections: list[socket.socket] = []
         self._thread = threading.Thread(target=partial(self.serve_forever, poll_interval=0.02), daemon=True)
         self._thread.start()
@@ -83,7 +83,7 @@ class HubServer(ThreadingHTTPServer):
         self.released.set()
         self.shutdown()
         self.server_close()
-        for connection in self._connections:  # clients keep them
+        for connection in self._connections:  # clients keep them open
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -92,19 +92,19 @@ class HubServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def gets(self, path: str = "") -> list[Request]:
-        """Bodies that were sent of the files whose path ends so."""
+        """Requests whose body was sent, for files whose path ends with `path`."""
         return [request for request in self.requests if request.sent and request.path.endswith(path)]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
+        """Ignore clients that disconnect."""
 
 
 @contextmanager
 def running_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Generator[HubServer]:
-    """A hub that huggingface_hub in this process talks to, and an empty cache in `folder`."""
+    """A hub that huggingface_hub uses in this process, with an empty cache in `folder`."""
     from huggingface_hub import constants, file_download, utils
 
-    close_sessions: Any = getattr(utils, "close_session", None) or utils.reset_sessions  # it keeps connections
+    close_sessions: Any = getattr(utils, "close_session", None) or utils.reset_sessions  # closes kept connections
     server = HubServer()
     monkeypatch.delenv("HF_TOKEN", raising=False)
     for name, value in {
@@ -116,7 +116,7 @@ def running_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Generator[HubS
         "DOWNLOAD_CHUNK_SIZE": BLOCK,
     }.items():
         monkeypatch.setattr(constants, name, value)
-        if hasattr(file_download, name):  # older versions import some by name
+        if hasattr(file_download, name):  # older versions import some constants by name
             monkeypatch.setattr(file_download, name, value)
     try:
         yield server
@@ -150,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.requests.append(self.request_log)
                 answer(*map(unquote, match.groups()))
                 return
-        self._fail(404, "RepoNotFound")  # the library also looks for news about itself
+        self._fail(404, "RepoNotFound")  # the library also checks for updates of itself
 
     def _commit(self, hub_id: str, revision: str) -> Commit | None:
         """None: an error was sent."""

@@ -43,16 +43,16 @@ OPTIONAL_FLAGS = {"--database-url": "sqlite:///:memory:", "--disable-api-nodes":
 @dataclass(frozen=True)
 class Leg:
     name: str  # "a", "b", "c", …
-    version: str  # ComfyUI's; "" where it isn't there
+    version: str  # of ComfyUI; "" if it is missing
     python: Path
-    program: tuple[str, ...]  # what follows the interpreter
+    program: tuple[str, ...]  # arguments after the interpreter
     base_flag: str  # names the folder of models, custom nodes and outputs
-    workflow: Path  # the shipped one that this ComfyUI has the nodes for
-    missing: str  # why it can't be run here, and what would help; "" where it can
+    workflow: Path  # the shipped workflow whose nodes this ComfyUI has
+    missing: str  # why it cannot run here, and what would help; "" if it can
 
     @property
     def id(self) -> str:
-        """In the ids of its tests."""
+        """Used in the ids of its tests."""
         return f"leg_{self.name}"
 
     @property
@@ -61,7 +61,7 @@ class Leg:
 
     @property
     def checkout(self) -> Path:
-        """Its folder, where it is one."""
+        """Its folder, if it is a checkout."""
         return Path(self.program[0]).parent
 
     def command(self, base: Path, port: int) -> list[str]:
@@ -84,7 +84,7 @@ def leg_a() -> Leg:
 
 
 def checkouts() -> tuple[Leg, ...]:
-    """Legs (b) and (c), found or not, and one for each further checkout."""
+    """Legs (b) and (c), whether found or not, and one for each further checkout."""
     named = os.environ.get("COMFYUI_PATH")
     places = [Path(name).expanduser() for name in named.split(os.pathsep)] if named else _at_home()
     pythons = dict(zip(places, os.environ.get("COMFYUI_PYTHON", "").split(os.pathsep), strict=False))
@@ -112,7 +112,7 @@ def _absent(name: str, what: str) -> Leg:
 
 
 def _checkout(name: str, checkout: Path, named: str) -> Leg:
-    """named: its interpreter, "" to look for one."""
+    """named: its interpreter; "" to search for one."""
     version = ".".join(map(str, _release(checkout))) or "of an unknown version"
     environments = (checkout / ".venv", checkout / "venv", checkout.with_name(f"{checkout.name}-venv"))
     python = next(filter(Path.is_file, [Path(named)] if named else map(_interpreter, environments)), None)
@@ -132,7 +132,7 @@ def _checkout(name: str, checkout: Path, named: str) -> Leg:
 
 
 def _release(checkout: Path) -> tuple[int, ...]:
-    """(0, 33, 0); () of one that does not tell."""
+    """For example (0, 33, 0); () if unknown."""
     file = checkout / "comfyui_version.py"
     found = re.search(r'__version__ = "([\d.]+)', file.read_text(encoding="utf-8")) if file.is_file() else None
     return tuple(map(int, found[1].strip(".").split("."))) if found else ()
@@ -144,7 +144,7 @@ def _interpreter(environment: Path) -> Path:
 
 LEGS = (leg_a(), *checkouts())
 CHECKOUTS = LEGS[1:]
-IN_CHECKOUTS = [  # as a file's pytestmark: its server is a checkout's, one after the other
+IN_CHECKOUTS = [  # pytestmark of a file whose server is each checkout in turn
     pytest.mark.comfyui,
     pytest.mark.parametrize("any_leg", CHECKOUTS, indirect=True, ids=attrgetter("id")),
 ]
@@ -152,7 +152,7 @@ IN_CHECKOUTS = [  # as a file's pytestmark: its server is a checkout's, one afte
 
 @dataclass
 class Server:
-    """A ComfyUI that runs."""
+    """A running ComfyUI."""
 
     leg: Leg
     url: str
@@ -161,7 +161,7 @@ class Server:
     pid: int
 
     def ask(self, path: str, body: Any = None) -> Any:
-        """GET, or POST where there is a body; the JSON answer, None where it is empty."""
+        """GET, or POST if there is a body. Returns the JSON answer, None if it is empty."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as response:
@@ -172,38 +172,38 @@ class Server:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def count(self, text: str) -> int:
-        """How many lines of the log have this text in them."""
+        """Number of log lines that contain this text."""
         return sum(text in line for line in self.log_text().splitlines())
 
     def history(self) -> dict[str, Any]:
         return self.ask("/history")
 
     def wait_until_running(self) -> None:
-        """Until a prompt is being executed."""
+        """Wait until a prompt is being executed."""
         wait_until(lambda: self.ask("/queue")["queue_running"], lambda: f"nothing runs:\n{self.tail()}")
 
     def ended(self, prompt_id: str) -> dict[str, Any]:
-        """What the history says of a prompt, once it has ended."""
+        """Wait for the end of a prompt and return its history entry."""
         wait_until(lambda: prompt_id in self.history(), lambda: f"the prompt does not end:\n{self.tail()}")
         return self.history()[prompt_id]
 
     def run(self, prompt: dict[str, Any], client_id: str | None = None, **extra: Any) -> dict[str, Any]:
-        """Queue a prompt, by default of no page. Returns what the history says of it, once it has ended."""
+        """Queue a prompt, by default without a client id. Returns its history entry when it has ended."""
         told = {"prompt": prompt, "extra_data": extra} | ({"client_id": client_id} if client_id else {})
         answer = self.ask("/prompt", told)
         return self.ended(answer["prompt_id"])
 
     def files_of(self, entry: dict[str, Any]) -> list[Path]:
-        """Pictures and videos that a run made, by its entry in the history."""
+        """Images and videos of a run, from its history entry."""
         made = [image for output in entry["outputs"].values() for image in output.get("images", [])]
         return [self.base / "output" / image["subfolder"] / image["filename"] for image in made]
 
     def profiles(self) -> list[Path]:
-        """What runs have learned."""
+        """The profiles that runs have written."""
         return [*(self.base / "user" / "onediff_guard" / "profiles").glob("*.json")]
 
     def forget(self) -> None:
-        """What runs have learned."""
+        """Delete the profiles."""
         for profile in self.profiles():
             profile.unlink()
 
@@ -212,7 +212,7 @@ class Server:
 
 
 def install_pack(custom_nodes: Path) -> Path:
-    """Put the pack into custom_nodes: a copy of what a clone holds, not a link, which Windows needs rights for."""
+    """Copy the pack into custom_nodes as a clone has it. Not a link, which needs rights on Windows."""
     target = custom_nodes / FOLDER
     target.mkdir(parents=True)
     for name in ("__init__.py", "__main__.py", "pyproject.toml", "requirements.txt"):
@@ -225,8 +225,7 @@ def install_pack(custom_nodes: Path) -> Path:
 
 @contextmanager
 def started(leg: Leg, base: Path, *options: str, port: int = 0) -> Iterator[Server]:
-    """The leg's ComfyUI on a port of 127.0.0.1 (0: a free one), with `base` as its folder; ended with all its
-    children."""
+    """Run the leg's ComfyUI on a port of 127.0.0.1 (0: a free one) with `base` as its folder; end all its processes."""
     port = port or free_port()
     for name in ("input", "output", "temp", "user", "hub", "custom_nodes"):
         (base / name).mkdir(parents=True, exist_ok=True)
@@ -234,7 +233,7 @@ def started(leg: Leg, base: Path, *options: str, port: int = 0) -> Iterator[Serv
     environment |= {
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
-        "HF_HUB_CACHE": str(base / "hub"),  # 0.0.1 lists it and fails where it isn't there
+        "HF_HUB_CACHE": str(base / "hub"),  # 0.0.1 lists it and fails if it is missing
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TORCH_LOGS": "recompiles",
     }

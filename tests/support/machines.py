@@ -1,6 +1,6 @@
-"""Machines that are network namespaces of this one, on a wire of their own, each a node of a Ray cluster.
+"""Simulated machines: network namespaces on their own bridge, each a node of a Ray cluster.
 
-Each has a name, an address, and a folder of its own for compiled code; the disk is shared. Needs root and iproute2.
+Each has a name, an address and its own folder for compiled code; the disk is shared. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from waiting import wait_until
 
 PORT = 6379
 START_SECONDS = 120.0
-QUICK = {  # how soon a lost head is noticed; Ray waits a minute
+QUICK = {  # notice a lost head quickly; Ray's default is a minute
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -28,7 +28,7 @@ QUICK = {  # how soon a lost head is noticed; Ray waits a minute
 
 
 def why_not() -> str:
-    """Why there can be none here, or ""."""
+    """Why machines cannot be simulated here, or ""."""
     if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip"):
         return "network namespaces need Linux, root and iproute2"
     name = f"odg-{uuid.uuid4().hex[:6]}"
@@ -43,16 +43,16 @@ def why_not() -> str:
 class Machine:
     name: str
     address: str
-    folder: Path  # its own
+    folder: Path  # for its own files
     environment: dict[str, str]
 
     def command(self, *words: str) -> list[str]:
-        """A command there, under the machine's name."""
+        """The command to run `words` on this machine, with its hostname."""
         named = f'hostname {self.name} && exec "$@"'
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", named, "sh", *words]
 
     def start_ray(self, head: str, gpus: int = 0) -> None:
-        """Make it a node; at its own address, the head. gpus: that Ray is to take it to have."""
+        """Start a Ray node; the head if `head` is its own address. gpus: reported to Ray."""
         at = ["--head", "--port", str(PORT)] if head == self.address else ["--address", f"{head}:{PORT}"]
         options = [*at, "--node-ip-address", self.address, "--num-cpus", "1", "--num-gpus", str(gpus)]
         options += ["--object-store-memory", str(100 * 2**20), "--disable-usage-stats"]
@@ -73,7 +73,7 @@ class Machine:
         return [int(pid) for pid in found.stdout.split()]
 
     def lose(self) -> None:
-        """End all that runs there, at once."""
+        """Kill all its processes."""
 
         def ended() -> bool:
             for pid in (pids := self.processes()):
@@ -86,7 +86,7 @@ class Machine:
 
 @contextmanager
 def machines(names: Sequence[str], folder: Path, environment: dict[str, str]) -> Iterator[list[Machine]]:
-    """Machines on one bridge. folder: where those of their own are made; its path has to be short, for sockets."""
+    """Machines on one bridge. folder: parent of their folders; a short path, for sockets."""
     mark = uuid.uuid4().hex[:4]
     bridge, hub = f"odgb{mark}", f"odg{mark}hub"
     made: list[Machine] = []

@@ -1,4 +1,4 @@
-"""Runs of a pipeline in which the second device has no room for one of the components that are moved there."""
+"""Pipeline runs in which memory runs out while a component is moved to the second device."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from small_runs import CUDA
 
 
 class Moves:
-    """Those to the device, of whole modules or of parts, from now on; in one of them memory runs out halfway."""
+    """Counts moves of modules or parts to the device; in one of them memory runs out halfway."""
 
     def __init__(self) -> None:
         self.n = 0
-        self.fails_at = 0  # the number of the move for which there is no room; 0: none
-        self.fails_on = False  # nor for any that follows
+        self.fails_at = 0  # number of the move that fails; 0: none
+        self.fails_on = False  # whether all later moves fail too
         to, onload = torch.nn.Module.to, ModuleGroup._onload_from_memory
 
         def moved(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -60,17 +60,17 @@ class Moves:
             second_device.card.fail_in(0)
 
     def fail_at(self, move: int, *, on: bool = False) -> None:
-        """The next moves are counted from 1. on: nor is there room after that one."""
+        """Count the next moves from 1. on: all later moves fail too."""
         self.n, self.fails_at, self.fails_on = 0, move, on
 
 
 def opened(folder: Path, offload: str, placement: PlainPlacement) -> PipelineHandle:
-    """Each with a store of its own."""
-    return small_runs.opened_anew(folder, offload, placement=placement)
+    """A handle with a new store."""
+    return small_runs.opened_fresh(folder, offload, placement=placement)
 
 
-def there(*modules: torch.nn.Module) -> int:
-    """Bytes of them that are on the device. What several of them hold counts once."""
+def card_bytes(*modules: torch.nn.Module) -> int:
+    """Bytes of the modules on the device; shared tensors count once."""
     return sum(t.nbytes for t in {t for module in modules for t in tensors_of(module)} if t.device == CUDA)
 
 
@@ -78,7 +78,7 @@ def frames(handle: PipelineHandle, seed: int = 3) -> torch.Tensor:
     return small_runs.frames(handle, (32, 32, 5), steps=1, seed=seed)
 
 
-BEFORE: dict[str, Callable[[PipelineHandle, Lora], object]] = {  # the run that fails
+BEFORE: dict[str, Callable[[PipelineHandle, Lora], object]] = {  # before the run that fails
     "first use": lambda _handle, _lora: None,
     "second use": lambda handle, _lora: frames(handle, seed=1),
     "another dtype": lambda handle, _lora: frames(replace(handle, precision=Precision("bf16"))),
@@ -94,9 +94,9 @@ CASES = [
 ]
 
 
-def what_is_wrong(moves: Moves, begun: Callable[[], PipelineHandle], step: int = 1) -> list[str]:
-    """After each move that fails: whether the run is right where it fails once; and where there is no room from then
-    on, what is left halfway, and whether the next run is right."""
+def failures_after_oom(moves: Moves, begun: Callable[[], PipelineHandle], step: int = 1) -> list[str]:
+    """Let each move fail. If it fails once, the run must be right; if all later moves fail too, nothing may stay half
+    moved, and the next run must be right. Returns the failures."""
     handle = begun()
     moves.fail_at(0)
     expected, wrong = frames(handle), []
@@ -117,7 +117,7 @@ def what_is_wrong(moves: Moves, begun: Callable[[], PipelineHandle], step: int =
         gc.collect()
         torch.cuda.synchronize()
         store = handle.store
-        left = second_device.card.used() - there(
+        left = second_device.card.used() - card_bytes(
             *(part for each in store.components.values() for part in (each.module, each.adapted) if part)
         )
         if left:

@@ -1,4 +1,4 @@
-"""Damaged copies of good files, for fuzzing: what a person, a broken disk or somebody hostile makes of them."""
+"""Damaged copies of valid files for fuzzing: as by a mistake, a broken disk or an attacker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOKENS = (
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value inside, itself included."""
+    """The path to every value inside `value`, including itself."""
     yield at
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in inner:
@@ -41,7 +41,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 @st.composite
 def mutated(draw: st.DrawFn, seed: Any, most: int = 3) -> Any:
-    """A copy of a JSON value with up to `most` values replaced, dropped, renamed, doubled, wrapped or exchanged."""
+    """A copy of a JSON value with up to `most` values replaced, dropped, renamed, duplicated, wrapped or exchanged."""
     value = copy.deepcopy(seed)
     for _ in range(draw(st.integers(1, most))):
         ways = list(places(value))
@@ -67,7 +67,7 @@ def _damage(draw: st.DrawFn, parent: Any, key: Any, whole: Any, ways: list[tuple
         del parent[key]
     elif kind == "wrap":
         parent[key] = [parent[key]] if draw(st.booleans()) else {"value": parent[key]}
-    elif kind == "other":  # what stands elsewhere in the file
+    elif kind == "other":  # a value from elsewhere in the file
         other = whole
         for step in ways[draw(st.integers(0, len(ways) - 1))]:
             other = other[step]
@@ -80,7 +80,7 @@ def _damage(draw: st.DrawFn, parent: Any, key: Any, whole: Any, ways: list[tuple
 
 @st.composite
 def mutated_bytes(draw: st.DrawFn, seed: bytes, most: int = 4) -> bytes:
-    """A copy of a file with up to `most` stretches flipped, cut out, doubled, or hostile bytes put in; or cut short."""
+    """A copy of a file with up to `most` changes: bits flipped, bytes cut out, duplicated, inserted, or the end cut."""
     data = bytearray(seed)
     for _ in range(draw(st.integers(1, most))):
         at = draw(st.integers(0, max(len(data) - 1, 0)))
@@ -102,6 +102,6 @@ def mutated_bytes(draw: st.DrawFn, seed: bytes, most: int = 4) -> bytes:
 
 
 def mutated_text(seed: Any, most: int = 3) -> st.SearchStrategy[bytes]:
-    """A JSON file's bytes: of a damaged value, or damaged themselves."""
+    """The bytes of a JSON file: of a damaged value, or damaged bytes."""
     whole = json.dumps(seed).encode()
     return st.one_of(mutated(seed, most).map(lambda value: json.dumps(value).encode()), mutated_bytes(whole))

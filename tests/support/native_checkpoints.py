@@ -1,8 +1,8 @@
-"""A single file that ComfyUI's own loader takes for SD1.5, as small as it may be.
+"""The smallest single file that ComfyUI's own loader accepts as SD1.5.
 
-ComfyUI tells this model by the width of the UNet and of what it attends to. Text encoder and VAE it builds in the
-published sizes, whatever the file holds. So the UNet has one level, the rest is of full size, and the encoder's layers
-do nothing but for the first: they are zeros.
+ComfyUI recognises this model by the widths of the UNet and its context. It builds text encoder and VAE in the published
+sizes in any case. So the UNet has one level, the rest has full size, and the encoder's layers are zeros except the
+first.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 from svd_layout import UNET, VAE, Keys, autoencoder, conv, norm, resblock, transformer
 
-WIDTH, CONTEXT, EMBEDDED = 320, 768, 1280  # what SD1.5 is told by, and four times its width
+WIDTH, CONTEXT, EMBEDDED = 320, 768, 1280  # widths by which SD1.5 is recognised, and four times the first
 TEXT = "cond_stage_model.transformer.text_model."
 TOKENS, LENGTH, LAYERS = 49408, 77, 12
 ENCODER = f"{TEXT}encoder.layers."
-OVERFLOWING = (  # these times 3e5 leave fp16's range; in fp32 the norm that follows takes the factor out again
+OVERFLOWING = (  # multiplied by 3e5 these overflow fp16; in fp32 the next norm removes the factor
     f"{UNET}input_blocks.1.0.in_layers.2.weight",
     f"{VAE}decoder.mid.block_1.conv1.weight",
 )
@@ -35,7 +35,7 @@ def write_sd15(file: Path, *, overflows: bool) -> None:
 
 
 def is_idle(key: str) -> bool:
-    """Whether it is of the encoder's layers that do nothing."""
+    """Whether the key belongs to an encoder layer of zeros."""
     return key.startswith(ENCODER) and not key.startswith(f"{ENCODER}0.")
 
 
@@ -49,7 +49,7 @@ def sd15() -> Keys:
 
 
 def _unet() -> Keys:
-    """SD1.5's, with one level of one block instead of four of two."""
+    """SD1.5's UNet with one level of one block instead of four levels of two."""
     yield from conv(f"{UNET}time_embed.0", EMBEDDED, WIDTH)
     yield from conv(f"{UNET}time_embed.2", EMBEDDED, EMBEDDED)
     yield from conv(f"{UNET}input_blocks.0.0", WIDTH, 4, 3, 3)

@@ -1,4 +1,4 @@
-"""A plug-in of pytest's, for tests that run on the second device: `python -m pytest -p on_second_device FILE`."""
+"""A pytest plugin for tests on the second device: `python -m pytest -p on_second_device FILE`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import second_device
 
-OTHER_CARDS: dict[str, dict[str, Any]] = {  # by the file that is about them
+OTHER_CARDS: dict[str, dict[str, Any]] = {  # by test file
     "without_bf16": {"capability": (7, 5)},
-    "like_apples": {"like_apples": True},
+    "like_apples": {"apple_gpu": True},
 }
 
 
@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def card() -> Generator[Any]:
-    """The device's extension. Afterwards nothing was unordered, and nothing is page-locked that nobody has any more."""
+    """The device's extension. After each test, no access was unordered and no memory stays page-locked."""
     card, runtime = second_device.card, second_device.runtime
     gc.collect()
     second_device.hazards()
@@ -37,7 +37,7 @@ def card() -> Generator[Any]:
 
 @pytest.fixture
 def room(card: Any) -> Generator[Any]:
-    """The device's memory, and what stages take of it."""
+    """Limits and measures the device's memory."""
     from card_room import Room
 
     found = Room(card)

@@ -1,4 +1,4 @@
-"""Denoisers that leave fp16's range in a layer inside of a block, or are right in fp32 alone."""
+"""Denoisers that overflow fp16 in a layer inside a block, or work in fp32 only."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
 from safetensors.torch import load_file, save_file
 from torch.overrides import _get_current_function_mode_stack
 
-OVERFLOWING_BLOCK = "transformer_blocks.1"  # of which every layer has to be scaled, or run in fp32
-UNITS = slice(8)  # few, since what they hand on is too small for fp16 to hold all its digits
+OVERFLOWING_BLOCK = "transformer_blocks.1"  # all its layers must be scaled or run in fp32
+UNITS = slice(8)  # few, since their outputs are too small for all of fp16's digits
 
 
 def overflow_inside(folder: Path) -> Path:
-    """Some hidden activations of one feed-forward reach 1e5 and more, or of a UNet's time embedding; what comes of them
-    stays as it was."""
+    """Let some hidden activations of one feed-forward, or of a UNet's time embedding, reach 1e5 and more; the output of
+    the layers stays the same."""
     if (folder / "unet").is_dir():
         return _overflow_in_time_embedding(folder)
     (file,) = (folder / "transformer").glob("*.safetensors")
@@ -38,11 +38,11 @@ def _overflow_in_time_embedding(folder: Path) -> Path:
 
 
 def fails_unscaled(_layer: Any, _given: Any, made: torch.Tensor) -> torch.Tensor | None:
-    """As a forward hook: what the layer puts out is right in float32 alone, as where every layer is scaled."""
+    """A forward hook: the layer's output is finite in float32 only, as with all layers scaled."""
     return made * math.inf if made.dtype is not torch.float32 else None
 
 
 def fails_in_half(_layer: Any, _given: Any, made: torch.Tensor) -> torch.Tensor | None:
-    """As a forward hook: what the layer puts out is right in fp32 alone, and not with every layer scaled."""
+    """A forward hook: the layer's output is finite in an fp32 call only, and not with all layers scaled."""
     scaled = any(isinstance(mode, ScaledHalfMatmulMode) for mode in _get_current_function_mode_stack())
     return made * math.inf if scaled or made.dtype is not torch.float32 else None

@@ -1,7 +1,7 @@
-"""Everything of the process that a test, or what it runs, may have changed for those that follow: read, and compared.
+"""Process state that a test can change for later tests: read and compared.
 
-Nothing is imported for it: a library that is not loaded has no state. What a library does to the process when it is
-first imported or first used is in ALLOWED, each with its reason.
+It imports no library: a library that is not loaded has no state. Changes that libraries make when first imported or
+used are in ALLOWED, each with its reason.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-Facts = dict[Any, Any]  # what is compared, by name; values may be dictionaries of more names
+Facts = dict[Any, Any]  # compared values by name; may be nested
 State = Mapping[str, Facts]  # by kind
 PACKAGE = "comfyui_onediff_guard"
 ABSENT = "absent"
-ENDING_SECONDS = 60.0  # a bound for threads that were told to end: what takes longer was not told
+ENDING_SECONDS = 60.0  # timeout for threads that are ending
 DESCRIPTORS = "/proc/self/fd"
 
 
@@ -48,8 +48,8 @@ def signals() -> Facts:
 
 
 def loggers() -> Facts:
-    """Levels, filters, handlers; not pytest's own, which it puts on the root logger, and on those that hand nothing
-    to it, for each phase of a test."""
+    """Levels, filters and handlers, without pytest's own, which it adds to the root logger and to loggers that do not
+    propagate for each phase of a test."""
     root = logging.getLogger()
 
     def handlers(logger: logging.Logger) -> list[logging.Handler]:
@@ -72,23 +72,23 @@ def threads() -> Facts:
 
 
 def descriptors() -> Facts:
-    """How often each file is open, and how many sockets and the like are. Empty where the system does not tell."""
+    """How often each file, socket and so on is open. Empty if the system does not report it."""
     found: Counter[str] = Counter()
     with suppress(FileNotFoundError):
         for number in os.listdir(DESCRIPTORS):  # noqa: PTH208 - by far the fastest
-            with suppress(FileNotFoundError):  # the one that lists
+            with suppress(FileNotFoundError):  # the descriptor of listdir itself
                 path = os.readlink(f"{DESCRIPTORS}/{number}")  # noqa: PTH115
                 found[path.partition(":[")[0].removesuffix(" (deleted)")] += 1
     return found
 
 
 def torch_flags() -> Facts:
-    """Backends' switches, default dtype and device, and the modes of this thread."""
+    """Backend switches, default dtype and device, and the modes of this thread."""
     if not (torch := _loaded("torch")):
         return {}
     core, devices = torch._C, ("cpu", "cuda")
     facts: Facts = {name: _told(getattr(core, name)) for name in vars(core) if _SWITCHES.fullmatch(name)}
-    if precision := getattr(core, "_get_fp32_precision_getter", None):  # PyTorch 2.9's
+    if precision := getattr(core, "_get_fp32_precision_getter", None):  # since PyTorch 2.9
         facts |= {f"fp32 precision of {where}": _told(precision, *where) for where in _PRECISIONS}
     return facts | {
         "default dtype": torch.get_default_dtype(),
@@ -105,7 +105,7 @@ def torch_flags() -> Facts:
 
 
 def torch_names() -> Facts:
-    """What torch's classes and modules hold: a patch of `nn.Module.register_parameter`, `nn.init`, `torch.empty`."""
+    """Attributes of torch's classes and modules, to find patches of `nn.Module.register_parameter`, `torch.empty`, …"""
     if not (torch := _loaded("torch")):
         return {}
     held = {"nn.Module": torch.nn.Module, "nn.Parameter": torch.nn.Parameter, "Tensor": torch.Tensor}
@@ -115,7 +115,7 @@ def torch_names() -> Facts:
 
 
 def global_hooks() -> Facts:
-    """On all modules of the process."""
+    """Hooks on all modules of the process."""
     if not (modules := _loaded("torch.nn.modules.module")):
         return {}
     return {
@@ -124,7 +124,7 @@ def global_hooks() -> Facts:
 
 
 def compilers() -> Facts:
-    """Dynamo's and inductor's settings, and whether they compile at all."""
+    """Settings of dynamo and inductor, and whether they compile."""
     facts: Facts = {}
     for name in ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config"):
         if config := _loaded(name):
@@ -134,8 +134,8 @@ def compilers() -> Facts:
     return facts
 
 
-def ours() -> Facts:
-    """The pack's own settings for all runs: nobody holds them once nobody runs."""
+def pack_settings() -> Facts:
+    """The pack's own process-wide settings: without a run they have no holders."""
     facts: Facts = {}
     for name in _our_modules(len(sys.modules)):
         module = _loaded(name)
@@ -144,13 +144,13 @@ def ours() -> Facts:
     if host := _loaded(f"{PACKAGE}.comfyui_host.host"):
         facts["folders of a run"] = host._folders.get() is not host._DEFAULT_FOLDERS
     if block := _loaded(f"{PACKAGE}.pipelines.compile.block"):
-        facts["who hears of compiling"] = block._listener.get()
+        facts["listener of compiling"] = block._listener.get()
     return facts
 
 
 @lru_cache(maxsize=1)
 def _our_modules(loaded: int) -> list[str]:
-    """loaded: how many modules there are: a pass through thousands takes longer than most tests."""
+    """loaded: number of modules, the cache key: scanning thousands takes longer than most tests."""
     del loaded
     return [name for name in sys.modules if name.startswith(f"{PACKAGE}.")]
 
@@ -172,7 +172,7 @@ def _loaded(name: str) -> Any:
 def _told(switch: Callable[..., Any], *where: str) -> Any:
     try:
         return switch(*where)
-    except RuntimeError as error:  # set the new way and the old one
+    except RuntimeError as error:  # set by both the new and the old setting
         return str(error)[:60]
 
 
@@ -188,7 +188,7 @@ KINDS: Mapping[str, Callable[[], Facts]] = {
     "torch name": torch_names,
     "hooks": global_hooks,
     "compiler": compilers,
-    "pack": ours,
+    "pack": pack_settings,
 }
 _SIGNALS = tuple(signal.valid_signals())
 _PRECISIONS = [
@@ -208,16 +208,15 @@ def read() -> State:
 
 
 def left_behind(before: State, modules: Sequence[str]) -> list[str]:
-    """As `changes`; but which test is the first to import a library hangs on their order, so that what libraries do
-    then is not compared in that one. modules: names of those that were loaded before."""
+    """Like `changes`, but in the test that first imports a library, changes made by libraries are not compared: which
+    test that is depends on their order. modules: names of the modules loaded before."""
     same = len(sys.modules) == len(modules) and next(reversed(sys.modules)) == modules[-1]
     new = not same and any(name.partition(".")[0] not in _OURS for name in sys.modules.keys() - {*modules})
     return changes(before, [kind for kind in KINDS if not (new and kind in OF_LIBRARIES)])
 
 
 def changes(before: State, kinds: Iterable[str] = KINDS) -> list[str]:
-    """What differs now, a line each. Before anything counts as left behind, threads that were told to end are waited
-    for, and garbage is collected."""
+    """The differences, one line each. First it waits for ending threads and collects garbage."""
     found = [kind for kind in kinds if _differences(kind, before[kind])]
     if "thread" in found:
         for thread in threading.enumerate():
@@ -274,19 +273,17 @@ def _has_tracker() -> bool:
     )
 
 
-Rule = Callable[[Any, Any, Any], bool]  # of a name, what it was and what it is
+Rule = Callable[[Any, Any, Any], bool]  # (name, old value, new value)
 _INDUCTORS = {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 _DYNAMOS = {"nn.Module.__init__", "nn.Module.__setstate__", "nn.Module.___needs_generation_tag_patch"}
 ALLOWED: Mapping[str, Mapping[str, Rule]] = {
     "variable": {
-        "pytest tells which test runs": lambda name, _old, _new: name == "PYTEST_CURRENT_TEST",
-        "inductor exports what it chose, once": lambda name, old, _new: name in _INDUCTORS and old == ABSENT,
+        "pytest sets the current test": lambda name, _old, _new: name == "PYTEST_CURRENT_TEST",
+        "inductor exports its folders once": lambda name, old, _new: name in _INDUCTORS and old == ABSENT,
     },
     "logger": {
-        "a module makes its loggers when it is imported": lambda _name, old, _new: old == ABSENT,
-        "dynamo takes its trace handler away when it finds that it has nothing to do": lambda name, _old, _new: (
-            name == "torch.__trace"
-        ),
+        "a module creates its loggers when it is imported": lambda _name, old, _new: old == ABSENT,
+        "dynamo removes its trace handler when it is not used": lambda name, _old, _new: name == "torch.__trace",
     },
     "warnings": {
         "a library silences warnings of its own when it is imported": lambda name, old, _new: (
@@ -294,32 +291,30 @@ ALLOWED: Mapping[str, Mapping[str, Rule]] = {
         ),
     },
     "thread": {
-        "inductor compiles in threads of its own, as long as the process lives": lambda thread, _old, _new: (
-            thread in _inductors_pool()
-        ),
-        "what an earlier test has told to end": lambda _name, _old, new: new == ABSENT,
-        "playwright's loop keeps its helpers until the browser is closed": lambda thread, _old, _new: (
+        "inductor keeps its compile threads": lambda thread, _old, _new: thread in _inductors_pool(),
+        "a thread of an earlier test has ended": lambda _name, _old, new: new == ABSENT,
+        "playwright keeps helper threads until the browser is closed": lambda thread, _old, _new: (
             _loaded("playwright") is not None and thread.name.startswith("asyncio_")
         ),
-        "tqdm starts its monitor with the first bar, and keeps it": lambda thread, _old, _new: (
+        "tqdm starts its monitor thread with the first bar and keeps it": lambda thread, _old, _new: (
             type(thread).__name__ == "TMonitor"
         ),
     },
     "descriptor": {
-        "garbage of earlier tests": lambda _name, old, new: new == ABSENT or (old != ABSENT and new < old),
-        "multiprocessing speaks to its tracker by one, from its first process on": lambda name, old, new: (
+        "files of earlier tests are closed": lambda _name, old, new: new == ABSENT or (old != ABSENT and new < old),
+        "multiprocessing keeps a pipe to its tracker": lambda name, old, new: (
             name == "pipe" and _has_tracker() and new == 1 + (0 if old == ABSENT else old)
         ),
-        "matplotlib keeps the fonts that it has drawn with": lambda name, _old, _new: name.endswith(".ttf"),
+        "matplotlib keeps used fonts open": lambda name, _old, _new: name.endswith(".ttf"),
     },
     "torch name": {
-        "a part of torch is imported when it is first used": lambda _name, old, new: (
+        "a submodule of torch is imported on first use": lambda _name, old, new: (
             old == ABSENT and isinstance(new, ModuleType)
         ),
-        "dynamo counts generations of modules, from its first use on": lambda name, _old, _new: name in _DYNAMOS,
-        "transformers leaves it on the class": lambda name, _old, _new: name == "nn.Module.smart_apply",
+        "dynamo patches nn.Module on first use": lambda name, _old, _new: name in _DYNAMOS,
+        "transformers adds it to the class": lambda name, _old, _new: name == "nn.Module.smart_apply",
     },
     "pack": {
-        "a module is imported, and nobody holds its settings": lambda _name, old, new: old == ABSENT and not new,
+        "a module is imported, and its settings have no holders": lambda _name, old, new: old == ABSENT and not new,
     },
 }

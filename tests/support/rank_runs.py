@@ -1,6 +1,6 @@
-"""Runs in several processes at once, which compute together over gloo: what tests of ranks call, and what runs there.
+"""Runs over several ranks (processes that compute together over gloo): for tests, and the code that runs in each rank.
 
-A process that is started anew imports this file by its plain name, so that what it runs has to be here.
+A spawned process imports this file by its plain name, so the code it runs must be here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-SECONDS = 1500  # that a test's processes may take in all; none takes a tenth where nothing else runs
+SECONDS = 1500  # timeout for all processes of a test; on an idle machine none takes a tenth of it
 SIZES = {
     "2b": (96, 64, 9),
     "5b": (96, 80, 9),
@@ -26,20 +26,20 @@ SIZES = {
     "wan": (64, 48, 9),
     "wan-ti2v": (64, 64, 9),
     "wan-two": (64, 48, 9),
-    "svd": (128, 128, 5),  # smaller, its deepest level normalises single values, which makes rounding 300 times larger
+    "svd": (128, 128, 5),  # if smaller, the deepest level normalises single values: rounding errors grow 300 times
 }
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A layer whose output is broken in half precision, in some ranks, at one call of the layer."""
+    """A fault in a layer's half-precision output, in some ranks, at one call of the layer."""
 
     layer: str
     ranks: tuple[int, ...]
     call: int
     value: float
-    place: float | None = None  # of the output's value that it takes the place of, 0..1; None: of all of them
-    component: str = ""  # that has the layer; "": the denoiser
+    place: float | None = None  # position of the replaced value in the output, 0..1; None: all values
+    component: str = ""  # of the layer; "": the denoiser
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Case:
     backend: str = "eager"
     steps: int = 2
     fault: Fault | None = None
-    size: tuple[int, int, int] | None = None  # width, height, frames; None: that of SIZES
-    cache: bool = False  # with a step cache
-    chunk: int = 0  # frames decoded at once; 0: nothing is decoded
+    size: tuple[int, int, int] | None = None  # width, height, frames; None: from SIZES
+    cache: bool = False  # use a step cache
+    chunk: int = 0  # frames decoded at once; 0: no decoding
     offload: str = "none"
     lora: Path | None = None
-    guidance: float = 5.0  # SVD has its own where it is above 1
+    guidance: float = 5.0  # above 1 SVD uses its own
 
     def __str__(self) -> str:
         return f"{self.model} {self.precision} {self.backend}"
@@ -65,26 +65,26 @@ class Case:
 
 @dataclass
 class Made:
-    """What came of it in one process."""
+    """The result of a case in one process."""
 
     latents: torch.Tensor
     steps: list[tuple[str, str, str]]  # dtype, outcome and note of each call
     learned: Any
-    happened: bool  # the fault, in this process
-    batch: int  # that this process computed in a call
-    tokens: int  # that it computed of each
+    happened: bool  # whether the fault occurred in this process
+    batch: int  # batch size of a call in this process
+    tokens: int  # tokens per sample in this process
     notes: list[str] = field(default_factory=list)
-    cached: list[bool] = field(default_factory=list)  # whether each call was
+    cached: list[bool] = field(default_factory=list)  # for each call
     frames: torch.Tensor | None = None
-    decoding: list[tuple[str, str, str]] = field(default_factory=list)  # steps of that
-    backend: str = ""  # and why, with the attention kernel
+    decoding: list[tuple[str, str, str]] = field(default_factory=list)  # dtype, outcome and note of each part
+    backend: str = ""  # with the reason and the attention kernel
 
 
 def sampled(case: Case) -> Made:
-    """Run a case in this process, alone or as one of several."""
-    from weights_apart import weights_apart
+    """Run a case in this process, alone or as one rank."""
+    from weights_apart import simulated_offload
 
-    with weights_apart() if case.offload in ("group", "sequential") else nullcontext():
+    with simulated_offload() if case.offload in ("group", "sequential") else nullcontext():
         return _sampled(case)
 
 
@@ -137,8 +137,7 @@ def _told(report: Any) -> list[tuple[str, str, str]]:
 
 
 def _count(handle: Any, counts: list[tuple[int, int]]) -> None:
-    """Note how large a batch, and how many tokens of each, the denoiser's last layer is given. A UNet has frames in its
-    batch."""
+    """Record batch size and tokens of the denoiser's last layer. A UNet has frames in its batch."""
 
     def hook(_layer: object, given: Any, _made: object) -> None:
         counts.append(given[0].shape[:2])
@@ -155,7 +154,7 @@ def _break(layer: torch.nn.Module, fault: Fault, happened: list[bool]) -> None:
         if not isinstance(made, torch.Tensor) or made.itemsize != 2 or next(calls) != fault.call or not made.numel():
             return made
         happened.append(True)
-        with torch._C.DisableTorchFunction():  # a rank whose network changes a tensor would leave its plan, alone
+        with torch._C.DisableTorchFunction():  # hidden from function modes, or this rank alone would leave its plan
             made = made.clone(memory_format=torch.contiguous_format)
             flat = made.view(-1)
             if fault.place is None:
@@ -170,9 +169,8 @@ def run_cases(cases: Sequence[Case]) -> list[Made]:
     return [sampled(case) for case in cases]
 
 
-def in_ranks(size: int, run: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Return what `run(*arguments)` gives in each of `size` processes that are ranks of one group. Raises the first
-    error of any."""
+def run_in_ranks(size: int, run: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Run `run(*arguments)` in `size` processes of one group. Returns the result of each; fails with their errors."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         answers = [Path(folder) / f"answer{number}" for number in range(size)]
@@ -206,5 +204,5 @@ def _rank(
         with joined(number, size, meeting, cuda=False):
             torch.save((run(*arguments),), answer)
             torch.distributed.barrier()
-    except BaseException:  # noqa: BLE001 - for the test to show
+    except BaseException:  # noqa: BLE001 - the test shows it
         torch.save(traceback.format_exc(), answer)

@@ -1,8 +1,8 @@
-"""docs/reliability.md: what the tests of faults, fuzzing, threads and servers measured, written by their own run.
+"""docs/reliability.md: the figures of the fault, fuzzing, thread and server tests, written by their own run.
 
-`make reliability` runs them at their full depth and writes the figures of those that passed, with machine and date, to
-scripts/benchmarks/results/, in place of what they came to earlier that day, and the page from that. A test has a figure
-by calling the fixture of that name.
+`make reliability` runs them at full depth. It writes the figures of passed tests, with machine and date, to
+scripts/benchmarks/results/ (replacing earlier figures of that day), and the page from that file. A test records its
+figures with the fixture `figure`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ RESULTS = ROOT / "scripts" / "benchmarks" / "results"
 PREFIX = "figure: "
 
 HEAD = """\
-# Reliability: tests with faults, fuzzing, threads and long runs
+# Reliability: results of fault, fuzzing and soak tests
 
 <!-- Written by `make reliability` from scripts/benchmarks/results/{name}. Do not edit it here. -->
 
-Each row is a result of a test that passed, on {machine}, {date}, torch {torch}, no GPU.
-[SECURITY.md](../SECURITY.md) says what the pack promises, and what it does not.
+Each row is a result of a passed test: {machine}, {date}, torch {torch}, no GPU.
+[SECURITY.md](../SECURITY.md) says what is promised and what is not.
 
 | what was tested | result | test |
 | --- | --- | --- |
 """
 
 
-def found(reports: Iterable[pytest.TestReport]) -> list[dict[str, str]]:
-    """The figures of passed tests, in the order of their files; one that several cases of a test share stands once."""
+def collect_figures(reports: Iterable[pytest.TestReport]) -> list[dict[str, str]]:
+    """The figures of passed tests, in the order of their files; a figure shared by several cases appears once."""
     counted = Counter(
         (report.nodeid.partition("[")[0], name.removeprefix(PREFIX), str(value))
         for report in reports

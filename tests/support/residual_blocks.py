@@ -1,4 +1,4 @@
-"""A block as transformers have them, small: what tests of single mechanisms build their networks of."""
+"""A small transformer block, from which tests build networks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """Reads the stream through a norm, and adds to it."""
+    """Reads the residual stream through a norm and adds to it."""
 
     def __init__(self, width: int, squash: Callable[[torch.Tensor], torch.Tensor] = nn.functional.gelu):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Results of a self-test, as kept on this machine."""
+"""Stored self-test results for tests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from comfyui_onediff_guard.precision.self_test import CheckResult, SelfTestRepor
 CPU, DAY = torch.device("cpu"), "2026-11-30"
 
 
-def kept_here(folder: Path, *lines: CheckResult, **machine: str) -> Path:
-    """Keep a self-test of this machine, or of one that differs from it."""
+def keep_self_test(folder: Path, *lines: CheckResult, **machine: str) -> Path:
+    """Store a self-test of this machine, or of one that differs in `machine`."""
     architecture = detect(CPU)
     facts = machine_of(CPU, architecture) | machine
     result = SelfTestReport("cpu", architecture, facts, DAY, lines or (CheckResult("a product", "right"),), {})

@@ -1,4 +1,4 @@
-"""Small models, each built once a run and shared by all its processes. Nobody may change one: copy it first."""
+"""Small models, each built once per test run and shared by all its processes. Copy a model before you change it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "ONEDIFF_GUARD_SHARED_MODELS"  # the run's folder, which its first process makes
+VARIABLE = "ONEDIFF_GUARD_SHARED_MODELS"  # the folder of the test run, created by its first process
 
 
 def built(build: Callable[..., object], *arguments: str, **options: object) -> Path:
-    """What `build(path, *arguments, **options)` makes: the first process that asks has it built, others wait for it."""
+    """Return the path of `build(path, *arguments, **options)`. The first process builds it, others wait."""
     from filelock import FileLock
 
     name = "-".join([*arguments, *(f"{key}-{value}" for key, value in options.items())]) or "model"
@@ -36,12 +36,12 @@ def built(build: Callable[..., object], *arguments: str, **options: object) -> P
 
 
 def copied(folder: Path, to: Path) -> Path:
-    """A copy that may be changed."""
+    """A writable copy."""
     return shutil.copytree(folder, to, copy_function=shutil.copyfile, dirs_exist_ok=True)
 
 
 def changed() -> list[str]:
-    """What is not as it was built: root may write to what is read-only."""
+    """Files changed since they were built: root can write to read-only files."""
     found = []
     for record in Path(os.environ[VARIABLE]).glob("records/*.json"):
         path, before = json.loads(record.read_text())
@@ -51,12 +51,12 @@ def changed() -> list[str]:
 
 
 def model_folder(variant: str = "2b", overflow: str = "none") -> Path:
-    """A small model of any family. overflow: the builders', or "inside", see overflows.py."""
+    """A small model of any family. overflow: of its builder, or "inside", see overflows.py."""
     return built(small_model, variant, overflow)
 
 
 def svd_file(**layout: int) -> Path:
-    """Stable Video Diffusion in a single file. layout: what differs from svd_layout.TINY."""
+    """Stable Video Diffusion in a single file. layout: differences from svd_layout.TINY."""
     return built(small_svd_file, **layout) / "svd_xt.safetensors"
 
 
@@ -84,6 +84,6 @@ def _files(path: Path) -> list[Path]:
 
 
 def _state(path: Path) -> dict[str, list[int]]:
-    """The size and the time of writing of each file."""
+    """Size and modification time of each file."""
     stats = {file.relative_to(path).as_posix(): file.stat() for file in _files(path)}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}

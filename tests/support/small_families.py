@@ -1,6 +1,6 @@
-"""Small folders of the other families, made on the spot: CogView3-Plus, CogView4 and Stable Video Diffusion.
+"""Builders of small model folders: CogView3-Plus, CogView4 and Stable Video Diffusion.
 
-As in demo/small_model.py: real classes, the published layout of files and the published settings, random weights.
+As in demo/small_model.py: real classes, published file layout and settings, random weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from transformers import (
 )
 
 TEXT_WIDTH = 32
-GLM_VOCABULARY = 384  # bytes, pairs of them, and the special tokens behind
+GLM_VOCABULARY = 384  # bytes, byte pairs and special tokens
 GLM_SPECIAL = (
     *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
     *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
@@ -58,7 +58,7 @@ def build_cogview3(folder: Path, *, overflow: Overflow = "none", layers: int = 2
     """Write a small CogView3-Plus pipeline to `folder`, which must not exist yet, and return `folder`.
 
     overflow: "stream" makes the feed-forward of one block write |x| of about 5e5 into the residual stream. In plain
-    fp16 the block clips that to 65504: each step comes out finite, and wrong.
+    fp16 the block clips that to 65504: each step is finite and wrong.
     """
     scheduler = CogVideoXDDIMScheduler(
         beta_schedule="scaled_linear",
@@ -76,7 +76,7 @@ def build_cogview3(folder: Path, *, overflow: Overflow = "none", layers: int = 2
 
 
 def build_cogview4(folder: Path, *, overflow: Overflow = "none") -> Path:
-    """As build_cogview3, but CogView4 clips nothing: "stream" is NaN in plain fp16."""
+    """Like build_cogview3, but CogView4 does not clip: "stream" is NaN in plain fp16."""
     scheduler = FlowMatchEulerDiscreteScheduler(
         base_image_seq_len=256,
         base_shift=0.25,
@@ -102,7 +102,7 @@ def _build_cogview(
     shift: float | None = None,
     named: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
-    """kinds: of pipeline and transformer. gates: of `_overflow_stream`. shift: the VAE's."""
+    """kinds: classes of pipeline and transformer. gates: of `_overflow_stream`. shift: of the VAE."""
     with new_folder(folder) as temporary, torch.random.fork_rng(devices=[]):
         tokenizer = train(temporary / "tokenizer")
         torch.manual_seed(0)
@@ -146,7 +146,7 @@ def build_svd(folder: Path, *, frames: int = 14) -> Path:
         )
         draw_weights(image_encoder)
         torch.manual_seed(1)
-        # groups of the norms are 32 in the class, so no level can be narrower
+        # the class uses norms of 32 groups, so no level can be narrower
         unet = UNetSpatioTemporalConditionModel(
             sample_size=8,
             block_out_channels=(32, 32, 32, 64),
@@ -198,7 +198,7 @@ BUILDERS: Mapping[str, Callable[..., Path]] = {
 
 
 def small_image_vae(*, shift_factor: float | None) -> AutoencoderKL:
-    """CogView's: 8 times smaller, 16 latent channels, neither attention nor convolutions around the latents."""
+    """CogView's VAE: scale 8, 16 latent channels, no attention and no convolutions around the latents."""
     levels: dict[str, Any] = {
         "block_out_channels": (8, 16, 16, 16),
         "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -222,7 +222,7 @@ def small_image_vae(*, shift_factor: float | None) -> AutoencoderKL:
 def train_glm_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE, write it to `folder` in GLM-4's published form, and load it.
 
-    Each text starts with [gMASK]<sop>, so that an empty one isn't empty; shorter ones are padded on the left.
+    Each text starts with [gMASK]<sop>, so an empty text has tokens; shorter ones are padded on the left.
     """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -261,7 +261,7 @@ def train_glm_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def small_glm(tokenizer: PreTrainedTokenizerFast) -> GlmModel:
-    """A GLM-4 of three layers; CogView4 reads what the last but one writes."""
+    """A GLM-4 of three layers; CogView4 uses the output of the last but one."""
     config: dict[str, Any] = {
         "vocab_size": GLM_VOCABULARY,
         "hidden_size": TEXT_WIDTH,

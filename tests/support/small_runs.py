@@ -1,4 +1,4 @@
-"""Runs of small models of every family, from a folder to frames."""
+"""Run small models of every family, from folder to frames."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from PIL import Image
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 SIZES = {"2b": (128, 96, 9), "5b-i2v": (96, 64, 9), "cogview3": (128, 128, 1), "svd": (128, 128, 4), "wan": (96, 96, 5)}
-# at which a run takes more beside its weights than they are
-SMALL = (64, 48, 9)  # CogVideoX's and Wan's where that does not matter
+# at these sizes activations need more memory than weights
+SMALL = (64, 48, 9)  # for CogVideoX and Wan, if that does not matter
 
 
 def opened(
@@ -35,15 +35,15 @@ def opened(
 ) -> PipelineHandle:
     """A pipeline of a small model, by its name or its folder.
 
-    device: by default the one that PyTorch has, the second device too. options: of `load`.
+    device: by default PyTorch's, which can be the second device. options: of `load`.
     """
     folder = model if isinstance(model, Path) else shared_models.model_folder(model, overflow)
     options = {"backend": "eager", "placement": PlainPlacement(device), **options}
     return load(folder, family_of(folder), precision=Precision(precision), offload=offload, **options)
 
 
-def opened_anew(*args: Any, **options: Any) -> PipelineHandle:
-    """With a store of its own."""
+def opened_fresh(*args: Any, **options: Any) -> PipelineHandle:
+    """A pipeline with a new store."""
     stores._STORES.clear()
     return opened(*args, **options)
 
@@ -53,28 +53,28 @@ def picture(width: int, height: int, seed: int = 2) -> Image.Image:
     return fitted(image, width, height, "crop")[0]
 
 
-def start_of(handle: PipelineHandle, width: int, height: int) -> dict[str, Any]:
-    """The image that the family begins with, as an argument of `sample`."""
+def start_image(handle: PipelineHandle, width: int, height: int) -> dict[str, Any]:
+    """The start image of the family, as an argument of `sample`."""
     return {"image": picture(width, height)} if handle.family.takes_image else {}
 
 
 def prompts(handle: PipelineHandle) -> Any:
-    """The positive and the negative one; two None where the family has none."""
+    """(positive, negative); (None, None) for a family without prompts."""
     return encode_prompts(handle, ["a red kite", "grey"])[0] if handle.family.prompt else (None, None)
 
 
 def sampled(
     handle: PipelineHandle, size: str | tuple[int, int, int], *, steps: int = 2, seed: int = 3, **more: Any
 ) -> tuple[torch.Tensor, Any]:
-    """Latents and report. size: width, height and frames, or a model, for its own in SIZES."""
+    """(latents, report). size: width, height and frames, or a model's name for its size in SIZES."""
     width, height, frames = SIZES[size] if isinstance(size, str) else size
     positive, negative = prompts(handle)
     settings = SampleSettings(width, height, steps=steps, seed=seed, frames=frames, guidance_scale=5.0)
-    return sample(handle, positive, negative, settings, **start_of(handle, width, height), **more)
+    return sample(handle, positive, negative, settings, **start_image(handle, width, height), **more)
 
 
 def error(found: torch.Tensor, right: torch.Tensor) -> float:
-    """Relative to what is right, by the norm."""
+    """Relative error by norm."""
     return float((found - right).norm() / right.norm())
 
 
@@ -86,10 +86,10 @@ def frames(
     seed: int = 3,
     **more: Any,
 ) -> torch.Tensor:
-    """A whole run with a prompt that is encoded anew. size: width, height and frames; a small one by default."""
+    """A whole run that encodes its prompt again. size: width, height and frames; small by default."""
     handle.store.prompts.clear()
     positive, negative = prompts(handle)
     width, height, count = size or ((64, 48, 5) if "CogVideoX" in handle.family.name else (64, 64, 1))
     settings = SampleSettings(width, height, steps=steps, seed=seed, frames=count, guidance_scale=5.0)
-    latents, _ = sample(handle, positive, negative, settings, **start_of(handle, width, height), **more)
+    latents, _ = sample(handle, positive, negative, settings, **start_image(handle, width, height), **more)
     return decode(handle, latents)[0].cpu()

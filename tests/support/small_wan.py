@@ -1,4 +1,4 @@
-"""Small Wan 2.1 and 2.2 folders: real classes, the published layout of files and settings, random weights."""
+"""Builders of small Wan 2.1 and 2.2 folders: real classes, published file layout and settings, random weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def build_wan(folder: Path, *, overflow: Overflow = "none", ti2v: bool = False, 
     """Write a small Wan pipeline to `folder`, which must not exist yet, and return `folder`.
 
     overflow: "stream" makes the feed-forward of one block write |x| of about 5e5 into the residual stream.
-    ti2v: Wan 2.2's 5B, with its VAE and a timestep for every token; else Wan 2.1's 1.3B.
-    two: Wan 2.2's A14B, with a second transformer, which denoises below 0.875 of the timesteps. `overflow` is its.
+    ti2v: Wan 2.2 5B, with its VAE and a timestep per token; else Wan 2.1 1.3B.
+    two: Wan 2.2 A14B, with a second transformer for timesteps below 0.875, to which `overflow` applies.
     """
     with new_folder(folder) as temporary, torch.random.fork_rng(devices=[]):
         tokenizer = train_tokenizer(temporary / "tokenizer")
@@ -84,7 +84,7 @@ def _overflow_stream(transformer: Any) -> None:
     text = torch.randn(1, 512, transformer.config.text_dim, generator=generator)
     with torch.no_grad():
         block.ffn.net[0].proj.weight.mul_(8.0)
-        block.scale_shift_table[0, 5] = 1.0  # no small gate that only a huge weight could make up for
+        block.scale_shift_table[0, 5] = 1.0  # a small gate would need a huge weight
         hook = block.register_forward_hook(lambda _block, _given, stream: peaks.append(stream.abs().max().item()))
         for _ in range(2):
             transformer(latents, torch.tensor([500]), text)

@@ -1,4 +1,4 @@
-"""A ComfyUI checkout whose main.py only answers. Its child takes no notice of polite signals."""
+"""A fake ComfyUI checkout: main.py only answers requests, and its child process ignores SIGTERM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 
 
 def write_checkout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file named "busy" in it has it never answer, and a file "asked" says that it was asked."""
+    """With a file "busy" it never answers; it creates a file "asked" at the first request."""
     for variable in ("COMFYUI_PYTHON", "COMFYUI_ARGS"):
         monkeypatch.delenv(variable, raising=False)
     (folder / "main.py").write_text(MAIN)

@@ -1,9 +1,9 @@
-"""What a sampling step costs on the second device, counted: waits of the host, kernels, and bytes that are copied.
+"""Costs of a sampling step on the second device: host waits, kernels, and copied bytes.
 
     python tests/support/step_costs.py MODEL
 
-prints a JSON object: by way of running it, what each step adds to a run, and what a second run copies. A step's are the
-difference between runs of six steps and of three. "diffusers" is its own pipeline, without this pack.
+prints a JSON object: by mode, the costs of each step, and the bytes a second run copies. The costs of a step are the
+difference between runs of six and of three steps. "diffusers" is diffusers' own pipeline, without this pack.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ROOT = Path(__file__).parents[2].resolve()
 
 
 class Costs:
-    """What was counted, by name: "waits", "waits in the denoiser", "calls" of it, "kernels", "bytes to the host", …"""
+    """Counts by name: "waits", "waits in the denoiser", its "calls", "kernels", "bytes to the host", …"""
 
     def __init__(self) -> None:
         self.found: Counter[str] = Counter()
-        self.places: Counter[str] = Counter()  # of this pack, where the host waited
-        self.inside = False  # the denoiser's forward
+        self.places: Counter[str] = Counter()  # places in this pack where the host waited
+        self.inside = False  # whether the denoiser's forward runs
 
-    def told(self, what: str) -> None:
+    def count_wait(self, what: str) -> None:
         self.found["waits"] += 1
         self.found["waits in the denoiser"] += self.inside
         stack = traceback.extract_stack()[:-1]
@@ -47,7 +47,7 @@ class Costs:
 
     @contextmanager
     def watching(self, card: Any, network: torch.nn.Module) -> Iterator[None]:
-        """Count inside. network: the denoiser, of whatever class it is called with."""
+        """Count inside `with`. network: the denoiser."""
         kind, forward = type(network), type(network).forward
 
         @functools.wraps(forward)
@@ -61,7 +61,7 @@ class Costs:
 
         torch.cuda.synchronize()
         card.reset()
-        card.set_on_wait(self.told)
+        card.set_on_wait(self.count_wait)
         kind.forward = watched
         try:
             yield
@@ -72,7 +72,7 @@ class Costs:
 
 
 def ours(folder: Path, card: Any, *, step_cache: bool = False, **options: Any) -> Callable[[int], Costs]:
-    """A run of this pack: of so many steps, to what it costs."""
+    """A function that runs this pack for a number of steps and returns the costs."""
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
     from comfyui_onediff_guard.precision.error_estimate import CachePolicy
     from small_runs import opened, prompts
@@ -94,7 +94,7 @@ def ours(folder: Path, card: Any, *, step_cache: bool = False, **options: Any) -
 
 
 def diffusers_own(folder: Path, card: Any, dtype: torch.dtype, *, group: bool = False) -> Callable[[int], Costs]:
-    """A run of diffusers' pipeline for that folder. group: with its own group offload."""
+    """The same for diffusers' own pipeline. group: with its own group offload."""
     from diffusers import DiffusionPipeline
 
     pipe: Any = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype)

@@ -1,7 +1,7 @@
-"""Keys and shapes of a Stable Video Diffusion single file of any size, in the file's own names, and such a file.
+"""Keys and shapes of a Stable Video Diffusion single file of any size, and a writer of such files.
 
-Written from the file's side, and not from the tables in pipelines/families/svd_keys.py, which it is there to test. A
-test holds it to the real file: at the published sizes it gives the committed list.
+Written from the published file, not from the tables in pipelines/families/svd_keys.py, which it tests. A test checks
+that it gives the committed key list at the published sizes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SECOND_VAE = "conditioner.embedders.3.encoder."
 class Layout:
     channels: tuple[int, ...] = (64, 128)  # of the UNet's levels
     attends: tuple[bool, ...] = (True, False)
-    blocks: int = 1  # a level
+    blocks: int = 1  # per level
     vae_channels: tuple[int, ...] = (32, 64)
-    vae_blocks: int = 2  # diffusers' decoder has as many in its middle, the file two
+    vae_blocks: int = 2  # diffusers' decoder has as many in its middle; the file has two
     width: int = 160  # of CLIP
     layers: int = 2
     patch: int = 14
     image: int = 28
-    projected: int = 48  # what CLIP gives, and the UNet attends to
+    projected: int = 48  # width of CLIP's output, the UNet's context
     vocabulary: int = 16
     text_length: int = 8
 
@@ -52,7 +52,7 @@ REAL = Layout(
 
 
 def shapes(layout: Layout, *, unused: bool = True) -> dict[str, tuple[int, ...]]:
-    """unused: what the published files hold besides: the text half of CLIP and a second VAE."""
+    """unused: with the unused parts of the published files: CLIP's text half and a second VAE."""
     found = dict(_unet(layout))
     found |= {VAE + key: shape for key, shape in autoencoder(layout, temporal=True)}
     found |= _vision(layout)
@@ -69,7 +69,7 @@ def weights(layout: Layout, *, unused: bool = True, seed: int = 0) -> dict[str, 
 
 
 def draw(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random, such that activations stay about 1, and that no two tensors could stand in for each other."""
+    """Random weights that keep activations near 1; no two tensors are interchangeable."""
     generator = torch.Generator().manual_seed(seed)
 
     def one(key: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -253,7 +253,7 @@ def _text(layout: Layout) -> dict[str, tuple[int, ...]]:
     }
 
 
-_AS_SAVED = {  # OpenCLIP → transformers, as comfy.utils.transformers_convert and comfy.clip_vision have it
+_AS_SAVED = {  # OpenCLIP → transformers names, as in comfy.utils.transformers_convert and comfy.clip_vision
     "class_embedding": "vision_model.embeddings.class_embedding",
     "positional_embedding": "vision_model.embeddings.position_embedding.weight",
     "conv1.weight": "vision_model.embeddings.patch_embedding.weight",
@@ -269,7 +269,7 @@ _AS_SAVED = {  # OpenCLIP → transformers, as comfy.utils.transformers_convert 
 
 
 def as_comfyui_saves(published: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What ComfyUI's ImageOnlyCheckpointSave makes of it: CLIP in transformers' names, nothing that it doesn't use."""
+    """As ComfyUI's ImageOnlyCheckpointSave saves it: CLIP with transformers' names, without unused parts."""
     saved: dict[str, torch.Tensor] = {}
     here = CLIP + "visual."
     for key, tensor in published.items():

@@ -1,4 +1,4 @@
-"""The shipped workflows: each is a file whose name is its title in ComfyUI's gallery, and a file in API format."""
+"""The shipped workflows: a file named by its title in ComfyUI's gallery, and a file in API format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 _VIDEO, _IMAGE = "no NaN or black frames in fp16", "no NaN or black image in fp16"
-TITLES = {  # the API file → the title, in their order
+TITLES = {  # API file → title, in order
     "cogvideox_text_to_video": f"CogVideoX 2B text to video - {_VIDEO}",
     "cogvideox_image_to_video": f"CogVideoX 5B image to video - {_VIDEO}",
     "cogvideox_lora_text_to_video": f"CogVideoX 5B text to video with LoRA - {_VIDEO}",
@@ -28,7 +28,7 @@ TITLES = {  # the API file → the title, in their order
 
 
 def ui_file(name: str) -> Path:
-    """name: of the API file, without its ending."""
+    """name: of the API file, without extension."""
     return WORKFLOWS / f"{TITLES[name]}.json"
 
 

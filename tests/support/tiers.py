@@ -1,7 +1,7 @@
-"""Which tests run when: `make check`, `make test`, `make test-slow`, `make test-all`.
+"""Selects the tests of `make check`, `make test`, `make test-slow` and `make test-all`.
 
-tests/tiers.toml lists what each target runs, by file and case, and what each line would catch. A test that it does not
-list runs in `make test-slow`. Whoever calls pytest without `--tier` runs all that they name.
+tests/tiers.toml lists what each target runs, by file and case, with a reason. A test that is not listed runs in
+`make test-slow`. pytest without `--tier` runs all tests.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 TIERS = ("check", "test", "slow", "all")
-VARIABLE = "ONEDIFF_GUARD_TIER"  # for drawn cases, which ask when they are imported
+VARIABLE = "ONEDIFF_GUARD_TIER"  # read by `by_tier` at import
 FILE = Path(__file__).resolve().parents[1] / "tiers.toml"
 SECTIONS: Mapping[str, Mapping[str, str]] = tomllib.loads(FILE.read_text(encoding="utf-8"))
 LEG = re.compile(r"[\[-]leg_([a-z])[-\]]")
 
 
-def drawn(all_: int, fewer: int) -> int:
-    """How many examples hypothesis draws: in `make test-all`, and in the other targets."""
+def by_tier(all_: int, fewer: int) -> int:
+    """A number of examples: `all_` in `make test-all`, `fewer` in the other targets."""
     return all_ if os.environ.get(VARIABLE, "all") == "all" else fewer
 
 
 def leg_of(node_id: str) -> str:
-    """The letter of the ComfyUI (legs.py) that a case of a test runs in, "" of a test that runs in none."""
+    """The letter of the ComfyUI (legs.py) that a test case runs in, "" if none."""
     found = LEG.search(node_id)
     return found[1] if found else ""
 
@@ -46,12 +46,12 @@ def _pattern(rule: str) -> re.Pattern[str]:
 
 
 def fits(rule: str, node_id: str) -> bool:
-    """Whether a line of the list names the test: its folder, file, function or case; `*` stands for any text."""
+    """Whether a line of the list matches the test: its folder, file, function or case; `*` matches any text."""
     return bool(_pattern(rule).match(node_id))
 
 
 def listed(section: str, node_ids: Iterable[str]) -> set[str]:
-    """The node ids that a section names."""
+    """The node ids that a section matches."""
     named = re.compile("|".join(_pattern(rule).pattern for rule in SECTIONS[section]) or "(?!)")
     return {name for name in node_ids if named.match(name)}
 
@@ -59,8 +59,8 @@ def listed(section: str, node_ids: Iterable[str]) -> set[str]:
 def selected(tier: str, node_ids: Iterable[str]) -> set[str]:
     """The node ids that a tier runs.
 
-    check: section [check]. test: that and [test], without [slow]. slow: what test leaves, without checkouts of ComfyUI
-    and [all].
+    check: section [check]. test: [check] and [test], without [slow]. slow: the remaining tests, without those in
+    checkouts of ComfyUI and those in [all].
     """
     names = {*node_ids}
     if tier == "all":
@@ -72,9 +72,9 @@ def selected(tier: str, node_ids: Iterable[str]) -> set[str]:
 
 
 def axes(item: Any) -> tuple[str, dict[str, int]]:
-    """A collected case's test, and a number for its value on each axis: names that one decorator gives are one.
+    """The test of a collected case, and a number for its value on each axis. The names of one decorator form one axis.
 
-    Not by pytest's `callspec.indices`, which number the cases.
+    pytest's `callspec.indices` are not used: they number the cases.
     """
     marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
     firsts = [re.split(r"\W+", names)[0] if isinstance(names, str) else names[0] for names in marks]
@@ -83,8 +83,8 @@ def axes(item: Any) -> tuple[str, dict[str, int]]:
 
 
 def covering(cases: Iterable[tuple[str, str, Mapping[str, int]]]) -> set[str]:
-    """The node ids of cases in which each value of an axis meets each value of each other axis once: what
-    `make test-slow` runs of tests with three axes and more. The full product is `make test-all`'s.
+    """A set of cases that covers every pair of values of two axes. `make test-slow` runs these for tests with three
+    axes and more; `make test-all` runs the full product.
 
     cases: node id, test, and a number for the case's value on each axis.
     """
@@ -105,15 +105,15 @@ def covering(cases: Iterable[tuple[str, str, Mapping[str, int]]]) -> set[str]:
 
 
 def files(tier: str) -> tuple[str, ...] | None:
-    """The files or folders outside of which a tier has no test, None where it may have them anywhere."""
+    """The files and folders that hold a tier's tests; None if they can be anywhere."""
     if tier not in ("check", "test"):
         return None
     sections = ("check", "test") if tier == "test" else ("check",)
     return tuple({rule.partition("::")[0] for section in sections for rule in SECTIONS[section]})
 
 
-def unfitting(tier: str, node_ids: Iterable[str]) -> set[str]:
-    """Lines of the list that fit no test, among those that the tier collects."""
+def unmatched(tier: str, node_ids: Iterable[str]) -> set[str]:
+    """Lines of the list that match no collected test."""
     names = [*node_ids]
     sections = {"check": ("check",), "test": ("check", "test", "slow")}.get(tier, tuple(SECTIONS))
     return {rule for section in sections for rule in SECTIONS[section] if not any(fits(rule, name) for name in names)}

@@ -1,6 +1,6 @@
-"""Jobs that sleep, for what is to be seen of batches beside the jobs: the command with two toy nodes more.
+"""Toy jobs that only sleep, to test the batch command itself: the command with two additional nodes.
 
-Everything else is the real thing: file of jobs, Ray's processes, outputs, resuming. `python -c "import toy_jobs;
+Everything else is real: job file, Ray's processes, outputs, resuming. Run `python -c "import toy_jobs;
 toy_jobs.main()" batch JOBS.jsonl …` with this folder on PYTHONPATH.
 """
 
@@ -29,7 +29,7 @@ from comfyui_onediff_guard.headless.workflow.validate import known_schemas
 
 
 class Busy:
-    """Takes its time: so many seconds, and until the number in the file `gate` is above its seed."""
+    """Sleeps for `seconds`, and until the number in the file `gate` is above its seed."""
 
     CATEGORY = "toys"
     RETURN_TYPES = ("STRING",)
@@ -119,6 +119,6 @@ def write_jobs(file: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def main() -> None:
-    """The command, with toys for nodes."""
+    """The command with the toy nodes."""
     batch.LOCAL = Host(read, run)
     sys.exit(cli.main())

@@ -1,4 +1,4 @@
-"""A small LoRA for a small model's denoiser, as diffusers' training scripts save it."""
+"""A small LoRA for a small model's denoiser, saved like diffusers' training scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from comfyui_onediff_guard.pipelines.models.lora import Lora
 def train_lora(
     folder: Path, model: Path, name: str = "a.safetensors", layers: tuple[str, ...] = ("to_q",), seed: int | None = None
 ) -> Lora:
-    """folder: where it is saved. model: of diffusers, with a transformer."""
+    """folder: to save it in. model: a diffusers folder with a transformer."""
     import diffusers
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
@@ -24,7 +24,7 @@ def train_lora(
         if seed is not None:
             torch.manual_seed(seed)
         student.add_adapter(LoraConfig(r=2, lora_alpha=2, init_lora_weights=False, target_modules=[*layers]))
-    diffusers.CogVideoXPipeline.save_lora_weights(  # other families' do the same
+    diffusers.CogVideoXPipeline.save_lora_weights(  # same format for other families
         folder, transformer_lora_layers=get_peft_model_state_dict(student), weight_name=name
     )
     return Lora(folder / name)

@@ -1,4 +1,4 @@
-"""Waiting for what no event tells of: files, logs and the ends of other processes."""
+"""Wait for conditions without events: files, logs and the end of other processes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-HANG_SECONDS = 1500.0  # bounds what would hang, far from what anything takes
-PAUSE_SECONDS = 0.05  # between two looks
-CPU_SECONDS = 60  # bounds what takes a power of its input's size: what is linear takes less than one
+HANG_SECONDS = 1500.0  # timeout for hanging code, far above any normal duration
+PAUSE_SECONDS = 0.05  # between two checks
+CPU_SECONDS = 60  # limit for code that is not linear in its input: linear code takes less than a second
 
 
 def wait_until(
     condition: Callable[[], object], what: str | Callable[[], str], meanwhile: subprocess.Popen[Any] | None = None
 ) -> None:
-    """Wait until the condition holds. what: it in words, for when it never does. meanwhile: what runs until then."""
+    """Wait until the condition is true. what: its description for the error. meanwhile: a process that must not end."""
     end = time.monotonic() + HANG_SECONDS
     while not condition():
         ended = meanwhile is not None and meanwhile.poll() is not None and not condition()
@@ -31,7 +31,7 @@ def wait_until(
 
 @contextmanager
 def no_hang(what: str) -> Generator[None]:
-    """Fail what does not end within `CPU_SECONDS` of this process's CPU. Not on Windows; in the main thread."""
+    """Fail if the body uses more than `CPU_SECONDS` of CPU. Main thread only, not on Windows."""
 
     def stop(*_: object) -> None:
         pytest.fail(f"{what}: still busy after {CPU_SECONDS} s of CPU")

@@ -1,7 +1,7 @@
-"""Main memory and the device as two places, for weights that come in parts, on a machine that has no second device.
+"""Simulated offload in parts for a machine without a second device.
 
-A stand-in for diffusers' ModuleGroup keeps the weights that are not brought, and leaves NaN in their place: whoever
-computes with one of them makes NaN.
+A replacement for diffusers' ModuleGroup stores the offloaded weights and leaves NaN in their place: a computation with
+one of them gives NaN.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from diffusers.hooks import group_offloading
 
 
 class Apart(group_offloading.ModuleGroup):
-    """Weights that cannot be computed with before they are brought. As with a stream, what is brought is known by its
-    object, and of modules the buffers stay on the device."""
+    """Weights that are NaN until they are loaded. As with a stream, loaded tensors keep their identity, and buffers of
+    modules stay on the device."""
 
     here: set[Apart]
     at_rest: dict[torch.Tensor, torch.Tensor]
@@ -49,8 +49,8 @@ class Apart(group_offloading.ModuleGroup):
 
 
 @contextmanager
-def weights_apart() -> Iterator[None]:
-    """Inside, what an offload in parts does not bring is not there."""
+def simulated_offload() -> Iterator[None]:
+    """Inside `with`, weights that an offload in parts has not loaded are NaN."""
     gc.collect()
     bounds = scaled_products.output_bounds
     with ExitStack() as held:

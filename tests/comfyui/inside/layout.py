@@ -26,8 +26,8 @@ def test_channels_last_flag_sets_layout_across_moves(tmp_path: Path) -> None:
     for _ in range(2):
         pictures.append(decode(handle, latents)[0])
         assert laid_out(vae, channels_last=True) == flag_is_set
-        assert moving.there(vae)
+        assert moving.card_bytes(vae)
         MANAGEMENT.unload_all_models()
-        assert not moving.there(vae)
+        assert not moving.card_bytes(vae)
     assert (pictures[0] - without_flag).norm() < 1e-5 * without_flag.norm()
     assert torch.equal(*pictures)

@@ -58,9 +58,9 @@ def test_next_run_is_correct_after_any_failed_move(moves: Any, tmp_path: Path, b
         moving.BEFORE[before](handle, lora)
         return moving.add_lora(handle, lora) if before == "a LoRA" else handle
 
-    assert not moving.what_is_wrong(moves, open_and_prepare)
+    assert not moving.failures_after_oom(moves, open_and_prepare)
     counted = sum(loaded.model_loaded_memory() for loaded in MANAGEMENT.current_loaded_models)
-    assert counted == sum(moving.there(loaded.model.component) for loaded in MANAGEMENT.current_loaded_models)
+    assert counted == sum(moving.card_bytes(loaded.model.component) for loaded in MANAGEMENT.current_loaded_models)
 
 
 def test_run_is_bit_equal_after_running_out_of_memory_once(tmp_path: Path) -> None:
@@ -68,11 +68,11 @@ def test_run_is_bit_equal_after_running_out_of_memory_once(tmp_path: Path) -> No
     handle = opened("2b", tmp_path)
     expected, _ = small_runs.sampled(handle, "2b")
     transformer = handle.store.components["transformer"].module
-    size = moving.there(transformer)
+    size = moving.card_bytes(transformer)
     on_card: list[bool] = []
 
     def called(*_: Any) -> None:
-        on_card.append(moving.there(transformer) == size)
+        on_card.append(moving.card_bytes(transformer) == size)
         if len(on_card) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -90,8 +90,8 @@ def test_manager_frees_memory_that_call_asks_for(small_card: Any, moves: Any, tm
     run()
     call_memory = max(bytes_ for key, (bytes_, _) in handle.store.room.items() if key[0] == "transformer")
     vae, transformer = handle.store.components["vae"].module, handle.store.components["transformer"].module
-    weights, vae_on_card = moving.there(vae, transformer), list[bool]()
-    transformer.transformer_blocks[0].register_forward_pre_hook(lambda *_: vae_on_card.append(moving.there(vae) > 0))
+    weights, vae_on_card = moving.card_bytes(vae, transformer), list[bool]()
+    transformer.transformer_blocks[0].register_forward_pre_hook(lambda *_: vae_on_card.append(moving.card_bytes(vae) > 0))
     for more, stays in ((0.5, False), (2.5, True)):  # memory only for the weights, and for the call too
         MANAGEMENT.unload_all_models()
         small_card.set_total(int(1.1 * weights + more * call_memory))  # the manager counts a tenth more for weights

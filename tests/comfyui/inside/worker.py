@@ -33,12 +33,12 @@ class Show:
 
 
 def _graph(model: str, seed: int) -> dict[str, Any]:
-    as_json, sizes = import_module("as_comfyui").as_json, {"width": 32, "height": 32, "frames": 5, "steps": 2}
+    api_node, sizes = import_module("as_comfyui").api_node, {"width": 32, "height": 32, "frames": 5, "steps": 2}
     return {
-        "1": as_json("LoadPipeline", model=model, precision="bf16", backend="eager", offload="none"),
-        "2": as_json("EncodePrompt", pipeline=["1", 0], prompt=f"a red kite {seed}", negative_prompt="grey"),
-        "3": as_json("SampleCogVideoX", pipeline=["1", 0], positive=["2", 0], negative=["2", 1], seed=seed, **sizes),
-        "4": as_json("DecodeLatents", pipeline=["1", 0], latents=["3", 0]),
+        "1": api_node("LoadPipeline", model=model, precision="bf16", backend="eager", offload="none"),
+        "2": api_node("EncodePrompt", pipeline=["1", 0], prompt=f"a red kite {seed}", negative_prompt="grey"),
+        "3": api_node("SampleCogVideoX", pipeline=["1", 0], positive=["2", 0], negative=["2", 1], seed=seed, **sizes),
+        "4": api_node("DecodeLatents", pipeline=["1", 0], latents=["3", 0]),
         "5": {"class_type": "Show", "inputs": {"images": ["4", 0]}},
     }
 

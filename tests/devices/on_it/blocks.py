@@ -1,4 +1,4 @@
-"""What a sampling run takes of a card whose weights come block by block, however slow the card is."""
+"""Device memory of a sampling run with group offload, on a card of any speed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.weights.offload import Offload, Parts
 from comfyui_onediff_guard.pipelines.weights.placement import bytes_of
-from small_runs import SIZES, opened_anew, prompts, sampled
+from small_runs import SIZES, opened_fresh, prompts, sampled
 
 
 def deep(handle: PipelineHandle) -> PipelineHandle:
-    """With more blocks than come at once."""
+    """Add blocks, so that there are more than are loaded at once."""
     denoiser = handle.store.module(handle.family.denoiser, "fp32", place=False)
     if len(handle.family.blocks) == 1:
         blocks: Any = denoiser.get_submodule(handle.family.blocks[0])
@@ -23,16 +23,16 @@ def deep(handle: PipelineHandle) -> PipelineHandle:
 
 
 @pytest.mark.parametrize("model", SIZES)
-def test_group_offload_takes_two_blocks_beside_the_activations(card: Any, model: str) -> None:
+def test_group_offload_needs_only_two_blocks_beside_activations(card: Any, model: str) -> None:
     made, most = {}, {}
     for offload in ("none", "group"):
-        handle = deep(opened_anew(model, offload))
+        handle = deep(opened_fresh(model, offload))
         prompts(handle)
         denoiser = handle.store.module(handle.family.denoiser, "fp32", place=False)
         at_once = bytes_of(denoiser)
         if handle.offload is Offload.GROUP:
             at_once = Parts.of(denoiser, Offload.GROUP, handle.family.blocks).most_bytes(ahead=True)
-        sampled(handle, model)  # an image's encoders, too
+        sampled(handle, model)  # loads image encoders too
         handle.store.leave_device(but=handle.family.denoiser)
         torch.cuda.synchronize()
         card.reset()

@@ -1,4 +1,4 @@
-"""What a step cache keeps on the device is counted before a run, and decides how offload `auto` runs it."""
+"""Memory of the step cache: estimated before a run, and used by offload `auto`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from card_room import Room, everything_away
+from card_room import Room, offload_all
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
@@ -17,16 +17,16 @@ from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.step_cache import DenoiserHistory
 from small_runs import CPU, opened, sampled
 
-WIDE = CachePolicy(error=0.5, check_every=3)  # random weights change from step to step more than trained ones
-STEPS = 5  # of which the fourth one is compared, which takes most
+WIDE = CachePolicy(error=0.5, check_every=3)  # random weights change more between steps than trained ones
+STEPS = 5  # the fourth is compared, which needs most memory
 
 
 def cached(handle: PipelineHandle, model: str) -> tuple[torch.Tensor, Any]:
     return sampled(replace(handle, step_cache=WIDE), model, steps=STEPS)
 
 
-def asked_for(handle: PipelineHandle) -> dict[int, int]:
-    """{calls of a step that are cached: bytes beside the denoiser's weights}"""
+def estimated_memory(handle: PipelineHandle) -> dict[int, int]:
+    """{cached calls of a step: estimated bytes without the denoiser's weights}"""
     found = [
         (key[2][2], n_bytes) for key, (n_bytes, _) in handle.store.room.items() if key[0] == handle.family.denoiser
     ]
@@ -34,7 +34,7 @@ def asked_for(handle: PipelineHandle) -> dict[int, int]:
 
 
 @pytest.mark.parametrize(("model", "precision"), [("2b", "fp32"), ("2b", "fp16"), ("wan", "bf16")])
-def test_what_is_asked_for_is_what_a_cached_run_takes(
+def test_estimated_cache_memory_covers_a_cached_run(
     room: Room, monkeypatch: pytest.MonkeyPatch, model: str, precision: str
 ) -> None:
     handle = room.opened(model, precision=precision)
@@ -56,36 +56,36 @@ def test_what_is_asked_for_is_what_a_cached_run_takes(
         return cached(handle, model)[1]
 
     for run in (whole, with_cache):
-        run()  # which loads
-    _, least = room.taken_by(whole)
-    report, most = room.taken_by(with_cache)
+        run()  # loads the weights
+    _, least = room.measure(whole)
+    report, most = room.measure(with_cache)
     assert report.cache.compared
-    rooms = asked_for(handle)
+    rooms = estimated_memory(handle)
     assert set(rooms) == {0, handle.family.guidance.calls if handle.family.prompt else 1}
     more = max(rooms.values()) - rooms[0]
     assert max(kept) <= more
-    if precision == "fp16":  # the first step is the largest one, in which each row is scaled; the cache fills later
+    if precision == "fp16":  # the first step needs most, since it scales each row; the cache fills later
         assert most - least <= more
     else:
         assert more == pytest.approx(most - least, rel=0.25)
 
 
-def test_auto_gives_up_the_cache_where_it_has_no_room_for_it(room: Room) -> None:
+def test_auto_disables_the_step_cache_without_memory_for_it(room: Room) -> None:
     handle = room.opened("2b", "auto")
     for run in (cached, sampled):
         run(handle, "2b")
-    rooms, weights = asked_for(handle), bytes_of(handle.store.module("transformer", "fp32", place=False))
+    rooms, weights = estimated_memory(handle), bytes_of(handle.store.module("transformer", "fp32", place=False))
     for calls, said in ((0, "none, no step cache"), (1, "none")):
-        everything_away(handle)
+        offload_all(handle)
         with room.limited(weights + int(rooms[calls] * _MARGIN) + (rooms[1] - rooms[0]) // 2):  # for latents
             _, report = cached(handle, "2b")
         assert any(f"offload auto chose {said}: " in note for note in report.notes), report.notes
         assert bool(report.cache.compared) == bool(calls)
-        assert not any("memory ran out" in note for note in report.notes), "it was foreseen"
+        assert not any("memory ran out" in note for note in report.notes), "estimated in advance"
 
 
-def test_a_second_denoiser_finds_nothing_that_the_first_one_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wan 2.2's two transformers, of which the first is done when the second one is called."""
+def test_only_one_of_two_denoisers_holds_a_cache_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wan 2.2's two transformers: the first is finished when the second is called."""
     caches: list[DenoiserHistory] = []
     full: list[int] = []
     keep = DenoiserHistory.keep

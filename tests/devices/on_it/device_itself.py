@@ -1,4 +1,4 @@
-"""The second device refuses what a card refuses, and sees what nothing orders."""
+"""The second device itself: it reports unordered accesses, and the self-test runs on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from comfyui_onediff_guard.pipelines.selftest import checks
 
 
-def test_what_nothing_orders_is_seen() -> None:
+def test_unordered_accesses_are_reported() -> None:
     x, side = torch.ones(5, device="cuda"), torch.cuda.Stream()
     with torch.cuda.stream(side):
         _ = x + 1
@@ -24,16 +24,16 @@ def test_what_nothing_orders_is_seen() -> None:
     y.mul_(2)
     _hazard("aten::mul_ writes what aten::add writes on another stream")
     page_locked = torch.ones(5).pin_memory()
-    there = page_locked.to("cuda", non_blocking=True)
+    on_device = page_locked.to("cuda", non_blocking=True)
     page_locked.add_(1)
     _hazard("page-locked memory changed while a copy reads it")
     torch.cuda.synchronize()
     page_locked.add_(1)
     _no_hazard()
-    del there
+    del on_device
 
 
-def test_memory_given_out_again_while_a_stream_uses_it_is_seen(card: Any) -> None:
+def test_reuse_of_memory_that_a_stream_still_uses_is_reported(card: Any) -> None:
     side = torch.cuda.Stream()
     for recorded, waits in ((False, False), (False, True), (True, False)):
         x = torch.ones(5, device="cuda")
@@ -44,7 +44,7 @@ def test_memory_given_out_again_while_a_stream_uses_it_is_seen(card: Any) -> Non
             x.record_stream(side)
         held = card.used()
         del x
-        assert held - card.used() == (0 if recorded else 20), "it stays until the host has waited"
+        assert held - card.used() == (0 if recorded else 20), "recorded memory is kept until the host waits"
         if waits:
             torch.cuda.current_stream().wait_stream(side)
         z = torch.empty(1, device="cuda")
@@ -55,7 +55,7 @@ def test_memory_given_out_again_while_a_stream_uses_it_is_seen(card: Any) -> Non
         del y, z
 
 
-def test_the_self_test_finds_it_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_test_passes_on_the_second_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(checks.TIMED, "card", (64, 64, 64))
     found = checks.selftest(torch.device("cuda:0"))
     verdicts = {line.name: (line.verdict, line.note) for line in found.lines}
@@ -66,7 +66,7 @@ def test_the_self_test_finds_it_right(monkeypatch: pytest.MonkeyPatch) -> None:
     _no_hazard()
 
 
-def test_the_self_test_notices_what_cards_alone_have(card: Any) -> None:
+def test_self_test_detects_broken_memory_estimate_and_offload(card: Any) -> None:
     every, own = checks._checks, checks.BlockOffload
 
     def verdict(name: str, part: str, broken: Any) -> str:
@@ -81,13 +81,13 @@ def test_the_self_test_notices_what_cards_alone_have(card: Any) -> None:
 
     assert verdict("peak memory beyond the estimate", "counting", little) == "wrong"
     of_another = lambda network, *args, **kwargs: own(copy.deepcopy(network), *args, **kwargs)  # noqa: E731
-    assert verdict("offload 'group'", "BlockOffload", of_another) == "wrong", "this one's weights stay where they are"
+    assert verdict("offload 'group'", "BlockOffload", of_another) == "wrong", "the original's weights are not moved"
 
 
-def _hazard(says: str) -> None:
+def _hazard(message: str) -> None:
     found = second_device.hazards()
     second_device.card.reset()
-    assert any(says in each for each in found), (says, found)
+    assert any(message in each for each in found), (message, found)
 
 
 def _no_hazard() -> None:

@@ -1,5 +1,4 @@
-"""Runs on the second device that something breaks off, or that go on beside each other: what is left, and what comes
-next."""
+"""Interrupted, failing and concurrent runs on the second device: the state they leave, and the next run."""
 
 from __future__ import annotations
 
@@ -20,31 +19,31 @@ from small_runs import CPU, CUDA, frames, opened, prompts
 from torch._dynamo.backends.debugging import aot_eager
 from torch._inductor import compile_fx
 
-FAILING = 5  # places, spread over a run, at which an allocation fails
+FAILING = 5  # allocations to fail, spread over a run
 
 
 def is_right(made: torch.Tensor, expected: torch.Tensor, offload: str) -> bool:
-    """Offload 'auto' goes on with guidance's halves apart, of which a CPU's products differ in the last bits."""
+    """Offload 'auto' may run CFG halves sequentially, where the CPU's products differ in the last bits."""
     return torch.equal(made, expected) or (offload == "auto" and torch.allclose(made, expected, atol=1e-5))
 
 
 @pytest.fixture
-def nothing_is_wrong(card: Any) -> Callable[..., None]:
-    """The next run is right, nothing was unordered, and what is on the device is the weights that stay there."""
+def check_state(card: Any) -> Callable[..., None]:
+    """Check that the next run is right, no access was unordered, and only weights that stay are on the device."""
 
-    def look(handle: Any, expected: torch.Tensor) -> None:
+    def check(handle: Any, expected: torch.Tensor) -> None:
         assert is_right(frames(handle), expected, handle.offload.value), "the next run"
         assert not second_device.hazards()
         gc.collect()
         assert card.used() <= handle.store.bytes_on_device() + 512 * 1024
 
-    return look
+    return check
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("offload", ["auto", "group"])
-def test_an_allocation_that_fails_anywhere(card: Any, nothing_is_wrong: Callable[..., None], offload: str) -> None:
-    """It costs the run nothing but time, before the first call of a model, too; the run after it is right."""
+def test_failed_allocation_keeps_the_result(card: Any, check_state: Callable[..., None], offload: str) -> None:
+    """The run only takes longer, also before a model's first call; the next run is right."""
     handle = opened("2b", offload)
     expected = frames(handle)
     card.reset()
@@ -56,12 +55,12 @@ def test_an_allocation_that_fails_anywhere(card: Any, nothing_is_wrong: Callable
             assert is_right(frames(handle), expected, offload), number
         finally:
             card.fail_in(0)
-        nothing_is_wrong(handle, expected)
+        check_state(handle, expected)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("offload", ["model", "group"])
-def test_an_interrupt_at_a_step(nothing_is_wrong: Callable[..., None], offload: str) -> None:
+def test_interrupt_at_a_step_leaves_the_next_run_right(check_state: Callable[..., None], offload: str) -> None:
     def stop(done: int, *_: Any, **__: Any) -> None:
         if done >= 1:
             raise KeyboardInterrupt
@@ -70,10 +69,10 @@ def test_an_interrupt_at_a_step(nothing_is_wrong: Callable[..., None], offload: 
     expected = frames(handle)
     with pytest.raises(KeyboardInterrupt):
         frames(handle, step_done=stop)
-    nothing_is_wrong(handle, expected)
+    check_state(handle, expected)
 
 
-def test_three_threads_with_two_pipelines() -> None:
+def test_three_threads_with_two_pipelines_are_bit_equal() -> None:
     handles = [opened("2b", "group"), opened("cogview4", "auto")]
     handles += handles[:1]
     expected = [frames(handle) for handle in handles]
@@ -82,7 +81,7 @@ def test_three_threads_with_two_pipelines() -> None:
         assert all(torch.equal(each, right) for each in (*runs, frames(handle)))
 
 
-def test_the_probe_measures_the_same() -> None:
+def test_probe_measures_the_same_as_on_cpu() -> None:
     probed = []
     for device in (CUDA, CPU):
         handle = opened("2b", "group", overflow="stream", device=device)
@@ -92,8 +91,8 @@ def test_the_probe_measures_the_same() -> None:
     assert probed[0] == probed[1]
 
 
-def test_memory_of_many_sizes(card: Any) -> None:
-    """With offload 'auto' the frames are the same with less and less memory, until a run is refused."""
+def test_smaller_cards_give_the_same_frames_or_refuse(card: Any) -> None:
+    """With offload 'auto' the frames stay the same with less memory, until a run is refused."""
     handle, total = opened("2b", "none"), card.total()
     card.reset()
     expected, most = frames(handle), card.most_used()
@@ -118,9 +117,9 @@ def test_memory_of_many_sizes(card: Any) -> None:
 
 
 @pytest.mark.long
-def test_compiled_blocks(nothing_is_wrong: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `aot_eager` in inductor's place, which makes no kernels that the device could not run."""
-    monkeypatch.setitem(backends._PROBES, "inductor", lambda _device: "")  # it asks for Triton
+def test_compiled_blocks_equal_cpu(check_state: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `aot_eager` instead of inductor, whose kernels the device cannot run."""
+    monkeypatch.setitem(backends._PROBES, "inductor", lambda _device: "")  # the probe requires Triton
     monkeypatch.setattr(compile_fx, "compile_fx", lambda model, inputs, **_: aot_eager(model, inputs))
     made = {}
     for device in (CUDA, CPU):
@@ -132,6 +131,6 @@ def test_compiled_blocks(nothing_is_wrong: Callable[..., None], monkeypatch: pyt
             assert report.graphs or offload == "group", "both share one"
             made[device.type, offload] = frames(handle)
             if device == CUDA:
-                nothing_is_wrong(handle, made[device.type, offload])
+                check_state(handle, made[device.type, offload])
             handle.store.empty()
     assert all(torch.equal(each, made["cpu", "none"]) for each in made.values())

@@ -1,4 +1,4 @@
-"""Weights that come back from the device unchanged are those that main memory still has; what changed is copied."""
+"""Host copies: unchanged weights are not copied back from the device; changed ones are."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
 from comfyui_onediff_guard.pipelines.weights import placement
 from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, move, tensors_of
-from small_runs import CUDA, frames, opened_anew, sampled
+from small_runs import CUDA, frames, opened_fresh, sampled
 from torch import nn
 from trained_lora import train_lora
 
 HOST = torch.device("cpu")
-OTHERS = 2**17  # bytes of prompts, positions, latents and norms that go to the card in a run, at most
+OTHERS = 2**17  # bytes of prompts, positions, latents and norms that a run copies to the card, at most
 
 
 def run_of(handle: PipelineHandle) -> None:
@@ -30,7 +30,7 @@ def run_of(handle: PipelineHandle) -> None:
 
 
 def copied(card: Any, handle: PipelineHandle, runs: int = 2) -> list[tuple[int, int]]:
-    """What each run copies to the card and back; their prompts are not known."""
+    """Bytes that each run copies (to the card, back); prompts are encoded each time."""
     found = []
     for _ in range(runs):
         torch.cuda.synchronize()
@@ -42,76 +42,76 @@ def copied(card: Any, handle: PipelineHandle, runs: int = 2) -> list[tuple[int, 
 
 
 def results_of(card: Any, model: str, lora: Any = None) -> int:
-    """Bytes that a run hands the host where no weights move."""
-    handle = opened_anew(model, "none")
+    """Bytes that a run copies to the host if no weights move."""
+    handle = opened_fresh(model, "none")
     back = copied(card, add_lora(handle, lora) if lora else handle)[1][1]
     handle.store.empty()
     return back
 
 
 @pytest.mark.parametrize("model", ["2b", "5b-i2v", "cogview3", "cogview4", "wan-two"])
-def test_what_did_not_change_is_not_copied_back(card: Any, model: str) -> None:
+def test_unchanged_weights_are_not_copied_back(card: Any, model: str) -> None:
     results = results_of(card, model)
-    first, second = copied(card, opened_anew(model, "model"))
-    assert first[0] >= second[0] > OTHERS, "a norm is tried once"
+    first, second = copied(card, opened_fresh(model, "model"))
+    assert first[0] >= second[0] > OTHERS, "the first run tries a norm on the card"
     assert first[1] == second[1] == results
 
 
 @pytest.mark.parametrize("offload", ["none", "auto"])
-def test_of_what_stays_on_the_card_main_memory_keeps_nothing(card: Any, offload: str) -> None:
-    results, handle = results_of(card, "2b"), opened_anew("2b", offload)
+def test_no_host_copy_is_kept_of_weights_that_stay_on_the_card(card: Any, offload: str) -> None:
+    results, handle = results_of(card, "2b"), opened_fresh("2b", offload)
     first, again = copied(card, handle)
     sizes = {name: placement.bytes_of(component.module) for name, component in handle.store.components.items()}
     encoder = sizes.pop("text_encoder")
     assert min(sizes.values()) > OTHERS
     assert first[0] > encoder and first[1] == again[1] == results
-    assert 0 <= again[0] - encoder < OTHERS, "the encoder alone"
+    assert 0 <= again[0] - encoder < OTHERS, "only the encoder"
     on_card = {tensor for component in handle.store.components.values() for tensor in tensors_of(component.module)}
     assert not [tensor for tensor in on_card if tensor in placement._HOST_COPIES]
 
 
 @pytest.mark.parametrize("offload", ["none", "auto"])
-def test_what_drives_each_other_out_is_not_copied_back(card: Any, offload: str) -> None:
-    """The card has no room for the denoiser while the VAE decodes, which is known once it has."""
+def test_components_evicting_each_other_are_not_copied_back(card: Any, offload: str) -> None:
+    """The card has no memory for the denoiser while the VAE decodes; this is known after the first decode."""
     results, total = results_of(card, "2b"), card.total()
-    handle = opened_anew("2b", offload)
+    handle = opened_fresh("2b", offload)
     frames(handle)
     denoiser, vae = (placement.bytes_of(handle.store.components[name].module) for name in ("transformer", "vae"))
     most = card.most_used()
     handle.store.empty()
     try:
         card.set_total(most - min(denoiser, vae) // 2)
-        _, second, third = copied(card, opened_anew("2b", offload), 3)
+        _, second, third = copied(card, opened_fresh("2b", offload), 3)
     finally:
         card.set_total(total)
-    assert second[0] > min(denoiser, vae) > OTHERS, "one of them comes anew"
+    assert second[0] > min(denoiser, vae) > OTHERS, "one of them is copied again"
     assert second[1] == third[1] == results
 
 
-def test_what_a_lora_added_is_not_copied_back(card: Any, model_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_lora_weights_are_not_copied_back(card: Any, model_folder: Callable[..., Path], tmp_path: Path) -> None:
     lora = train_lora(tmp_path, model_folder("2b"))
-    results, without = results_of(card, "2b", lora), copied(card, opened_anew("2b", "model"))[1]
-    first, second = copied(card, add_lora(opened_anew("2b", "model"), lora))
-    assert second[0] > without[0], "the LoRA comes too"
+    results, without = results_of(card, "2b", lora), copied(card, opened_fresh("2b", "model"))[1]
+    first, second = copied(card, add_lora(opened_fresh("2b", "model"), lora))
+    assert second[0] > without[0], "the LoRA is copied too"
     assert first[1] == second[1] == results
 
 
-def test_loras_that_come_and_go_are_computed_with(card: Any, model_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_switching_loras_applies_each_one(card: Any, model_folder: Callable[..., Path], tmp_path: Path) -> None:
     lora = train_lora(tmp_path, model_folder("2b"))
     adapted: list[Callable[[PipelineHandle], PipelineHandle]] = [
         lambda handle: handle,
         lambda handle: add_lora(handle, lora),
         lambda handle: add_lora(handle, replace(lora, scale=-2.0)),
     ]
-    expected = [sampled(add(opened_anew("2b", "none")), "2b")[0] for add in adapted]
-    assert not any(torch.equal(each, expected[0]) for each in expected[1:]), "they change something"
-    handle = opened_anew("2b", "model")
+    expected = [sampled(add(opened_fresh("2b", "none")), "2b")[0] for add in adapted]
+    assert not any(torch.equal(each, expected[0]) for each in expected[1:]), "the LoRAs change the result"
+    handle = opened_fresh("2b", "model")
     for index in (0, 1, 2, 0, 2, 1):
         assert torch.equal(sampled(adapted[index](handle), "2b")[0], expected[index]), index
 
 
-def test_main_memory_that_is_short_keeps_nothing(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    results, handle = results_of(card, "2b"), opened_anew("2b", "model")
+def test_no_host_copies_are_kept_when_main_memory_is_short(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, handle = results_of(card, "2b"), opened_fresh("2b", "model")
     monkeypatch.setattr(placement, "main_memory", lambda: DeviceMemory(10, handle.store._unread()))
     found = copied(card, handle)
     assert {*handle.store.loaded()} == {"transformer", "vae"}, "the text encoder is read again"
@@ -119,8 +119,8 @@ def test_main_memory_that_is_short_keeps_nothing(card: Any, monkeypatch: pytest.
     assert [to_host - results for _, to_host in found] == [others, others]
 
 
-def test_layer_by_layer_weights_go_back_to_where_they_were() -> None:
-    handle, at_rest = opened_anew("2b", "sequential"), []
+def test_sequential_offload_returns_weights_to_the_same_memory() -> None:
+    handle, at_rest = opened_fresh("2b", "sequential"), []
     for _ in range(2):
         frames(handle)
         modules = [handle.store.components[name].module for name in ("text_encoder", "transformer")]
@@ -133,7 +133,7 @@ def replaced(layer: Any) -> None:
 
 
 def replaced_often(layer: Any) -> None:
-    """Until an allocator gives out again what it had given out for the first one, where nothing prevents that."""
+    """Replace data until the allocator reuses the first storage, if it does."""
     first = layer.weight.untyped_storage()._cdata
     for _ in range(100):
         layer.weight.data = layer.weight.data + 1
@@ -168,7 +168,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changed_is_copied(change: str) -> None:
+def test_changed_weights_are_copied_back(change: str) -> None:
     layer: Any = nn.Conv2d(4, 4, 3).requires_grad_(False)
     layer.register_buffer("table", torch.arange(4.0))
     for _ in range(2):

@@ -1,5 +1,5 @@
-"""A device as an Apple GPU: no stage asks for float64, streams or page-locked memory, nor do previews. What a model has
-in float64 comes in float32."""
+"""A device like an Apple GPU: no stage or preview uses float64, streams or page-locked memory. float64 tensors of a
+model become float32."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from small_runs import CPU, frames, opened
 
 
 @pytest.mark.parametrize("model", ["2b", "cogview4"])
-def test_a_run(model: str) -> None:
+def test_run_without_float64_and_streams_is_near_fp32(model: str) -> None:
     on_cpu = opened(model, "none", "fp32", "stream", device=CPU)
-    size = usual_size(on_cpu, 0, 0, 0)  # for others diffusers makes a table anew, by the kind of device
+    size = usual_size(on_cpu, 0, 0, 0)  # for other sizes diffusers computes a table that depends on the device
     exact = frames(on_cpu, size)
     for offload in ("none", "model"):
         handle, pictures = opened(model, offload, "fp16", "stream"), []

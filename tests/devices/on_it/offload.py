@@ -1,4 +1,4 @@
-"""Weights that come to the card in parts: what comes out is the same to the bit as with all of them there."""
+"""Offload in parts: results are bit-equal to a run with all weights on the card."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from onediff.infer_compiler.backends import registry
 from safetensors.torch import save_file
-from small_runs import CUDA, opened, opened_anew, sampled
+from small_runs import CUDA, opened, opened_fresh, sampled
 from torch._dynamo.utils import counters
 
 IN_PARTS = ["group", "sequential"]
@@ -28,12 +28,12 @@ Change = Callable[[Any], Any]
 
 
 def same_run(offload: str, change: Change = lambda handle: handle, **how: Any) -> Any:
-    """The report of a run of CogVideoX whose latents are those of the run with offload `none`; nothing stays there.
+    """Check that a CogVideoX run has the latents of offload `none` and leaves the card empty; return its report.
 
-    change: of a handle, what is run."""
+    change: returns the handle to run."""
     made = {}
     for kind in ("none", offload):
-        handle = opened_anew("2b", kind, **how)
+        handle = opened_fresh("2b", kind, **how)
         made[kind] = sampled(change(handle), "2b", steps=3)
         denoiser = handle.store.components["transformer"]
         assert bool(bytes_on(CUDA, denoiser.adapted or denoiser.module)) == (kind == "none")
@@ -46,7 +46,7 @@ def same_run(offload: str, change: Change = lambda handle: handle, **how: Any) -
 
 
 def learning(handle: Any) -> Any:
-    """Hidden activations of one feed-forward reach 1e5 and more; what it writes to the stream stays as it was."""
+    """Let hidden activations of one feed-forward reach 1e5 and more; its output stays the same."""
     denoiser = handle.store.module("transformer", "fp16", offload=handle.offload, place=False)
     with torch.no_grad():
         feed_forward = denoiser.transformer_blocks[1].ff
@@ -56,8 +56,8 @@ def learning(handle: Any) -> Any:
 
 
 @pytest.mark.parametrize(("offload", "backend"), [("group", "eager"), ("group", "inductor"), ("sequential", "eager")])
-def test_scales_are_learned_alike(monkeypatch: pytest.MonkeyPatch, offload: str, backend: str) -> None:
-    if backend == "inductor":  # it has no compiler for the card: what it traced runs as it is
+def test_learned_scales_match_offload_none(monkeypatch: pytest.MonkeyPatch, offload: str, backend: str) -> None:
+    if backend == "inductor":  # it has no compiler for the card: the traced graph runs eagerly
         backends._register_inductor()
         monkeypatch.setitem(backends._PROBES, "inductor", lambda _device: "")
         compile_block = lambda module, *, options: torch.compile(module, backend="eager", **options)  # noqa: E731
@@ -66,18 +66,18 @@ def test_scales_are_learned_alike(monkeypatch: pytest.MonkeyPatch, offload: str,
     report = same_run(offload, learning, precision="fp16", backend=backend)
     assert report.protection and not report.reruns
     graphs = counters["stats"]["unique_graphs"] - before
-    assert graphs == (backend == "inductor"), "all blocks of both runs share one, although weights come and go"
+    assert graphs == (backend == "inductor"), "all blocks of both runs share one graph, although weights move"
 
 
 @pytest.mark.parametrize("offload", IN_PARTS)
-def test_an_attention_kernel_is_chosen_alike(offload: str) -> None:
+def test_attention_kernel_choice_matches_offload_none(offload: str) -> None:
     how = CompileOptions(attention="math")
     assert "attention: math" in same_run(offload, lambda handle: replace(handle, compile_options=how)).backend_reason
 
 
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory: pytest.TempPathFactory) -> Lora:
-    """Pairs, and differences of biases, norms and a convolution."""
+    """Low-rank pairs, and differences of biases, norms and a convolution."""
     torch.manual_seed(0)
     denoiser: Any = opened("2b", "none").store.module("transformer", "fp32", place=False)
     tensors, transformer = {}, "transformer"
@@ -95,31 +95,31 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Lora:
 
 
 @pytest.mark.parametrize(("offload", "precision"), [("group", "fp16"), ("sequential", "bf16")])
-def test_loras_come_with_their_layers(lora: Lora, offload: str, precision: str) -> None:
+def test_loras_match_offload_none(lora: Lora, offload: str, precision: str) -> None:
     how = {"precision": precision, "overflow": "stream"}
     report = same_run(offload, lambda handle: add_lora(handle, lora), **how)
     assert bool(report.protection) == (precision == "fp16") and not report.reruns
 
 
 @pytest.mark.parametrize("offload", IN_PARTS)
-def test_a_skipped_block_is_not_brought(card: Any, offload: str) -> None:
-    """With `group`, the first one is under way by then: a model of two blocks saves nothing."""
+def test_skipped_block_is_not_copied_to_the_device(card: Any, offload: str) -> None:
+    """With `group`, the first block is already being copied: a model of two blocks saves nothing."""
 
     def cached(policy: CachePolicy | None, offload: str) -> tuple[torch.Tensor, Any, int]:
-        handle = replace(opened_anew("2b", offload), step_cache=policy)
+        handle = replace(opened_fresh("2b", offload), step_cache=policy)
         encode_prompts(handle, ["a red kite", "grey"])
         card.reset()
         latents, report = sampled(handle, "2b", steps=12)
         return latents, report.cache, card.counts()["bytes to the device"]
 
-    wide = CachePolicy(error=0.5, check_every=3)  # random weights change from step to step more than trained ones
+    wide = CachePolicy(error=0.5, check_every=3)  # random weights change more between steps than trained ones
     (right, usual, _), (latents, found, brought) = cached(wide, "none"), cached(wide, offload)
     assert found == usual and found.cached and torch.equal(latents, right)
     assert offload == "group" or brought < 0.95 * cached(CachePolicy(0.0), offload)[2]
 
 
-def test_one_model_open_with_several_kinds() -> None:
-    """Of one store, whose weights every kind finds where the other left them."""
+def test_one_store_works_with_changing_offload_modes() -> None:
+    """Handles of one store: each offload mode finds the weights where the last one left them."""
     first = opened("2b", "none")
     right, _ = sampled(first, "2b")
     for kind in ("group", "none", "sequential", "model", "group", "none"):
@@ -128,7 +128,7 @@ def test_one_model_open_with_several_kinds() -> None:
         assert bool(handle.store.components["transformer"].offloaded) == handle.offload.in_parts, kind
 
 
-def test_room_is_asked_for_what_comes_not_for_the_whole(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_requested_only_for_the_loaded_parts(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     handle, asked = room.opened("2b", "sequential"), []
     monkeypatch.setattr(handle.store.placement, "make_room", asked.append)
     _, report = sampled(handle, "2b")
@@ -140,11 +140,11 @@ def test_room_is_asked_for_what_comes_not_for_the_whole(room: Room, monkeypatch:
 
 
 @pytest.mark.parametrize("offload", ["model", *IN_PARTS])
-def test_a_text_encoder_with_every_layer_scaled(offload: str) -> None:
+def test_scaled_text_encoder_is_bit_equal_to_offload_none(offload: str) -> None:
     def encoded(offload: str) -> Any:
-        handle = opened_anew("2b", offload, "fp16")
+        handle = opened_fresh("2b", offload, "fp16")
         encoder: Any = handle.store.module("text_encoder", "fp16", place=False)
-        with torch.no_grad():  # its first attention adds what leaves fp16's range, where T5 clamps it to ±64504
+        with torch.no_grad():  # its first attention overflows fp16, where T5 clamps to ±64504
             weight = encoder.encoder.block[0].layer[0].SelfAttention.o.weight
             weight.div_(weight.abs().max()).mul_(6e4)
         return encode_prompts(handle, ["a red kite"])
@@ -155,7 +155,7 @@ def test_a_text_encoder_with_every_layer_scaled(offload: str) -> None:
 
 
 @pytest.mark.parametrize("offload", IN_PARTS)
-def test_the_text_encoder_leaves_first(monkeypatch: pytest.MonkeyPatch, offload: str) -> None:
+def test_only_one_component_is_loaded_in_parts_at_a_time(monkeypatch: pytest.MonkeyPatch, offload: str) -> None:
     handle, asked = opened("2b", offload), []
 
     def in_parts() -> list[str]:
@@ -167,18 +167,18 @@ def test_the_text_encoder_leaves_first(monkeypatch: pytest.MonkeyPatch, offload:
 
 
 @pytest.mark.parametrize(("model", "encoders"), [("5b-i2v", ["vae"]), ("svd", ["image_encoder", "vae"])])
-def test_what_encoded_the_image_rests_while_the_denoiser_runs(model: str, encoders: list[str]) -> None:
-    handle, there = opened(model, "group"), []
+def test_image_encoders_are_offloaded_while_the_denoiser_runs(model: str, encoders: list[str]) -> None:
+    handle, on_card = opened(model, "group"), []
 
     def look(*_: object) -> None:
-        there.extend(bytes_on(CUDA, handle.store.module(name, "fp32", place=False)) for name in encoders)
+        on_card.extend(bytes_on(CUDA, handle.store.module(name, "fp32", place=False)) for name in encoders)
 
     sampled(handle, model, step_done=look)
-    assert there and not any(there)
+    assert on_card and not any(on_card)
 
 
 @pytest.mark.parametrize(("offload", "times"), [("none", 0), ("group", 1)])
-def test_page_locked_memory_goes_back_to_the_system_with_its_component(
+def test_page_locked_memory_is_freed_with_its_component(
     monkeypatch: pytest.MonkeyPatch, offload: str, times: int
 ) -> None:
     released = []

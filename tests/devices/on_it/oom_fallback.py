@@ -1,4 +1,4 @@
-"""Memory runs out on a card of so many bytes: the run goes on in a cheaper way, or ends with what it needs."""
+"""Memory runs out on the card: the run falls back to a cheaper mode, or ends and names what it needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from card_room import CUDA, Room, everything_away, most_of, ways
+from card_room import CUDA, Room, fallbacks, offload_all, result_and_peak
 from comfyui_onediff_guard.pipelines.run import denoiser
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
@@ -25,17 +25,17 @@ MODELS = [pytest.param(name, marks=[pytest.mark.long] if name == "svd" else []) 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("model", MODELS)
-def test_what_is_asked_for_is_what_a_stage_takes(room: Room, model: str, precision: str) -> None:
-    """The count on tensors without values, against the bytes that the run held."""
+def test_estimated_memory_matches_what_a_stage_uses(room: Room, model: str, precision: str) -> None:
+    """The estimate from meta tensors against the bytes that the run used."""
     handle = room.opened(model, precision=precision)
     latents, _ = sampled(handle, model)
-    decode(handle, latents)  # which loads
-    _, decoding = room.taken_by(lambda: decode(handle, latents))
-    for stage, most in (("denoiser", room.made["denoiser"]), ("vae_decode", decoding)):
+    decode(handle, latents)  # loads the weights
+    _, decoding = room.measure(lambda: decode(handle, latents))
+    for stage, most in (("denoiser", room.call_bytes["denoiser"]), ("vae_decode", decoding)):
         asked = [found for key, (found, _) in handle.store.room.items() if key[1].component.value == stage]
-        assert asked[0] in room.asked
+        assert asked[0] in room.requested
         assert asked[0] / most == pytest.approx(1, abs=0.12), stage
-    assert len(handle.store.room) == 2 + handle.family.takes_image + bool(handle.family.prompt), "each is counted once"
+    assert len(handle.store.room) == 2 + handle.family.takes_image + bool(handle.family.prompt), "one estimate each"
 
 
 NO_KERNELS = Kernels(
@@ -45,12 +45,10 @@ NO_KERNELS = Kernels(
 
 
 @pytest.mark.long
-def test_what_takes_more_for_want_of_a_kernel_is_asked_for_and_said_once_in_each_run(
-    room: Room, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_for_missing_kernels_is_requested_and_noted_once(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     lean = room.opened("2b", precision="bf16")
     decode(lean, sampled(lean, "2b")[0])
-    asked = [*room.asked]
+    asked = [*room.requested]
     monkeypatch.setattr(rooms, "kernels_of", {lean.store.placement.device: NO_KERNELS}.__getitem__)
     handle, attention = room.opened("2b", precision="bf16"), "no fused attention in torch.bfloat16."
     for _ in range(2):
@@ -61,7 +59,7 @@ def test_what_takes_more_for_want_of_a_kernel_is_asked_for_and_said_once_in_each
             stage = said.plan.component
             (takes,) = [most for key, (most, _) in handle.store.room.items() if key[1].component is stage]
             (needs,) = [most for key, (most, _) in lean.store.room.items() if key[1].component is stage]
-            assert takes > 1.1 * needs and takes in room.asked and needs in asked
+            assert takes > 1.1 * needs and takes in room.requested and needs in asked
             assert note == f"{stage.words} takes {size(takes)} beside its weights: {why}"
 
 
@@ -71,55 +69,55 @@ def weights_of(handle: PipelineHandle, name: str, dtype: str = "fp32") -> int:
 
 
 def in_parts(handle: PipelineHandle, offload: Offload) -> int:
-    """Bytes of the denoiser's weights that are on the card at once."""
+    """Bytes of the denoiser's weights on the card at one time."""
     most = replace(handle, offload=offload).stage(Component.DENOISER).weights.most_bytes
-    everything_away(handle)
+    offload_all(handle)
     handle.store.components[handle.family.denoiser].forget_parts()
     return most
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("way", ["CFG halves in turn", "group", "sequential"])
-def test_a_run_with_less_room_goes_on_in_a_cheaper_way(room: Room, model: str, way: str) -> None:
-    """There is room for what the denoiser took, less most of what this way saves."""
+def test_run_with_less_memory_falls_back_to_a_cheaper_mode(room: Room, model: str, way: str) -> None:
+    """The limit is what the denoiser used, minus most of what this mode saves."""
     handle = room.opened(model)
     right, _ = sampled(handle, model)
     even = handle.family.guidance.calls == 1
     weights = weights_of(handle, handle.family.denoiser)
-    saved = room.made["denoiser"] / 5 if even else 0
+    saved = room.call_bytes["denoiser"] / 5 if even else 0
     if way != "CFG halves in turn":
         saved += 0.9 * (weights - in_parts(handle, Offload(way)))
-    limit = weights + room.beside["denoiser"] - saved
+    limit = weights + room.bytes_beside_weights["denoiser"] - saved
     with room.limited(limit, only="denoiser"):
         latents, report = sampled(handle, model)
     offloads = (
         [f"{each}, CFG halves in turn" for each in ("none", "group", "sequential")] if even else ["group", "sequential"]
     )
-    taken, order = ways(report), ["nothing else on the device", *offloads]
+    taken, order = fallbacks(report), ["nothing else on the device", *offloads]
     assert taken == order[: len(taken)]
-    if saved > limit / 50:  # two blocks are a small Wan whole
+    if saved > limit / 50:  # a small Wan has only two blocks
         assert len(taken) > 1
-    assert len(report.steps) == 2 * report.calls_per_step, "a step is one step"
+    assert len(report.steps) == 2 * report.calls_per_step, "a repeated step counts once"
     assert (latents - right).norm() <= 1e-4 * right.norm()
     again, report = sampled(handle, model)
-    assert torch.equal(again, right) and not ways(report)
+    assert torch.equal(again, right) and not fallbacks(report)
 
 
 @pytest.mark.quick
-def test_another_component_leaves_the_card_first(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_components_are_evicted_before_any_fallback(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = room.opened("5b-i2v")
-    right, _ = sampled(handle, "5b-i2v")  # the VAE is on the card, too
-    monkeypatch.setattr(denoiser, "estimate_activation_bytes", lambda *_: room.made["denoiser"])
-    limit = weights_of(handle, "transformer") + room.beside["denoiser"]
+    right, _ = sampled(handle, "5b-i2v")  # the VAE stays on the card
+    monkeypatch.setattr(denoiser, "estimate_activation_bytes", lambda *_: room.call_bytes["denoiser"])
+    limit = weights_of(handle, "transformer") + room.bytes_beside_weights["denoiser"]
     with room.limited(limit, only="denoiser"):
         latents, report = sampled(handle, "5b-i2v")
         assert not bytes_on(CUDA, handle.store.module("vae", "fp32", place=False))
-    assert not ways(report), "before memory runs out"
+    assert not fallbacks(report), "before memory runs out"
     assert torch.equal(latents, right)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_run_without_room_says_what_it_needs_and_leaves_nothing_behind(room: Room, model: str) -> None:
+def test_run_without_memory_names_its_needs_and_leaves_no_state(room: Room, model: str) -> None:
     handle = room.opened(model)
     right, _ = sampled(handle, model)
     with room.limited(1000, only="denoiser"), pytest.raises(NoRoom) as failed:
@@ -129,13 +127,13 @@ def test_a_run_without_room_says_what_it_needs_and_leaves_nothing_behind(room: R
     assert "Tried: nothing else on the device; " in text and "; sequential" in text
     assert "cuda:0 has 0.001 MB, " in text and "A call needs " in text and " of weights and " in text
     assert "smaller size, fewer frames" in text
-    assert isinstance(failed.value, torch.OutOfMemoryError), "ComfyUI then unloads its models, too"
+    assert isinstance(failed.value, torch.OutOfMemoryError), "so ComfyUI unloads its models too"
     assert not bytes_on(CUDA, handle.store.module(handle.family.denoiser, "fp32", place=False))
     assert torch.equal(sampled(handle, model)[0], right)
 
 
 @pytest.mark.parametrize("stage", ["text_encoder", "vae_encode", "vae_decode"])
-def test_each_stage_ends_with_what_it_needs(room: Room, stage: str) -> None:
+def test_each_stage_without_memory_is_named_in_the_error(room: Room, stage: str) -> None:
     handle = room.opened("5b-i2v")
     with room.limited(1000, only=stage), pytest.raises(NoRoom, match=stage.replace("_", " ")):
         decode(handle, sampled(handle, "5b-i2v")[0])
@@ -143,14 +141,14 @@ def test_each_stage_ends_with_what_it_needs(room: Room, stage: str) -> None:
 
 
 @pytest.mark.quick
-def test_a_text_encoder_goes_on_in_parts(room: Room) -> None:
+def test_text_encoder_falls_back_to_group_offload(room: Room) -> None:
     handle = room.opened("2b")
     right, _ = encode_prompts(handle, ["a red kite"])
-    made = room.made["text_encoder"]
+    made = room.call_bytes["text_encoder"]
     handle.store.prompts.clear()
     with room.limited(made + 0.8 * weights_of(handle, "text_encoder"), only="text_encoder"):
         embeddings, report = encode_prompts(handle, ["a red kite"])
-    assert ways(report)[:2] == ["nothing else on the device", "group"]
+    assert fallbacks(report)[:2] == ["nothing else on the device", "group"]
     assert torch.equal(embeddings[0], right[0])
 
 
@@ -158,14 +156,14 @@ def test_a_text_encoder_goes_on_in_parts(room: Room) -> None:
     ("model", "how"),
     [("2b", "tiling"), ("cogview3", "tiling"), pytest.param("svd", "2 at once", marks=pytest.mark.long)],
 )
-def test_decoding_with_less_room_goes_on_in_smaller_parts(room: Room, model: str, how: str) -> None:
+def test_decoding_with_less_memory_falls_back_to_smaller_parts(room: Room, model: str, how: str) -> None:
     handle = room.opened(model)
     latents, _ = sampled(handle, model)
-    (right, _), most = most_of(room, handle, lambda: decode(handle, latents))
+    (right, _), most = result_and_peak(room, handle, lambda: decode(handle, latents))
     with room.limited(most - 1, only="vae_decode"):
         frames, report = decode(handle, latents)
-    assert ways(report) == ["nothing else on the device", how]
-    assert frames.shape == right.shape and (frames - right).abs().mean() < 0.2  # tiles of a small VAE are not alike
+    assert fallbacks(report) == ["nothing else on the device", how]
+    assert frames.shape == right.shape and (frames - right).abs().mean() < 0.2  # tiles of a small VAE differ
     assert torch.equal(decode(handle, latents)[0], right)
 
 
@@ -180,18 +178,18 @@ def test_decoding_with_less_room_goes_on_in_smaller_parts(room: Room, model: str
         (RuntimeError(), False),
     ],
 )
-def test_what_says_that_memory_ran_out(error: RuntimeError, is_one: bool) -> None:
+def test_out_of_memory_errors_are_recognised(error: RuntimeError, is_one: bool) -> None:
     assert ran_out(error) is is_one
 
 
 @pytest.mark.quick
-def test_what_is_no_lack_of_memory_is_not_tried_again(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_not_retried(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = room.opened("2b")
     embed = handle.store.module("transformer", "fp32", place=False).patch_embed
     forward, called = embed.forward, []
 
     def broken(text: torch.Tensor, *given: Any) -> Any:
-        if text.is_meta:  # where it is counted
+        if text.is_meta:  # during the estimate
             return forward(text, *given)
         called.append(1)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -203,8 +201,8 @@ def test_what_is_no_lack_of_memory_is_not_tried_again(room: Room, monkeypatch: p
 
 
 @pytest.mark.quick
-def test_a_rerun_in_fp32_has_the_same_fallback(room: Room) -> None:
-    """There is room for a step in half precision, and none for the same step in float32."""
+def test_fp32_rerun_uses_the_same_fallback(room: Room) -> None:
+    """There is memory for a step in half precision, but not for the same step in float32."""
     handle = room.opened("2b", precision="bf16")
     right, _ = sampled(handle, "2b")
     block = handle.store.module("transformer", "bf16", place=False).transformer_blocks[1]
@@ -213,10 +211,10 @@ def test_a_rerun_in_fp32_has_the_same_fallback(room: Room) -> None:
         return tuple(part * float("nan") if part.dtype == torch.bfloat16 else part for part in made)
 
     hook = block.register_forward_hook(overflows)
-    limit = weights_of(handle, "transformer", "bf16") + 1.05 * room.made["denoiser"]
+    limit = weights_of(handle, "transformer", "bf16") + 1.05 * room.call_bytes["denoiser"]
     with room.limited(limit, only="denoiser"):
         latents, report = sampled(handle, "2b")
     hook.remove()
     assert report.reruns >= 1 and latents.isfinite().all()
-    assert ways(report)[:2] == ["nothing else on the device", "none, CFG halves in turn"]
+    assert fallbacks(report)[:2] == ["nothing else on the device", "none, CFG halves in turn"]
     assert (latents - right).norm() <= 0.05 * right.norm()

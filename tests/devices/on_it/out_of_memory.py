@@ -1,5 +1,5 @@
-"""There is no room for a component that is moved: the run goes on, or fails and leaves nothing halfway; the next run is
-right."""
+"""Memory runs out while a component is moved: the run continues, or fails and leaves nothing half moved; the next run
+is right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from moving import BEFORE, CASES, CUDA, Moves, opened, what_is_wrong
+from moving import BEFORE, CASES, CUDA, Moves, failures_after_oom, opened
 from trained_lora import train_lora
 
 
@@ -35,7 +35,7 @@ WAYS = [(*case, with_lora) for case in CASES for with_lora in (False, True)]
     ("before", "offload", "with_lora"),
     [pytest.param(*way, marks=[] if way in FEW else pytest.mark.long) for way in WAYS],
 )
-def test_the_next_run_is_right_whichever_move_failed(
+def test_next_run_is_right_after_any_failed_move(
     moves: Moves, model_folder: Callable[..., Path], lora: Lora, before: str, offload: str, with_lora: bool
 ) -> None:
     def begun() -> PipelineHandle:
@@ -43,7 +43,7 @@ def test_the_next_run_is_right_whichever_move_failed(
         BEFORE[before](handle, lora)
         return add_lora(handle, lora) if with_lora else handle
 
-    assert what_is_wrong(moves, begun) == []
+    assert failures_after_oom(moves, begun) == []
     assert moves.n >= 2
 
 
@@ -51,8 +51,8 @@ def test_the_next_run_is_right_whichever_move_failed(
     ("offload", "step"),
     [("group", 5), *(pytest.param(*way, marks=pytest.mark.long) for way in (("group", 1), ("sequential", 7)))],
 )
-def test_the_next_run_is_right_whichever_part_failed(
+def test_next_run_is_right_after_any_failed_part(
     moves: Moves, model_folder: Callable[..., Path], offload: str, step: int
 ) -> None:
-    assert what_is_wrong(moves, lambda: opened(model_folder("2b"), offload, PlainPlacement(CUDA)), step) == []
+    assert failures_after_oom(moves, lambda: opened(model_folder("2b"), offload, PlainPlacement(CUDA)), step) == []
     assert moves.n >= 10

@@ -1,4 +1,4 @@
-"""Page-locked memory of weights that come block by block: how much, for how long, and that they stay what they are."""
+"""Pinned buffers of group offload: their size and lifetime, and that tensors keep their values."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from comfyui_onediff_guard.pipelines.weights.offload import BlockOffload, Offloa
 from comfyui_onediff_guard.pipelines.weights.placement import tensors_of
 from diffusers import CogVideoXTransformer3DModel
 from second_device import runtime
-from small_runs import CUDA, frames, opened, opened_anew
+from small_runs import CUDA, frames, opened, opened_fresh
 from trained_lora import train_lora
 
 MODELS = ["2b", "1.5", "5b-i2v", "cogview3", "cogview4", "svd", "wan", "wan-ti2v"]
 
 
-def begun(model: str = "2b") -> tuple[PipelineHandle, weakref.ref[PinnedBuffer]]:
-    """With offload 'group', after a use of the denoiser's weights; and one of their slabs."""
+def start_group_offload(model: str = "2b") -> tuple[PipelineHandle, weakref.ref[PinnedBuffer]]:
+    """A handle with offload 'group' after one use of the denoiser's weights, and one of their pinned buffers."""
     handle = opened(model, "group")
     handle.store.module(handle.family.denoiser, "fp32", Offload.GROUP)
     with handle.store.onloading(handle.family.denoiser, Offload.GROUP) as weights:
         assert isinstance(weights, BlockOffload) and runtime.registered
-        slab = weakref.ref(weights._pinned_buffers[0])
+        buffer = weakref.ref(weights._pinned_buffers[0])
     assert runtime.registered, "between calls"
-    return handle, slab
+    return handle, buffer
 
 
 def expected() -> torch.Tensor:
-    handle = opened_anew("2b", "none")
+    handle = opened_fresh("2b", "none")
     made = frames(handle)
     handle.store.empty()
     return made
 
 
 class Marked(torch.Tensor):
-    """As quantised weights are: of a class of their own."""
+    """A tensor subclass, like quantised weights."""
 
 
-def test_tensors_stay_what_they_are() -> None:
+def test_pinned_tensors_keep_values_layout_and_class() -> None:
     wide = torch.randn(4, 6)
     tensors = {
         "bias": torch.nn.Parameter(torch.tensor([1.0, float("nan"), -0.0], dtype=torch.bfloat16), requires_grad=False),
@@ -60,49 +60,49 @@ def test_tensors_stay_what_they_are() -> None:
         "of a class of its own": torch.randn(3).as_subclass(Marked),
     }
     before = {name: (t.data.clone(), t.stride(), t.dtype, type(t)) for name, t in tensors.items()}
-    slab = PinnedBuffer([*tensors.values(), tensors["bias"]], torch.cuda.Stream(CUDA))
-    slab.lock()
+    buffer = PinnedBuffer([*tensors.values(), tensors["bias"]], torch.cuda.Stream(CUDA))
+    buffer.lock()
     for name, tensor in tensors.items():
         data, stride, dtype, kind = before[name]
         assert (tensor.stride(), tensor.dtype, type(tensor)) == (stride, dtype, kind), name
         torch.testing.assert_close(tensor.data, data, rtol=0, atol=0, equal_nan=True)
     left = {"a part of one", "one for many", "empty", "of a class of its own"}
     assert {name for name, tensor in tensors.items() if not tensor.is_pinned()} == left
-    assert all(tensor.data_ptr() % 64 == 0 for tensor in slab.tensors)
-    slab.lock()
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in buffer.tensors)
+    buffer.lock()
     assert len(runtime.registered) == 1
-    slab.unlock()
-    slab.unlock()
+    buffer.unlock()
+    buffer.unlock()
     assert not runtime.registered and torch.equal(wide.t(), tensors["transposed"])
 
 
-def test_memory_is_given_back_when_nothing_copies_from_it_any_more() -> None:
+def test_unlock_waits_for_pending_copies() -> None:
     stream = torch.cuda.Stream(CUDA)
-    slab = PinnedBuffer([torch.randn(64)], stream)
-    slab.lock()
+    buffer = PinnedBuffer([torch.randn(64)], stream)
+    buffer.lock()
     with torch.cuda.stream(stream):
-        there = slab.tensors[0].to(CUDA, non_blocking=True)
-    slab.unlock()
-    assert torch.equal(there.cpu(), slab.tensors[0])
+        copy = buffer.tensors[0].to(CUDA, non_blocking=True)
+    buffer.unlock()
+    assert torch.equal(copy.cpu(), buffer.tensors[0])
 
 
-def test_of_nothing_nothing_is_page_locked() -> None:
-    slab = PinnedBuffer([torch.empty(0)], torch.cuda.Stream(CUDA))
-    slab.lock()
-    slab.unlock()
+def test_empty_tensors_are_not_page_locked() -> None:
+    buffer = PinnedBuffer([torch.empty(0)], torch.cuda.Stream(CUDA))
+    buffer.lock()
+    buffer.unlock()
     assert not runtime.most
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_page_locked_is_no_more_than_the_weights(model: str) -> None:
-    """Pages counted whole."""
+def test_page_locked_memory_is_at_most_5_percent_above_the_weights(model: str) -> None:
+    """Counted in whole pages."""
     handle = opened(model, "none", "bf16")
     denoiser = handle.store.module(handle.family.denoiser, "bf16", place=False)
     with BlockOffload(denoiser, Offload.GROUP, CUDA, blocks=handle.family.blocks):
         assert 1 <= runtime.page_locked / sum(t.nbytes for t in {*tensors_of(denoiser)}) <= 1.05
 
 
-def test_page_locked_of_cogvideox_5b_as_published() -> None:
+def test_page_locked_memory_of_published_cogvideox_5b() -> None:
     with torch.device("meta"):
         denoiser = CogVideoXTransformer3DModel(
             num_attention_heads=48, num_layers=42, use_rotary_positional_embeddings=True
@@ -113,12 +113,12 @@ def test_page_locked_of_cogvideox_5b_as_published() -> None:
     weights = [t.nbytes for t in {*tensors_of(denoiser)}]
     assert 1 <= locked / sum(weights) <= 1.0001
     each_by_itself = sum(1 << (n_bytes - 1).bit_length() for n_bytes in weights)
-    assert round(each_by_itself / sum(weights), 2) == 1.78, "as PyTorch would"
+    assert round(each_by_itself / sum(weights), 2) == 1.78, "PyTorch's own pinning"
 
 
-def test_each_is_copied_from_where_it_is_and_page_locked_again_after_it_rested(card: Any) -> None:
+def test_weights_are_page_locked_again_at_the_same_address(card: Any) -> None:
     right = expected()
-    handle, seen, at = opened_anew("2b", "group"), [], []
+    handle, seen, at = opened_fresh("2b", "group"), [], []
     for _ in range(2):
         seen.append([])
 
@@ -126,15 +126,15 @@ def test_each_is_copied_from_where_it_is_and_page_locked_again_after_it_rested(c
             seen[-1].append((runtime.page_locked, card.counts()["bytes page-locked as they came"]))
 
         assert torch.equal(frames(handle, step_done=step_done), right)
-        assert seen[-1][0][0] and len({*seen[-1]}) == 1, "step for step"
-        assert not runtime.registered, "at rest"
+        assert seen[-1][0][0] and len({*seen[-1]}) == 1, "the same in every step"
+        assert not runtime.registered, "after the run"
         offloaded = handle.store.components["transformer"].offloaded
         assert offloaded
         at.append([tensor.data_ptr() for tensor in tensors_of(offloaded.made_for[0])])
     assert at[0] == at[1]
 
 
-AFTERWARDS: dict[str, Callable[[PipelineHandle, str], object]] = {
+AFTER_USE: dict[str, Callable[[PipelineHandle, str], object]] = {
     "rest": lambda handle, name: handle.store.offload_to_cpu(name),
     "rest or drop": lambda handle, name: handle.store.offload_or_unload(name),
     "drop": lambda handle, name: handle.store.drop(name),
@@ -145,35 +145,35 @@ AFTERWARDS: dict[str, Callable[[PipelineHandle, str], object]] = {
 }
 
 
-@pytest.mark.parametrize("how", AFTERWARDS)
-def test_nothing_stays_page_locked(how: str) -> None:
-    handle, slab = begun()
-    AFTERWARDS[how](handle, "transformer")
+@pytest.mark.parametrize("how", AFTER_USE)
+def test_no_memory_stays_page_locked(how: str) -> None:
+    handle, buffer = start_group_offload()
+    AFTER_USE[how](handle, "transformer")
     assert not runtime.registered
     if how != "rest":
         gc.collect()
-        assert slab() is None
+        assert buffer() is None
 
 
-def test_weights_that_are_laid_out_otherwise_leave_their_slabs() -> None:
-    handle, slab = begun("svd")
+def test_changed_memory_layout_frees_pinned_buffers() -> None:
+    handle, buffer = start_group_offload("svd")
     handle.store.lay_out("unet", channels_last=False)
-    assert runtime.registered and slab() is not None, "they lie so already"
+    assert runtime.registered and buffer() is not None, "the layout is already this"
     handle.store.lay_out("unet", channels_last=True)
     gc.collect()
-    assert not runtime.registered and slab() is None
+    assert not runtime.registered and buffer() is None
 
 
-def test_a_lora_has_its_layers_page_locked(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_lora_results_match_and_page_locks_are_released(model_folder: Callable[..., Path], tmp_path: Path) -> None:
     lora = train_lora(tmp_path, model_folder("2b"))
-    right = frames(add_lora(opened_anew("2b", "none"), lora))
-    handle = opened_anew("2b", "group")
+    right = frames(add_lora(opened_fresh("2b", "none"), lora))
+    handle = opened_fresh("2b", "group")
     without = frames(handle)
     assert torch.equal(frames(add_lora(handle, lora)), right) and not runtime.registered
     assert torch.equal(frames(handle), without)
 
 
-def test_without_main_memory_for_a_slab_the_weights_stay_where_they_are(
+def test_failed_pinned_allocation_keeps_weights_and_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = expected()
@@ -187,13 +187,13 @@ def test_without_main_memory_for_a_slab_the_weights_stay_where_they_are(
         return pages(fileno, n_bytes, **how)
 
     monkeypatch.setattr(mmap, "mmap", scarce)
-    assert torch.equal(frames(opened_anew("2b", "group")), right)
+    assert torch.equal(frames(opened_fresh("2b", "group")), right)
     assert len(sizes) == 2 and not runtime.most
     assert any("([Errno 12] Cannot allocate memory): slower" in line for line in caplog.messages)
 
 
-def test_another_thread_that_computes_keeps_its_memory() -> None:
-    handle, _ = begun()
+def test_drop_from_another_thread_keeps_weights_in_use_locked() -> None:
+    handle, _ = start_group_offload()
     with handle.store.onloading("transformer", Offload.GROUP):
         dropping = threading.Thread(target=lambda: handle.store.drop("transformer"))
         dropping.start()

@@ -1,4 +1,4 @@
-"""Weights that come block by block or layer by layer: the next on their way while one computes, and no more there."""
+"""Group and sequential offload: the next block is copied while one computes, and no more are on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUDA = torch.device("cuda", 0)
 WIDE, NAMES = 64, ["first", "second", "third", "fourth"]
 BLOCK = 4 * (WIDE * WIDE + WIDE)  # bytes
 REST = 4 * WIDE * WIDE
-INPUT = 4 * WIDE  # and of each output
+INPUT = 4 * WIDE  # bytes of the input and of each output
 
 
 class Block(torch.nn.Linear):
@@ -49,16 +49,16 @@ LOG: list[str] = []
 
 @pytest.fixture(autouse=True)
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What comes, computes and goes, in the order in which the host says so."""
+    """Loads, computations and offloads, in the order of the host's calls."""
     LOG.clear()
 
-    def told(group: ModuleGroup, what: str, call: Any) -> None:
+    def logged(group: ModuleGroup, what: str, call: Any) -> None:
         (name,) = [name for name, first in PARAMETERS.items() if first in {*group.parameters}] or ["nothing"]
         LOG.append(f"{what} {name}")
         call(group)
 
     for what, method in (("bring", "onload_"), ("send", "offload_")):
-        monkeypatch.setattr(ModuleGroup, method, partialmethod(told, what, getattr(ModuleGroup, method)))
+        monkeypatch.setattr(ModuleGroup, method, partialmethod(logged, what, getattr(ModuleGroup, method)))
     return LOG
 
 
@@ -66,7 +66,7 @@ PARAMETERS: dict[str, Any] = {}
 
 
 def made(offload: Offload, fails: str = "", once: bool = False) -> tuple[BlockOffload, torch.nn.Module, torch.Tensor]:
-    """Weights, their module's shell, and what it puts out by itself on the CPU."""
+    """(weights, shallow copy of their module, output on the CPU)"""
     module = Blocks().requires_grad_(False)
     exact = module(torch.ones(1, WIDE))
     PARAMETERS["rest"] = module.embed.weight
@@ -87,7 +87,7 @@ def called(weights: BlockOffload, shell: torch.nn.Module, times: int = 1) -> tor
     return y.cpu()
 
 
-def test_the_next_block_is_on_its_way_while_one_computes(card: Any) -> None:
+def test_next_block_is_copied_while_one_computes(card: Any) -> None:
     weights, shell, exact = made(Offload.GROUP)
     assert torch.equal(called(weights, shell), exact)
     assert LOG == [
@@ -98,57 +98,57 @@ def test_the_next_block_is_on_its_way_while_one_computes(card: Any) -> None:
         "send fourth", "send rest",
     ]  # fmt: skip
     counts = card.counts()
-    assert counts["waits: stream"] == 5 + 6, "diffusers before it brings each part, and each use for what it brought"
-    assert counts["waits: event"] == 2, "for what computes: before the third block and the fourth"
+    assert counts["waits: stream"] == 5 + 6, "diffusers before it loads each part, and each use of a loaded part"
+    assert counts["waits: event"] == 2, "for the computation: before the third and fourth block"
     assert len(runtime.registered) == 5, "each block and the rest, once"
     assert weights.most_bytes == REST + 2 * BLOCK
     weights.release()
 
 
-def test_sequential_brings_one_layer_at_a_time() -> None:
+def test_sequential_loads_one_layer_at_a_time() -> None:
     weights, shell, exact = made(Offload.SEQUENTIAL)
     assert torch.equal(called(weights, shell), exact)
     layers = [line for line in LOG if line.partition(" ")[2] in NAMES]
     assert layers == [f"{what} {name}" for name in NAMES for what in ("bring", "compute", "send")]
-    assert not runtime.most, "nothing is page-locked for good"
+    assert not runtime.most, "nothing stays page-locked"
 
 
-@pytest.mark.parametrize(("offload", "there"), [(Offload.GROUP, 2), (Offload.SEQUENTIAL, 1)])
-def test_parts_do_not_pile_up_however_slow_the_device_is(card: Any, offload: Offload, there: int) -> None:
-    """What is sent away stays until the device has computed with it, which here it has when the host waits for it.
-    Both halves of a batch are called one after the other, and so in the next step."""
+@pytest.mark.parametrize(("offload", "loaded"), [(Offload.GROUP, 2), (Offload.SEQUENTIAL, 1)])
+def test_loaded_parts_do_not_accumulate_on_a_slow_device(card: Any, offload: Offload, loaded: int) -> None:
+    """Offloaded parts stay until the device has used them, here until the host waits. Both CFG halves run one after the
+    other in each step."""
     weights, shell, _ = made(offload)
     for times in (1, 2):
         before = card.used()
         card.reset()
         called(weights, shell, times)
-        most = card.most_used() - before - there * BLOCK - REST * (offload is Offload.GROUP)
+        most = card.most_used() - before - loaded * BLOCK - REST * (offload is Offload.GROUP)
         assert 0 < most <= 8 * INPUT
     weights.release()
 
 
-def test_what_is_let_go_after_use_is_not_page_locked() -> None:
+def test_weights_used_once_are_not_page_locked() -> None:
     weights, shell, exact = made(Offload.GROUP, once=True)
     assert torch.equal(called(weights, shell), exact)
     assert not runtime.most and LOG.index("bring second") < LOG.index("send first")
 
 
 @pytest.mark.parametrize("pages", [0, 10])
-def test_without_enough_memory_to_page_lock_each_block_is_as_it_comes(
+def test_blocks_are_copied_unpinned_without_lockable_memory(
     card: Any, caplog: pytest.LogCaptureFixture, pages: int
 ) -> None:
     runtime.limit = pages * mmap.PAGESIZE
     weights, shell, exact = made(Offload.GROUP)
     for _ in range(2):
         LOG.clear()
-        assert torch.equal(called(weights, shell), exact), "CUDA's error is not the next kernel's"
+        assert torch.equal(called(weights, shell), exact), "CUDA's error is cleared"
         assert LOG.index("bring second") < LOG.index("send first")
     assert len(caplog.messages) == 1 and "cannot be page-locked" in caplog.messages[0]
-    assert bool(runtime.most) == bool(pages) and not runtime.registered, "what was page-locked is given back"
+    assert bool(runtime.most) == bool(pages) and not runtime.registered, "page locks are released"
     assert card.counts()["bytes page-locked as they came"] == 2 * (REST + 4 * BLOCK)
 
 
-def test_a_block_that_fails_goes_back(card: Any) -> None:
+def test_failed_block_is_offloaded(card: Any) -> None:
     weights, shell, _ = made(Offload.GROUP, fails="second")
     before = card.used()
     with pytest.raises(KeyError, match="second"):

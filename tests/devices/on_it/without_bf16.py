@@ -1,4 +1,4 @@
-"""A card without bf16: `auto` takes fp16 there, and a stream that plain fp16 cannot hold comes out right."""
+"""A card without bf16: `auto` uses fp16, and an overflowing residual stream gives the right result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from small_runs import CPU, frames, opened
 
 
 @pytest.mark.parametrize("model", ["2b", "cogview4"])
-def test_a_stream_that_overflows(model: str) -> None:
+def test_overflowing_stream_is_near_fp32_in_fp16(model: str) -> None:
     handle = opened(model, "auto", "auto", "stream")
     made, exact = frames(handle), frames(opened(model, "none", "fp32", "stream", device=CPU))
     assert handle.architecture.name == "sm75" and handle.plan(Component.DENOISER).dtype == "fp16"

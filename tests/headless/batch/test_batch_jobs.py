@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from templates import ui_file
-from tiers import drawn
+from tiers import by_tier
 
 JobsOf = Callable[..., JobsFile]
 
@@ -140,7 +140,7 @@ def test_jobs_file_accepts_bom_crlf_and_blank_lines(jobs_file: JobsOf, text: byt
 
 
 @given(text=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
-@settings(max_examples=drawn(500, 60), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=by_tier(500, 60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_bytes_in_jobs_file_are_rejected(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "jobs").write_bytes(b"\n" + text)
     jobs = JobsFile(tmp_path / "jobs", workflows=tmp_path, input_dir=None, read=toy_jobs.read)
@@ -172,7 +172,7 @@ VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dic
 
 
 @given(matrix=VALUES, changes=VALUES, more=st.dictionaries(WORDS, VALUES, max_size=2))
-@settings(max_examples=drawn(500, 60), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=by_tier(500, 60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_job_line_gives_jobs_or_is_rejected(tmp_path: Path, matrix: Any, changes: Any, more: Any) -> None:
     line = {"workflow": toy_jobs.workflow(), **more, "matrix": matrix, "set": changes}
     file = toy_jobs.write_jobs(tmp_path / "jobs", [line])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import toy_jobs
-from batch_runs import Batch, Found, surroundings, without_a_say
+from batch_runs import Batch, OutputCheck, batch_environment, without_ray_auth
 from machines import PORT, Machine, machines, why_not
 from waiting import wait_until
 
@@ -23,8 +23,8 @@ pytestmark = [
 @pytest.fixture
 def two_machines(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
     """Two machines without Ray and without settings for tokens."""
-    with surroundings() as environment, tempfile.TemporaryDirectory(prefix="m-", dir="/tmp") as folder:
-        clean = without_a_say(environment, tmp_path / "home")
+    with batch_environment() as environment, tempfile.TemporaryDirectory(prefix="m-", dir="/tmp") as folder:
+        clean = without_ray_auth(environment, tmp_path / "home")
         del clean["RAY_TMPDIR"]
         with machines(["a", "b"], Path(folder), clean) as (head, other):
             yield head, other
@@ -69,7 +69,7 @@ def test_no_job_is_lost_when_machines_join_and_leave(two_machines: tuple[Machine
     answer = batch.finish()
     assert answer["code"] == 0 and answer["done"] == jobs and answer["failed"] == 0 and answer["workers_lost"] == 2
     assert "disabled" not in answer["told"]
-    found = Found.in_(batch)
+    found = OutputCheck.of(batch)
     assert found.seeds == list(range(jobs)) and not found.broken and found.redone == 0
 
 

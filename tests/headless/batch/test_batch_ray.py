@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import toy_jobs
-from batch_runs import Batch, Found, without_a_say
+from batch_runs import Batch, OutputCheck, without_ray_auth
 from comfyui_onediff_guard.headless.batch import ray_pool
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.errors import HostError
@@ -35,17 +35,17 @@ def jobs(count: int, log: Path, **busy: Any) -> list[dict[str, Any]]:
 def test_killed_workers_and_command_lose_or_repeat_no_output(toy_batch: BatchOf, tmp_path: Path) -> None:
     log = tmp_path / "log"
     run = toy_batch(jobs(16, log, seconds=0.3, pause=0.1), "--workers", "2", "--attempts", "9", log=log)
-    assert run.hurt(every=4, driver_at=9, jobs=16) == 2
+    assert run.run_with_kills(every=4, driver_at=9, jobs=16) == 2
     answer = run.finish()
     assert answer["code"] == 0 and answer["already_done"] + answer["done"] == 16
     assert 0 < answer["done"] < 16, "the second command did the rest"
-    found = Found.in_(run)
+    found = OutputCheck.of(run)
     assert found.seeds == list(range(16)) and not found.broken and found.redone == 0
     assert len(run.killed) >= 2
     again = toy_batch(jobs(16, log, seconds=0.3, pause=0.1), log=log)
     answer = again.run()
     assert answer["already_done"] == 16 and answer["done"] == 0
-    assert Found.in_(again).begun == found.begun
+    assert OutputCheck.of(again).begun == found.begun
 
 
 def test_job_that_kills_its_worker_is_parked_and_batch_continues(joined_batch: BatchOf, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_ctrl_c_ends_workers_and_same_command_resumes(toy_batch: BatchOf, tmp_pa
     assert len(run.whole()) == 2
     gate.write_text("6")
     assert run.run()["already_done"] == 2
-    found = Found.in_(run)
+    found = OutputCheck.of(run)
     assert found.seeds == list(range(6)) and found.redone == 0 and not found.broken
 
 
@@ -96,13 +96,13 @@ def test_full_disk_ends_batch_and_same_command_resumes(joined_batch: BatchOf, tm
         run = joined_batch(jobs(20, log), "--workers", "1", log=log)
         answer = run.run()
         assert answer["code"] == 5 and "the disk is full" in answer["error"]
-        found = Found.in_(run)
+        found = OutputCheck.of(run)
         assert 0 < len(found.seeds) < 20 and not found.broken and not list((out / ".running").iterdir())
         assert not (out / "parked").exists(), "no job is at fault"
         subprocess.run(["mount", "-o", "remount,size=10m", str(out)], check=True)
         answer = run.run()
         assert answer["code"] == 0 and answer["already_done"] == len(found.seeds)
-        found = Found.in_(run)
+        found = OutputCheck.of(run)
         assert found.seeds == list(range(20)) and not found.broken and found.redone == 0
     finally:
         subprocess.run(["umount", "--lazy", str(out)], check=True)
@@ -118,7 +118,7 @@ def test_own_ray_is_local_requires_token_and_ends_with_command(toy_batch: BatchO
     """It ends even if the command is killed."""
     log = tmp_path / "log"
     run = toy_batch(jobs(1, log, seconds=900.0), "--workers", "1", log=log)
-    run.environment = without_a_say(run.environment, tmp_path / "home")
+    run.environment = without_ray_auth(run.environment, tmp_path / "home")
     process = run.start()
     wait_until(run.starts, "a job begins", meanwhile=process)
     command = psutil.Process(process.pid)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision.overrides import NOTHING
-from rank_runs import Case, Fault, Made, in_ranks, run_cases, sampled
+from rank_runs import Case, Fault, Made, run_cases, run_in_ranks, sampled
 from small_runs import opened
-from tiers import drawn
+from tiers import by_tier
 
-FAULTS = drawn(50, 6)
+FAULTS = by_tier(50, 6)
 SIZE = 2
 VALUES = (math.nan, math.nan, math.inf, -math.inf, 65504.0)
 OVERFLOWS = {("2b", "stream"): False, ("2b", "inside"): False, ("svd", "inside"): True}  # whether overrides are learned
@@ -58,14 +58,14 @@ def faulty(
     """What ranks share, and what each made of each fault."""
     models, more = SHARED[request.param]
     cases = drawn_faults([(model, model_folder(model)) for model in models], **more)
-    return request.param, cases, in_ranks(SIZE, run_cases, cases)
+    return request.param, cases, run_in_ranks(SIZE, run_cases, cases)
 
 
 @pytest.fixture(scope="module")
 def found(model_folder: Callable[..., Path]) -> tuple[list[Case], list[list[Made]]]:
     cases = [Case(model, model_folder(model, overflow), "fp16", steps=3) for model, overflow in OVERFLOWS]
     cases.append(Case("2b", model_folder("2b", "stream"), "fp16 (plain)"))
-    return cases, in_ranks(SIZE, run_cases, cases)
+    return cases, run_in_ranks(SIZE, run_cases, cases)
 
 
 def test_all_ranks_recompute_or_none(

@@ -16,7 +16,7 @@ from comfyui_onediff_guard.pipelines.parallel.exchange import (
     tokens_of_all_heads,
 )
 from comfyui_onediff_guard.pipelines.parallel.group import ALONE, ProcessGroup, process_group
-from rank_runs import in_ranks
+from rank_runs import run_in_ranks
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = ((7, 5), (8, 4), (3, 1), (2, 4))  # (tokens, heads), divisible by three ranks or not
@@ -101,7 +101,7 @@ def all_checks() -> tuple[Any, Any, Any]:
 
 
 def test_exchange_and_reductions_over_three_ranks() -> None:
-    for number, (found, together, chunks) in enumerate(in_ranks(3, all_checks)):
+    for number, (found, together, chunks) in enumerate(run_in_ranks(3, all_checks)):
         assert chunks == [(DEALT[number][case], True) for case in range(len(CHUNKS))]
         assert found == [(True,) * 4] * (len(LENGTHS) * len(DTYPES))
         one, half, broken, endless = together["worst"]
@@ -110,7 +110,7 @@ def test_exchange_and_reductions_over_three_ranks() -> None:
 
 
 def test_collectives_in_groups_of_two_of_four_ranks() -> None:
-    for number, found in enumerate(in_ranks(4, in_groups)):
+    for number, found in enumerate(run_in_ranks(4, in_groups)):
         assert found["place"] == (number % 2, 2, True, True, True)
         assert found["worst"] == [1.0, 1.0, 3.0, 3.0][number] and found["whole"]
         assert found["every"] == [0.0, 1.0, 2.0, 3.0]

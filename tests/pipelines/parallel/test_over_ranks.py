@@ -9,8 +9,8 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.parallel.exchange import shares
 from comfyui_onediff_guard.pipelines.parallel.feature import parallel_layout
-from rank_runs import Case, Made, in_ranks, run_cases, sampled
-from tiers import drawn
+from rank_runs import Case, Made, run_cases, run_in_ranks, sampled
+from tiers import by_tier
 
 TWO_CALLS = ("cogview4", "wan", "wan-ti2v", "wan-two")  # models that are called once for each half of guidance
 # Stable Video Diffusion's sampler begins at 700 times the latents: in few steps what is rounded there stays
@@ -31,7 +31,7 @@ CASES = {  # description → (model, what differs from the default)
     "Stable Video Diffusion without guidance": ("svd", {"steps": 6, "guidance": 1.0}),
 }
 IN_CHUNKS = "Stable Video Diffusion"
-GROUPS = (2, 3, 4)[:: drawn(1, 2)]  # ranks. Of 4 heads, with 3 ranks, the first has one more
+GROUPS = (2, 3, 4)[:: by_tier(1, 2)]  # ranks. Of 4 heads, with 3 ranks, the first has one more
 CLOSE = 1e-5  # of the largest value
 
 
@@ -42,7 +42,7 @@ def found(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) -> 
     params = [test.callspec.params for test in tests if hasattr(test, "callspec")]
     needed = {each.get("case", IN_CHUNKS) for each in params if each.get("found") == request.param}
     cases = {case: Case(model, model_folder(model), **more) for case, (model, more) in CASES.items() if case in needed}
-    by_rank = in_ranks(request.param, run_cases, [*cases.values()])
+    by_rank = run_in_ranks(request.param, run_cases, [*cases.values()])
     return request.param, {case: [each[number] for each in by_rank] for number, case in enumerate(cases)}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_runs import Case, Made, in_ranks, run_cases, sampled
+from rank_runs import Case, Made, run_cases, run_in_ranks, sampled
 from small_runs import error
 from trained_lora import train_lora
 
@@ -45,7 +45,7 @@ def cases(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def found(cases: dict[str, Case]) -> dict[str, list[Made]]:
-    by_rank = in_ranks(SIZE, run_cases, [*cases.values()])
+    by_rank = run_in_ranks(SIZE, run_cases, [*cases.values()])
     return {name: [each[number] for each in by_rank] for number, name in enumerate(cases)}
 
 

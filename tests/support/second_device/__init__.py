@@ -1,9 +1,9 @@
-"""A second device in main memory, which PyTorch takes for a CUDA card: `install()` before anything else.
+"""A simulated second device in main memory that PyTorch treats as a CUDA card. Call `install()` first.
 
-Tensors report `cuda:0` and may not be mixed with the CPU's. Each kernel is the CPU's on the same bytes, so that a
-result is the CPU run's to the bit. What a card would not do by itself shows: `hazards()` names accesses that no stream,
-event or wait orders, and memory that was freed or changed while a stream used it; the extension's `counts()` has
-kernels, bytes and what the host waited for. A process that has it never loses it.
+Tensors report `cuda:0` and cannot be mixed with the CPU's. Each kernel is the CPU's, so results are bit-equal to a CPU
+run. Errors that a card would hide are reported: `hazards()` names accesses that no stream, event or wait orders, and
+memory that was freed or changed while a stream used it; the extension's `counts()` has kernels, bytes and host waits.
+It cannot be uninstalled from a process.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def install(
     capability: tuple[int, int] = (8, 6),
     memory: int = 24 << 30,
     name: str = "Second device",
-    like_apples: bool = False,
+    apple_gpu: bool = False,
 ) -> Any:
-    """Have a card of that capability and so many bytes from now on. Returns the extension, with its figures.
+    """Install a card of that capability and memory in bytes. Returns the extension.
 
-    like_apples: it has no float64, no streams and no page-locked memory, as an Apple GPU under PyTorch.
+    apple_gpu: without float64, streams and page-locked memory, like an Apple GPU under PyTorch.
 
-    Raises RuntimeError where it cannot be built here; `why_not` says so without raising.
+    Raises RuntimeError if it cannot be built; `why_not` returns the reason without raising.
     """
     global card
     if why := why_not():
@@ -45,27 +45,27 @@ def install(
     card.set_total(memory)
     card.set_capability(10 * capability[0] + capability[1])
     card.set_without_kernel(_without_kernel())
-    card.set_has_float64(not like_apples)
+    card.set_has_float64(not apple_gpu)
     for module, functions in _functions(capability, name).items():
-        functions |= dict.fromkeys(_NOT_APPLES & functions.keys(), _Refused) if like_apples else {}
+        functions |= dict.fromkeys(_NOT_APPLES & functions.keys(), _Refused) if apple_gpu else {}
         for function, value in functions.items():
             setattr(module, function, value)
     torch.version.cuda = "12.8"  # pyright: ignore[reportPrivateImportUsage]
     torch.UntypedStorage.clone = _clone
-    if not like_apples:
+    if not apple_gpu:
         _LIBRARY.impl("mm.dtype", _float32_product, "CPU")
-    torch.empty(1).pin_memory()  # PyTorch asks nothing about memory of a device that it has not begun with
+    torch.empty(1).pin_memory()  # PyTorch handles memory of a device only after its first use
     return card
 
 
 def hazards() -> dict[str, int]:
-    """What is unordered, in words, and how often; after the host has waited for all."""
+    """Descriptions of unordered accesses, with their counts, after a synchronize."""
     torch.cuda.synchronize()
     return card.hazards()
 
 
 def _functions(capability: tuple[int, int], name: str) -> dict[Any, dict[str, Any]]:
-    """By module, what is put in place of the functions that only a CUDA build has."""
+    """By module: replacements for the functions that only a CUDA build has."""
     total, used, most = card.total, card.used, card.most_used
     properties = SimpleNamespace(
         name=name, major=capability[0], minor=capability[1], total_memory=total(), multi_processor_count=82,
@@ -186,7 +186,7 @@ class Event(torch.Event):
 
 
 class StreamContext:
-    """As torch.cuda's, which `torch.cuda.stream` returns."""
+    """Like torch.cuda.StreamContext, which `torch.cuda.stream` returns."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -204,14 +204,14 @@ class _Error(int):
 
 
 class Runtime:
-    """CUDA's, in its own functions' names, as far as it page-locks memory: whole pages, each once."""
+    """CUDA's runtime functions for page-locked memory: whole pages, each locked once."""
 
     cudaError = _Error  # noqa: N815 - CUDA's names
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}  # address → bytes
-        self.limit = float("inf")  # bytes that the system lets be page-locked
-        self.most = 0  # bytes that were page-locked at once
+        self.limit = float("inf")  # bytes that can be page-locked
+        self.most = 0  # peak of page-locked bytes
 
     @property
     def page_locked(self) -> int:
@@ -257,11 +257,11 @@ _ERRORS = {2: "out of memory", 712: "part or all of the requested memory range i
            713: "pointer does not correspond to a registered memory region"}  # fmt: skip
 runtime = Runtime()
 _plain_clone = torch.UntypedStorage.clone
-_LIBRARY = torch.library.Library("aten", "IMPL")  # what it implements stays as long as it
+_LIBRARY = torch.library.Library("aten", "IMPL")  # its implementations live as long as this object
 
 
 def _float32_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What cuBLAS has and the CPU has not: half precision in, float32 out. It refuses what cuBLAS refuses."""
+    """A product of half precision with float32 output, which only cuBLAS has. It rejects what cuBLAS rejects."""
     sums = torch.backends.cuda.matmul.allow_fp16_accumulation
     if dtype is not torch.float32 or a.dtype not in (torch.float16, torch.bfloat16) or a.dtype is not b.dtype or sums:
         raise RuntimeError(f"no product of {a.dtype} and {b.dtype} into {dtype}, fp16 accumulation {sums}")
@@ -269,7 +269,7 @@ def _float32_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> to
 
 
 def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The CPU wheel makes no storage of a card's."""
+    """Storage.clone for the device: the CPU wheel cannot create its storage."""
     if storage.device.type != "cuda":
         return _plain_clone(storage)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
@@ -277,7 +277,7 @@ def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 @functools.cache
 def _without_kernel() -> set[str]:
-    """Operations for which PyTorch has a kernel for the CPU, and none for CUDA, by its own table."""
+    """Operations with a CPU kernel and without a CUDA kernel, from PyTorch's own table."""
     import torchgen
     import yaml
 

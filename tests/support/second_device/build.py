@@ -1,4 +1,4 @@
-"""Build the second device, once for a machine, a PyTorch and its source, in a cache folder."""
+"""Build the second device's extension, once per machine, PyTorch version and source, in a cache folder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import torch
 HERE = Path(__file__).parent
 SOURCES = ("device.cpp", "device.h", "hooks.h", "order.h")
 NAME = "second_device_extension"
-TORCH = "2.13"  # it stands on what PyTorch's headers say inside
+TORCH = "2.13"  # it depends on PyTorch's internal headers
 
 
 def why_not() -> str:
-    """Why it cannot be built here; "" where it can."""
+    """Why it cannot be built here; "" if it can."""
     if torch.version.cuda is not None or torch.version.hip is not None:
         return f"PyTorch {torch.__version__} has CUDA of its own: the second device takes its place in the CPU build"
     if not torch.__version__.startswith(TORCH):
@@ -33,7 +33,7 @@ def why_not() -> str:
 
 
 def extension() -> Any:
-    """The module of the device, built where it is not yet. From then on this process has it."""
+    """Load the extension module, building it first if needed."""
     from filelock import FileLock
 
     text = "".join((HERE / name).read_text(encoding="utf-8") for name in SOURCES)
