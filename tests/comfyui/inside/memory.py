@@ -91,7 +91,9 @@ def test_manager_frees_memory_that_call_asks_for(small_card: Any, moves: Any, tm
     call_memory = max(bytes_ for key, (bytes_, _) in handle.store.room.items() if key[0] == "transformer")
     vae, transformer = handle.store.components["vae"].module, handle.store.components["transformer"].module
     weights, vae_on_card = moving.card_bytes(vae, transformer), list[bool]()
-    transformer.transformer_blocks[0].register_forward_pre_hook(lambda *_: vae_on_card.append(moving.card_bytes(vae) > 0))
+    transformer.transformer_blocks[0].register_forward_pre_hook(
+        lambda *_: vae_on_card.append(moving.card_bytes(vae) > 0)
+    )
     for more, stays in ((0.5, False), (2.5, True)):  # memory only for the weights, and for the call too
         MANAGEMENT.unload_all_models()
         small_card.set_total(int(1.1 * weights + more * call_memory))  # the manager counts a tenth more for weights
