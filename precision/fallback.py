@@ -141,17 +141,28 @@ class FallbackAdapter:
             return results[0], None
         return results[0], diagnose_from_fp32_peaks(self._peaks, self.blocks, self.dtype)
 
-    def locate(self, *args: Any, saturated: bool = False, **kwargs: Any) -> OverflowDiagnosis:
+    def locate(
+        self,
+        *args: Any,
+        saturated: bool = False,
+        peak_inside: Callable[[], torch.Tensor | None] = lambda: None,
+        **kwargs: Any,
+    ) -> OverflowDiagnosis:
         """Find the module that fails in half precision although no peak exceeds the dtype's range in fp32, by repeating
         the half-precision call uncompiled.
 
         saturated: the output is finite, but at fp16's largest value.
+        peak_inside: returns the largest |x| that the call clipped. It fails outside of all modules, in another pack's
+            patch for example, if no output of a module shows it.
         """
         eager = self.attempt.eager
         module = eager if isinstance(eager, torch.nn.Module) else self.module
         limit = FP16_MAX if saturated else torch.inf
         with propagate_nonfinite_attention((args, kwargs)), fp16_accumulation(self.attempt.fp16_accumulation):
             name = first_broken(module, lambda: eager(*args, **kwargs), limit, self.agree)
+        clipped = peak_inside()
+        if name is None and clipped is not None and not float(self.agree(clipped.reshape(1))) < limit:
+            name = ""
         return diagnose_from_half_run(
             name,
             self._peaks,

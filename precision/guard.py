@@ -331,7 +331,8 @@ class StageGuard:
         if self.policy.on_failure is OnFailure.STOP:
             self._check_rerun("saturated" if saturated else "non-finite", call, fits=to_blame, may_be_right=False)
         if learner and finding is None and runs:
-            finding = self._in_half(learner.locate, call, output, saturated=saturated)
+            how = {"saturated": saturated, "peak_inside": self.peak_inside}
+            finding = self._in_half(learner.locate, call, output, **how)
         action = self._adapt(finding)
         module, peak = (finding.module, finding.peak) if finding else ("", None)
         return output, made, finding, Rerun(module, peak, action, time.perf_counter() - started, extra_bytes())

@@ -6,12 +6,20 @@ import copy
 import json
 import math
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from typing import Any
 
+import guards
 import pytest
 import torch
 from blocky import Faults, build, guarded, latents, overflow_inside, overflow_stream
-from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward, is_relevant
+from comfyui_onediff_guard.precision.fallback import (
+    FallbackAdapter,
+    HalfPrecisionForward,
+    build_half_precision_forward,
+    is_relevant,
+)
+from comfyui_onediff_guard.precision.overflow import ClipDetector
 from comfyui_onediff_guard.precision.overrides import NOTHING, OverflowDiagnosis, PrecisionOverrides
 from comfyui_onediff_guard.precision.report import Rerun, StepRecord
 from guards import in_fp32
@@ -150,6 +158,41 @@ def test_fault_that_does_not_repeat_adds_no_override():
     sample(run)
     assert run.outcomes == ["finite", "rerun", "finite", "finite", "finite"]
     assert run.learned == NOTHING and "computed again it did not fail" in run.report.steps[1].note
+
+
+class ClippedBeside(nn.Module):
+    """A module with a patch of another pack, which clips what no module puts out. factors: of its calls."""
+
+    def __init__(self, factors):
+        super().__init__()
+        self.layer, self.factors = nn.Linear(8, 8).half().requires_grad_(False), factors
+
+    def forward(self, x):
+        beside = x * next(self.factors)
+        return self.layer(beside.nan_to_num() / beside.abs().max().nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("factors", "learned", "found"),
+    [
+        (repeat(1e6), SCALED, "it overflows outside of all layers"),
+        (chain([1e6], repeat(1.0)), NOTHING, "computed again it did not fail"),
+    ],
+)
+def test_what_is_clipped_outside_of_all_modules_is_learned_from_if_it_comes_back(factors, learned, found):
+    module, clips = ClippedBeside(factors), ClipDetector("fp16")
+
+    def make(known):
+        made = build_half_precision_forward(module, known, "fp16")
+        return made if made.all_layers_scaled else replace(made, run=clips.wrap(module), eager=clips.wrap(module))
+
+    learner = FallbackAdapter(module, "fp16", make)
+    seen = {"peak_inside": lambda: None if learner.attempt.all_layers_scaled else clips.take()}
+    guard = guards.guarded(learner, rerun=module, **seen)
+    for call in range(4):
+        guard(latents(call).half())
+    assert guards.outcomes(guard) == ["rerun", "finite", "finite", "finite"]
+    assert guard.learned == learned and found in guard.report.steps[0].note
 
 
 class Broken(nn.Module):

@@ -378,6 +378,20 @@ def test_overflow_hidden_by_patch_in_later_steps_is_recomputed(by: str, monkeypa
     assert "3 steps, 2 recomputed in fp32" in texts[-1]
 
 
+@pytest.mark.parametrize("by", HIDING)
+def test_an_overflow_that_a_patch_hides_is_paid_for_once(by: str) -> None:
+    """No layer of the network puts it out."""
+    patcher, twin = with_its_twin("sd15")
+
+    def hide(made: torch.Tensor) -> torch.Tensor:
+        end = torch.finfo(made.dtype).max
+        return (made * 1e9).clamp(-end, end) / 1e9
+
+    made = sample(guarded(HIDING[by](patcher, hide) or patcher, scope="learned"))
+    assert difference(made, sample(twin)) <= 2e-2
+    assert "3 steps, 1 recomputed in fp32" in said[-1]
+
+
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_unpatched_model_calls_no_code_of_others(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
