@@ -119,9 +119,11 @@ class ModelCall:
 
     @property
     def patched(self) -> frozenset[str]:
-        """Names of the network's weights that LoRAs and other weight patches change, in memory or as the layer runs."""
+        """Names of the network's weights that LoRAs and other weight patches change, in memory or as the layer runs: of
+        the model and of prompts."""
         patcher = self.model.current_patcher
-        return frozenset(str(name).removeprefix("diffusion_model.") for name in (patcher.patches if patcher else ()))
+        patches = (patcher.patches, *patcher.hook_patches.values()) if patcher else ()
+        return frozenset(str(name).removeprefix("diffusion_model.") for each in patches for name in each)
 
     @property
     def device(self) -> torch.device:

@@ -129,6 +129,7 @@ USES: dict[str, Use] = {
     f"{_MODEL}.get_dtype": Use(CALL, "what it computes in", _MODEL_OFF),
     f"{_MODEL}.current_patcher": Use(READ, "which weights LoRAs change", _MODEL_OFF),
     f"{_PATCHER}.patches": Use(READ, "which weights LoRAs change", _MODEL_OFF),
+    f"{_PATCHER}.hook_patches": Use(READ, "which weights a prompt's LoRAs change", _MODEL_OFF),
     f"{_PATCHER}.clone": Use(CALL, "a MODEL of its own for the guard", _MODEL_OFF),
     f"{_PATCHER}.add_wrapper_with_key": Use(CALL, "puts the guard around a MODEL", _MODEL_OFF),
     f"{_PATCHER}.remove_wrappers_with_key": Use(CALL, "replaces a guard", _MODEL_OFF),

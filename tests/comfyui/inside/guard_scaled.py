@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from guard_beside import lora_on, lowvram
+from guard_beside import lora_of_a_prompt, lora_on, lowvram
 from in_comfyui import error_of, guarded, module, on, same, texts
 from native_models import LAYOUTS, Layout, distance, make_model, sample, with_fp32_twin
 from native_table import Cells, figures, table
@@ -164,6 +164,14 @@ def test_learned_profile_applies_only_to_same_weights() -> None:
     for patcher, around in known:
         learning(patcher, around)
         check_said(PROTECTED, "from a profile: ")
+
+
+def test_what_was_learned_is_known_whatever_strength_a_prompts_lora_has() -> None:
+    for strength in (0.3, 0.5):
+        layer = "diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_v"
+        hooks = lora_of_a_prompt(layer, inputs=64, strength=strength)
+        sample(guarded(make_model("sd15", hot=True), scope="learned"), hooks=hooks)
+    check_said(PROTECTED, "from a profile: ")
 
 
 @pytest.mark.parametrize("weights", WEIGHTS | BF16)
