@@ -497,8 +497,8 @@ class StageGuard:
         run = partial(run_in_fp32, self.rerun, *inputs.args, **inputs.kwargs)
         module = first_broken(owner, run, agree=self.agree) or type(owner).__name__
         return Message(
-            "{}, first in '{}'. Its weights and inputs are finite: take off nodes that change the model, since they may "
-            "have damaged weights of their own, or try another seed or guidance scale.",
+            "{}, first in '{}'. Its weights and inputs are finite. Remove nodes that change the model: their own "
+            "weights may be damaged. Or try another seed or guidance scale.",
             found,
             module,
         )

@@ -131,7 +131,7 @@ def test_full_disk_keeps_earlier_file(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def _outcome(value: float, outcomes: tuple[str, ...] = ()) -> Outcome:
     steps = [{"stage": "denoiser", "outcome": outcome} for outcome in outcomes]
-    return Outcome(PROTECTED, torch.disk_full((2, 4, 4, 3), value), Path("x.mp4"), [{"steps": steps}], 1.0)
+    return Outcome(PROTECTED, torch.full((2, 4, 4, 3), value), Path("x.mp4"), [{"steps": steps}], 1.0)
 
 
 @pytest.mark.parametrize(

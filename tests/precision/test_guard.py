@@ -180,7 +180,7 @@ def first_nan(count: int) -> torch.Tensor:
         ("fp16", {}, 0, first_nan(2), "input 'hidden_states' holds 2 NaN or infinite values", 1),  # without a rerun
         ("fp16", {}, INF, latents(),
          r"in fp32 too.*weight 'out.weight' holds 1 NaN or infinite values of 16.*is damaged", None),
-        ("bf16", {}, 0, latents(1e25), "NaN or infinite in fp32 too, first in 'Denoiser'.*take off nodes", None),
+        ("bf16", {}, 0, latents(1e25), "NaN or infinite in fp32 too, first in 'Denoiser'.*Remove nodes", None),
         ("fp32", {}, 0, latents(1e30), "NaN or infinite in fp32 too", None),
     ],
 )  # fmt: skip

@@ -179,7 +179,7 @@ class ClippedBeside(nn.Module):
         (chain([1e6], repeat(1.0)), NOTHING, "computed again it did not fail"),
     ],
 )
-def test_what_is_clipped_outside_of_all_modules_is_learned_from_if_it_comes_back(factors, learned, found):
+def test_repeated_clipping_outside_of_modules_turns_protection_on(factors, learned, found):
     module, clips = ClippedBeside(factors), ClipDetector("fp16")
 
     def make(known):

@@ -379,9 +379,9 @@ def test_overflow_hidden_by_patch_in_later_steps_is_recomputed(by: str, monkeypa
 
 
 @pytest.mark.parametrize("by", HIDING)
-def test_an_overflow_that_a_patch_hides_is_paid_for_once(by: str) -> None:
-    """No layer of the network puts it out."""
-    patcher, twin = with_its_twin("sd15")
+def test_overflow_hidden_by_patch_is_recomputed_once(by: str) -> None:
+    """No layer's output has it."""
+    patcher, twin = with_fp32_twin("sd15")
 
     def hide(made: torch.Tensor) -> torch.Tensor:
         end = torch.finfo(made.dtype).max
@@ -389,7 +389,7 @@ def test_an_overflow_that_a_patch_hides_is_paid_for_once(by: str) -> None:
 
     made = sample(guarded(HIDING[by](patcher, hide) or patcher, scope="learned"))
     assert difference(made, sample(twin)) <= 2e-2
-    assert "3 steps, 1 recomputed in fp32" in said[-1]
+    assert "3 steps, 1 recomputed in fp32" in texts[-1]
 
 
 @pytest.mark.parametrize("family", LAYOUTS)

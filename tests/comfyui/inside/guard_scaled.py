@@ -166,7 +166,7 @@ def test_learned_profile_applies_only_to_same_weights() -> None:
         check_said(PROTECTED, "from a profile: ")
 
 
-def test_what_was_learned_is_known_whatever_strength_a_prompts_lora_has() -> None:
+def test_profile_is_used_at_any_strength_of_prompt_lora() -> None:
     for strength in (0.3, 0.5):
         layer = "diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_v"
         hooks = lora_of_a_prompt(layer, inputs=64, strength=strength)
