@@ -106,7 +106,7 @@ class _Watch:
         if not found or server.client_id is None:
             return
         node_id, wrong = found
-        logger.warning("Node %s put out a result that is %s.", node_id, wrong)
+        logger.warning("The output of node %s is %s.", node_id, wrong)
         running, _ = server.prompt_queue.get_current_queue_volatile()
         (prompt,) = (item[2] for item in running if item[1] == self.prompt_id)
         guarded, _ = with_guards(prompt, host.node_classes())

@@ -76,7 +76,7 @@ def wrapped(patcher: Any, wrappers: Mapping[str, Callable[..., Any]]) -> Any:
     extension: Any = sys.modules.get("comfy.patcher_extension")
     kinds: Any = getattr(extension, "WrappersMP", None)
     if kinds is None:
-        raise NotInComfyUI("This ComfyUI cannot wrap a MODEL's apply_model, which is needed here. Update ComfyUI.")
+        raise NotInComfyUI("This ComfyUI cannot wrap a MODEL's apply_model, which the NaN Guard needs. Update ComfyUI.")
     _check_that_it_goes_on(extension.WrapperExecutor)
     clone = patcher.clone()
     for kind in _KINDS:
@@ -92,7 +92,9 @@ def _check_that_it_goes_on(executor: Any) -> None:
     try:
         call.bind(executor, torch.Tensor(), transformer_options={})
     except TypeError:
-        raise NotInComfyUI("ComfyUI {} has another '{}'.", host.version(), "WrapperExecutor.__call__") from None
+        raise NotInComfyUI(
+            "ComfyUI {} has changed '{}'. Update this pack.", host.version(), "WrapperExecutor.__call__"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -154,14 +156,14 @@ def around_apply_model(made_by: Callable[[ModelCall], Any]) -> Callable[..., Any
             except GuardStopped as stopped:
                 if broken := _broken({**given, "control": control}):
                     raise GuardStopped(
-                        "The model was given {} NaN or infinite values, so another node made them: look at the nodes "
-                        "before the sampler, and at those that change the model.",
+                        "The model received {} NaN or infinite values from another node: check the nodes before the "
+                        "sampler, and those that change the model.",
                         broken,
                     ) from stopped
                 if kept := memory.nan_before():
                     raise GuardStopped(
-                        "{} But the model keeps NaN from before this call, in '{}': choose 'Unload Models and "
-                        "Execution Cache' and run again, or take off the node that keeps it there.",
+                        "{} But the model already held NaN before this call, in '{}': choose 'Unload Models and "
+                        "Execution Cache' and run again, or remove the node that stores it there.",
                         message_of(stopped),
                         kept,
                     ) from stopped
@@ -399,9 +401,8 @@ class CallMemory:
                 self._dtypes_of_variables |= self._variables.dtypes_now()
             if lost := self._rewind():
                 raise GuardStopped(
-                    "A failed call has overwritten '{}', which is too large to be copied beforehand, so the same "
-                    "call cannot be made again. Choose a smaller size or fewer frames, or take off the node that keeps "
-                    "it from call to call.",
+                    "A failed call has overwritten '{}', which was too large to copy first, so the call cannot be "
+                    "repeated. Choose a smaller size or fewer frames, or remove the node that keeps it between calls.",
                     lost,
                 )
         self._calls += 1

@@ -36,7 +36,7 @@ def what_changed(error: BaseException) -> str:
         frames.pop()
     if not frames or not frames[-1].co_filename.startswith(_HERE):
         return ""
-    return Message("this ComfyUI is not as this pack knows it ({}: {})", type(error).__name__, shown(str(error), 200))
+    return Message("this version of ComfyUI is not supported ({}: {})", type(error).__name__, shown(str(error), 200))
 
 
 _HERE = what_changed.__code__.co_filename[: -len("compat.py")]  # as frames name it, however the pack was imported

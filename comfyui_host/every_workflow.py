@@ -40,7 +40,7 @@ def install() -> None:
     try:
         _note_users(server)
     except Exception as error:  # noqa: BLE001 - a server of another kind
-        logger.info("Guard every workflow: this ComfyUI's users have one setting for all: %s", error)
+        logger.info("Guard every workflow: all users of this ComfyUI share one setting: %s", error)
 
 
 def on_prompt(data: Any, *_: Any, **_more: Any) -> Any:
@@ -54,15 +54,15 @@ def on_prompt(data: Any, *_: Any, **_more: Any) -> Any:
             guarded, guards = with_guards(prompt, host.node_classes(), precision)
             if guards:
                 milliseconds = (time.perf_counter() - started) * 1e3
-                logger.info("Guard every workflow: %d guards, %s, put in in %.2f ms", guards, precision, milliseconds)
+                logger.info("Guard every workflow: added %d guards (%s) in %.2f ms", guards, precision, milliseconds)
                 return {**data, "prompt": guarded}
         elif isinstance(data, dict) and settings_of(_user.get()).get(OFFER_RERUN) is not False:
             return black_output.watch(data)
     except Exception as error:
         if why := what_changed(error):
-            tell_once("'Guard every workflow', and the offer to run a black result again", why)
+            tell_once("'Guard every workflow', and the offer to rerun a black result", why)
         else:
-            logger.exception("Guard every workflow: this prompt runs as it came")
+            logger.exception("Guard every workflow failed: this prompt runs unguarded")
     return data
 
 
@@ -101,6 +101,6 @@ def _note_users(server: Any) -> None:
     server.app.middlewares.append(noting)
 
 
-@unless_changed("a switch of their own for each user of a server", DEFAULT)
+@unless_changed("a separate switch for each user of a server", DEFAULT)
 def _user_of(server: Any, request: Any) -> str:
     return server.user_manager.get_request_user_id(request)

@@ -34,7 +34,7 @@ def _none(here: str, *names: str, native: str = "") -> Row:
 def _precision(dtype: str, node: str, name: str, *, wider: bool = False) -> Row:
     """Return the row of a precision flag. wider: precision 'auto' follows the flag too, if it is fp32."""
     under = "'inherit' and 'auto'" if wider and dtype == "fp32" else "'inherit'"
-    native = f"counts under NaN Guard's precision {under}; another takes its place"
+    native = f"applies with NaN Guard's precision {under}; other values replace it"
     return _none(f"choose precision '{dtype}' at {node}", name, native=native)
 
 
@@ -42,28 +42,29 @@ _DTYPES = ("fp32", "fp16", "bf16")
 
 
 _STAYS = (
-    "the text encoder stays on the card after use, where there is room for the rest of the model too, unless the "
-    "loader's offload is 'model', 'group' or 'sequential'"
+    "the text encoder stays on the card after use if the rest of the model fits too, unless the loader's offload is "
+    "'model', 'group' or 'sequential'"
 )
-_ATTENTION = "diffusers' models use PyTorch's attention: choose its kernel by attention at OneDiff Compile"
+_ATTENTION = "diffusers' models use PyTorch's attention: choose its kernel with attention in OneDiff Compile"
 _ATTENTION_OF_RERUNS = (
-    "overflow protection uses PyTorch's, and so does a rerun in fp32 where the kernel takes half precision alone"
+    "overflow protection uses PyTorch's, and so does an fp32 rerun if the kernel supports only half precision"
 )
 _DYNAMIC = "dynamic VRAM is for ComfyUI's own models: choose the loader's offload instead"
 _CACHED = (
-    "a pipeline's weights go with the results that hold it; those of the one used last stay until it unloads models"
+    "a pipeline's weights are freed with the cached results that use it; the last pipeline's stay until ComfyUI "
+    "unloads models"
 )
 
 ROWS = (
     # --- memory
-    Row(("--reserve-vram",), HONOURED, "ComfyUI keeps it free whenever it makes room for a component or a call"),
+    Row(("--reserve-vram",), HONOURED, "ComfyUI keeps it free when it makes room for a component or a call"),
     Row(("--disable-smart-memory",), HONOURED, "ComfyUI moves all else off the card when it loads a component"),
-    Row(("--lowvram",), MAPPED, "the loader's offload 'auto' begins with 'group'; another is taken as it is"),
-    Row(("--novram",), MAPPED, "the loader's offload 'auto' takes 'sequential'; another is taken as it is"),
+    Row(("--lowvram",), MAPPED, "the loader's offload 'auto' starts with 'group'; other values are unchanged"),
+    Row(("--novram",), MAPPED, "the loader's offload 'auto' means 'sequential'; other values are unchanged"),
     Row(("--highvram", "--gpu-only"), MAPPED, _STAYS),
     _none("the VAE runs on the card: choose tiling or a smaller chunk at Decode Latents", "--cpu-vae"),
     _none(
-        "components come to the card whole; offload 'group' brings the next block on a stream of its own",
+        "components are loaded as a whole; offload 'group' loads the next block on its own CUDA stream",
         "--async-offload",
         "--disable-async-offload",
     ),
@@ -77,14 +78,14 @@ ROWS = (
     _none(
         "no pipeline computes in fp64: choose precision 'fp32' at the sampler",
         "--fp64-unet",
-        native="NaN Guard (native) refuses what computes in fp64",
+        native="NaN Guard (native) refuses models that compute in fp64",
     ),
     _none(
-        "choose precision 'fp8' at the sampler to multiply in it, the loader's offload 'group' to save memory",
+        "choose precision 'fp8' at the sampler to multiply in fp8, or the loader's offload 'group' to save memory",
         *("--fp8_e4m3fn-unet", "--fp8_e5m2-unet", "--fp8_e8m0fnu-unet"),
     ),
     _none(
-        "no text encoder has weights in fp8: choose the loader's offload 'group' or 'sequential'",
+        "text encoders do not support fp8 weights: choose the loader's offload 'group' or 'sequential'",
         *("--fp8_e4m3fn-text-enc", "--fp8_e5m2-text-enc"),
     ),
     *(_precision(dtype, "Decode Latents", f"--{dtype}-vae") for dtype in _DTYPES),
@@ -93,7 +94,7 @@ ROWS = (
     Row(
         ("--force-channels-last",),
         MAPPED,
-        "2D convolutions of UNets and VAEs lie so, as with OneDiff Compile's layout 'channels-last'",
+        "2D convolutions of UNets and VAEs use channels-last, as with OneDiff Compile's layout 'channels-last'",
     ),
     # --- kernels
     _none(
@@ -103,25 +104,25 @@ ROWS = (
         native=_ATTENTION_OF_RERUNS,
     ),
     _none(
-        "the guard computes in fp32 what overflows in attention too: choose precision 'fp32' for all of it",
+        "the guard also recomputes overflow in attention in fp32: choose precision 'fp32' for everything",
         *("--force-upcast-attention", "--dont-upcast-attention"),
     ),
     Row(
         ("--fast fp16_accumulation",),
         HONOURED,
-        "it is off while a pipeline runs on a card on which it is not known to be right: choose accumulation "
-        "'fast' at the loader for it to stay on, 'fp16' for it to be on where the first step is right with it",
-        "it is off while a guarded model computes in fp16 on such a card",
+        "off while a pipeline runs on a card where it is not known to be safe: the loader's accumulation 'fast' "
+        "keeps it on, 'fp16' keeps it on if the first step is accurate with it",
+        "off while a guarded model computes in fp16 on such a card",
     ),
     _none(
-        "nothing of a pipeline is computed in ComfyUI's own layers: choose precision 'fp8' at the sampler",
+        "pipelines do not use ComfyUI's own layers: choose precision 'fp8' at the sampler",
         *("--fast fp8_matrix_mult", "--fast cublas_ops"),
         native="a rerun multiplies in fp32",
     ),
     _none(
         "it is for ComfyUI's own models",
         "--disable-comfy-compiler",
-        native="its plan for memory leaves out what a guard keeps from call to call, and steps that it recomputes or "
+        native="its memory plan does not include what a guard keeps between calls, or steps that it recomputes or "
         "protects",
     ),
 )

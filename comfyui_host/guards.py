@@ -65,13 +65,13 @@ def guarded_vae(vae: Any, settings: Settings) -> Any:
     if its network lacks `decode` or `encode` (in 0.33: VAEs of 3D models and of MiniMax Music 3).
     """
     if vae.first_stage_model is None:
-        raise BadInput("There is no VAE in this checkpoint. Use a VAE loader in its place.")
+        raise BadInput("This checkpoint has no VAE. Use a VAE loader instead.")
     for name in _WHOLE:
         if name in vars(vae):
             raise BadInput("Another node has replaced this VAE's '{}'. Put the NaN Guard before that node.", name)
     if not all(hasattr(vae.first_stage_model, name) for name in _PARTS):
         kind = type(vae.first_stage_model).__name__
-        raise NotInComfyUI("{} decodes by methods of its own, which the NaN Guard does not know.", kind)
+        raise NotInComfyUI("The NaN Guard does not support {}: it has no standard encode and decode methods.", kind)
     guard = _VaeGuard(settings, vae)
     copied = _derived(copy.copy(vae), _WHOLE, guard.whole)
     copied.first_stage_model = _derived(vae.first_stage_model, _PARTS, guard.part)
@@ -157,7 +157,7 @@ def _apply(run: Run, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) 
     def made_by(call: ModelCall) -> Any:
         made = run.call(denoiser_of(call), **call.arguments)
         if name := call.arguments["memory"].gave_way:
-            run.note(Message("'{}', another pack's attention, fails in float32: PyTorch's took its place", shown(name)))
+            run.note(Message("attention '{}' of another pack fails in float32: replaced by PyTorch's", shown(name)))
         return made
 
     guarded = around_apply_model(made_by)
@@ -359,7 +359,7 @@ def _derived(of: Any, names: Iterable[str], guarded: Callable[..., Any]) -> Any:
     return made
 
 
-@unless_changed("keeping a VAE in fp32 that ComfyUI computes in nothing less", False)
+@unless_changed("keeping a VAE in fp32 that ComfyUI runs only in fp32", False)
 def _in_fp32_alone(vae: Any) -> bool:
     return vae.working_dtypes == [torch.float32]
 

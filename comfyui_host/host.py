@@ -74,7 +74,7 @@ def _installed_version() -> str:
 def check_absence(name: str, since: tuple[int, ...]) -> None:
     """Raise NotInComfyUI for a missing `name`, if this ComfyUI should have it. since: the first release that has it."""
     if release() >= since:
-        raise NotInComfyUI("ComfyUI {} has no '{}' any more.", version(), name)
+        raise NotInComfyUI("ComfyUI {} no longer has '{}'. Update this pack.", version(), name)
 
 
 def release() -> tuple[int, ...]:
@@ -98,7 +98,7 @@ def _version_of_checkout(custom_nodes: Path) -> str:
 # --- flags -----------------------------------------------------------------------------------------------------------
 
 
-@unless_changed("what flags ComfyUI was started with", ())
+@unless_changed("reading ComfyUI's start options", ())
 def flags() -> tuple[Flag, ...]:
     """Return the flags on memory and precision that this ComfyUI was started with."""
     from .flags import given
@@ -114,14 +114,14 @@ def memory_wish() -> str:
     return wish(arguments())
 
 
-@unless_changed("whether ComfyUI plans the memory of its models", False)
+@unless_changed("detecting ComfyUI's memory plans", False)
 def plans_memory() -> bool:
     """Return whether Comfy Compiler is on for the compute device (ComfyUI 0.35 and newer, NVIDIA)."""
     enabled = getattr(sys.modules.get("comfy.model_prefetch"), "malloc_graph_enabled", None)
     return bool(enabled and enabled(sys.modules["comfy.model_management"].get_torch_device()))
 
 
-@unless_changed("ComfyUI's flags in what this pack does", None)
+@unless_changed("following ComfyUI's start options", None)
 def arguments() -> Any:
     """Return ComfyUI's parsed command line; None if this process is not a ComfyUI."""
     cli = _command_line()
@@ -296,7 +296,7 @@ def executing_node() -> tuple[str | None, str]:
     return shown, state.dynprompt.get_node(shown)["class_type"]
 
 
-@unless_changed("why a node behind a guard has nothing to work with", None)
+@unless_changed("explaining why a node behind a guard has no input", None)
 def blocked(why: str) -> Any:
     """Return an output that stops the nodes that take it, and shows why on them. None if ComfyUI is too old for
     that."""

@@ -60,7 +60,7 @@ def rerun_from(network: torch.nn.Module) -> str:
     layers, kind = network.modules(), _quantised_kind()
     held = {_held_in(layer, weight, kind) for layer in layers for weight in layer.parameters(recurse=False)}
     stored = " and ".join(sorted(held - {""}))
-    return f"rerun from the {stored} weights as they are stored, with products in fp32" if stored else ""
+    return f"the rerun used the stored {stored} weights, and multiplied in fp32" if stored else ""
 
 
 def _held_in(layer: torch.nn.Module, weight: torch.Tensor, kind: type | tuple[()]) -> str:
@@ -88,9 +88,9 @@ def _refuse_quantised(network: torch.nn.Module) -> None:
             if isinstance(weight, kind):
                 layout = getattr(weight, "_layout_cls", "quantised")
                 raise RerunUnsupported(
-                    "'{}.{}' is quantised ({}), and its layer, a {}, has no switch for products in full precision: a "
-                    "rerun would not be fp32. Update ComfyUI, take off the node that put this layer in, or use a "
-                    "checkpoint of this model in fp16, bf16 or plain fp8.",
+                    "'{}.{}' is quantised ({}), and its layer ({}) cannot compute in full precision, so an fp32 "
+                    "rerun is impossible. Update ComfyUI, remove the node that added this layer, or use a checkpoint "
+                    "of this model in fp16, bf16 or plain fp8.",
                     next(name for name, each in network.named_modules() if each is layer),
                     own,
                     layout,
@@ -138,7 +138,7 @@ def _plan_no_memory(undo: ExitStack) -> None:
     _replace(undo, "comfy.model_prefetch", "malloc_graph_enabled", off, since=(0, 35))
 
 
-@unless_changed("rounding timesteps in a rerun as a model was trained on them", None, kinds=(NotInComfyUI,))
+@unless_changed("rounding timesteps in a rerun as in training", None, kinds=(NotInComfyUI,))
 def _round_as_trained(undo: ExitStack) -> None:
     """Keep MageFlow's rounding of timesteps and their frequencies to bf16, as it was trained; ComfyUI rounds them in
     any precision (since 0.33). The rounding is one operation, so that a rerun does not make it float32. The layers
@@ -219,7 +219,7 @@ def weights_as_stored() -> Generator[None]:
         yield
 
 
-@unless_changed("loading weights anew that may be stale", False)
+@unless_changed("reloading weights that may be stale", False)
 def loaded_anew(model: torch.nn.Module) -> bool:
     """Reload a model that is on the device, from the weights on the host or in the file, with LoRAs patched in again:
     weights on the device, and their copies in pinned memory, may be stale. Returns whether it was reloaded.

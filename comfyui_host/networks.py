@@ -40,7 +40,7 @@ def comfy_plan(
     chosen = dtype_name(computes_in)
     if chosen not in DTYPES:
         raise BadInput(
-            "{} computes in {}. The NaN Guard and the Numerics Probe know {}.", model, chosen, ", ".join(DTYPES)
+            "{} computes in {}. The NaN Guard and the Numerics Probe support {}.", model, chosen, ", ".join(DTYPES)
         )
     if request is Precision.AUTO:
         dtype, reason = unless_failed(architecture, *_automatic(model, chosen, architecture))
@@ -52,9 +52,9 @@ def comfy_plan(
     overflow_protection = dtype == "fp16" and ours
     plain = request is Precision.FP16_PLAIN
     half = dtype != "fp32"
-    on = "on in every layer: products in fp16, scaled to fit, and all else in float32"
+    on = "on in every layer: matrix products in scaled fp16, all else in float32"
     switched = decide(architecture, others=present()) if dtype == "fp16" else None  # the others need none
-    guard = "on: the NaN Guard's node" if half else "only watching: fp32 is what it would recompute a step in"
+    guard = "on: the NaN Guard's node" if half else "only watching: steps run in fp32 already"
     return Plan(
         component=component,
         dtype=dtype,
@@ -63,7 +63,7 @@ def comfy_plan(
         accumulation=switched.mode.value if switched else "as it is",
         reason=reason,
         source="ComfyUI",
-        guard_reason="off: fp16 (plain) is only watched" if plain else guard,
+        guard_reason="off: fp16 (plain) is only checked" if plain else guard,
         overflow_protection_reason=on if overflow_protection else "off",
         accumulation_reason=switched.reason_on(architecture) if switched else "ComfyUI's own",
         accumulation_source=switched.source if switched else "ComfyUI",
@@ -72,12 +72,12 @@ def comfy_plan(
 
 def _asked(model: str, chosen: str, architecture: Architecture, request: Precision | None) -> tuple[str, str]:
     if request is None:
-        return chosen, Message("{} computes in {} here, by ComfyUI's settings", model, chosen)
+        return chosen, Message("{} runs in {}, as set in ComfyUI", model, chosen)
     if request is Precision.FP16_PLAIN:
         if chosen != "fp16":
             raise BadInput(
-                "ComfyUI computes {} in {} here, so there is no plain fp16 of it to compare with. Choose precision "
-                "'fp16', which computes its products in fp16, or start ComfyUI with --fp16-unet.",
+                "ComfyUI runs {} in {} here, so precision 'fp16 (plain)' is not available. Choose 'fp16', which "
+                "multiplies in fp16, or start ComfyUI with --fp16-unet.",
                 model,
                 chosen,
             )
@@ -100,9 +100,9 @@ def _automatic(model: str, chosen: str, architecture: Architecture) -> tuple[str
         return "fp16", why
     options = host.arguments()
     if any(getattr(options, name, False) for name in ("force_fp32", "fp32_unet")):
-        return "fp32", Message("fp32 for {}, as ComfyUI's start options say", model)
+        return "fp32", Message("fp32 for {}, as set by ComfyUI's start options", model)
     # 3.9 to 4.7 times plain fp16 on a T4, counted: docs/overflow_protection.md
-    return "fp16", Message("{} (ComfyUI alone would compute it in fp32, about 4 times as long)", why)
+    return "fp16", Message("{} (without the guard, ComfyUI would use fp32: about 4 times slower)", why)
 
 
 def _best_in_fp16(architecture: Architecture) -> bool:

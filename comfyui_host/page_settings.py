@@ -28,7 +28,7 @@ def settings_of(user: str = DEFAULT) -> dict[str, Any]:
         return {}
 
 
-@unless_changed("the page's settings and language here", None)
+@unless_changed("reading the page's settings and language", None)
 def user_directory() -> Path | None:
     """Return ComfyUI's user folder; None if this process is not a ComfyUI, or if ComfyUI has none (0.0.1)."""
     folder_paths = sys.modules.get("folder_paths") or sys.modules.get("comfy.cmd.folder_paths")
@@ -40,6 +40,6 @@ def _held(file: Path, _changed: int) -> dict[str, Any]:
     try:
         held = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        logger.warning("Cannot read %s, so nothing counts as set in it: %s", file.name, error)
+        logger.warning("Cannot read %s, so its settings are ignored: %s", file.name, error)
         return {}
     return held if isinstance(held, dict) else {}

@@ -78,9 +78,9 @@ def probe_model(
         name = ModelCall(model.model, {}).name
         why = ": ".join(filter(None, (type(error).__name__, shown(str(error), 300))))
         raise ProbeEnded(
-            "{} failed in step {} of {} of its probe: {}. The probe samples as KSampler does, but in fp32. Run "
-            "KSampler with the same inputs: if it fails too, look at the prompts, at the latent, and at the nodes that "
-            "change the model. If it does not, take NaN Guard (native) and its report in place of the probe.",
+            "The probe of {} failed in step {} of {}: {}. The probe samples like KSampler, but in fp32. Run KSampler "
+            "with the same inputs. If it fails too, check the prompts, the latent and the nodes that change the "
+            "model. If it works, use NaN Guard (native) and its report instead.",
             name,
             done + 1,
             sampling.steps,
@@ -118,13 +118,13 @@ class _Run:
     def result(self, sampled: str) -> ProbeResult:
         probed, plan, card = self.probe.probed, self._stage.plan, self._stage.architecture
         chosen = recommend(probed, plan.dtype, native_bf16=card.native_bf16)
-        profile, to_apply = None, f"put NaN Guard (native) behind the model, with precision '{chosen.dtype}'"
+        profile, to_apply = None, f"put NaN Guard (native) after the model, with precision '{chosen.dtype}'"
         if chosen.learned.all_layers_scaled:
             profile = replace(profile_of(self._of, card, chosen.dtype), learned=chosen.learned.to_share)
         if chosen.dtype != plan.dtype:
-            to_apply += f"; or keep {plan.dtype}, and have it compute the steps that fail in fp32"
+            to_apply += f"; or keep {plan.dtype}: the guard recomputes failing steps in fp32"
         elif chosen.learned.all_layers_scaled:
-            to_apply += "; or with scope 'learned', and `profile` wired into its `profile`"
+            to_apply += "; or with scope 'learned', and `profile` connected to its `profile`"
         else:
             to_apply = ""
         model, seconds = self._of.model, time.perf_counter() - self._started

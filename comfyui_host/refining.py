@@ -69,18 +69,21 @@ def _guarded(prepare: Prepare, call: ModelCall, policy: GuardPolicy, tell: Calla
         if not (broken or saturated) or policy.on_failure is OnFailure.OFF or _broken(given):
             return made
         what, problem = broken or _TEXT, Message("NaN or infinite") if broken else Message("clipped")
-        refiner = Message("The text refiner of {} itself", call.name)
-        where = refiner if what == _TEXT else Message("What {} prepares itself ('{}')", call.name, what)
+        refiner = Message("Text refiner of {}", call.name)
+        where = refiner if what == _TEXT else Message("{}, computing its input '{}'", call.name, what)
         found = Message("{}: its output in {} is {}", where, dtype, problem)
         if policy.on_failure is OnFailure.STOP:
             raise GuardStopped(
-                "{}, and the guard is set to stop. Set the NaN Guard's on_failure to 'rerun' to have such text "
-                "refined in fp32.",
+                "{}, and the guard is set to 'stop'. Set the NaN Guard's on_failure to 'rerun' to recompute it in "
+                "fp32.",
                 found,
             )
         if lost := before.restore():
             raise GuardStopped(
-                "{}, and it has overwritten '{}', which is too large to be copied beforehand.", found, lost
+                "{}, and it has overwritten '{}', which was too large to copy first, so it cannot be recomputed. "
+                "Try another prompt.",
+                found,
+                lost,
             )
         tf32 = detect(given["device"]).tf32 and not policy.exact_fp32
         with products_in_fp32(call.network):
@@ -89,12 +92,12 @@ def _guarded(prepare: Prepare, call: ModelCall, policy: GuardPolicy, tell: Calla
             return made  # an attention mask
         if not only_minus_inf(_tensors(again)):
             raise GuardStopped(
-                "{}, and in fp32 too, from a prompt that is finite. Its weights may be damaged: download the "
+                "{}, and in fp32 too, although the prompt is finite. The weights may be damaged: download the "
                 "checkpoint again, or try another prompt.",
                 found,
             )
-        refined = Message("text: {} in {}, refined again in fp32", problem, dtype)
-        again_too = Message("{}: {} in {}, prepared again in fp32", what, problem, dtype)
+        refined = Message("text: {} in {}, recomputed in fp32", problem, dtype)
+        again_too = Message("{}: {} in {}, recomputed in fp32", what, problem, dtype)
         tell(refined if what == _TEXT else again_too)
         return again
 
@@ -130,7 +133,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 # --- earlier runs -----------------------------------------------------------------------------------------------------
 
 
-@unless_changed("forgetting what a model keeps of earlier runs", None, kinds=(Exception,))
+@unless_changed("clearing a model's caches of earlier runs", None, kinds=(Exception,))
 def forget_earlier_runs(model: Any) -> None:
     """Clear the caches of a BaseModel's network by the network's own methods, if it has any."""
     network: Any = ModelCall(model, {}).network

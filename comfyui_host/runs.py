@@ -67,7 +67,7 @@ def guarded_run(settings: Settings, steps: int = 0) -> Generator[Run]:
         except Exception as error:
             if not (settings.inserted or ended_by or what_changed(error)):  # the error that ended the run counts
                 raise
-            logger.exception("NaN Guard: no report of this run")
+            logger.exception("NaN Guard: the report of this run failed")
         for of_controlnet in run._controlnets:
             of_controlnet._executors.clear()  # a reference cycle would keep its network
 
@@ -110,7 +110,7 @@ class Run:
 
     def unguarded(self, plain: Callable[[], Any]) -> Any:
         """Compute without the guard, since a rerun has no gradient; the report says so."""
-        self.note(Message("Not guarded: calls that a node computes a gradient through"))
+        self.note(Message("Not guarded: calls through which a node computes a gradient"))
         return plain()
 
     def note(self, line: str) -> None:
@@ -120,7 +120,7 @@ class Run:
 
     def saw_no_call(self) -> None:
         """Note that ComfyUI called no model in a sampling. DeepCache, for example, calls a network's parts itself."""
-        said = Message("Not guarded: ComfyUI made no call of this model; another node may compute it by itself")
+        said = Message("Not guarded: ComfyUI did not call this model; another node may run it directly")
         with self._lock:
             self._given_up = self._given_up or said
 
@@ -200,7 +200,7 @@ class Run:
             plain = replace(self._settings, request=None, policy=replace(policy, scope=scope))
             executor = self._executor(of, plain)
             executor.guard.report.note(
-                Message("as ComfyUI computes it, since not every layer can be protected: {}", error)
+                Message("computed as ComfyUI does, since not every layer can be protected: {}", error)
             )
             made = executor(*args, **kwargs)
         if learned := executor.guard.learned:
@@ -278,10 +278,10 @@ class Run:
             report.note(reference)
         if (report.reruns or any(executor.own_way for executor in executors)) and host.plans_memory():
             report.note(
-                Message("Comfy Compiler plans no memory for recomputed or protected steps: theirs is beside it")
+                Message("Comfy Compiler plans no memory for recomputed or protected steps: they need extra memory")
             )
         for layout, why in (pair for executor in executors for pair in executor.quantised.without.items()):
-            report.note(Message("{} weights are dequantised in each step: {}", layout, why))
+            report.note(Message("{} weights are dequantised in each step (slower): {}", layout, why))
         if any(switch.set_by == "onediff-guard" for switch in report.switches):
             plan = report.plan
             report.note(Message("half-precision accumulation: {} ({})", plan.accumulation, plan.accumulation_reason))

@@ -66,8 +66,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def prompt_of(embeddings: torch.Tensor, model: str, sampler: str) -> torch.Tensor:
     """Return embeddings [batch, tokens, channels], labelled as a model's. sampler: titles of nodes that take them."""
     label = Message(
-        "This CONDITIONING {} was encoded for {}, and a layer of another model cannot take it. Wire it into {}; for a "
-        "KSampler, encode the prompt by the text encoder of that sampler's model.",
+        "This CONDITIONING {} was encoded for {}, and another model cannot use it. Connect it to {}; for a KSampler, "
+        "encode the prompt with the text encoder of that sampler's model.",
         _shape(embeddings),
         model,
         sampler,
@@ -78,8 +78,8 @@ def prompt_of(embeddings: torch.Tensor, model: str, sampler: str) -> torch.Tenso
 def latents_of(latents: torch.Tensor, model: str) -> torch.Tensor:
     """Return latents, labelled as a model's."""
     label = Message(
-        "These latents {} are {}'s, and a layer of another model cannot take them. Wire them into Decode Latents, "
-        "with the pipeline that made them.",
+        "These latents {} were made by {}, and another model cannot use them. Connect them to Decode Latents, with "
+        "the pipeline that made them.",
         _shape(latents),
         model,
     )

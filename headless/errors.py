@@ -46,8 +46,8 @@ class NoAnswerError(HostError):
 
     def __init__(self, server: str, reason: str, *, busy: bool = False) -> None:
         super().__init__(
-            f"No ComfyUI answers at {server} ({reason}). "
-            "Start it, check the address and port, or use --comfyui DIR to have one started."
+            f"No ComfyUI answers at {server} ({reason}). Start it, check the address and port, or use --comfyui DIR "
+            "to start one."
         )
         self.reason, self.busy = reason, busy
 

@@ -49,7 +49,7 @@ class FileEntry:
         through a link."""
         try:
             if not self.filename or paths.relative(self.filename).name != self.filename:
-                raise paths.Outside(f"'{shown(self.filename)}' is no file's name")
+                raise paths.Outside(f"'{shown(self.filename)}' is not a file name")
             return paths.inside(output, self.path).parent
         except paths.Outside as fault:
             raise OutputError(
@@ -65,7 +65,7 @@ def file_entries(ui: Mapping[str, Any]) -> Iterator[FileEntry]:
             if isinstance(item, Mapping) and isinstance(item.get("filename"), str):
                 subfolder, kind = item.get("subfolder") or "", item.get("type") or "output"
                 if not (isinstance(subfolder, str) and isinstance(kind, str)):
-                    raise OutputError(f"A node lists a file in a way that is not ComfyUI's: {shown(dict(item), 200)}.")
+                    raise OutputError(f"A node lists an output file in an unknown format: {shown(dict(item), 200)}.")
                 if kind != "input":
                     yield FileEntry(item["filename"], subfolder, kind)
 
@@ -77,8 +77,8 @@ def check_prefix(prefix: str) -> Path:
         paths.relative(f"{path.name}{_COUNTER}")
     except paths.Outside as fault:
         raise WorkflowError(
-            f"filename_prefix {fault}, and files never go out of the output folder. "
-            "Use a short relative path without '..', and choose the folder with --out."
+            f"filename_prefix {fault}, but files must stay in the output folder. Use a short relative path without "
+            "'..', and choose the folder with --out."
         ) from None
     return path
 
@@ -94,7 +94,7 @@ def resolve_prefix(output: Path, prefix: str, *, width: int = 0, height: int = 0
     try:
         return paths.inside(output, path.parent.as_posix()), path.name
     except paths.Outside as fault:
-        raise WorkflowError(f"filename_prefix {fault}, out of the output folder {output}: choose another.") from None
+        raise WorkflowError(f"filename_prefix {fault}: choose one inside the output folder {output}.") from None
 
 
 def ensure_writable(folder: Path) -> None:
@@ -216,7 +216,7 @@ def _counted(folder: Path, stem: str, suffix: str) -> Iterator[str]:
 
 
 @contextmanager
-def writing(target: Path, left: str = "Nothing was left half-written.") -> Iterator[None]:
+def writing(target: Path, left: str = "No incomplete file was left.") -> Iterator[None]:
     """Turn an OSError of the block into OutputError. left: what the message says is left."""
     try:
         yield

@@ -78,5 +78,5 @@ class LoadLoRA(PipelineChange):
 
         path = inputs.entry(host.weight_files("loras"), lora)
         if path is None:
-            raise BadLora("The LoRA '{}' is gone. Looked in: {}.", shown(lora, 200), host.roots_text("loras"))
+            raise BadLora("LoRA '{}' was not found in {}. Choose another.", shown(lora, 200), host.roots_text("loras"))
         return (add_lora(pipeline, Lora(path, strength, inputs.TRANSFORMERS[transformer])),)

@@ -100,7 +100,7 @@ class NaNGuardNative(Node):
         except Exception as error:
             if not inserted:
                 raise
-            logger.warning("Guard every workflow: node %s guards nothing: %s", node_id, error)
+            logger.warning("Guard every workflow: node %s is not guarded: %s", node_id, error)
             return model, vae
 
 
@@ -177,13 +177,13 @@ class NumericsProbeModel(Node):
 
 
 def _lacking(name: str) -> Message:
-    return Message("NaN Guard (native) gives no {}, since none is wired to its input '{}'. Wire one to it.", name, name)
+    return Message("NaN Guard (native) has no {} to output: its input '{}' is not connected. Connect it.", name, name)
 
 
 def _check_wires(given: Mapping[str, Any], node_id: str | None, prompt: Mapping[str, Any]) -> None:
     """Raise BadInput if nothing is wired to a guard, or a node takes an output whose input is not wired."""
     if all(of is None for of in given.values()):
-        raise BadInput("Nothing is wired to NaN Guard (native). Wire a model, a VAE or both through it.")
+        raise BadInput("NaN Guard (native) has no input. Connect a model, a VAE or both.")
     taken = [value for node in prompt.values() for value in node.get("inputs", {}).values()]
     for slot, (name, of) in enumerate(given.items()):
         if of is None and [node_id, slot] in taken:

@@ -123,7 +123,7 @@ class NumericsProbe(Node):
             found = probe(pipeline, *prompts, settings, image=start, step_done=step_done, tell=progress.tell)
         unused = only_first(image) if image is not None else ()
         if not pipeline.family.prompt:
-            unused += (Message("guidance_scale is not used: {} has a range of its own.", pipeline.family.name),)
+            unused += (Message("guidance_scale is not used: {} has its own range of guidance.", pipeline.family.name),)
         text = "\n".join([found.text(), *unused])
         text += f"\nThe profile: {keep_profile(pipeline, found)}" if save else ""
         return shown(found, text, node_id, found.profile_text)

@@ -90,7 +90,7 @@ class Sampler(Node):
         if wanted.guidance_scale_2 and not pipeline.family.also_denoise:
             unused += (Message("guidance_scale_2 is not used: this model has no second transformer."),)
         elif wanted.guidance_scale_2 and wanted.scale(pipeline.family) <= 1:
-            unused += (Message("guidance_scale_2 is not used: at a guidance_scale of 1 or less there is no guidance."),)
+            unused += (Message("guidance_scale_2 is not used: a guidance_scale of 1 or less switches guidance off."),)
         progress = host.Progress(wanted.computed_steps, node_id)
 
         def step_done(done: int, total: int, report: RunReport) -> None:
@@ -124,7 +124,7 @@ class Sampler(Node):
         if family.pipeline in self.PIPELINES:
             return
         raise BadInput(
-            "The pipeline is {}'s ({}), but {} samples {}. Use {}.",
+            "The pipeline is for {} ({}), but {} samples {}. Use {}.",
             family.name,
             pipeline.store.model.variant.name,
             self.TITLE,
@@ -143,14 +143,14 @@ def _cut(video: torch.Tensor, frames: int, sizes: SizeRule) -> tuple[torch.Tenso
     if used == 1 < asked:
         least = sizes.frame_multiple + 1
         raise BadSize(
-            "{} frames of the video are to be used, but {} are the least that makes a video. Wire a longer one, or set "
-            "frames to 1 for a picture.",
+            "{} frames of the video would be used, but at least {} are needed. Use a longer video or more frames, or "
+            "set frames to 1 for an image.",
             asked,
             least,
         )
     if used < asked:
         told = Message(
-            "Of the video, {} frames are used, not {}: the model makes {}·k + 1.", used, asked, sizes.frame_multiple
+            "Of the video, {} frames are used, not {}: the model needs {}·k + 1.", used, asked, sizes.frame_multiple
         )
     else:
         told = Message("Of the video's {} frames, the first {} are used: 'frames' is {}.", len(video), used, frames)

@@ -54,7 +54,7 @@ def embeddings(conditioning: list[Any] | None, name: str) -> torch.Tensor | None
         return None
     if len(conditioning) > 1:
         raise BadInput(
-            "'{}' carries {} prompts, but one is used here. Leave out Conditioning (Combine) and write what both say "
+            "'{}' holds {} prompts, but this node uses one. Remove Conditioning (Combine), and write all prompts "
             "into one Encode Prompt.",
             name,
             len(conditioning),
@@ -63,8 +63,8 @@ def embeddings(conditioning: list[Any] | None, name: str) -> torch.Tensor | None
     ignored = [key for key, value in options.items() if value is not None and not _changes_nothing(key, value)]
     if ignored:
         raise BadInput(
-            "'{}' sets {}, which is not used here. Wire it from Encode Prompt without the node between, such as "
-            "Conditioning (Set Area) or (Set Mask).",
+            "'{}' sets {}, which this node does not support. Connect Encode Prompt directly, without a node such as "
+            "Conditioning (Set Area) or (Set Mask) in between.",
             name,
             ", ".join(ignored),
         )
@@ -78,7 +78,7 @@ def _changes_nothing(key: str, value: Any) -> bool:
 
 def only_first(image: torch.Tensor) -> tuple[str, ...]:
     """Return a warning if a batch of images is wired to an input that takes one."""
-    return (Message("Of the batch of {} images, only the first is used.", len(image)),) if len(image) > 1 else ()
+    return (Message("The batch has {} images; only the first is used.", len(image)),) if len(image) > 1 else ()
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def reading_file(where: str, cls: type[Told] = BadFolder) -> Iterator[None]:
     except OSError as error:
         raise cls("'{}' cannot be read: {}. Check its permissions, and the disk.", where, error) from error
     except (Unreadable, SafetensorError) as error:
-        raise cls("'{}' cannot be used: {}. Download it again, from its authors.", where, error) from None
+        raise cls("'{}' cannot be used: {}. Download it again from its authors.", where, error) from None
 
 
 def read_json(path: Path, file: str) -> dict[str, Any]:
@@ -74,11 +74,11 @@ def load(path: Path, name: str, component: ComponentSpec, cls: str) -> Any:
                 vocabularies += [tokens] if tokens else []
     for group in component.needs:
         if not files.keys() & set(group):
-            raise BadFolder("'{}' has no {}. The download is incomplete: fetch it again.", where, " or ".join(group))
+            raise BadFolder("'{}' has no {}. The download is incomplete: download it again.", where, " or ".join(group))
     if len(vocabularies) > 1 and not _alike(*vocabularies):
         raise BadFolder(
-            "'{}' holds two vocabularies: spiece.model and tokenizer.json have other tokens. Download both again, of "
-            "the same model.",
+            "'{}' holds two vocabularies: spiece.model and tokenizer.json have different tokens. Download both "
+            "again, from the same model.",
             where,
         )
     with tempfile.TemporaryDirectory(prefix="onediff-guard-") as folder, explaining(where, cls):
@@ -103,7 +103,7 @@ def check_loads(
     with explaining(where, cls):
         wrong = _misfit(loaded, encoder) if encoder else ""
     if wrong:
-        raise BadFolder("'{}' does not fit the text encoder: {}. Download both again, of the same model.", where, wrong)
+        raise BadFolder("'{}' does not fit the text encoder: {}. Download both again, from one model.", where, wrong)
 
 
 @contextmanager
@@ -116,8 +116,8 @@ def explaining(where: str, cls: str) -> Iterator[None]:
         raise
     except ImportError as error:
         raise BadFolder(
-            "'{}' needs a Python package that is not installed: {} Install the pack's requirements.txt (sentencepiece "
-            "and protobuf are in it) and start again.",
+            "'{}' needs a Python package that is not installed: {} Install the pack's requirements.txt (it includes "
+            "sentencepiece and protobuf) and restart.",
             where,
             shown(str(error).strip().splitlines()[0], 200),
         ) from error
@@ -147,7 +147,7 @@ def _checked(file: Path, component: ComponentSpec, cls: str) -> tuple[bytes, lis
         return data, []
     named = content.get(_NAMES_CLASS.get(file.name, ""))
     if named is not None and named not in component.classes:
-        raise Unreadable(f"it is of a {shown(named)}, and model_index.json names {cls}")
+        raise Unreadable(f"it is for {shown(named)}, but model_index.json names {cls}")
     if file.name == "scheduler_config.json" and "_class_name" not in content:
         raise Unreadable("it names no '_class_name'")
     inner = content.get("image_processor")  # transformers 5 nests the fields here
@@ -171,7 +171,7 @@ def _pieces(data: bytes) -> list[str]:
     except DecodeError:
         model.Clear()
     if not (model.pieces and model.HasField("trainer_spec") and model.HasField("normalizer_spec")):
-        raise Unreadable("it is no sentencepiece model, or cut off")
+        raise Unreadable("it is not a sentencepiece model, or is cut off")
     _refuse_many(model.pieces, _MOST_TOKENS)
     return [piece.piece for piece in model.pieces]
 
@@ -192,7 +192,7 @@ def _tokens(content: Mapping[str, Any]) -> list[str]:
 def _refuse_many(tokens: Any, most: int = _MOST_ADDED) -> None:
     """Raise Unreadable for more than `most` tokens, which a library would take minutes to load."""
     if not hasattr(tokens, "__len__") or len(tokens) > most:
-        raise Unreadable(f"it has {shown(tokens)} for tokens, and {most:,} is the most that is read")
+        raise Unreadable(f"its tokens are {shown(tokens)}; the limit is {most:,}")
 
 
 def _alike(one: list[str], other: list[str]) -> bool:
@@ -213,16 +213,16 @@ def _misfit(tokenizer: Any, encoder: Any) -> str:
     """Return why a tokenizer does not fit a text encoder, as the end of a sentence; "" if it fits."""
     size, rows = 1 + max(tokenizer.get_vocab().values(), default=-1), encoder.get_input_embeddings().num_embeddings
     if size > rows or rows - size > min(_SPARE_ROWS, rows // 2):
-        return f"it has {size:,} tokens, and the encoder's embedding {rows:,} rows"
+        return f"it has {size:,} tokens, but the encoder's embedding has {rows:,} rows"
     for token in ("pad_token", "eos_token"):
         found, wanted = getattr(tokenizer, f"{token}_id"), getattr(encoder.config, f"{token}_id")
         known = [one for one in (wanted if isinstance(wanted, (list, tuple)) else [wanted]) if one is not None]
         if known and min(known) >= 0 and found not in known:
-            return f"its {token} has the id {found}, and {known[0]} by the encoder's config.json"
+            return f"its {token} has the id {found}, but the encoder's config.json says {known[0]}"
     one, other = (tokenizer(text, add_special_tokens=False).input_ids for text in _PROBES)
     unknown = {tokenizer.unk_token_id, tokenizer.convert_tokens_to_ids("▁")}
     if one == other or not {*one, *other} - unknown:
-        return f"it makes the same or no tokens of '{_PROBES[0]}' and '{_PROBES[1]}'"
+        return f"'{_PROBES[0]}' and '{_PROBES[1]}' give the same tokens, or none"
     return ""
 
 
@@ -290,7 +290,7 @@ def fields_of(component: ComponentSpec, name: str, config: Mapping[str, Any]) ->
     _refuse_hooks(config)
     named = config.get("_class_name", name)
     if named != name and component.weights:  # one scheduler reads another's config
-        raise Unreadable(f"its '_class_name' is {shown(named)}, and model_index.json names {name}")
+        raise Unreadable(f"its '_class_name' is {shown(named)}, but model_index.json names {name}")
     defaults = component.defaults(name)
     fields = {field: value for field, value in config.items() if field in defaults}
     for field, value in fields.items():
@@ -310,7 +310,7 @@ def _refuse_hooks(value: Any, place: str = "") -> None:
         for name, inner in value.items():
             here = f"{place}.{name}" if place else name
             if _REFUSED.fullmatch(name) and inner not in _HARMLESS:
-                raise Unreadable(f"its '{shown(here)}' is {shown(inner)}, which is refused in a model that others made")
+                raise Unreadable(f"its '{shown(here)}' is {shown(inner)}, which can load or run code and is refused")
             _refuse_hooks(inner, here)
 
 
@@ -332,8 +332,8 @@ def _check(field: str, value: Any, example: Any) -> None:
         fits = (not (is_list or is_object) or _MAY_BE_ONE.fullmatch(field)) and _fits(field, value, inner)
     if not fits:
         length = f" of {_LENGTHS[field]}" if field in _LENGTHS else ""
-        kind = f"a list{length}, each of it " if is_list else "an object, each field of it " if is_object else ""
-        raise Unreadable(f"its '{shown(field)}' is {shown(value, 20)}, where {kind}{_wanted(field, inner)} belongs")
+        kind = f"a list{length}, with each value " if is_list else "an object, with each field " if is_object else ""
+        raise Unreadable(f"its '{shown(field)}' is {shown(value, 20)}, expected {kind}{_wanted(field, inner)}")
 
 
 def _fits(field: str, value: Any, example: Any) -> bool:

@@ -74,11 +74,11 @@ def decide(
 
 def _decide(architecture: Architecture, request: Accumulation) -> Decision:
     if request is Accumulation.FAST:
-        reason = "'fast', as you chose: half-precision accumulation, scores in fp32, reported right on sm89"
+        reason = "'fast', as you chose: half-precision accumulation, scores in fp32, reported correct on sm89"
         return Decision(Mode.FAST, reason, FAST_SOURCE, architecture)
     found = {
-        "right": f"half-precision accumulation is reported right on {architecture}",
-        "wrong": f"half-precision accumulation comes out NaN or black on {architecture}",
+        "right": f"half-precision accumulation is reported correct on {architecture}",
+        "wrong": f"half-precision accumulation gives NaN or black frames on {architecture}",
         "untried": f"half-precision accumulation has never been confirmed safe on {architecture}",
     }
     right = architecture.half_accumulation == "right"
@@ -244,8 +244,7 @@ def without_fp16_accumulation() -> str:
     if hasattr(torch.backends.cuda.matmul, FP16_SUMS):
         return ""
     return Message(
-        "Accumulation 'fp16' needs PyTorch 2.7 or newer, whose matrix products can accumulate in fp16, and this is "
-        "{}. Choose accumulation 'auto', or update PyTorch.",
+        "Accumulation 'fp16' needs PyTorch 2.7 or newer; this is {}. Choose accumulation 'auto', or update PyTorch.",
         torch.__version__,
     )
 
@@ -288,9 +287,9 @@ def _describe(spec: _Spec, before: str | None, own: Decision, mode: Mode, reason
     value = spec.values.get(mode, before)
     if value == before:
         return Switch(spec.name, "unset" if value is None else value, "others" if by_others else "default", _LEFT)
-    after = f"; ComfyUI or another pack had it {before}, as it is again after the run" if by_others else ""
+    after = f"; ComfyUI or another pack had set it to {before}, which is restored after the run" if by_others else ""
     return Switch(spec.name, value or "", "onediff-guard", reason + after)
 
 
 _SET = "set before this run, respected"
-_LEFT = "left as it is"
+_LEFT = "unchanged"

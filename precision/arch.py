@@ -165,7 +165,7 @@ def detect(device: torch.device) -> Architecture:
         return row
     except (RuntimeError, AssertionError) as error:  # no driver, one too old, or a PyTorch built without CUDA
         said = str(error).strip() or type(error).__name__
-        return _unknown("cuda", f"could not be asked: {said.splitlines()[0]}")
+        return _unknown("cuda", f"could not be queried: {said.splitlines()[0]}")
 
 
 def _cpu_multiplies_bf16() -> bool:
@@ -209,7 +209,7 @@ def named(text: str) -> Architecture:
         return by_capability(int(match[1]), int(match[2]))
     if re.fullmatch(r"gfx[0-9a-f]{3,}(:.*)?", name):
         return by_gfx(name)
-    raise ValueError(f"'{text}' is no architecture. Write one of {', '.join(ARCHITECTURES)}, or a capability as 7.5.")
+    raise ValueError(f"'{text}' is unknown. Use one of {', '.join(ARCHITECTURES)}, or a capability such as 7.5.")
 
 
 def is_name(text: str) -> bool:

@@ -35,7 +35,7 @@ MARGIN = 1.2  # a step is cached if the target error allows MARGIN times the err
 
 GROWTH = 1.4  # the largest growth of an error until the end of a run, measured on trained models (docs/step_cache.md)
 LEAST = 1e-6  # the smallest signal that a ratio is taken of: smaller ones are rounding errors
-NOT_FINITE = "what it extrapolates is NaN or infinite"
+NOT_FINITE = "the extrapolated output is NaN or infinite"
 
 
 def extrapolation_weights(at: Sequence[int], wanted: int) -> list[float]:
@@ -80,7 +80,7 @@ class CacheUse:
             return ""
         return Message(
             "The step cache changed the latents by an estimated {:.2%}, more than the target of {:.2%}: for a closer "
-            "result set a smaller 'check_every' or 'error' in Step Cache, or take it out.",
+            "result, lower 'check_every' or 'error' in Step Cache, or remove the node.",
             self.drift,
             self.target,
         )
@@ -89,8 +89,8 @@ class CacheUse:
         stopped = f"; stopped: {self.stopped}" if self.stopped else ""
         return (
             f"{self.cached} of {self.steps} steps cached, {self.skipped:.1%} of block calls skipped; estimated error "
-            f"{self.drift:.3%}, target {self.target:.3%}; {self.compared} steps compared, of which one would have "
-            f"added {self.largest:.3%} at most{stopped}"
+            f"{self.drift:.3%}, target {self.target:.3%}; {self.compared} steps compared, with an error of at most "
+            f"{self.largest:.3%} each{stopped}"
         )
 
 

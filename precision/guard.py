@@ -79,9 +79,9 @@ class GuardStopped(Told, RuntimeError):
 
 logger = logging.getLogger(__name__)
 
-STAYS_IN_FP32 = Message("half precision is not tried any more")
-RENEWED = Message("values left the range that earlier steps had shown: recomputed in fp16 with new scales")
-PLAN_MISMATCH = Message("the model computed otherwise than in earlier steps: computed again in fp16 with new scales")
+STAYS_IN_FP32 = Message("half precision is no longer used")
+RENEWED = Message("values left the range of earlier steps: recomputed in fp16 with new scales")
+PLAN_MISMATCH = Message("the model ran differently than in earlier steps: recomputed in fp16 with new scales")
 _ERRORS_OF_A_PLAN = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError, ArithmeticError)
 _NEVER_OF_A_PLAN = (torch.OutOfMemoryError, Told)
 
@@ -176,7 +176,7 @@ class StageGuard:
 
     def _with_new_weights(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Repeat a call after its weights were loaded again."""
-        logger.warning("%s: NaN or infinite in fp32 too, so its weights were loaded again", self._call_name())
+        logger.warning("%s: NaN or infinite in fp32 too, so its weights were reloaded", self._call_name())
         call = self._begun(args, kwargs)  # its buffers may have been reloaded too
         try:
             output = self._call(call)
@@ -188,7 +188,7 @@ class StageGuard:
         helped = (
             Message("and the step recomputed in fp32") if rerun else Message("after that {} was finite", last.dtype)
         )
-        self.report.note(Message("NaN or infinite in fp32 too: the weights were loaded again, {}", helped))
+        self.report.note(Message("NaN or infinite in fp32 too: the weights were reloaded, {}", helped))
         return output
 
     def _call(self, call: _Call, renewed: str = "") -> Any:
@@ -218,8 +218,8 @@ class StageGuard:
                 left = isinstance(error, PlanMismatch)
                 failed = f"{type(error).__name__}: {error}"  # and not the error, whose frames hold the step's tensors
         if failed and again:
-            logger.info("%s: %s, computed again with scales anew", self._call_name(), failed)
-            said = Message("by learned scales it raised {}: computed again in fp16 with new scales", shown(failed, 200))
+            logger.info("%s: %s, recomputing with new scales", self._call_name(), failed)
+            said = Message("with learned scales it raised {}: recomputed in fp16 with new scales", shown(failed, 200))
             return self._call(call, PLAN_MISMATCH if left else said)
         if failed:  # code that meets NaN or infinity may raise
             logger.warning("%s: in %s it raised %s, rerunning in fp32", self._call_name(), self.dtype, failed)
@@ -253,7 +253,7 @@ class StageGuard:
         dtypes = call.before.dtypes_now()
         self._restore(call)
         outcome = "non-finite" if outcome == "finite" else outcome
-        problem = PROBLEMS[outcome] if given.finite else Message("its input does not fit")
+        problem = PROBLEMS[outcome] if given.finite else Message("input overflow")
         self._check_rerun(outcome, call, fits=given.finite, may_be_right=ends is not None)
         logger.info("%s: %s in %s, rerunning in fp32", self._call_name(), problem, self.dtype)
         saturated = outcome == "saturated"
@@ -266,9 +266,9 @@ class StageGuard:
         """Restore what a failed call changed. Raises GuardStopped if that is impossible."""
         if lost := call.before.restore():
             raise GuardStopped(
-                "{}: the call in {} failed after it had overwritten '{}', which is too large to be copied beforehand, "
-                "so it cannot be made again. Choose precision 'fp32' for this stage ('bf16' where the card has it), or "
-                "a smaller size or fewer frames.",
+                "{}: the call in {} failed and has overwritten '{}', which was too large to copy first, so it cannot "
+                "be repeated. Choose precision 'fp32' for this stage ('bf16' if the card has it), a smaller size or "
+                "fewer frames.",
                 self._call_name(),
                 self.dtype,
                 lost,
@@ -294,16 +294,16 @@ class StageGuard:
         if self.policy.on_failure is OnFailure.STOP and not may_be_right:
             if fits:
                 stopped = GuardStopped(
-                    "{}: the output in {} is {}, and the guard is set to stop. Set the NaN Guard's on_failure to "
-                    "'rerun' to have such a step computed in fp32.",
+                    "{}: the output in {} is {}, and the guard is set to 'stop'. Set the NaN Guard's on_failure to "
+                    "'rerun' to recompute such a step in fp32.",
                     self._call_name(),
                     self.dtype,
                     PROBLEMS[outcome],
                 )
             else:
                 stopped = GuardStopped(
-                    "{}: its input does not fit in {}, and the guard is set to stop. Set the NaN Guard's on_failure to "
-                    "'rerun' to have such a step computed in fp32.",
+                    "{}: its input overflows {}, and the guard is set to 'stop'. Set the NaN Guard's on_failure to "
+                    "'rerun' to recompute such a step in fp32.",
                     self._call_name(),
                     self.dtype,
                 )
@@ -326,7 +326,7 @@ class StageGuard:
             else:
                 output, made, _ = self._in_fp32(inputs)
         if self._extremes.learn(ends, output):
-            right = OverflowDiagnosis("fp32 has the same at the same places, so it is right from the next call on")
+            right = OverflowDiagnosis("fp32 has the same values there, so later calls accept them")
             return output, made, right, Rerun("", None, "", time.perf_counter() - started, extra_bytes())
         if self.policy.on_failure is OnFailure.STOP:
             self._check_rerun("saturated" if saturated else "non-finite", call, fits=to_blame, may_be_right=False)
@@ -468,15 +468,15 @@ class StageGuard:
                 before = self.report.steps[-1:] if is_latents else []
                 if any(step.outcome in ("finite", "rerun") for step in before):
                     raise GuardStopped(
-                        "{}: its input '{}' holds {} NaN or infinite values, and the call before was finite, so "
-                        "the scheduler or sampler made them. Choose another one, or another guidance scale.",
+                        "{}: its input '{}' holds {} NaN or infinite values, made by the scheduler or sampler: the "
+                        "previous call was finite. Choose another one, or another guidance scale.",
                         self._call_name(),
                         name,
                         broken,
                     )
                 raise GuardStopped(
-                    "{}: its input '{}' holds {} NaN or infinite values already, so the stage before it made them. "
-                    "Guard that one (precision 'auto', or a NaN Guard), or run it in fp32.",
+                    "{}: its input '{}' holds {} NaN or infinite values, made by the stage before it. Guard that "
+                    "stage (precision 'auto', or a NaN Guard), or run it in fp32.",
                     self._call_name(),
                     name,
                     broken,
@@ -486,11 +486,11 @@ class StageGuard:
         found = Message("{}: the output is NaN or infinite in fp32 too", self._call_name())
         owner = self.owner
         if not isinstance(owner, torch.nn.Module):
-            return Message("{}. Precision cannot help here.", found)
+            return Message("{}. Another precision does not help.", found)
         if weight := broken_weight(owner):
             return Message(
-                "{}, because the weight '{}' holds {} NaN or infinite values of {}. The checkpoint is damaged, or was "
-                "cast to fp16 beyond its range: download it again, or use bf16.",
+                "{}, because the weight '{}' holds {} NaN or infinite values (of {}). The checkpoint is damaged, or "
+                "was cast to fp16 beyond its range: download it again, or use bf16.",
                 found,
                 *weight,
             )

@@ -69,7 +69,7 @@ def no_fused_attention(device: torch.device, query: torch.Tensor, *args: Any, **
         remedy = "A newer PyTorch for ROCm may have one."
     return (
         f"PyTorch has no fused attention in {dtype_name(query.dtype)} with heads of {query.shape[-1]} on "
-        f"{architecture}, so that all scores are in memory. {remedy}"
+        f"{architecture}, so all attention scores are kept in memory. {remedy}"
     )
 
 
@@ -94,7 +94,8 @@ def no_cudnn_conv3d(dtype: torch.dtype = torch.float16) -> str:
     if cudnn < _BROKEN_CUDNN.start or (cudnn >= _BROKEN_CUDNN.stop and version >= "2.9.1"):
         return ""
     return (
-        f"PyTorch {version} computes 3D convolutions in half precision without cuDNN, because of a fault in cuDNN 9.8 "
-        f"to 9.14 (here: {cudnn // 10000}.{cudnn // 100 % 100}), and unfolds what they read. Get PyTorch 2.11 or newer "
-        "for CUDA 12.8 or newer; or, under Linux, PyTorch 2.9.1 or newer and nvidia-cudnn-cu12 (-cu13) 9.15 or newer."
+        f"PyTorch {version} computes 3D convolutions in half precision without cuDNN, because of a bug in cuDNN 9.8 "
+        f"to 9.14 (here: {cudnn // 10000}.{cudnn // 100 % 100}), and unfolds their inputs in memory. Get PyTorch 2.11 "
+        "or newer for CUDA 12.8 or newer; or, under Linux, PyTorch 2.9.1 or newer and nvidia-cudnn-cu12 (-cu13) 9.15 "
+        "or newer."
     )

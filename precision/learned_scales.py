@@ -269,7 +269,7 @@ class LearnedProducts:
         """Why layers are scaled row by row that could have a constant scale; "" where none are."""
         if self._renewals >= MAX_RENEWALS:
             return Message(
-                "every layer is scaled row by row from now on, which takes longer: learned scales failed {} times",
+                "every layer is scaled row by row from now on (slower): learned scales failed {} times",
                 self._renewals,
             )
         return self.in_layers.slower if self.in_layers else self._slower

@@ -57,8 +57,8 @@ def _put_back(module: torch.nn.Module, kept: frozenset[str]) -> Iterator[str]:
         broken = int((~torch.isfinite(parameter)).sum())
         if broken:
             raise DamagedByCast(
-                "'{}' belongs in fp32 ({} says so), but was cast to {}, where {} of its values are NaN or infinite. "
-                "Load the weights again, in fp16 from the start and without a later .to(torch.float16).",
+                "'{}' must stay in fp32 (so {} defines), but was cast to {}, where {} of its values are NaN or "
+                "infinite. Load the weights again, in fp16 from the start and without a later .to(torch.float16).",
                 name,
                 type(module).__name__,
                 dtype_name(parameter.dtype),
@@ -67,7 +67,7 @@ def _put_back(module: torch.nn.Module, kept: frozenset[str]) -> Iterator[str]:
         parameter.data = parameter.data.float()
     if cast:
         yield Message(
-            "{} put back in fp32, where {} keeps {}", _some(list(cast)), type(module).__name__, ", ".join(sorted(kept))
+            "{} restored to fp32, where {} keeps {}", _some(list(cast)), type(module).__name__, ", ".join(sorted(kept))
         )
 
 
@@ -86,7 +86,7 @@ def _soften_norms(module: torch.nn.Module, device: torch.device | None) -> Itera
     if refusing:
         kind = type(next(iter(refusing.values()))).__name__
         yield Message(
-            "{} ({}) refuses inputs of another dtype than its weight: computes in fp32 now", _some(list(refusing)), kind
+            "{} ({}) refuses inputs in another dtype than its weight's: now in fp32", _some(list(refusing)), kind
         )
 
 
@@ -99,7 +99,7 @@ def _name_strangers(module: torch.nn.Module, dtype: torch.dtype, kept: frozenset
         if parameter.is_floating_point() and parameter.dtype != expected and parameter.numel():
             strangers.setdefault(parameter.dtype, []).append(name)
     for found, names in strangers.items():
-        yield Message("{}: in {}, not in {} as the rest", _some(names), dtype_name(found), dtype_name(dtype))
+        yield Message("{}: in {}, not in {} like the rest", _some(names), dtype_name(found), dtype_name(dtype))
 
 
 def _kept_in_fp32(module: torch.nn.Module, dtype: torch.dtype) -> frozenset[str]:
@@ -204,13 +204,11 @@ def _bring_back(module: torch.nn.Module, named: _Weights, shares: _Shares, store
         (faint if is_faint else beyond)[names[0]] = values.abs().max().item()
     if beyond:
         yield Message(
-            "{} values of up to {:.3g}, which fp16 cannot hold: kept in fp32, and computed in it",
-            _which_hold(beyond),
-            max(beyond.values()),
+            "{} values up to {:.3g}, beyond fp16: kept and computed in fp32", _which_hold(beyond), max(beyond.values())
         )
     if faint:
         yield Message(
-            "{} values of up to {:.3g}, of which fp16 keeps few digits: kept in fp32, and computed in it",
+            "{} values of at most {:.3g}, for which fp16 has few digits: kept and computed in fp32",
             _which_hold(faint),
             max(faint.values()),
         )

@@ -95,14 +95,14 @@ class Platform:
         for field in fields(self):
             theirs, ours = getattr(self, field.name), getattr(here, field.name)
             if theirs != ours:
-                return f"it is for {field.name} '{theirs}', and this is '{ours}'"
+                return f"it is for {field.name} '{theirs}', but this is '{ours}'"
         return ""
 
 
 def look(device: Any = None) -> Machine:
     """Collect all facts. device: a torch.device to report on; None for the default device of pipelines."""
     torch, version, problem = _ask_torch()
-    built_for = tried(lambda: _built_for(torch), "something that it does not tell") if torch else ""
+    built_for = tried(lambda: _built_for(torch), "an unknown device") if torch else ""
     gpus = tried(lambda: tuple(_gpus(torch)), ()) if torch else ()
     driven_by = driver()
     packages = {name: version_of(name) for name in (*NEEDED, *OPTIONAL)}
@@ -149,7 +149,7 @@ def tried(ask: Callable[[], T], otherwise: T) -> T:
     try:
         return ask()
     except Exception:
-        logger.debug("could not be asked", exc_info=True)
+        logger.debug("could not be queried", exc_info=True)
         return otherwise
 
 
@@ -255,9 +255,9 @@ def _too_old(version: str) -> str:
     if release >= TORCH_NEEDED:
         return ""
     return (
-        f"This pack needs PyTorch {'.'.join(map(str, TORCH_NEEDED))} or newer, and this is {version}: older ones lack "
-        "what reruns in fp32 need, and today's diffusers and transformers refuse them. Update ComfyUI, or get PyTorch "
-        f"from {GET_TORCH}"
+        f"This pack needs PyTorch {'.'.join(map(str, TORCH_NEEDED))} or newer; this is {version}. Older versions lack "
+        "functions that fp32 reruns need, and current diffusers and transformers refuse them. Update ComfyUI, or get "
+        f"PyTorch from {GET_TORCH}"
     )
 
 
@@ -265,7 +265,7 @@ def _why_no_gpu(torch: Any, built_for: str, driver: str) -> str:
     """Say why PyTorch uses no GPU; "" if there is none to use."""
     if built_for.startswith(("CUDA", "ROCm")):
         hidden = "".join(f"; {name} is '{os.environ[name]}'" for name in _HIDING if name in os.environ)
-        return f"PyTorch is built for {built_for}, but can use no GPU: {_refusal(torch)}{hidden}"
+        return f"PyTorch is built for {built_for}, but cannot use a GPU: {_refusal(torch)}{hidden}"
     if not driver:
         return ""
     kind = "CUDA" if driver.startswith("NVIDIA") else "ROCm"
@@ -281,7 +281,7 @@ def _refusal(torch: Any) -> str:
         torch.cuda.init()
     except Exception as error:  # noqa: BLE001 - AssertionError, RuntimeError and its kin of each version
         return " ".join(str(error).split()) or type(error).__name__
-    return "it counts none"
+    return "it finds none"
 
 
 def _no_kernels(torch: Any, gpu: Gpu) -> str:
@@ -292,7 +292,7 @@ def _no_kernels(torch: Any, gpu: Gpu) -> str:
         return ""
     return (
         f"PyTorch {torch.__version__} has no kernels for {gpu.name} ({gpu.architecture.name}), only for "
-        f"{', '.join(built)}. Install a build that has: {GET_TORCH}"
+        f"{', '.join(built)}. Install a build with them: {GET_TORCH}"
     )
 
 

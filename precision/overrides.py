@@ -141,9 +141,7 @@ def diagnose_from_fp32_peaks(
     name = next((name for name in beyond if name in blocks), first)
     reason = Message("'{}' reaches {:.3g}, beyond {}", name, beyond[name], here)
     if name in blocks:
-        reason = Message(
-            "'{}' puts out {:.3g}, beyond {}: what comes after it cannot take it", name, beyond[name], here
-        )
+        reason = Message("'{}' outputs {:.3g}, beyond {}: the layers after it cannot take it", name, beyond[name], here)
     return OverflowDiagnosis(reason, first, beyond[first])
 
 
@@ -164,19 +162,19 @@ def diagnose_from_half_run(
     fp16_accumulation: its products accumulated in fp16.
     """
     if name is None:
-        reason = Message("no layer's output leaves {}'s range, and computed again it did not fail", dtype)
+        reason = Message("no layer's output exceeds {}'s range, and the repeated call did not fail", dtype)
         return OverflowDiagnosis(reason, located=False)
     peak = peaks[name].output if name in peaks else None
     if fp16_accumulation:
-        reason = Message("'{}' is broken with fp16 accumulation, although its output fits", name)
+        reason = Message("'{}' overflows with fp16 accumulation, although its output is in range", name)
         return OverflowDiagnosis(reason, name, peak, fp16_accumulation=True)
     if name in quantised:
-        reason = Message("'{}' is broken where it is quantised, and its input is not", name)
+        reason = Message("'{}' gives NaN or infinity when quantised, although its input is finite", name)
         return OverflowDiagnosis(reason, name, peak, quantised=name)
     inside = Message("inside '{}'", name) if name else Message("outside of all layers")
     inside = Message("inside attention") if "attn" in name or "attention" in name else inside
     reason = Message("'{}'", name) if name else Message("the output")
-    reason += Message(" is broken in {}, although no layer's output leaves its range: it overflows {}", dtype, inside)
+    reason += Message(" is not finite in {}, although every layer's output is in range: it overflows {}", dtype, inside)
     if all_layers_scaled:
         reason = Message("values differ too much in size, or are too large, for products in {}, {}", dtype, inside)
     return OverflowDiagnosis(reason, name, peak)
@@ -214,7 +212,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 3
 _KIND = "onediff-guard profile"
 _MAX_BYTES = 2**20
-_AGAIN = "Delete it, and a run will make it anew; or import a whole one."
+_AGAIN = "Delete it: the next run creates a new one. Or import a complete one."
 
 
 class BadProfile(Told, ValueError):
@@ -263,15 +261,15 @@ class Profile:
     def misfit(self, here: Profile) -> str:
         """Return why it cannot be used in the setup `here`; "" if it can."""
         if self.weights != here.weights:
-            return Message("it is of another model's weights")
+            return Message("it belongs to another model's weights")
         if self.loras != here.loras:
-            return Message("it was made with other LoRAs, or other strengths")
+            return Message("it was made with other LoRAs or strengths")
         for what in ("architecture", "dtype"):
             if getattr(self, what) != getattr(here, what):
-                return Message("it is for {}, and this is {}", getattr(self, what), getattr(here, what))
+                return Message("it is for {}, but this is {}", getattr(self, what), getattr(here, what))
         for package, version in here.versions.items():
-            if (its := self.versions.get(package, "of no version")) != version:
-                return Message("it was made with {} {}, and this is {}", package, its, version)
+            if (its := self.versions.get(package, "of an unknown version")) != version:
+                return Message("it was made with {} {}, but this is {}", package, its, version)
         return ""
 
 
@@ -285,7 +283,7 @@ def _one_line(text: str) -> str:
 
 def _architecture(text: str) -> str:
     if not is_name(text):
-        raise ValueError("the name of no architecture")
+        raise ValueError("not a known architecture")
     return text
 
 
@@ -345,7 +343,7 @@ def _fitting(value: Any) -> Profile:
 
 
 def _bad(where: str, found: Unreadable) -> BadProfile:
-    return BadProfile("'{}' is no profile that can be used: {}. {}", where, found, _AGAIN)
+    return BadProfile("'{}' cannot be used as a profile: {}. {}", where, found, _AGAIN)
 
 
 def write(folder: Path, profile: Profile) -> Path:
@@ -381,8 +379,8 @@ class ProfileFile:
         if found is None:
             return NOTHING, ()
         if misfit := found.misfit(self.here):
-            which = Message("the profile that was given") if self.given else Message("the profile {}", self.here.name)
-            return NOTHING, (Message("{} is left alone: {}", which, misfit),)
+            which = Message("the given profile") if self.given else Message("the profile {}", self.here.name)
+            return NOTHING, (Message("{} is not used: {}", which, misfit),)
         return found.learned, (Message("from a profile: {}", found.in_words()),)
 
     def save(self, learned: PrecisionOverrides) -> None:
@@ -396,9 +394,9 @@ class ProfileFile:
                 found = self._on_disk()
                 if found and found.learned == profile.learned and not found.misfit(profile):
                     return
-            logger.info("keeping a profile: %s", write(self.folder, profile))
+            logger.info("saved a profile: %s", write(self.folder, profile))
         except OSError as error:
-            logger.warning("The profile %s could not be kept in %s: %s", profile.name, self.folder, error)
+            logger.warning("The profile %s could not be saved in %s: %s", profile.name, self.folder, error)
 
     def _on_disk(self) -> Profile | None:
         """Return this setup's profile; if there is none, one of the same weights under another model name."""

@@ -529,12 +529,12 @@ def scaled_by_rows(layers: int, device: torch.device) -> str:
     """Say why that many layers are scaled by rows where a device has no such products, in words; "" of none."""
     if not layers:
         return ""
-    why = Message("PyTorch has no product of fp16 into float32 for this device")
+    why = Message("PyTorch has no fp16 matrix product with a float32 result for this device")
     if _has_float32_products(device):
         why = Message("fp16 accumulation is on")
     elif TorchVersion(torch.__version__) < "2.8":
-        why = Message("PyTorch {} has no product of fp16 into float32, as 2.8 has", torch.__version__)
-    return Message("{} layers are scaled row by row in each step, which takes longer: {}", layers, why)
+        why = Message("PyTorch {} has no fp16 matrix product with a float32 result (2.8 has)", torch.__version__)
+    return Message("{} layers are scaled row by row in each step (slower): {}", layers, why)
 
 
 @cache

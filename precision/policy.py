@@ -186,7 +186,7 @@ def with_failure(architecture: Architecture, dtype: str, reason: str) -> str:
 
 def failure(architecture: Architecture, what: str) -> str:
     """Say that the card's self-test found a dtype or a compiler wrong."""
-    return Message("{} came out wrong in this card's self-test of {}", what, architecture.tested)
+    return Message("{} failed this card's self-test of {}", what, architecture.tested)
 
 
 def _dtype(architecture: Architecture, variant: Variant, request: Precision) -> tuple[str, str]:
@@ -218,11 +218,9 @@ def _asked(architecture: Architecture, variant: Variant, request: Precision) -> 
     if request is Precision.BF16:
         reason = Message("bf16, as you chose")
         if not architecture.native_bf16:
-            reason += Message(
-                ", which {} only emulates: slow, and hungry for memory; 'auto' is faster here", architecture
-            )
+            reason += Message(", which {} only emulates: slow, with more memory; 'auto' is faster here", architecture)
         elif variant.trained_in == "fp16":
-            reason += Message("; {}, which keeps 3 more bits: 'auto' is nearer to fp32", variant.said)
+            reason += Message("; {}, which has 3 more bits: 'auto' is closer to fp32", variant.said)
         return "bf16", reason
     if request is Precision.FP16_PLAIN:
         return "fp16", Message("fp16 (plain), as you chose: no protection, for comparison")
@@ -234,16 +232,16 @@ def _asked(architecture: Architecture, variant: Variant, request: Precision) -> 
 
 def _in_fp16(architecture: Architecture) -> str:
     """Say how fp16 performs on an architecture without fast fp16."""
-    return Message("comes out wrong") if architecture.fp16_wrong else Message("is slow")
+    return Message("gives wrong results") if architecture.fp16_wrong else Message("is slow")
 
 
 def _guard(variant: Variant, dtype: str, request: Precision) -> tuple[bool, str]:
     if dtype == "fp32":
-        return False, "not needed: fp32 is what it would recompute a step in; NaN or infinite values end the run"
+        return False, "not needed: steps run in fp32 already; NaN or infinite values end the run"
     if request is Precision.FP16_PLAIN:
-        return False, "off: fp16 (plain) is only watched"
+        return False, "off: fp16 (plain) is only checked"
     if dtype == "bf16":
-        return True, "on: bf16 has fp32's range, so it should never have to act; a check costs next to nothing"
+        return True, "on: bf16 has fp32's range, so reruns are not expected; the check costs almost nothing"
     if variant.leaves_fp16:
         return True, f"on, and needed: {variant.name} leaves fp16's range"
     return True, f"on: a LoRA or a prompt can push {variant.name} out of fp16's range"
@@ -251,14 +249,14 @@ def _guard(variant: Variant, dtype: str, request: Precision) -> tuple[bool, str]
 
 def _overflow_protection(variant: Variant, component: Component, dtype: str, request: Precision) -> tuple[bool, str]:
     if dtype != "fp16":
-        return False, f"off{' until a call fails' * (dtype == 'bf16')}: {dtype} has the range"
+        return False, f"off{' until a call fails' * (dtype == 'bf16')}: {dtype} has fp32's range"
     if request is Precision.FP16_PLAIN:
         return False, "off: fp16 (plain) has none"
     if component in (Component.IMAGE_ENCODER, Component.VAE_DECODE):
         return False, "off: the guard is enough here"
     if component is Component.DENOISER and not variant.protected:
-        return False, "off: it was trained in fp16, and the guard is enough"
-    return True, "on in every layer: products in fp16, scaled to fit, and all else in float32"
+        return False, "off: the model was trained in fp16, so the guard is enough"
+    return True, "on in every layer: matrix products in scaled fp16, all else in float32"
 
 
 def _quantised(component: Component, dtype: str, request: Precision) -> tuple[str, str]:
@@ -268,8 +266,8 @@ def _quantised(component: Component, dtype: str, request: Precision) -> tuple[st
     if not request.quantises:
         return "", ""
     if component is not Component.DENOISER:
-        return "", f"nothing, since {request.value} is for the denoiser, and the {component.words} is {dtype}"
-    how = "a scale for each row of inputs and weights, taken as they come; the half-precision weights stay for reruns"
+        return "", f"nothing: {request.value} is for the denoiser, and the {component.words} is {dtype}"
+    how = "one scale per row of inputs and weights, computed in each call; the half-precision weights stay for reruns"
     return request.value, f"the large linear layers of its blocks, to {request.value}: {how}"
 
 
@@ -280,12 +278,12 @@ def _fp16_sums(
     if accumulation is not Accumulation.FP16 or component is not Component.DENOISER:
         return False, ""
     if dtype != "fp16":
-        return False, f"off: products of {dtype} always accumulate in fp32; choose precision 'fp16' for it"
+        return False, f"off: {dtype} products always accumulate in fp32; it needs precision 'fp16'"
     if request is Precision.FP16_PLAIN:
         return False, "off: fp16 (plain) is not checked"
     if architecture.fp16_sums == "same":
-        return False, f"off: {architecture} multiplies no faster with it, if it is no GeForce RTX"
-    return True, "where the first step is right with it; GeForce cards multiply twice as fast"
+        return False, f"off: it is faster only on GeForce RTX, and this is {architecture}"
+    return True, "on if the first step is accurate with it; GeForce cards multiply twice as fast"
 
 
 def _not_quantised(architecture: Architecture, request: Precision) -> str:
@@ -293,7 +291,7 @@ def _not_quantised(architecture: Architecture, request: Precision) -> str:
     takes, instead = {
         Precision.FP8: (
             Message("an RTX 40 or 50, L4, H100 or B200 (compute capability 8.9 or newer)"),
-            "'auto', or from compute capability 8.0 on 'int8'",
+            "'auto', or 'int8' from compute capability 8.0 on",
         ),
         Precision.INT8: (
             Message(

@@ -191,12 +191,12 @@ class ProbeResult:
     def reason(self) -> str:
         if self.chosen.dtype == self.plan.dtype:
             return f"{self.plan.reason}; {self.chosen.reason}"
-        return f"{self.plan.dtype} is not enough here: {judge(self.probed, self.plan.dtype).reason}"
+        return f"{self.plan.dtype} is not enough: {judge(self.probed, self.plan.dtype).reason}"
 
     @property
     def cost(self) -> str:
         steps = len(self.probed.steps)
-        return f"{steps} step{'' if steps == 1 else 's'} in {self.seconds:.3g} s; runs without the probe pay nothing"
+        return f"{steps} step{'' if steps == 1 else 's'} in {self.seconds:.3g} s; runs without the probe are not slower"
 
     def text(self) -> str:
         """For people."""
@@ -213,7 +213,7 @@ class ProbeResult:
             named = ", ".join(f"'{name}' {share:.3g} × as far off" for name, share in [*apart.items()][:WORST])
             layers, their = ("1 layer", "its") if len(apart) == 1 else (f"{len(apart)} layers", "their")
             lines.append(
-                f"In {layers} fp16 loses more digits than bf16, since {their} inputs differ too much in size: {named}"
+                f"In {layers} fp16 loses more digits than bf16, since {their} inputs vary too much in size: {named}"
             )
         return "\n".join([*lines, f"Cost: {self.cost}"])
 
@@ -248,7 +248,7 @@ def judge(probed: Probed, dtype: str) -> Verdict:
         learned = PrecisionOverrides(all_layers_scaled=scaled, whole_run_fp32=not scaled)
     for name, share in probed.too_far_apart.items() if dtype == "fp16" else ():
         if learned.all_layers_scaled:
-            said = f"'{name}' is given values that differ too much in size: its product in fp16 is {share:.3g} ×"
+            said = f"the inputs of '{name}' vary too much in size: its fp16 product is {share:.3g} ×"
             return Verdict(dtype, PrecisionOverrides(whole_run_fp32=True), f"{said} as far off as bf16's")
     if finding:
         return Verdict(dtype, learned, finding.reason)

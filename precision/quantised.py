@@ -70,7 +70,7 @@ def lacking(kind: str) -> str:
         return ""
     return (
         f"Precision '{kind}' needs torchao, which is not installed here. Install it with 'python -m pip install "
-        f"--no-deps {TORCHAO}', by the Python that runs this, or choose precision 'auto'."
+        f"--no-deps {TORCHAO}' with the Python that runs this pack, or choose precision 'auto'."
     )
 
 

@@ -150,9 +150,9 @@ class RunReport:
         if self.ended_by and step.outcome != "rerun":
             return Message("{}.", said)
         if step.outcome != "rerun" and self._plain:
-            return Message("{}; in which layer, only the NaN Guard finds out.", said)
+            return Message("{}; only the NaN Guard finds the layer.", said)
         if step.outcome != "rerun":
-            return Message("{}; on_failure 'rerun' also finds out in which layer.", said)
+            return Message("{}; on_failure 'rerun' also finds the layer.", said)
         action = step.rerun.action if step.rerun else ""
         then = Message("Recomputed in fp32; {}.", action) if action else Message("Recomputed in fp32.")
         return joined(" ", (Message("{}.", said), then))
@@ -170,7 +170,7 @@ class RunReport:
             return ""
         graphs = Message(", {}", counted(self.graphs, "1 graph", "{} graphs"))
         if not self.graphs_kept:
-            return Message("{} compiled anew", graphs)
+            return Message("{} newly compiled", graphs)
         kept = "" if self.graphs_kept == self.graphs else Message("{} of them ", self.graphs_kept)
         return Message("{}, {}from the cache of earlier runs", graphs, kept)
 

@@ -72,16 +72,16 @@ class SelfTestReport:
         lines += [f"  {name}: {seconds * 1000:.3g} ms" for name, seconds in self.seconds.items()]
         ran = sum(line.verdict != "not run" for line in self.lines)
         if not self.wrong:
-            return "\n".join([*lines, f"Result: OK. All {ran} lines that ran are right."])
+            return "\n".join([*lines, f"Result: OK. All {ran} checks that ran are right."])
         left = [f"'{concern}'" for concern in _failed(self.lines) if concern != COMPILED]
         left += ["a compiler"] if COMPILED in _failed(self.lines) else []
-        then = f" Precision and backend 'auto' choose no {' and no '.join(left)} here." if left else ""
-        return "\n".join([*lines, f"Result: {len(self.wrong)} of {ran} lines are WRONG on this card.{then}"])
+        then = f" Precision and backend 'auto' do not choose {' or '.join(left)} here." if left else ""
+        return "\n".join([*lines, f"Result: {len(self.wrong)} of {ran} checks are WRONG on this card.{then}"])
 
 
 def _in_words(line: CheckResult) -> str:
     verdict = {"right": "right  ", "wrong": "WRONG  ", "not run": "not run"}[line.verdict]
-    error = "" if line.error is None else f"error {line.error:.1e}, of {line.bound:.1e} at most"
+    error = "" if line.error is None else f"error {line.error:.1e}, limit {line.bound:.1e}"
     return f"{verdict}  {line.name:<48} {line.note or error}".rstrip()
 
 
@@ -109,7 +109,7 @@ def verified_architecture(device: torch.device, folder: Path | None) -> Architec
     except FileNotFoundError:
         return architecture
     except (OSError, Unreadable) as error:
-        logger.warning("the self-test in %s is left alone: %s", file, error)
+        logger.warning("the self-test in %s is ignored: %s", file, error)
         return architecture
     return replace(architecture, tested=kept.date, failed=_failed(kept.lines))
 

@@ -194,9 +194,9 @@ class DenoiserHistory:
         self._advance()
         calls, self._calls = self._calls, []
         if not accepted:
-            self.controller.stop("the guard let an output through that is NaN or infinite, or does not fit")
+            self.controller.stop("an output is NaN, infinite or clipped, and the guard did not recompute it")
         elif any(call.values is None and call.choice is not CacheDecision.REUSE for call in calls):
-            self.controller.stop("the way in which it runs here hides what would be extrapolated")
+            self.controller.stop("the block outputs to extrapolate are hidden in this mode")
         if accepted:
             self.controller.keep(_comparisons(calls))
             for number, call in enumerate(calls, self._before):

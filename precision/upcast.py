@@ -114,9 +114,9 @@ def run_in(
             raise
         culprit = _innermost_module(error.__traceback__, module)
         raise RerunUnsupported(
-            "{} cannot run in float32: {}. It reaches a kernel that the rerun cannot see (a scripted function, a "
-            "thread of its own, or an attention kernel for half precision only). Switch that kernel off (PyTorch's "
-            "own attention works), or choose precision 'fp32' or 'bf16'.",
+            "{} cannot run in float32: {}. It uses a kernel that the rerun cannot reach (a scripted function, "
+            "another thread, or an attention kernel for half precision only). Switch that kernel off (PyTorch's own "
+            "attention works), or choose precision 'fp32' or 'bf16'.",
             culprit,
             complaint,
         ) from error
@@ -400,8 +400,8 @@ def _refuse_scripted(module: torch.nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule) and any(p.dtype in HALF_DTYPES for p in child.parameters()):
             raise RerunUnsupported(
-                "'{}' is a TorchScript module with half-precision weights: what it runs cannot be upcast from "
-                "outside. Load the model without scripting it, or choose precision 'fp32'.",
+                "'{}' is a TorchScript module with half-precision weights, whose operations cannot be upcast. Load "
+                "the model without scripting it, or choose precision 'fp32'.",
                 name or type(module).__name__,
             )
 

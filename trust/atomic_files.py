@@ -34,7 +34,7 @@ def write_whole(file: Path, content: bytes) -> Path:
     Raises OSError; in particular FileExistsError if a link, a folder, a pipe or a device has that name.
     """
     if file.is_symlink() or (file.exists() and not file.is_file()):
-        raise FileExistsError(f"'{file}' is there, and is no file of its own. Name another, or remove it")
+        raise FileExistsError(f"'{file}' is a link, a folder or a device. Choose another name, or remove it")
     with temporary_in(file.parent) as (temporary, stream):
         temporary.chmod(0o600)  # it may be code that will be run
         stream.write(content)

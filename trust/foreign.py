@@ -58,10 +58,10 @@ def check_whole(file: Path) -> None:
     missing."""
     size = file.stat().st_size
     if not file.is_file():
-        raise Unreadable("it is no file")
+        raise Unreadable("it is not a file")
     with file.open("rb") as stream:
         if stream.read(len(_LFS)) == _LFS:
-            raise Unreadable(f"it is a Git LFS pointer ({size} bytes), not the file: run `git lfs pull` where it lies")
+            raise Unreadable(f"it is a Git LFS pointer ({size} bytes), not the file: run `git lfs pull` in its folder")
 
 
 def values_in(data: bytes) -> int:
@@ -82,7 +82,7 @@ def parse(data: bytes | str, *, nan: bool = False) -> Any:
         return pydantic_core.from_json(data, allow_inf_nan=nan)
     except (TypeError, ValueError) as error:  # TypeError: text with a lone surrogate
         half = "surrogate" in str(error) or "end of hex escape" in str(error)
-        why = ": half a character, as a cut-off emoji leaves it, stands in it; write that anew" if half else ""
+        why = ": it contains half a character, as from a cut-off emoji; type that again" if half else ""
         raise Unreadable(f"it is not JSON{why} ({error})") from None
 
 
@@ -98,7 +98,7 @@ def fitting(kind: type[T], value: Any) -> T:
     except pydantic.ValidationError as error:
         raise Unreadable(_in_words(error)) from None
     except RecursionError:
-        raise Unreadable("it is nested too deep") from None
+        raise Unreadable("it is nested too deeply") from None
 
 
 def nothing_is_empty(value: Any) -> Any:
@@ -109,7 +109,7 @@ def nothing_is_empty(value: Any) -> Any:
 def object_in(value: Any) -> Mapping[str, Any]:
     """Return a parsed value that must be an object. Raises Unreadable."""
     if not isinstance(value, dict):
-        raise Unreadable(f"it holds {shown(value)} where an object belongs")
+        raise Unreadable(f"it holds {shown(value)}, expected an object")
     return cast("dict[str, Any]", value)
 
 

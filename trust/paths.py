@@ -35,9 +35,9 @@ def relative(name: str) -> Path:
         if not is_whole(part):
             raise Outside(f"'{shown(part)}' holds half a character")
     if len(name) > MAX_PATH or any(len(os.fsencode(part)) > MAX_PART for part in parts):
-        raise Outside(f"'{given}' is too long for a path: a name takes {MAX_PART} bytes")
+        raise Outside(f"'{given}' is too long for a path: a name has at most {MAX_PART} bytes")
     if os.name == "nt" and any(map(means_another_on_windows, parts)):
-        raise Outside(f"'{given}' is no name for a file on Windows")
+        raise Outside(f"'{given}' is not a valid file name on Windows")
     return Path(*parts)
 
 

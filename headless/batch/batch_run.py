@@ -72,7 +72,7 @@ class BatchStats:
 
     def worker_died(self, job: Job, worker: str, reason: str, *, again: bool) -> None:
         self.workers_lost += 1
-        self._tell(f"{worker} died in {job.name}: {reason}{' The job is tried again.' if again else ''}")
+        self._tell(f"{worker} died in {job.name}: {reason}{' The job is retried.' if again else ''}")
 
     def say(self, line: str) -> None:
         print(" ".join(line.split()), file=self.stream, flush=True)  # errors contain line breaks
@@ -254,10 +254,10 @@ class BatchRun:
         elif outcome.end is End.REFUSED:
             self._again(replace(job, refusals={**job.refusals, worker.name: outcome.error}))
             if not self._park_refused(self._workers()):
-                self.stats.say(f"{worker.name} does not take {job.name}: {outcome.error}")
+                self.stats.say(f"{worker.name} refuses {job.name}: {outcome.error}")
         elif outcome.end is End.AWAY:
             self._again(job)
-            self.stats.say(f"{worker.name} is away: {outcome.error}")
+            self.stats.say(f"{worker.name} is unreachable: {outcome.error}")
         else:
             job = replace(job, attempts=job.attempts + 1)
             again = job.attempts < self.attempts
@@ -265,7 +265,7 @@ class BatchRun:
             if again:
                 self._again(job)
             else:
-                error = f"It ended its worker {job.attempts} times, at last so: {outcome.error}"
+                error = f"Its worker died {job.attempts} times, the last time with: {outcome.error}"
                 self._park(job, error, job.attempts)
 
     def _workers(self) -> list[Worker]:
@@ -303,5 +303,5 @@ class BatchRun:
         self._heard = time.monotonic()
         if self._park_refused(self._idle):  # no other worker comes that might accept them
             return
-        what = "jobs that another batch computes into this folder" if self._idle else "a worker: none is ready"
+        what = "jobs that another batch is writing into this folder" if self._idle else "a worker: none is ready"
         self.stats.say(f"Waiting for {what}.")

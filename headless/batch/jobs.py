@@ -112,7 +112,7 @@ class JobsFile:
                 raise WorkflowError(first.error)
             total += jobs
         if not total:
-            raise WorkflowError(f"{self.file} holds no jobs: write one JSON object a line, such as {EXAMPLE}.")
+            raise WorkflowError(f"{self.file} holds no jobs: write one JSON object per line, such as {EXAMPLE}.")
         return total
 
     def __iter__(self) -> Iterator[Job | Unmade]:
@@ -124,7 +124,7 @@ class JobsFile:
         try:
             if not self.file.is_file():  # it is read twice: no pipe
                 raise WorkflowError(
-                    f"Found no file of jobs at {self.file}. Expected one JSON object a line: {EXAMPLE}."
+                    f"There is no jobs file {self.file}. Expected one JSON object per line, such as {EXAMPLE}."
                 )
             with self.file.open("rb") as stream:
                 for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), 1):
@@ -213,7 +213,7 @@ def axes_of(matrix: Matrix, graph: Graph, schemas: Mapping[str, Schema]) -> list
     if matrix.precisions:
         nodes = [node for node in having(PRECISION) if node.inputs[PRECISION] != FOLLOWS]
         if not nodes:
-            raise WorkflowError('The workflow sets no precision that "precisions" could vary: leave them out.')
+            raise WorkflowError('The workflow sets no precision that "precisions" could vary: remove "precisions".')
         axes.append(Axis([(node.id, PRECISION) for node in nodes], matrix.precisions))
     if matrix.sizes:
         tall = having("height")
@@ -234,7 +234,7 @@ def axes_of(matrix: Matrix, graph: Graph, schemas: Mapping[str, Schema]) -> list
         if values:
             axes.append(Axis([_only(axis, [(node, name) for name in names for node in having(name)])], values))
     if (jobs := math.prod(len(axis.values) for axis in axes)) > MAX_JOBS:
-        raise WorkflowError(f"The matrix makes {jobs:,} jobs, and one line takes {MAX_JOBS:,}.")
+        raise WorkflowError(f"The matrix makes {jobs:,} jobs; one line can make at most {MAX_JOBS:,}.")
     return axes
 
 
@@ -242,8 +242,8 @@ def _only(axis: str, found: Sequence[tuple[GraphNode, str]]) -> tuple[str, str]:
     """Return the only input that matches an axis."""
     if len(found) != 1:
         raise WorkflowError(
-            f'"{axis}" means the one node of the workflow that has such an input. Found: '
-            f"{listed(node.label for node, _ in found) or 'none'}. Name the inputs that are to vary: "
+            f'"{axis}" needs exactly one node of the workflow with such an input. Found: '
+            f"{listed(node.label for node, _ in found) or 'none'}. Name the inputs to vary instead: "
             f'"inputs": {{"NODE.INPUT": [...]}}.'
         )
     ((node, name),) = found

@@ -43,7 +43,7 @@ class Outputs:
         ensure_writable(self.folder / RUNNING)
 
     def _writing(self) -> AbstractContextManager[None]:
-        return writing(self.folder, "What is there is whole; the same command goes on from it.")
+        return writing(self.folder, "Finished jobs are complete; run the same command to continue.")
 
     def claim(self, content: str) -> BinaryIO | None:
         """Lock a job for this command. Returns the locked file; None if another command has the job. The system unlocks

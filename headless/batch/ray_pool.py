@@ -40,7 +40,7 @@ from .worker_pool import End, JobOutcome, Ready, Run, execute
 
 INSTALL = 'pip install "comfyui-onediff-guard[scale]", or in a clone: pip install ".[scale]"'
 STORE_BYTES = 80 * 2**20  # object store of a Ray that is started here; no large data goes through it
-NO_TOKEN = " Does the cluster ask for no token, though there is one here? Then set RAY_AUTH_MODE=disabled."
+NO_TOKEN = " If this machine has a token but the cluster uses none, set RAY_AUTH_MODE=disabled."
 CONNECT_SECONDS = 10.0
 COUNT_SECONDS = 5.0  # between two counts of the GPUs
 LATE_SECONDS = 60.0  # after --timeout, before the process of a job that did not stop is killed
@@ -57,8 +57,8 @@ def require() -> None:
     """Raise WorkflowError if Ray is not installed, without importing it: the import reads variables."""
     if find_spec("ray") is None:
         raise WorkflowError(
-            f"'batch' runs jobs with Ray, which is not installed here. Install it: {INSTALL}. "
-            "Or name running ComfyUIs with --server URL, which needs no Ray."
+            f"'batch' runs jobs with Ray, which is not installed here. Install it: {INSTALL}. Or use running ComfyUIs "
+            "with --server URL, without Ray."
         )
 
 
@@ -101,7 +101,7 @@ def connected(address: str | None, workers: int | None = None, *, verbose: bool 
             raise HostError(
                 f"No Ray {f'answers at {address}' if address else 'starts here'} ({type(error).__name__}: {error}). "
                 "Check the address, and that all machines have the same Ray, Python and ~/.ray/auth_token; or leave "
-                "out --ray to have one started."
+                "out --ray to start one here."
             ) from error
         with suppress(ValueError):  # not the main thread: Ray leaves the signal alone there
             signal.signal(signal.SIGTERM, sigterm)  # Ray has replaced the handler
@@ -128,9 +128,9 @@ def _close(token: Path) -> None:
                 path.chmod(found.st_mode & 0o777 & ~rights)
     except OSError as error:
         raise HostError(
-            f"Ray's token {token} is not safe, and cannot be made so: {error.strerror or error}. Others could connect "
-            f"to the Ray and run code as you. Delete it, or set {TOKEN_PATH} to a file of your own, or {TOKEN} to the "
-            "token."
+            f"Ray's token {token} is not private, and its permissions cannot be changed: {error.strerror or error}. "
+            f"Others could connect to Ray and run code as you. Delete it, or set {TOKEN_PATH} to a file of your own, "
+            f"or {TOKEN} to the token."
         ) from error
 
 
@@ -144,7 +144,7 @@ def _check_answers(address: str) -> None:
     except (OSError, OverflowError) as error:
         raise HostError(
             f"No Ray answers at {address} ({getattr(error, 'strerror', None) or error}). Start one there with `ray "
-            "start --head`, check the address, or leave out --ray to have one started."
+            "start --head`, check the address, or leave out --ray to start one here."
         ) from error
 
 
@@ -225,11 +225,11 @@ class RayActor:
         """Return whether this worker can run the command's jobs. version: this pack's, on the command's side."""
         setup, ours, trouble = self._setup, version_that_matters(), ""
         if ours != version:
-            trouble = f"it has comfyui-onediff-guard {ours or 'of no version'}, and the command {version or 'of none'}"
+            trouble = f"it has comfyui-onediff-guard {ours or '?'}, but the command has {version or '?'}"
         elif not (setup.output_dir / setup.token).exists():
-            trouble = f"it does not see the folder {setup.output_dir}: --out has to be a folder that all machines share"
+            trouble = f"it does not see the folder {setup.output_dir}: --out must be a folder that all machines share"
         elif lacking := [str(models) for models in setup.models if not models.is_dir()]:
-            trouble = f"it has no folder {', '.join(lacking)}: models have to be there on every machine"
+            trouble = f"it has no folder {', '.join(lacking)}: every machine must have the models"
         return Ready(self._name, trouble)
 
     def run(self, job: Job) -> JobOutcome:

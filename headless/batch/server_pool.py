@@ -104,11 +104,11 @@ class ServerWorker:
         pool, told = self._pool, False
         while not pool.stop.wait(self._pause):
             if not any(worker.busy for worker in pool.workers) and time.monotonic() > pool.last_work + AWAY_SECONDS:
-                return Ready(self.name, f"it did no job for {AWAY_SECONDS:g} s, and nor did any other")
+                return Ready(self.name, f"no server ran a job for {AWAY_SECONDS:g} s")
             if asyncio.run(_answers(self._url)):
                 return Ready(self.name)
             if not told:
-                pool.tell(f"{self.name}: It does not answer. It gets jobs as soon as it does.")
+                pool.tell(f"{self.name} does not answer. It gets jobs when it answers again.")
             told, self._pause = True, ASK_SECONDS
         return Ready(self.name, "the batch ended")
 

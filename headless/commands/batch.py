@@ -25,25 +25,25 @@ LOCAL = Host(read_local, run_local)  # the host of Ray workers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("jobs", type=Path, metavar="JOBS.jsonl", help="one JSON object a line: a workflow, what to set")
-    out = f"a folder for each job, by the hash of its content (default: {DEFAULT_OUTPUT.as_posix()})"
+    parser.add_argument("jobs", type=Path, metavar="JOBS.jsonl", help="one JSON object per line: workflow, what to set")
+    out = f"output: a folder for each job, named by the hash of its content (default: {DEFAULT_OUTPUT.as_posix()})"
     parser.add_argument("--out", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help=out)
-    workflows = "the workflows that lines name (default: the folder of the file)"
+    workflows = "folder of the workflows that the lines name (default: the folder of JOBS.jsonl)"
     parser.add_argument("--workflows", type=Path, metavar="DIR", help=workflows)
-    models = "as of `run`; there on every machine; may be repeated"
+    models = "models, as for `run`, on every machine; may be repeated"
     parser.add_argument("--models", type=Path, action="append", default=[], metavar="DIR", help=models)
-    parser.add_argument("--input", type=Path, metavar="DIR", help="images that workflows name, as of `run`")
-    ray = "a running Ray, for example 10.0.0.1:6379 or auto (default: one is started)"
+    parser.add_argument("--input", type=Path, metavar="DIR", help="images that workflows name, as for `run`")
+    ray = "address of a running Ray, for example 10.0.0.1:6379 or auto (default: start one)"
     parser.add_argument("--ray", metavar="ADDRESS", help=ray)
     server = "run on this ComfyUI, without Ray; may be repeated, for ComfyUIs with the same nodes and models"
     parser.add_argument("--server", action="append", default=[], metavar="URL", help=server)
-    guard = "with --server: guard ComfyUI's own models in the workflows, which stay as they are"
+    guard = "with --server: guard ComfyUI's own models in the workflows, without changing the files"
     parser.add_argument("--guard", action="store_true", help=guard)
-    workers = "of Ray (default: one a GPU; without any, one)"
+    workers = "number of Ray workers (default: one per GPU; without a GPU, one)"
     parser.add_argument("--workers", type=_count(MAX_WORKERS), metavar="N", help=workers)
-    attempts = "how often a job may end its worker before it is given up (default: 3)"
+    attempts = "give up a job after its worker died N times (default: 3)"
     parser.add_argument("--attempts", type=_count(100), default=3, metavar="N", help=attempts)
-    parser.add_argument("--retry", action="store_true", help="try jobs again that an earlier run gave up")
+    parser.add_argument("--retry", action="store_true", help="retry jobs that an earlier run gave up")
     parser.add_argument("--timeout", type=seconds, metavar="S", help="stop a job after this many seconds")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
@@ -53,8 +53,8 @@ def main(args: argparse.Namespace) -> Answer:
     error = None
     if bad := stats.failed + stats.parked_before:
         error = RunFailedError(
-            f"{bad:,} of {stats.jobs:,} jobs failed; {args.out / PARKED} says why. The same command with --retry "
-            "tries them again."
+            f"{bad:,} of {stats.jobs:,} jobs failed; {args.out / PARKED} says why. To retry them, run the same "
+            "command with --retry."
         )
     faults = [f"  {fault['name']} ({fault['content']}): {fault['error']}" for fault in stats.faults[:SHOWN]]
     return Answer([stats.summary(), *faults, args.out], {"folder": args.out, **stats.facts()}, error)
@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace) -> BatchStats:
         with _pool(args, outputs, stats) as pool:
             BatchRun(queue, pool, outputs, stats, args.attempts).run()
     except KeyboardInterrupt:
-        stats.say("Stopping. What is done is whole, and the same command goes on from there.")
+        stats.say("Stopping. Finished jobs are complete; run the same command to continue.")
         raise
     return stats
 
@@ -82,14 +82,12 @@ def _check(args: argparse.Namespace) -> None:
     """Raise WorkflowError if options conflict, or Ray is not installed."""
     if not args.server:
         if args.guard:
-            raise WorkflowError(
-                "--guard has no meaning without --server: this pack's pipelines are guarded without it."
-            )
+            raise WorkflowError("--guard works only with --server: this pack's pipelines are always guarded.")
         require()
         return
     for name in ("ray", "models", "workers"):
         if getattr(args, name):
-            raise WorkflowError(f"--{name} has no meaning with --server: the servers have their own models and GPUs.")
+            raise WorkflowError(f"--{name} does not work with --server: the servers have their own models and GPUs.")
 
 
 def _jobs(args: argparse.Namespace) -> JobsFile:

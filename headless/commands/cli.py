@@ -32,12 +32,12 @@ SUBCOMMANDS = tuple(
     for name, does in {
         "run": "run a workflow: in this process, on a server, or in a ComfyUI checkout",
         "batch": "run the jobs of a file over many GPUs, machines or servers, resumed by the same command",
-        "compare": "run a workflow in several precisions, and put them side by side",
-        "doctor": "say what would run here or on another card, and why",
-        "selftest": "check on this card what every run takes for granted, in a minute",
-        "probe": "measure a model over a few steps, draw it, and recommend how to run it",
-        "profile": "list, show, export and import what runs learned about models",
-        "compiled": "list, export, import and clear code that was compiled for later runs",
+        "compare": "run a workflow in several precisions and compare the results",
+        "doctor": "show what would run here or on another card, and why",
+        "selftest": "check in a minute whether this card computes correctly",
+        "probe": "measure a model over a few steps, draw the result, and recommend settings",
+        "profile": "list, show, export and import profiles, which store what runs learned about models",
+        "compiled": "list, export, import and clear compiled code that is kept for later runs",
     }.items()
 )
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None, subcommands: Sequence[Subcommand] = 
         except OSError as error:  # for instance a full disk
             code = ExitCode.OUTPUT_FAILED
             with suppress(OSError):
-                print(f"onediff-guard: Cannot print what came of it: {error}.", file=sys.stderr)
+                print(f"onediff-guard: Cannot print the result: {error}.", file=sys.stderr)
         drop_output()
         return int(code)
 
@@ -129,14 +129,14 @@ def _parser(arguments: Sequence[str], subcommands: Sequence[Subcommand]) -> argp
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = _Parser(
         prog="onediff-guard",
-        description="Workflows without a browser, and why they run as they do.",
+        description="Run ComfyUI workflows without a browser, and see which precision they use and why.",
         epilog="Exit codes: 0 done, 2 bad input, 3 no server, 4 the run failed, 5 no output, 130 interrupted, "
         "141 broken pipe (stdout closed).",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in subcommands:
         subparser = commands.add_parser(command.name, help=command.help, description=command.help)
-        subparser.add_argument("--verbose", "-v", action="store_true", help="tell more, and show tracebacks")
+        subparser.add_argument("--verbose", "-v", action="store_true", help="print more, and show tracebacks")
         if command.name == chosen:
             module = command.module()
             module.add_arguments(subparser)

@@ -28,14 +28,14 @@ from .answer import Answer
 DEFAULT_PRECISIONS = (REFERENCE, "bf16", "fp16", "fp16 (plain)")
 HEADER = ("precision", "plan", "PSNR (dB)", "max error", "seconds", "reruns", "finite frames")
 FPS = 8.0  # of the animation
-SECONDS_OF = "the denoising steps alone, without loading, encoding and decoding"
+SECONDS_OF = "the denoising steps only, without loading, encoding and decoding"
 VERDICTS = {"reference": pictures.NEUTRAL, "finite": pictures.GOOD}  # all others are bad
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     hosts.add_arguments(parser, output=Path("output") / "compare", results="picture and numbers")
     usual = ",".join(DEFAULT_PRECISIONS)
-    words = f"with commas between them; {REFERENCE} is the reference, and added (default: {usual})"
+    words = f"separated by commas; {REFERENCE} is the reference and always included (default: {usual})"
     parser.add_argument("--precisions", type=_precisions, default=DEFAULT_PRECISIONS, metavar="LIST", help=words)
 
 
@@ -49,12 +49,12 @@ def main(args: argparse.Namespace) -> Answer:
         "seconds_of": SECONDS_OF,
         "runs": [outcome.facts for outcome in outcomes],
     }
-    files = _drawn(args.workflow.name, outcomes, f"Errors from {errors_from}; white is 1. Seconds of {SECONDS_OF}.")
+    files = _drawn(args.workflow.name, outcomes, f"Errors from {errors_from}; white is 1. Seconds: {SECONDS_OF}.")
     files[".json"] = f"{json.dumps(for_json(facts), indent=2)}\n".encode()
     written = write_together(args.out, "compare", files)
     failed = "\n".join(f"  {each['precision']}: {each['error']}" for each in facts["runs"] if "error" in each)
     error = RunFailedError(f"Not every precision ran. The others are in {written[0]}.\n{failed}") if failed else None
-    lines = [*_table(outcomes), f"errors: from {errors_from}; white is 1", f"seconds: of {SECONDS_OF}", *written]
+    lines = [*_table(outcomes), f"errors: from {errors_from}; white is 1", f"seconds: {SECONDS_OF}", *written]
     return Answer(lines, {"files": written, **facts}, error)
 
 
@@ -164,7 +164,7 @@ def _drawn(workflow: str, outcomes: Sequence[PrecisionOutcome], footnote: str) -
     runs = [outcome.run for outcome in outcomes]
     frames = len(runs[0].frames)
     which = f"Frame {frames // 2 + 1} of {frames}; below it" if frames > 1 else "Below the picture"
-    subheading = f"One seed, {len(runs)} precisions. {which}, where it differs from {REFERENCE}."
+    subheading = f"One seed, {len(runs)} precisions. {which}: its difference from {REFERENCE}."
     picture = pictures.grid(runs, (workflow, subheading, footnote), frame=frames // 2)
     files = {".png": pictures.png(picture)}
     if frames > 1:

@@ -15,15 +15,15 @@ from ...trust.atomic_files import delete, size_of
 from . import kept_files
 from .answer import Answer
 
-TRUST = "Such a file holds code that will be run. Import it only from people whom you trust."
+TRUST = "Such a file holds code that will run here. Import it only from people you trust."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = TRUST
     whose = "machines like this one"
     actions = kept_files.add_arguments(parser, "compiled code", COMPILED_VARIABLE, "compiled", whose)
-    cleared = actions.add_parser("clear", help="delete all, or those whose names start so")
-    cleared.add_argument("name", nargs="?", default="", help="the beginning of their names (default: all)")
+    cleared = actions.add_parser("clear", help="delete all, or those whose names start with NAME")
+    cleared.add_argument("name", nargs="?", default="", help="start of their names (default: all)")
 
 
 def main(args: argparse.Namespace) -> Answer:
@@ -41,12 +41,12 @@ def _list(compile_cache_dir: Path, _args: argparse.Namespace) -> Answer:
         except (BadCompiled, OSError) as error:
             facts, words = {"error": str(error)}, str(error)
         found.append((name, f"{size / 1e6:.1f} MB; {words}", {"bytes": size, **facts}))
-    none = f"No compiled code in {compile_cache_dir}. A run keeps what inductor compiled for it."
+    none = f"No compiled code in {compile_cache_dir}. Runs that compile with inductor keep their code there."
     return kept_files.listing(compile_cache_dir, "compiled", found, none)
 
 
 def _export(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
-    folder = kept_files.the_one(_by_name(compile_cache_dir), args.name, compile_cache_dir, "that is kept")
+    folder = kept_files.the_one(_by_name(compile_cache_dir), args.name, compile_cache_dir, "folder of compiled code")
     cache.write(args.file, *cache.exportable(folder))
     return Answer([args.file])
 
@@ -64,7 +64,7 @@ def _import(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
             "let a run compile here."
         )
     cache.keep_imported(compile_cache_dir, target, artifacts)
-    return kept_files.imported(target.name, f"{target.in_words()}\nIt holds code, which later runs of this model run.")
+    return kept_files.imported(target.name, f"{target.in_words()}\nIt holds code that later runs of this model run.")
 
 
 def _clear(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:

@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0], help="as the loader's precision")
     of_loader = "as the loader's accumulation"
     parser.add_argument("--accumulation", choices=ACCUMULATIONS, default=ACCUMULATIONS[0], help=of_loader)
-    cards = "tell how each stage would run on a card of so much memory, and what it would take"
+    cards = "estimate how each stage would run on a card with this much memory"
     parser.add_argument("--vram", type=float, metavar="GIB", help=cards)
-    sizes = "of what is made, for --vram (default: the model's own)"
+    sizes = "output size for --vram (default: the model's own)"
     parser.add_argument("--size", type=_size, metavar="WxHxFRAMES", help=sizes)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
@@ -41,7 +41,7 @@ def _size(text: str) -> Size:
     """Return width, height and frames. Raises ArgumentTypeError if the text is not a size."""
     found = re.fullmatch(r"(\d{1,5})[x×](\d{1,5})(?:[x×](\d{1,5}))?", text)
     if not found:
-        raise argparse.ArgumentTypeError(f"'{text}' is no size: write 720x480x49, or 1024x1024 for an image.")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size: write 720x480x49, or 1024x1024 for an image.")
     width, height, frames = found.groups(default="1")
     return int(width), int(height), int(frames)
 
@@ -68,9 +68,9 @@ def examine(
     Raises BadFolder, BadInput or BadSize.
     """
     if vram is not None and not 1 <= vram <= 4096:
-        raise BadInput("--vram {:g} is no card's memory: say how many GiB it has, for example 12.", vram)
+        raise BadInput("--vram {:g} is not a card's memory in GiB: use a number from 1 to 4096, for example 12.", vram)
     if size and vram is None:
-        raise BadInput("--size is of no use alone: say with --vram how many GiB the card has.")
+        raise BadInput("--size needs --vram: add the card's memory in GiB, for example --vram 12.")
     try:
         diagnosis = diagnose(
             on_disk(model) if model else None,

@@ -24,12 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser, what: str, variable: str, fol
         f"user/onediff_guard/{folder})",
     )  # fmt: skip
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
-    listing = actions.add_parser("list", help="name them all")
+    listing = actions.add_parser("list", help="list all")
     listing.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     export = actions.add_parser("export", help=f"copy one to a file, for {whose}")
-    export.add_argument("name", help="its name, or the beginning of it")
+    export.add_argument("name", help="its name, or the start of it")
     export.add_argument("file", type=Path)
-    taken = actions.add_parser("import", help="check a file and keep it", description=parser.epilog)
+    taken = actions.add_parser("import", help="check a file and store it", description=parser.epilog)
     taken.add_argument("file", type=Path)
     return actions
 
@@ -38,7 +38,7 @@ def act(args: argparse.Namespace, folder: Path, actions: Mapping[str, Action]) -
     try:
         return actions[args.action](folder, args)
     except OSError as error:
-        raise OutputError(f"It could not be written: {error}.") from error
+        raise OutputError(f"Cannot write the file: {error}.") from error
 
 
 def listing(folder: Path, key: str, found: Sequence[tuple[str, str, Mapping[str, Any]]], none: str) -> Answer:
@@ -55,9 +55,7 @@ def the_one(files: Mapping[str, Path], name: str, where: Path, what: str) -> Pat
     found = [name] if name in files else sorted(each for each in files if each.startswith(name))
     if len(found) != 1:
         which = listed(found, most=10, limit=255) or "none"
-        raise WorkflowError(
-            f"The name of one {what} must start with '{name}', and these do: {which}. Looked in {where}."
-        )
+        raise WorkflowError(f"'{name}' must match one {what}. Matches: {which}. Looked in {where}.")
     return files[found[0]]
 
 

@@ -24,15 +24,15 @@ PROMPT = "a red kite above a quiet village, early in the morning"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     models = "a folder, Stable Video Diffusion's single file, or the hub id of a model in the cache"
     parser.add_argument("--model", type=Path, required=True, metavar="MODEL", help=models)
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="of a whole schedule (default: 4)")
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps of a whole schedule (default: 4)")
     parser.add_argument("--prompt", default=PROMPT, help=f"default: {PROMPT}")
     parser.add_argument("--image", type=Path, metavar="FILE", help="for models that start from an image")
     for name, of in (("width", "pixels"), ("height", "pixels"), ("frames", "frames")):
         parser.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"{of} (default: the model's own)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the noise (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the noise (default: 0)")
     parser.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0], help="as the loader's precision")
     parser.add_argument("--arch", metavar="NAME", help=f"recommend {OTHER_CARD}")
-    parser.add_argument("--save", action="store_true", help="keep the profile for later runs, too")
+    parser.add_argument("--save", action="store_true", help="also store the profile for later runs")
     parser.add_argument(
         "--out", type=Path, default=Path("output", "probe"), metavar="DIR", help="default: output/probe"
     )
@@ -57,7 +57,7 @@ def _run(args: argparse.Namespace) -> RunResult:
         raise WorkflowError(f"'{args.model}' does not start from an image. Leave out --image.")
     if family.takes_image:
         if not (args.image and args.image.is_file()):
-            raise WorkflowError(f"'{args.model}' starts from an image: name one with --image. Found: {args.image}.")
+            raise WorkflowError(f"'{args.model}' needs a start image: give one with --image. Found: {args.image}.")
         args.image = args.image.resolve()  # the user's own link may lead anywhere
         images = args.image.parent
     with printed_progress(sys.stderr) as on_progress:

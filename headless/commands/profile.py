@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     whose = "others with this model and card"
     actions = kept_files.add_arguments(parser, "profiles", PROFILES_VARIABLE, "profiles", whose)
     show = actions.add_parser("show", help="print one, as JSON")
-    show.add_argument("name", help="its name, or the beginning of it")
+    show.add_argument("name", help="its name, or the start of it")
 
 
 def main(args: argparse.Namespace) -> Answer:

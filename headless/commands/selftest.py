@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> Answer:
     file = args.out or selftest_directory() / f"{result.key}.json"
     with writing(file):
         file = keep(result, file)
-    lines = [result.in_words(), f"Kept in {file}. Add that file to an issue about this card."]
+    lines = [result.in_words(), f"Saved in {file}. Attach that file to issues about this card."]
     code = ExitCode.RUN_FAILED if result.wrong else ExitCode.DONE
     return Answer(lines, {"file": file, **result.as_dict()}, exit_code=code)
 

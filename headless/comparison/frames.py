@@ -73,10 +73,10 @@ def read_pngs(files: Sequence[Path]) -> np.ndarray:
             with Image.open(file, formats=("PNG",)) as picture:
                 frames.append(np.asarray(picture.convert("RGB"), dtype=np.float32) / 255)
     except Exception as error:  # Pillow raises almost any type for damaged files
-        raise RunFailedError(f"A picture that came of the run cannot be read: {shown(error, 200)}.") from error
+        raise RunFailedError(f"An output image of the run cannot be read: {shown(error, 200)}.") from error
     if len({frame.shape for frame in frames}) != 1:
         found = [*map(np.shape, frames)]
-        raise RunFailedError(f"Expected pictures of one size, found {len(frames)} of these: {found}.")
+        raise RunFailedError(f"Expected images of one size, found {len(frames)} of these sizes: {found}.")
     return np.stack(frames)
 
 

@@ -18,8 +18,8 @@ SHOWN = "onediff-guard-compare"  # id of the node that outputs the frames
 PLAIN = "fp16 (plain)"
 GUARD, UNGUARDED = "on_failure", "off"
 NATIVE = (
-    "ComfyUI's own models take their precision from how ComfyUI was started (--force-fp16, --force-fp32) or from "
-    "their loader's weight_dtype, so it cannot be set here: start ComfyUI in each, and use 'onediff-guard run'."
+    "The precision of ComfyUI's own models cannot be set here: ComfyUI's start options (--force-fp16, --force-fp32) "
+    "or their loader's weight_dtype set it. Start ComfyUI in each precision, and use 'onediff-guard run'."
 )
 
 
@@ -65,13 +65,13 @@ def comparable(
     set_here = [n for n in having if (n.id, INPUT) not in held and n.inputs.get(INPUT) != FOLLOWS]
     if not set_here:
         labels = listed(node.label for node in having)
-        raise WorkflowError(f"Every precision of the workflow is held: {labels}. Leave one of them out of --set.")
+        raise WorkflowError(f"--set fixes every precision of the workflow: {labels}. Remove one of them from --set.")
     for node in set_here:
         options = schemas[node.class_type].inputs[INPUT].options
         if unknown := [precision for precision in precisions if precision not in options]:
             raise WorkflowError(
-                f"{node.label} has no precision {listed(map(repr, unknown))}. "
-                f"It has {listed(map(repr, options))}: name some of these with --precisions."
+                f"{node.label} has no precision {listed(map(repr, unknown))}. It has {listed(map(repr, options))}: "
+                "choose from these with --precisions."
             )
     varied = tuple(node.id for node in set_here)
     guards = tuple(n.id for n in _with_choice(graph, schemas, GUARD, UNGUARDED) if (n.id, GUARD) not in held)
@@ -103,6 +103,6 @@ def _frames(graph: Graph, schemas: Mapping[str, Schema], varied: set[str]) -> Li
                 return link
     found = listed(node.label for node in outputs) or "none"
     raise WorkflowError(
-        f"The workflow saves no pictures that could be compared. Its output nodes: {found}. "
-        "Expected: one that takes an IMAGE or a VIDEO, such as SaveImage."
+        f"The workflow saves no images to compare. Its output nodes: {found}. Expected: one that takes an IMAGE or a "
+        "VIDEO, such as SaveImage."
     )

@@ -50,9 +50,8 @@ PATIENCE_SECONDS = 10.0  # a ComfyUI that we started does not come back once it 
 LOG_LINES = 25  # last lines of the log in messages
 OPTIONAL_FLAGS = (["--database-url", "sqlite:///:memory:"], ["--disable-api-nodes"], ["--disable-auto-launch"])
 ACCELERATOR_PROBE = (
-    "import torch; "
-    "print(torch.cuda.is_available() or torch.backends.mps.is_available() "
-    "or (hasattr(torch, 'xpu') and torch.xpu.is_available()))"
+    "import torch; print(torch.cuda.is_available() or torch.backends.mps.is_available() or (hasattr(torch, 'xpu') and "
+    "torch.xpu.is_available()))"
 )
 STUB = """\
 import importlib.util
@@ -107,7 +106,7 @@ def started(checkout: Path, *, models: Sequence[Path] = (), input_dir: Path | No
     checkout = checkout.resolve()
     for needed in ("main.py", "comfy/cli_args.py"):
         if not (checkout / needed).is_file():
-            raise WorkflowError(f"--comfyui {checkout}: there is no {needed}. Name the folder of a ComfyUI checkout.")
+            raise WorkflowError(f"--comfyui {checkout}: it has no {needed}. Give the folder of a ComfyUI checkout.")
     python = find_interpreter(checkout)
     with temporary_folder("onediff-guard-") as folder:
         log = folder / "comfyui.log"
@@ -128,7 +127,7 @@ def find_interpreter(checkout: Path) -> str:
     named = os.environ.get("COMFYUI_PYTHON")
     if named:
         if not Path(named).is_file():
-            raise WorkflowError(f"COMFYUI_PYTHON is {named}, and there is no such file.")
+            raise WorkflowError(f"COMFYUI_PYTHON is {named}, but there is no such file.")
         return named
     own = (checkout / place for place in INTERPRETERS)
     return next((str(path) for path in own if path.is_file()), sys.executable)

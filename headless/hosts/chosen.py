@@ -30,25 +30,25 @@ class Host:
 
 def add_arguments(parser: argparse.ArgumentParser, *, output: Path, results: str = "results") -> None:
     """Add the arguments of every command that runs a workflow. output: the default of --out, for `results`."""
-    parser.add_argument("workflow", type=Path, metavar="WORKFLOW.json", help="a workflow, in API or in UI format")
+    parser.add_argument("workflow", type=Path, metavar="WORKFLOW.json", help="a workflow in API or UI format")
     form = "NODE.INPUT=VALUE"
-    change = "set an input; NODE is an id, or a title or class id that is unique; may be repeated"
+    change = "set an input; NODE is an id, or a unique title or class id; may be repeated"
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar=form, help=change)
     out = f"{results} (default: {output.as_posix()})"
     parser.add_argument("--out", type=Path, default=output, metavar="DIR", help=out)
-    models = "models, laid out as ComfyUI's folder or simply side by side (default: models); may be repeated"
+    models = "model folder, arranged like ComfyUI's or with all models side by side (default: models); may be repeated"
     parser.add_argument("--models", type=Path, action="append", default=[], metavar="DIR", help=models)
-    images = "images that LoadImage reads (default: input); with --server, those that the workflow names are uploaded"
+    images = "folder of LoadImage's images (default: input); with --server, those of the workflow are uploaded"
     parser.add_argument("--input", type=Path, metavar="DIR", help=images)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     host = parser.add_mutually_exclusive_group()
     host.add_argument("--server", metavar="URL", help="run on this ComfyUI, for example http://127.0.0.1:8188")
-    host.add_argument("--comfyui", type=Path, metavar="DIR", help="start this ComfyUI checkout, run there, stop it")
-    guard = "with --server or --comfyui: guard ComfyUI's own models in the workflow, which stays as it is"
+    host.add_argument("--comfyui", type=Path, metavar="DIR", help="start this ComfyUI checkout, run there, and stop it")
+    guard = "with --server or --comfyui: guard ComfyUI's own models in the workflow, without changing its file"
     parser.add_argument("--guard", action="store_true", help=guard)
-    gpus = "compute each step on N GPUs together, or on all with 'auto': a process each, in place of one process"
+    gpus = "compute each step on N GPUs together, or on all with 'auto', with one process per GPU"
     parser.add_argument("--gpus", type=_gpus, default="1", metavar="N", help=f"{gpus} (default: 1)")
-    timeout = "stop after this many seconds; on a server, the upload and the download count too"
+    timeout = "stop after this many seconds, including upload and download on a server"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=timeout)
 
 
@@ -61,16 +61,14 @@ def opened(args: argparse.Namespace) -> Generator[Host]:
     """
     if args.gpus != "1" and (args.server or args.comfyui):
         raise WorkflowError(
-            "--gpus has no meaning with --server or --comfyui: a run over several GPUs has a process for each, and "
-            "none may be ComfyUI's. Leave the host out, and name the models with --models."
+            "--gpus does not work with --server or --comfyui: it needs one process of its own per GPU. Remove that "
+            "option, and give the models with --models."
         )
     if args.guard and not (args.server or args.comfyui):
-        raise WorkflowError(
-            "--guard has no meaning without --server or --comfyui: this pack's pipelines are guarded without it."
-        )
+        raise WorkflowError("--guard works only with --server or --comfyui: this pack's pipelines are always guarded.")
     if args.server:
         if args.models:
-            raise WorkflowError("--models has no meaning with --server: the server has its own model folders.")
+            raise WorkflowError("--models does not work with --server: the server has its own model folders.")
         from ..server.follow import read_for_server, run_on_server
 
         yield Host(

@@ -77,16 +77,14 @@ def read(path: Path) -> bytes:
     try:
         with open(path, "rb", opener=_open) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise WorkflowError(f"{path} is no file.")
+                raise WorkflowError(f"{path} is not a file.")
             data = file.read(MAX_IMAGE_BYTES + 1)
     except OSError as error:
         raise WorkflowError(f"Cannot read the image {path}: {error.strerror or error}.") from error
     if len(data) > MAX_IMAGE_BYTES:
-        raise WorkflowError(
-            f"{path} is larger than {MAX_IMAGE_BYTES // 2**20} MiB, the most that is taken as an image."
-        )
+        raise WorkflowError(f"{path} is larger than {MAX_IMAGE_BYTES // 2**20} MiB, the limit for an image.")
     if not _is_image(data):
-        raise WorkflowError(f"{path} is no image ({', '.join(IMAGE_FORMATS)}).")
+        raise WorkflowError(f"{path} is not an image ({', '.join(IMAGE_FORMATS)}).")
     return data
 
 
@@ -103,7 +101,7 @@ def frames(data: bytes) -> list[Frame]:
             return list(_frames(file))
     except Exception as error:  # Pillow raises almost any type for damaged files
         raise ValueError(
-            f"the image cannot be read ({type(error).__name__}: {shown(error, 200)}). Save it anew as PNG or JPEG."
+            f"the image cannot be read ({type(error).__name__}: {shown(error, 200)}). Save it again as PNG or JPEG."
         ) from error
 
 

@@ -127,7 +127,7 @@ def _stoppable(interrupt: Any, timeout: float | None) -> Iterator[_Check]:
         if threading.current_thread() is threading.main_thread():
             restored.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, on_signal))
         if timeout:
-            late = RunFailedError(f"Stopped: the run was not done after {timeout:g} s.")
+            late = RunFailedError(f"Stopped: the run did not finish within {timeout:g} s.")
             timer = threading.Timer(timeout, ask, [late])
             timer.daemon = True
             timer.start()
@@ -156,7 +156,7 @@ def _run(
             results[node_id] = tuple(returned or ())
             given, promised = len(results[node_id]), len(plan.schemas[node.class_type].outputs)
             if given != promised:
-                raise RunFailedError(f"{node.label} gave {given} outputs, its type promises {promised}.")
+                raise RunFailedError(f"{node.label} gave {given} outputs, but its type declares {promised}.")
     return outputs, results
 
 

@@ -53,7 +53,7 @@ def chosen_number(asked: str) -> int:
     have = gpus_here()
     number = max(have, 1) if asked == "auto" else int(asked)
     if number > 1 and (os.name != "posix" or not distributed.is_available()):
-        raise WorkflowError("--gpus needs Linux, and a PyTorch with torch.distributed. Leave it out, for one GPU.")
+        raise WorkflowError("--gpus needs Linux, and a PyTorch with torch.distributed. Remove it to use one GPU.")
     if have and number > have:
         raise WorkflowError(
             f"--gpus is {number}, but PyTorch sees {have} {'GPU' if have == 1 else 'GPUs'} here. "
@@ -219,11 +219,10 @@ class _Rank:
         killed = f"{self.name} was killed by {signal.Signals(-code).name}, so the run was ended."
         if -code == signal.SIGKILL:
             return RunFailedError(
-                f"{killed} If you did not stop it, the system did, where main memory ran out: see its log, or use "
-                "fewer GPUs."
+                f"{killed} If you did not stop it, main memory probably ran out: see the system log, or use fewer GPUs."
             )
         return RunFailedError(
-            f"{killed} If you did not, a library, a driver or a compiled block crashed: run again with "
+            f"{killed} If you did not stop it, a library, a driver or a compiled block crashed: run again with "
             "PYTHONFAULTHANDLER=1 to see where, and try backend 'eager'."
         )
 
@@ -287,9 +286,9 @@ def _watch(ranks: Sequence[_Rank], timeout: float | None, on_progress: ProgressC
                 raise _to_blame(ranks).error()
             for each in ranks:
                 if each.silent > SILENT:
-                    raise RunFailedError(f"{each.name} gave no sign of life for {SILENT:g} s, so the run was ended.")
+                    raise RunFailedError(f"{each.name} did not respond for {SILENT:g} s, so the run was ended.")
             if seen > until:
-                raise RunFailedError(f"Stopped: the run was not done after {timeout:g} s.")
+                raise RunFailedError(f"Stopped: the run did not finish within {timeout:g} s.")
     except KeyboardInterrupt:
         raise InterruptedRunError("Interrupted: nothing more was written.") from None
     assert ranks[0].result

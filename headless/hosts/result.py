@@ -63,7 +63,7 @@ class RunResult:
         try:
             fitting(list[StageReport], reports)
         except Unreadable as error:
-            raise RunFailedError(f"The report of a stage is not what this pack's nodes write: {error}.") from None
+            raise RunFailedError(f"The report of a stage has an unknown format: {error}.") from None
         return reports
 
     def files_of(self, node: str) -> list[Path]:

@@ -150,7 +150,7 @@ class HistoryEntry(Foreign):
             texts += [kind] if isinstance(message, str) else []
         if status.status_str == "error":
             why = listed(texts, MAX_LINES, between="; ", limit=500) or "but not why: look at its log"
-            return RunFailedError(f"{server} says that the run failed, {why}.")
+            return RunFailedError(f"{server} reports that the run failed, {why}.")
         return None
 
 

@@ -70,7 +70,7 @@ class HttpResponse:
         try:
             yield
         except (foreign.Unreadable, paths.Outside) as error:
-            raise HostError(f"{self.place} does not answer as ComfyUI does: {error}.") from None
+            raise HostError(f"{self.place} does not answer like ComfyUI: {error}.") from None
 
 
 class Server:
@@ -105,9 +105,9 @@ class Server:
                     found[name] = from_object_info(name, node_types[name])
         if unknown := [name for name in needed if name not in found]:
             raise UnknownNodesError(
-                f"The ComfyUI at {self.name} has no node type {', '.join(map(shown, unknown))}. Install the pack that "
-                "brings it there, and look for 'IMPORT FAILED' in its log if it is installed. If only the browser has "
-                "it, as with labels: run what Workflow > Export (API) writes."
+                f"The ComfyUI at {self.name} has no node type {', '.join(map(shown, unknown))}. Install its pack "
+                "there; if it is installed, look for 'IMPORT FAILED' in ComfyUI's log. If only the browser has it, "
+                "like labels, run the file that Workflow > Export (API) writes."
             )
         return found
 
@@ -129,7 +129,7 @@ class Server:
             raise RunFailedError(f"{self.name} refused the workflow with HTTP {answer.status}: {said}")
         submitted = answer.fitting(Submitted)
         if submitted.prompt_id is None:
-            raise HostError(f"{answer.place} does not answer as ComfyUI does: it gave the run no prompt_id.")
+            raise HostError(f"{answer.place} does not answer like ComfyUI: its answer has no prompt_id.")
         return submitted
 
     async def result(self, prompt_id: str) -> HistoryEntry | None:
@@ -168,7 +168,7 @@ class Server:
         form.add_field("image", image, filename=for_terminal(name))
         answer = await self._ask("POST", "upload", "image", seconds=UPLOAD_SECONDS, data=form)
         if answer.status != 200:
-            raise WorkflowError(f"{self.name} did not take the image {name}: HTTP {answer.status}.")
+            raise WorkflowError(f"{self.name} refused the image {name}: HTTP {answer.status}.")
         with answer.of_comfyui():
             return answer.fitting(Uploaded).path
 
@@ -181,8 +181,8 @@ class Server:
             except NoAnswerError as error:  # noqa: PERF203
                 if attempt == DOWNLOADS:
                     raise RunFailedError(
-                        f"{self.name} broke off its result {shown(entry.path, 200)} after {into.size:,} bytes, "
-                        f"{DOWNLOADS} times ({error.reason}). The run is done: look into its output folder."
+                        f"{self.name} did not send its result {shown(entry.path, 200)} completely in {DOWNLOADS} "
+                        f"tries ({into.size:,} bytes; {error.reason}). The run is done: look into its output folder."
                     ) from error
                 into.start_again()
                 await asyncio.sleep(PAUSE_SECONDS)
@@ -211,10 +211,10 @@ class Server:
             if response.status >= 500:
                 raise aiohttp.ClientError(f"HTTP {response.status}")
             if response.status != 200:
-                raise RunFailedError(f"{self.name} does not hand out its result {name}: HTTP {response.status}.")
+                raise RunFailedError(f"{self.name} refuses to send its result {name}: HTTP {response.status}.")
             length = response.content_length
             if length is None and "Transfer-Encoding" not in response.headers:
-                raise RunFailedError(f"{self.name} does not say how long its result {name} is.")
+                raise RunFailedError(f"{self.name} does not state the length of its result {name}.")
             room = max(0, shutil.disk_usage(into.folder).free - FREE_BYTES)
             self._check_room(name, length or 0, room)
             began = time.monotonic()
@@ -230,12 +230,12 @@ class Server:
     def _check_room(self, name: str, size: int, room: int) -> None:
         if size > MAX_FILE_BYTES:
             raise RunFailedError(
-                f"{self.name} hands out more than {MAX_FILE_BYTES:,} bytes as {name}. It was not kept."
+                f"{self.name} sends more than {MAX_FILE_BYTES:,} bytes as {name}. The file was discarded."
             )
         if size > room:
             raise OutputError(
-                f"The result {name} does not fit the disk ({size:,} bytes or more, and {room:,} are free beside "
-                f"{FREE_BYTES:,} that are left alone). Free some space, or choose another folder with --out."
+                f"The result {name} does not fit the disk ({size:,} bytes or more; {room:,} are free, and "
+                f"{FREE_BYTES:,} must stay free). Free some space, or choose another folder with --out."
             )
 
     async def _queue(self) -> Queue:
@@ -278,7 +278,7 @@ class Server:
                 try:
                     packed = response.headers.get("Content-Encoding", "identity").lower()
                     if packed != "identity":
-                        raise HostError(f"{place} answers packed ({shown(packed)}), although it was asked not to.")
+                        raise HostError(f"{place} answers in an encoding that was not requested ({shown(packed)}).")
                     yield place, response
                 except BaseException:
                     response.close()
@@ -303,8 +303,8 @@ class Server:
         location = told.response.headers.get("Location", "nowhere")
         told.response.close()
         raise HostError(
-            f"{self.name} redirects to {shown(without_password(location), 200)}, which is not followed: "
-            "give --server the address that answers itself."
+            f"{self.name} redirects to {shown(without_password(location), 200)}, which is not followed: give --server "
+            "the final address."
         )
 
 

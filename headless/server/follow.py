@@ -158,7 +158,7 @@ class _ServerRun:
         self.patience = patience
         self.on_progress = on_progress
         self.prompt_id: str | None = None
-        self.out_of_time = f"{server.name} did not describe its nodes in time; nothing ran"
+        self.out_of_time = f"{server.name} did not describe its nodes in time, and nothing ran"
 
     async def read(self, workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
         types, named = ui_format.types_in(workflow)
@@ -168,7 +168,7 @@ class _ServerRun:
 
     async def upload(self, graph: Graph, schemas: Mapping[str, Schema], folder: Path) -> Graph:
         """Upload images. Returns the graph with their names on the server; images outside of the folder stay."""
-        self.out_of_time = f"{self.server.name} did not take the images in time; nothing ran"
+        self.out_of_time = f"{self.server.name} did not accept the images in time, and nothing ran"
         there: dict[Path, str] = {}
         values: dict[str, dict[str, str]] = {}
         for node, name, _, path in input_images.images_of(graph, schemas, folder):
@@ -176,17 +176,17 @@ class _ServerRun:
                 try:
                     there[path] = there.get(path) or await self.server.upload(path.name, input_images.read(path))
                 except WorkflowError as error:
-                    raise WorkflowError(f"{error} It was not sent, and nothing ran.") from None
+                    raise WorkflowError(f"{error} Nothing ran.") from None
                 except NoAnswerError as error:
                     reason = f"{path}: {error.reason}"
-                    raise HostError(f"{self.server.name} did not take the image {reason}. Nothing ran.") from error
+                    raise HostError(f"{self.server.name} did not accept the image {reason}. Nothing ran.") from error
                 values.setdefault(node.id, {})[name] = there[path]
         return graph.with_inputs(values)
 
     async def until_done(self, graph: Graph) -> HistoryEntry:
         """Run the graph and return its history entry. After an error, the time limit or Ctrl-C, the run is removed
         from the server."""
-        self.out_of_time = f"{self.server.name} did not take the workflow in time"
+        self.out_of_time = f"{self.server.name} did not accept the workflow in time"
         connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._told: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # that no node runs any more
         listening = asyncio.ensure_future(self._listen(graph, connected))
@@ -196,7 +196,7 @@ class _ServerRun:
             self.prompt_id = submitted.prompt_id
             if submitted.node_errors:
                 raise WorkflowError(submitted.refusal(graph))
-            self.out_of_time = "The run was not done in time and was interrupted"
+            self.out_of_time = "The run did not finish in time and was interrupted"
             entry = await self._follow(str(self.prompt_id), listening)
             if connected.done():  # a short run may end before its progress is read
                 await asyncio.wait({listening, self._told}, timeout=TOLD_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -207,9 +207,7 @@ class _ServerRun:
         try:
             failure = entry.failure(graph, self.server.name)
         except Unreadable as error:
-            raise RunFailedError(
-                f"{self.server.name} says that the run failed, but not readably why: {error}."
-            ) from None
+            raise RunFailedError(f"{self.server.name} reports a failed run in an unknown format: {error}.") from None
         if failure:
             raise failure
         return entry
@@ -225,7 +223,7 @@ class _ServerRun:
                     return entry
                 if not known:
                     raise ServerLostError(
-                        f"{self.server.name} no longer knows the run {prompt_id}: it was taken out of the queue, or "
+                        f"{self.server.name} no longer knows the run {prompt_id}: it was removed from the queue, or "
                         "ComfyUI was restarted. Run it again."
                     )
                 if lost_since or looks % QUEUE_LOOKS == 0:  # a run that ends meanwhile is in the history next time
@@ -236,8 +234,8 @@ class _ServerRun:
                 lost_since = None if busy else lost_since or time.monotonic()
                 if lost_since and time.monotonic() - lost_since > self.patience:
                     raise ServerLostError(
-                        f"{self.server.name} does not answer any more. ComfyUI may have run out of memory: look at its "
-                        f"log. {error}"
+                        f"{self.server.name} no longer answers. ComfyUI may have run out of memory: look at its log. "
+                        f"{error}"
                     ) from error
             await asyncio.wait({listening}, timeout=POLL_SECONDS)
             if listening.done():
@@ -280,11 +278,13 @@ class _ServerRun:
         try:
             await asyncio.wait_for(self.server.cancel(self.prompt_id), CANCEL_SECONDS)
         except (asyncio.TimeoutError, HeadlessError) as error:
-            logger.info("The run could not be taken from %s: %s.", self.server.name, error)
-            self.out_of_time = f"The run was not done in time, and {self.server.name} took no interrupt: it may go on"
+            logger.info("The run could not be cancelled on %s: %s.", self.server.name, error)
+            self.out_of_time = (
+                f"The run did not finish in time, and {self.server.name} did not accept the interrupt: it may still run"
+            )
 
     async def download(self, outputs: Mapping[str, Mapping[str, Any]], output_dir: Path) -> list[Path]:
-        self.out_of_time = f"The run is done, but {self.server.name} did not hand out all of its files in time"
+        self.out_of_time = f"The run is done, but {self.server.name} did not send all of its files in time"
         entries = [entry for ui in outputs.values() for entry in file_entries(ui)]
         if len(entries) > MAX_FILES:
             raise RunFailedError(

@@ -113,7 +113,7 @@ class Graph:
             return list(TopologicalSorter(wanted).static_order())
         except CycleError as error:
             circle = listed((self.nodes[i].label for i in error.args[1]), between=" -> ", limit=150)
-            raise WorkflowError(f"The workflow's links run in a circle: {circle}. Cut one of them.") from None
+            raise WorkflowError(f"The workflow's links form a cycle: {circle}. Remove one of them.") from None
 
 
 class ApiNode(Foreign):
@@ -174,8 +174,8 @@ def whole(node: GraphNode) -> GraphNode:
         text = json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
         if isinstance(text, str) and not is_whole(text):
             raise WorkflowError(
-                f"{node.label}: input '{shown(name)}' holds half a character, as a cut-off emoji leaves it: "
-                f"{shown(value)}. Delete it, or write the emoji again."
+                f"{node.label}: input '{shown(name)}' holds half a character, as from a cut-off emoji: "
+                f"{shown(value)}. Delete it, or type the emoji again."
             )
     return node
 

@@ -38,7 +38,7 @@ class Setting:
             if not is_whole(argument):  # in an ASCII locale, Python escapes all other bytes
                 argument = os.fsencode(argument).decode()
         except UnicodeError:
-            raise WorkflowError(f"--set {shown(argument)}: expected UTF-8, found bytes that are none.") from None
+            raise WorkflowError(f"--set {shown(argument)}: expected UTF-8, found other bytes.") from None
         target, equals, text = argument.partition("=")
         node, dot, name = target.rpartition(".")
         if not (equals and dot and node and name):

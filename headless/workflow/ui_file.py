@@ -230,7 +230,7 @@ def unfold(file: UiFile) -> Unfolded:
             below = _below(level, node, inside)
             number += len(inside.nodes)
             if number > MAX_NODES:
-                raise WorkflowError(f"The workflow's subgraphs unfold to more than {MAX_NODES:,} nodes.")
+                raise WorkflowError(f"The workflow's subgraphs expand to more than {MAX_NODES:,} nodes.")
             levels[below.path] = below
             waiting.append(below)
     return Unfolded(levels, subgraphs, frozenset(file.group_nodes or ()))
@@ -241,7 +241,7 @@ def _below(level: Level, node: UiNode, inside: Canvas) -> Level:
     path = f"{level.path}{node.id}:"
     if len(path) > MAX_PATH:
         raise WorkflowError(
-            f"The subgraph '{title}' holds itself, or stands too deep in others: its id, {shown(path)}, has more than "
+            f"The subgraph '{title}' contains itself, or is nested too deeply: its id, {shown(path)}, has more than "
             f"{MAX_PATH} letters. Delete it there."
         )
     return Level(inside, path, title, (level, node))

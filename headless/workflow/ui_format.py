@@ -36,10 +36,10 @@ RECORDERS = frozenset({"Load3D", "Load3DAnimation", "Load3DAdvanced", "WebcamCap
 RECORDED = frozenset({"LOAD_3D", "LOAD_3D_ANIMATION", "WEBCAM", "AUDIO_RECORD"})
 A_SUBGRAPH = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a node type that is a subgraph's id
 GROUP = (
-    "a group node, which only the browser can unfold. Open the workflow in a current ComfyUI and save it again: that "
-    "makes a subgraph of it"
+    "a group node, which only the browser can expand. Open the workflow in a current ComfyUI and save it again: that "
+    "turns it into a subgraph"
 )
-RECORDING = "whose pictures or sounds the browser makes as it sends the workflow"
+RECORDING = "whose images or sounds the browser makes when it sends the workflow"
 EXPORT_HINT = "In ComfyUI, use Workflow > Export (API) and run that file instead."
 
 
@@ -74,8 +74,8 @@ def convert(
     missing = sorted(_class_types(unfolded) - set(schemas))
     if missing:
         raise UnknownNodesError(
-            f"Cannot read the workflow: the host has no node type {listed(missing)}. Install its pack there; if only "
-            f"the browser has it, as with labels: {EXPORT_HINT}"
+            f"Cannot read the workflow: the host has no node type {listed(missing)}. Install its pack there. If only "
+            f"the browser has it, like labels: {EXPORT_HINT}"
         )
     sources = Sources(unfolded, schemas)
     filled_in = filling_in(unfolded, schemas, sources.widgets, changed or {})
@@ -155,7 +155,7 @@ def _class_types(unfolded: Unfolded) -> set[str]:
         if A_SUBGRAPH.fullmatch(node.type):
             raise _only_in_browser(level, node, "a subgraph that the file does not define")
         if node.type in OF_THE_PAGE_ALONE:
-            raise _only_in_browser(level, node, f"a '{node.type}', which is in the browser alone")
+            raise _only_in_browser(level, node, f"a '{node.type}', which only the browser has")
         if node.type in RECORDERS:
             raise _only_in_browser(level, node, f"a '{node.type}', {RECORDING}")
         types.add(node.type)

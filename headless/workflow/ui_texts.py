@@ -70,7 +70,7 @@ def choose(text: str, random: Callable[[], float]) -> str:
     for token in _TOKEN.findall(_without_comments(text)):
         if token == "{":
             if len(opened) > MAX_NESTED:
-                raise WorkflowError(f"A prompt has choices, as {{a|b}}, that are nested more than {MAX_NESTED} deep.")
+                raise WorkflowError(f"A prompt has choices, such as {{a|b}}, nested more than {MAX_NESTED} deep.")
             opened.append([[]])
         elif token == "|" and len(opened) > 1:
             opened[-1].append([])
@@ -125,7 +125,7 @@ def fill_in(text: str, value: Callable[[str, str], Any], now: datetime) -> str:
             return match[0]
         room -= len(made)
         if room < 0:
-            raise WorkflowError(f"A file name's %patterns% fill in more than {MAX_REPLACED:,} letters. Use fewer.")
+            raise WorkflowError(f"A file name's %patterns% expand to more than {MAX_REPLACED:,} letters. Use fewer.")
         return made
 
     return _PATTERN.sub(filled, text)

@@ -223,8 +223,8 @@ class Sources:
         while isinstance(at, _Step):
             if at.key in way:
                 raise WorkflowError(
-                    "The workflow's reroutes, Get nodes, bypassed nodes or subgraphs run in a circle at link "
-                    f"{shown(at.level.path + at.link)}. Cut it."
+                    "The workflow's reroutes, Get nodes, bypassed nodes or subgraphs form a cycle at link "
+                    f"{shown(at.level.path + at.link)}. Remove that link."
                 )
             way.add(at.key)
             at = self.found[at.key] if at.key in self.found else self._upstream(at)
@@ -254,7 +254,7 @@ class Sources:
         if link is not None and link.origin_id == INPUTS and level.host:
             return self._outside(*level.host, step, link.origin_slot)
         if link is None or link.origin_id not in canvas.nodes:
-            raise WorkflowError(f"Link {shown(level.path + step.link)} of the workflow leads nowhere.")
+            raise WorkflowError(f"Link {shown(level.path + step.link)} of the workflow has no source node.")
         node = canvas.nodes[link.origin_id]
         if node.type == PRIMITIVE:
             return self._primitive(step, node)
@@ -280,8 +280,8 @@ class Sources:
         canvas = step.level.canvas
         if not 0 <= place < len(canvas.inputs):
             raise WorkflowError(
-                f"A link takes input {shown(place)} of the subgraph '{shown(canvas.name)}', "
-                f"which has {len(canvas.inputs)}."
+                f"A link uses input {shown(place)} of the subgraph '{shown(canvas.name)}', which has "
+                f"{len(canvas.inputs)} inputs."
             )
         name = canvas.inputs[place].name
         at = self._into(level, node, next((slot for slot in node.inputs or () if slot.name == name), None))
@@ -299,7 +299,7 @@ class Sources:
                 break
         if len(found) > 1:
             raise WorkflowError(
-                f"Node {shown(step.level.path + node.id)} gets '{shown(name)}', which {len(found)} Set nodes set. "
+                f"Node {shown(step.level.path + node.id)} gets '{shown(name)}', but {len(found)} Set nodes set it. "
                 "Rename all but one of them, and save the workflow again."
             )
         if not found:
@@ -323,7 +323,7 @@ def _stand_in(node: UiNode, output: int, wanted: str, where: str) -> UiInput | N
     """Return the input that replaces a bypassed node's output: at the same position, else of the same type."""
     inputs, outputs = node.inputs or [], node.outputs or []
     if not 0 <= output < len(outputs):
-        raise WorkflowError(f"A link takes output {shown(output)} of node {where}, which has {len(outputs)}.")
+        raise WorkflowError(f"A link uses output {shown(output)} of node {where}, which has {len(outputs)} outputs.")
     beside, given = inputs[output : output + 1], outputs[output].type
     if wanted in ANY:
         return next(iter([*beside, *inputs[:1]]), None)

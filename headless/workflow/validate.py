@@ -39,9 +39,9 @@ def known_schemas(types: set[str], classes: Mapping[str, type]) -> dict[str, Sch
     unknown = sorted(types - set(classes))
     if unknown:
         raise UnknownNodesError(
-            f"Without a ComfyUI there is no node type {listed(unknown)}: only this pack's nodes and "
-            "LoadImage, SaveImage, PreviewImage, CreateVideo, SaveVideo and SaveAnimatedWEBP run in this process. "
-            "Use --server URL with a running ComfyUI, or --comfyui DIR with a checkout."
+            f"Node type {listed(unknown)} needs ComfyUI: only this pack's nodes and LoadImage, SaveImage, "
+            "PreviewImage, CreateVideo, SaveVideo and SaveAnimatedWEBP run in this process. Use --server URL with a "
+            "running ComfyUI, or --comfyui DIR with a checkout."
         )
     return {name: schemas_of.from_class(name, classes[name]) for name in types}
 
@@ -107,18 +107,18 @@ def _link(spec: InputSpec, link: Link, graph: Graph, schemas: Mapping[str, Schem
     source = graph.nodes[link.node]
     outputs = schemas[source.class_type].outputs
     if not 0 <= link.slot < len(outputs):
-        raise ValueError(f"is linked to output {link.slot} of {source.label}, which has {len(outputs)}")
+        raise ValueError(f"is linked to output {link.slot} of {source.label}, which has {len(outputs)} outputs")
     given = outputs[link.slot]
     ours, theirs = ({kind.strip() for kind in side.split(",")} for side in (spec.type, given))
     if "*" not in ours | theirs and ours.isdisjoint(theirs):
-        raise ValueError(f"takes {spec.type}, but {source.label} gives {given}")
+        raise ValueError(f"takes {spec.type}, but {source.label} outputs {given}")
     return link
 
 
 def _converted(spec: InputSpec, value: Any) -> Any:
     """Convert a value to its input's type: text is parsed, nothing is rounded. Raises ValueError."""
     if spec.kind not in schemas_of.WIDGETS:
-        raise ValueError(f"takes a link to a node that gives {spec.type}, found the value {_told(value)}")
+        raise ValueError(f"needs a link to a node that outputs {spec.type}, found the value {_told(value)}")
     if spec.kind == "STRING":
         return str(value)
     if spec.kind not in TYPES:
@@ -134,7 +134,7 @@ def _check_range(spec: InputSpec, value: Any) -> None:
     """Raises ValueError."""
     if spec.type == "COMBO" and value not in spec.options:
         options = listed(map(_told, spec.options))
-        expected = f"one of {options}" if options else "one of its options, but there is none (is its folder empty?)"
+        expected = f"one of {options}" if options else "one of its options, but it has none (is its folder empty?)"
         raise ValueError(f"is {_told(value)}, expected {expected}")
     if spec.kind in {"INT", "FLOAT"}:
         low, high = spec.config.get("min"), spec.config.get("max")

@@ -33,7 +33,7 @@ _eager_seconds: dict[Hashable, float] = {}  # by compile target; infinite once i
 def decide(choice: BackendChoice, key: Hashable, *, kept: bool = False) -> BackendChoice:
     """Return the backend of a run; 'eager' if the rule says to wait. kept: compiled code is on disk."""
     spent = math.inf if kept else _eager_seconds.get(key, 0.0)
-    said = f"eager calls took {spent:.3g} s, and compiling is taken for {COMPILE_SECONDS:.3g} s"
+    said = f"eager calls took {spent:.3g} s; compiling is estimated at {COMPILE_SECONDS:.3g} s"
     if spent < COMPILE_SECONDS:
         return BackendChoice(EAGER, f"auto: not compiled yet: {said}", automatic=True)
     return replace(choice, reason=f"{choice.reason}; {'compiled already' if spent == math.inf else said}")
@@ -102,7 +102,7 @@ class DecoderCompiler:
         """
         backend, key, self._dominant = self.backend, None, None
         if not calls and backend.name != EAGER:
-            backend = BackendChoice(EAGER, "nothing is compiled, since its calls could not be foreseen")
+            backend = BackendChoice(EAGER, "nothing is compiled, since its calls could not be predicted")
             self._say(backend)
         elif backend.name != EAGER:
             work = Counter({call: calls.count(call) * call[0].numel() for call in calls})

@@ -95,7 +95,7 @@ class CompileOptions:
         sizes = {None: "", True: "one graph for all sizes", False: "a graph for each size"}[self.dynamic]
         said = f"mode {self.mode}" if self.mode != MODES[0] else ""
         if said and backend != "inductor":
-            said = f"{said}: not used, inductor's alone"
+            said = f"{said}: not used, only inductor has modes"
         return ", ".join(filter(None, [sizes, said, attention]))
 
 
@@ -103,7 +103,7 @@ def choose_backend(request: str, device: torch.device) -> BackendChoice:
     """Resolve 'auto' to the first backend that works here; check one that was asked for by name. Raises
     BackendUnavailable, with what is missing, if that one does not work."""
     if request == "eager":
-        return BackendChoice("eager", "as you chose: not compiled")
+        return BackendChoice("eager", "as you chose: nothing is compiled")
     if request in _PROBES:
         if missing := _PROBES[request](device):
             raise BackendUnavailable("Backend '{}' does not work here: {}. Choose 'auto' or 'eager'.", request, missing)
@@ -135,10 +135,10 @@ def for_dtype(choice: BackendChoice, architecture: Architecture, dtype: str) -> 
     'auto' skips compilers that failed the card's self-test. Raises BackendUnavailable if one was asked for by name."""
     if choice.automatic and choice.name != EAGER and COMPILED in architecture.failed:
         why = failure(architecture, COMPILED)
-        return BackendChoice(EAGER, Message("auto: {} is there, but {}", choice.name, why), automatic=True)
+        return BackendChoice(EAGER, Message("auto: {} is available, but {}", choice.name, why), automatic=True)
     if dtype != "bf16" or architecture.native_bf16 or choice.name == "eager":
         return choice
-    missing = Message("{} cannot compile bf16 for {}, which has none in hardware", choice.name, architecture)
+    missing = Message("{} cannot compile bf16 for {}, which has no bf16 in hardware", choice.name, architecture)
     if choice.automatic:
         return BackendChoice("eager", f"auto: {missing}", automatic=True)
     raise BackendUnavailable("{}. Choose precision 'auto' or 'fp16', or backend 'eager'.", missing)

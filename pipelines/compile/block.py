@@ -171,8 +171,8 @@ class Compiling:
     def _limit(self) -> str:
         if self.sizes < COMPILED_SIZES:
             return ""
-        full = Message("{} compiled for {} sizes, and no more: this size runs uncompiled.", self.backend, self.sizes)
-        return full + " " + Message("'dynamic' on, in OneDiff Compile, makes one graph for all sizes.")
+        full = Message("{} reached its limit of {} sizes: this size runs uncompiled.", self.backend, self.sizes)
+        return full + " " + Message("Set 'dynamic' to on in OneDiff Compile: one graph then serves all sizes.")
 
     def _first_call(self, compiler: Compiler, index: int, size: Any, args: Args, kwargs: KwArgs) -> Any:
         from torch._dynamo.utils import disable_cache_limit
@@ -214,12 +214,12 @@ class Compiling:
         failure = _in_words(error)
         if not compiler.replaceable:
             raise BackendUnavailable(
-                "{} failed ({}). Choose another backend, or 'auto', which goes on with the next one.",
+                "{} failed ({}). Choose another backend, or 'auto', which then tries the next one.",
                 compiler.name,
                 failure,
             ) from error
         self.given_up.append(Message("{} failed ({})", compiler.name, failure))
-        logger.warning("%s: going on without it", self.given_up[-1])
+        logger.warning("%s: continuing without it", self.given_up[-1])
 
     def _note(self, line: str) -> None:
         if listener := _listener.get():

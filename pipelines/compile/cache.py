@@ -105,7 +105,7 @@ class _ArchiveHeader(Foreign):
 def read(file: Path) -> tuple[Target, bytes]:
     """Read a file's target and its artifacts, without running them. Raises BadCompiled, OSError."""
     if file.exists() and not file.is_file():  # opening a pipe would wait for a writer
-        raise BadCompiled("'{}' is no compiled code that can be used: {}.", shown(file.name, 100), "it is no file")
+        raise BadCompiled("'{}' cannot be used as compiled code: {}.", shown(file.name, 100), "it is not a file")
     return parse(file.read_bytes(), file.name)
 
 
@@ -117,9 +117,9 @@ def parse(data: bytes, name: str) -> tuple[Target, bytes]:
             raise ValueError(f"its first line has more than {_MAX_HEADER:,} bytes")
         header = parse_as(_ArchiveHeader, line)
         if hashlib.sha256(artifacts).hexdigest() != header.sha256:
-            raise ValueError("it is damaged, or not whole")
+            raise ValueError("it is damaged or incomplete")
     except ValueError as error:
-        raise BadCompiled("'{}' is no compiled code that can be used: {}.", shown(name, 100), error) from None
+        raise BadCompiled("'{}' cannot be used as compiled code: {}.", shown(name, 100), error) from None
     return header.target, artifacts
 
 
@@ -145,9 +145,7 @@ def compile_cache(
         folder = _ready(compile_cache_dir, target, report) if compile_cache_dir and limit else None
         used = folder
         if why := _why_unsafe(folder):
-            _say(
-                report, f"compiled code is not taken from where another user could have written it, and not kept: {why}"
-            )
+            _say(report, f"compiled code is neither loaded nor kept, since another user can write to its folder: {why}")
             used, folder = Path(held.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))), None
         if used:
             held.enter_context(
@@ -192,7 +190,7 @@ def exported(variable: str = INDUCTOR) -> str:
 def room_in_words(compile_cache_dir: Path) -> str:
     """Return in words where compiled code is kept, and how many GB of the limit it takes."""
     if own := exported():
-        return f"inductor's own, {INDUCTOR}={own}, as it was exported"
+        return f"inductor's own folder, as you exported {INDUCTOR}={own}"
     try:
         limit = atomic_files.limit_of(os.environ)
         sizes = [atomic_files.size_of(folder) for folder in kept_folders(compile_cache_dir)]
@@ -207,14 +205,14 @@ def room_in_words(compile_cache_dir: Path) -> str:
 def _ready(compile_cache_dir: Path, target: Target, report: RunReport) -> Path | None:
     """Return a target's folder, made if missing; None if the user exported another, or it cannot be made."""
     if own := exported():
-        report.note(f"compiled code is kept in {INDUCTOR}={own}, as it was exported")
+        report.note(f"compiled code is kept in {own}, as you exported {INDUCTOR}")
         return None
     folder = compile_cache_dir / f"{target.name}{SUFFIX}"
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         os.utime(folder)
     except OSError as error:
-        _say(report, f"compiled code is not kept in {compile_cache_dir}: {error}")
+        _say(report, f"compiled code cannot be kept in {compile_cache_dir}: {error}")
         return None
     return folder
 
@@ -237,12 +235,12 @@ def _load_imported(folder: Path, target: Target, report: RunReport) -> None:
     try:
         found, artifacts = read(file)
         if found != target or torch.compiler.load_cache_artifacts(artifacts) is None:
-            raise ValueError("it is for another target or another version of PyTorch")
+            raise ValueError("it is for another target or PyTorch version")
         file.replace(folder / SAVED)
     except FileNotFoundError:  # another process has loaded it into this folder
         return
     except Exception as error:  # noqa: BLE001 - whatever PyTorch raises: the run compiles then
-        _say(report, f"imported compiled code is thrown away: {first_line(error)}")
+        _say(report, f"imported compiled code was discarded: {first_line(error)}")
         with suppress(OSError):
             atomic_files.delete(file)
 
@@ -257,14 +255,14 @@ def _save(folder: Path, target: Target, limit: float, report: RunReport) -> None
             write(folder / SAVED, target, saved[0])
         atomic_files.drop_oldest(kept_folders(folder.parent), folder, limit)
     except OSError as error:
-        _say(report, f"compiled code could not be kept in {folder}: {error}")
+        _say(report, f"compiled code cannot be kept in {folder}: {error}")
 
 
 @contextmanager
 def _own_turn(tell: Tell) -> Generator[None]:
     with PROCESS_GATE.release():
         while not _TURN.acquire(timeout=_ASKED_AGAIN):
-            tell(Message("waiting for another run that compiles"))
+            tell(Message("waiting until another run has compiled"))
     try:
         yield
     finally:

@@ -75,7 +75,7 @@ class _CompiledBlocks(CallFeature):
 
     def _in_blocks(self, half: torch.nn.Module, what: Hashable, inside: Callable[[Any], Any] | None) -> torch.nn.Module:
         if inside and self._backend.name == "oneflow":
-            self._backend = BackendChoice(EAGER, "oneflow compiles no layers with overflow protection")
+            self._backend = BackendChoice(EAGER, "oneflow does not compile layers with overflow protection")
         stage = self._stage
         handle, plan = stage.handle, stage.plan
         known = handle.store.compiled

@@ -48,7 +48,7 @@ class ComponentSpec:
         except Exception as error:
             raise LibraryFailed(
                 "{} cannot be imported ({}: {}). Install requirements.txt of this pack again, and unset "
-                "PYTHONOPTIMIZE: 2 takes away docstrings that it reads.",
+                "PYTHONOPTIMIZE: at 2, Python removes docstrings that the library reads.",
                 *(self.library, type(error).__name__, shown(str(error), 300)),
             ) from error
 

@@ -177,11 +177,11 @@ def _planned(
     unknown = dict.fromkeys(str(each) for each in (found.architecture, *beside) if not each.known)
     said = [
         *found.machine.advice,
-        *(f"{each}: little is known of it, so its plan is the safe one" for each in unknown),
+        *(f"{each}: not a known architecture, so the plan is the safe one" for each in unknown),
         *_attention_of(found.architecture),
-        *([] if switches else ["The accumulation switches could not be read: some are PyTorch's"]),
+        *([] if switches else ["The accumulation switches could not be read from PyTorch"]),
         *filter(None, (found.missing, tried(without_fp16_accumulation, "") if sums else "")),
-        *(["The NaN Guard is off: steps are only watched"] if found.on_failure == "off" else []),
+        *(["The NaN Guard is off: steps are only checked"] if found.on_failure == "off" else []),
         *notes,
     ]
     return replace(found, notes=tuple(dict.fromkeys(said)))
@@ -218,21 +218,21 @@ def _backends(machine: Machine, chosen: BackendChoice | None = None) -> Backends
         for name, lacks in backend_states(torch.device(machine.device)).items():
             yield BackendState(name, not lacks, lacks or "found")
 
-    found = (*tried(lambda: [*states()], []), BackendState("eager", True, "always there: not compiled"))
+    found = (*tried(lambda: [*states()], []), BackendState("eager", True, "always available: nothing is compiled"))
     if chosen:
         return Backends(found, chosen.name, chosen.reason)
     first = next(state.name for state in found if state.found)
-    return Backends(found, first, "auto: the first that is found")
+    return Backends(found, first, "auto: the first one available")
 
 
 def _attention_of(architecture: Architecture) -> Iterator[str]:
-    without = "all its scores are in memory: 154 GB for a step of CogVideoX-2B, in place of 1.6"
+    without = "all attention scores are kept in memory: 154 GB instead of 1.6 GB for a step of CogVideoX-2B"
     if architecture.fused_attention == "missing":
-        yield f"{architecture}: PyTorch has no fused attention for it, so that {without}. Choose smaller sizes"
+        yield f"{architecture}: PyTorch has no fused attention for it, so {without}. Choose smaller sizes"
     if architecture.attention_locked:
         yield (
-            f"{architecture}: in some releases of PyTorch, fused attention is experimental there, and off unless "
-            f"{EXPERIMENTAL}=1 is in the environment before the start, where ComfyUI puts it. Else {without}"
+            f"{architecture}: some releases of PyTorch have fused attention for it only with {EXPERIMENTAL}=1 in the "
+            f"environment, which ComfyUI sets at its start. Otherwise {without}"
         )
 
 
@@ -260,7 +260,7 @@ def _model_text(found: Diagnosis, model: ModelPlans) -> list[str]:
         f"{about}: {why}" if len(parts) == every else f"{about} of {', '.join(parts)}: {why}"
         for (about, why), parts in reasons.items()
     ]
-    told += ["reruns in plain fp32, not in TF32: exact_fp32 is on"] if found.exact_fp32 else []
+    told += ["reruns use full fp32 instead of TF32: exact_fp32 is on"] if found.exact_fp32 else []
     return [*wrapped(title), *(_table(table) if model.plans else []), *_listed("", told), *_refused([model])]
 
 
@@ -278,7 +278,7 @@ def _variants_text(found: Diagnosis) -> list[str]:
             told.append(plan.reason.replace(f"{model.variant} ", "the model ", 1))
             told += [f"fp16 sums: {plan.fp16_sums_reason}"] if plan.fp16_sums_reason else []
     guarded = " or ".join(sorted({plan.dtype for model in found.models for plan in model.plans if plan.guarded}))
-    told.append(f"guarded: {f'whatever runs in {guarded}' if guarded else 'nothing'}")
+    told.append(f"guarded: {f'everything that runs in {guarded}' if guarded else 'nothing'}")
     title = f"Plans on {found.architecture}, precision {found.precision.value} (no --model: all variants)"
     return [title, *_table(table), *_listed("", dict.fromkeys(told)), *_refused(found.models)]
 
@@ -292,8 +292,8 @@ def estimates_text(runs: Sequence[RunEstimate]) -> list[str]:
             way = stage.way if stage.fits else "no room"
             sizes = (f"{n / 1e9:.1f}" for n in (stage.weights, stage.beside, stage.weights + stage.beside))
             table.append((run.variant, "×".join(map(str, run.size)), stage.stage, stage.dtype, way, *sizes))
-    card = f"What would run on a card of {runs[0].memory / 2**30:g} GiB with offload 'auto', in GB: counted, not run."
-    free = f"{runs[0].has / 1e9:.1f} GB are free for the model. Where there is no room: the least that it would take"
+    card = f"Estimates for a card of {runs[0].memory / 2**30:g} GiB with offload 'auto', in GB, not measured."
+    free = f"{runs[0].has / 1e9:.1f} GB are free for the model. 'no room': the row is the cheapest option"
     return [*wrapped(f"{card} {free}"), *_table(table)]
 
 
@@ -301,7 +301,7 @@ def _machine_text(found: Diagnosis) -> list[str]:
     machine, comfyui, architecture = found.machine, found.comfyui, found.architecture
     packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in machine.packages.items())
     built_for = f"built for {machine.built_for}" if machine.torch_works else "cannot be imported"
-    wrong = f", but {', '.join(architecture.failed)} came out WRONG" if architecture.failed else ""
+    wrong = f", but {', '.join(architecture.failed)} FAILED" if architecture.failed else ""
     tested = f"verified on this card on {architecture.tested}{wrong}"
     if not architecture.tested:
         tested = "this card, driver and PyTorch are not verified: run `onediff-guard selftest`, or the Self-Test node"
@@ -320,12 +320,12 @@ def _machine_text(found: Diagnosis) -> list[str]:
     ]
     if comfyui:
         told.append(
-            f"ComfyUI: {comfyui.version or 'none here'}; this release was tested in {', '.join(comfyui.tested)}"
+            f"ComfyUI: {comfyui.version or 'not found'}; this release was tested with {', '.join(comfyui.tested)}"
         )
     if comfyui and comfyui.plans_memory:
         told.append(
-            "Comfy Compiler: on; its plan for memory leaves out steps of ComfyUI's own models that the NaN Guard "
-            "recomputes or protects, which take theirs beside it"
+            "Comfy Compiler: on; steps of ComfyUI's own models that the NaN Guard recomputes or protects need memory "
+            "beyond its plan"
         )
     return _listed("This machine", told)
 
@@ -335,25 +335,25 @@ def _flags_text(found: Diagnosis) -> list[str]:
         f"{flag.given}: {flag.effect}: {flag.here}{f'; its own models: {flag.native}' if flag.native else ''}"
         for flag in (found.comfyui.flags if found.comfyui else ())
     ]
-    return _listed("ComfyUI's flags in this pack's pipelines (its own models have all of them)", told)
+    return _listed("Effect of ComfyUI's flags on this pack's pipelines (all apply to ComfyUI's own models)", told)
 
 
 def _backends_text(found: Diagnosis) -> list[str]:
     if not found.machine.torch_works:
         return _listed("Compile backends here", ["none: nothing runs without PyTorch"])
     told = [
-        f"{state.name}{' (is used)' if state.name == found.backends.chosen else ''}: {state.reason}"
+        f"{state.name}{' (used)' if state.name == found.backends.chosen else ''}: {state.reason}"
         for state in found.backends.states
     ]
     told += [f"compile cache: {found.compile_cache}"] if found.compile_cache else []
-    return _listed("Compile backends here ('auto' takes the first that is found)", told)
+    return _listed("Compile backends here ('auto' uses the first one available)", told)
 
 
 def _switches_text(switches: Sequence[Switch]) -> list[str]:
     def why(switch: Switch) -> tuple[bool, str, str]:
         return switch.set_by != "user", _SETTERS.get(switch.set_by, f"set by {switch.set_by}"), switch.reason
 
-    lines = ["Half-precision accumulation, as it stands while a model runs"] if switches else []
+    lines = ["Half-precision accumulation while a model runs"] if switches else []
     for (_, setter, reason), alike in groupby(sorted(switches, key=why), why):
         lines += _listed("", [f"{setter}: {reason}"])
         lines += [f"    {switch.name} = {switch.value}" for switch in alike]
@@ -413,7 +413,7 @@ def _verdict(found: Diagnosis, refused: Sequence[str]) -> str:
     device = f"{machine.device}: {gpu}" if machine.device.startswith("cuda") else ""
     where = f"on {device if found.here else ''}{found.architecture}"
     if any(isinstance(each, Obstacle) for each in machine.advice):
-        return "No. First do what 'To fix' says."
+        return "No. First follow 'To fix'."
     if refused:
         return f"No, not {where} with precision '{found.precision.value}': see 'Refused'."
     if found.missing:
@@ -456,7 +456,7 @@ def _backend(found: Diagnosis) -> str:
     if not found.machine.torch_works:
         return "none: nothing runs without PyTorch"
     if len(found.backends.states) == 1:  # eager alone
-        return "unknown: no compile backend could be asked what it needs"
+        return "unknown: the compile backends could not be checked"
     lacks = [state.reason for state in found.backends.states if not state.found]
     if found.backends.chosen == "eager":
         return f"eager, so nothing is compiled: {lacks[-1] if lacks else found.backends.reason}"
@@ -470,14 +470,14 @@ def _backend(found: Diagnosis) -> str:
             return f"eager, so nothing is compiled: {taken.reason.removeprefix('auto: ')}"
     if any(plan.quantised for plan in plans):
         return f"{choice.name} compiles the denoiser in its first run, since it is quantised"
-    pays = f"once its eager calls have taken {COMPILE_SECONDS:.0f} s, or at once where the compile cache has it"
-    return f"{choice.name}, which compiles the denoiser when that pays: {pays}"
+    pays = f"after {COMPILE_SECONDS:.0f} s of eager calls, or at once if the compile cache has it"
+    return f"{choice.name} compiles the denoiser when it saves time: {pays}"
 
 
 def _self_test(card: Architecture) -> str:
     if not card.tested:
         return "not run yet with this card, driver and PyTorch"
-    wrong = f"{', '.join(card.failed)} came out WRONG, so 'auto' does not choose it" if card.failed else "passed"
+    wrong = f"{', '.join(card.failed)} failed, so 'auto' does not choose it" if card.failed else "passed"
     return f"{wrong} ({card.tested})"
 
 
@@ -492,9 +492,9 @@ def _against_advice(found: Diagnosis) -> Iterator[str]:
 
 def _next(found: Diagnosis) -> Iterator[str]:
     if found.machine.advice or found.missing:
-        yield "Run `onediff-guard doctor` again once that is done."
+        yield "Then run `onediff-guard doctor` again."
     elif found.here and not found.architecture.tested:
-        yield "`onediff-guard selftest` checks in a minute whether this card computes right."
+        yield "`onediff-guard selftest` checks in a minute whether this card computes correctly."
     elif found.architecture.failed:
         yield "Update the driver or PyTorch, then run `onediff-guard selftest` again."
-    yield "`onediff-guard doctor --verbose` tells the reasons, packages, backends and switches."
+    yield "`onediff-guard doctor --verbose` shows the reasons, packages, backends and switches."

@@ -37,8 +37,8 @@ def probe(
         raise BadInput("{} needs a prompt: wire positive and negative from Encode Prompt.", model.variant.name)
     if family.also_denoise:
         raise BadInput(
-            "{} denoises with two transformers, and the probe measures one. Sample with a NaN Guard of scope "
-            "'learned' instead: what fails is found there, in both.",
+            "{} denoises with two transformers, but the probe measures only one. Sample with a NaN Guard of scope "
+            "'learned' instead: it finds failing layers in both.",
             model.variant.name,
         )
     if not handle.ranks.alone:
@@ -89,7 +89,7 @@ def usual_size(handle: PipelineHandle, width: int, height: int, frames: int) -> 
     usual = family.usual_size(model.denoiser_config, family.layout.spatial(model.vae_config))
     width, height, frames = (given or known for given, known in zip((width, height, frames), usual, strict=True))
     if not (width and height and frames):
-        raise BadInput("{} does not say its size: set width, height and frames.", model.name)
+        raise BadInput("{} has no known default size: set width, height and frames.", model.name)
     return width, height, frames
 
 

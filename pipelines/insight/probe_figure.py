@@ -98,7 +98,7 @@ def figure_of(result: ProbeResult) -> Figure:
     words.set_axis_off()
     words.text(0, 1, _words(result), va="top", fontsize=9, parse_math=False)
     left_out = f" {len(hidden)} more rows reach {max(map(_reach, hidden.values())):.3g} at most." if hidden else ""
-    rule = "max |x| of every layer, computed in fp32; by step of all blocks, by block of all steps."
+    rule = "max |x| of every layer in fp32: by step over all blocks, by block over all steps."
     about = f"{result.model}, {result.sampled}. {result.cost}. {rule}{left_out}"
     figure.suptitle(textwrap.fill(result.headline, int(width * 7)), x=0.01, ha="left", fontsize=16)
     figure.supxlabel(textwrap.fill(about, int(width * 12)), x=0.01, ha="left", fontsize=9)
@@ -127,7 +127,7 @@ def _words(result: ProbeResult) -> str:
     """Return the text beside the maps: the largest values, and what each precision needs."""
     lines = ["Largest values", ""]
     for entry in result.probed.worst():
-        beyond = f", {entry.reach / RANGE['fp16']:.3g} × where fp16 ends" if entry.reach > RANGE["fp16"] else ""
+        beyond = f", {entry.reach / RANGE['fp16']:.3g} × fp16's limit" if entry.reach > RANGE["fp16"] else ""
         lines += [_fit(entry.label), f"    {entry.reach:.3g} at step {entry.step + 1}{beyond}"]
     lines += ["", "What each precision needs", ""]
     for verdict in result.verdicts:

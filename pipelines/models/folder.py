@@ -56,8 +56,8 @@ class ModelFolder(StoredModel):
         lost |= {key for key, tensor in module.state_dict().items() if tensor.is_meta}
         if lost:
             raise BadFolder(
-                "'{}/{}' was loaded without {} of its tensors, such as '{}': its files are not those that were "
-                "checked. Load it again.",
+                "'{}/{}' was loaded without {} of its tensors, such as '{}': its files changed after the check. Load "
+                "it again.",
                 *(self.name, name, len(lost), shown(min(lost))),
             )
         return module
@@ -117,7 +117,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
         try:
             known = VARIANTS[expected.variant(denoiser_config)]
         except TypeError as error:  # the fields are unchecked if no module can be built
-            raise Unreadable(f"its fields are of other kinds ({error})") from None
+            raise Unreadable(f"its fields have unexpected types ({error})") from None
         variant = as_stored(known, weights[expected.denoiser].stored_dtype)
     return ModelFolder(
         path=path,
@@ -165,7 +165,7 @@ def family_of(path: Path) -> FamilySpec:
     index = read_json(path, INDEX)
     found = shown(index.get("_class_name") or "pipeline without a name")
     if found not in FAMILIES:
-        raise BadFolder("'{}' holds a {}. Known: {}.", name_of(path), found, ", ".join(FAMILIES))
+        raise BadFolder("'{}' holds a {}. Supported: {}.", name_of(path), found, ", ".join(FAMILIES))
     return FAMILIES[found].of(index)
 
 
@@ -271,8 +271,7 @@ def _on_meta(where: str, component: ComponentSpec, fields: Mapping[str, Any]) ->
             component.on_meta({})
         except Exception:  # noqa: BLE001, not the file's fault; `error` has the cause
             raise LibraryFailed(
-                "No {} can be built here, whatever its config.json says ({}: {}). Install requirements.txt of this "
-                "pack again.",
+                "No {} can be built here, with any config.json ({}: {}). Install requirements.txt of this pack again.",
                 *what,
             ) from error
         raise BadFolder(
@@ -307,7 +306,7 @@ def _mixed(weights: Mapping[str, Weights]) -> Iterator[str]:
         if len(component.dtypes) > 1:
             total = sum(component.dtypes.values())
             shares = ", ".join(f"{dtype} {n / total:.0%}" for dtype, n in component.dtypes.items())
-            yield Message("{} is stored in several dtypes ({}): loaded in one, that of its plan", name, shares)
+            yield Message("{} is stored in several dtypes ({}): loaded in the one of its plan", name, shares)
 
 
 def _walk(folder: Path, depth: int, seen: dict[Path, int]) -> Iterator[Path]:

@@ -84,13 +84,13 @@ def _from_cache(hub_id: str, revision: str) -> Path:
     try:
         return _checked(folder)
     except BadFolder as error:
-        raise BadFolder("{} That is the copy in the cache. {}", error, off) from None
+        raise BadFolder("{} This is the copy in the cache. {}", error, off) from None
 
 
 def _checked(folder: Path) -> Path:
     """Check a folder by `inspect`, and that no link is broken. Raises BadFolder."""
     if lost := sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.exists()):
-        raise BadFolder("'{}' lost {}.", name_of(folder), ", ".join(lost))
+        raise BadFolder("'{}' is incomplete: {} is missing.", name_of(folder), ", ".join(lost))
     return inspect(folder, family_of(folder)).path
 
 
@@ -108,8 +108,8 @@ def _needed(paths: Collection[str], family: FamilySpec, hub_id: str) -> list[str
         weights = [single] if single in paths else [*filter(shards.fullmatch, paths)]
         if not weights:
             raise BadFolder(
-                "'{}' has no {}, whole or in shards. Other formats can run code and are refused; a variant such as "
-                "fp16 alone is not loaded. Name another repository or revision.",
+                "'{}' has no {}, neither as one file nor in shards. Other formats can run code and are refused; "
+                "variants such as fp16 are not supported. Choose another repository or revision.",
                 hub_id,
                 single,
             )
@@ -173,8 +173,8 @@ class _Download:
             file.resolve().unlink()
             file.unlink(missing_ok=True)
             raise HubError(
-                "'{}': {} has other bytes than the hub's checksum promises, and was deleted. Run it again; if it stays "
-                "so, look for a proxy or a mirror that changes files.",
+                "'{}': {} does not match the hub's checksum and was deleted. Run again; if it fails again, look for "
+                "a proxy or a mirror that changes files.",
                 self._hub_id,
                 file.name,
             )
@@ -248,16 +248,16 @@ def _explained(error: Exception, hub_id: str, revision: str) -> HubError:
     if isinstance(error, (errors.LocalEntryNotFoundError, ValueError)) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     status = getattr(getattr(error, "response", None), "status_code", 0)
-    again = "Run it again: files that are complete are kept."
+    again = "Run again: complete files are kept."
     if status in (401, 403, 404, 410):
         return HubError(
-            "The hub hands out nothing of '{}' at '{}' (HTTP {}). Check how both are written. Where it is private or "
-            "gated, accept its terms on its page, and set HF_TOKEN to a token that may read it.",
+            "The hub refuses '{}' at '{}' (HTTP {}). Check the spelling of both. If it is private or gated, accept "
+            "its terms on its page, and set HF_TOKEN to a token that may read it.",
             *(hub_id, revision, status),
         )
     if isinstance(error, OSError) and error.errno and not isinstance(error, (ConnectionError, TimeoutError)):
         return HubError(
-            "The cache cannot be written ({}). Make room, or set HF_HOME to a folder on another disk. {}", error, again
+            "The cache cannot be written ({}). Free space, or set HF_HOME to a folder on another disk. {}", error, again
         )
     cause = f"HTTP {status}" if status else type(error).__name__  # its text may name an address with a token
     explained = HubError(

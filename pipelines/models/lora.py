@@ -45,7 +45,7 @@ class Lora:
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale):
             raise BadLora(
-                "The scale of '{}' is {}, and must be a finite number, such as 1.", self.path.name, self.scale
+                "The scale of '{}' is {}, but must be a finite number, such as 1.", self.path.name, self.scale
             )
 
     @property
@@ -99,10 +99,10 @@ def check_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> tup
 
 def _notes(name: str, placed: Placed, settings: LoraSettings) -> Iterator[str]:
     if what := placed.left_out:
-        yield Message("LoRA {}: left out what only a model that takes an image has, {}", name, what)
+        yield Message("LoRA {}: ignored what only image-to-video models have: {}", name, what)
     if placed.by_peft and settings.lora_alpha is None and not placed.alphas:
         yield Message(
-            "LoRA {}: without the adapter_config.json that peft saves beside it, its alpha is taken for its rank", name
+            "LoRA {}: peft's adapter_config.json is not beside it, so its alpha is assumed to be its rank", name
         )
 
 
@@ -250,7 +250,7 @@ def _alphas(
         return {layer: known.get(layer, float(rank)) for layer, rank in placed.ranks.items()}, False
     patterns = {pattern.removeprefix("^"): alpha for pattern, alpha in (settings.alpha_pattern or {}).items()}
     if unknown := patterns.keys() - {end for layer in names.layers if layer for end in names.ends(layer)}:
-        raise Unreadable(f"its header has an alpha for '{shown(min(unknown))}', which is no layer of this model")
+        raise Unreadable(f"its header has an alpha for '{shown(min(unknown))}', which is not a layer of this model")
     alphas, order = {}, [*patterns]  # if two names fit a layer, the first counts, as in peft
     for layer in placed.ranks:
         fits = sorted((end for end in names.ends(layer) if end in patterns), key=order.index)

@@ -128,7 +128,7 @@ def place(shapes: Mapping[str, Shape], family: FamilySpec, denoiser: torch.nn.Mo
         else:
             found[layer][part] = key
     if not shapes:
-        raise Unreadable("it holds nothing")
+        raise Unreadable("it holds no tensors")
     if nowhere:
         raise Unreadable(f"this {family.name} has no place for {_some(nowhere)}")
     for layer, keys in found.items():
@@ -164,7 +164,7 @@ def _fit(placed: Placed, layer: str, found: dict[str, str], shapes: Mapping[str,
         placed.image_only += found.values()
         return
     if found.keys() == {"alpha"} or ("A" in found) != ("B" in found):
-        raise Unreadable(f"it lacks a half of '{layer}'")
+        raise Unreadable(f"it has only one of the two matrices of '{layer}'")
     rank = (shapes[found["A"]] or (0,))[0] if "A" in found else 1
     wanted = {
         "A": (rank, *inputs),
@@ -175,7 +175,7 @@ def _fit(placed: Placed, layer: str, found: dict[str, str], shapes: Mapping[str,
     for part, key in found.items():
         placed.shapes[key] = fits = wanted.get(part, (outputs,))
         if not _alike(shapes[key], fits) or not 0 < rank <= _MOST_RANK:
-            raise Unreadable(f"'{shown(key, 100)}' has the shape {list(shapes[key])}, where {list(fits)} fits")
+            raise Unreadable(f"'{shown(key, 100)}' has the shape {list(shapes[key])}, expected {list(fits)}")
     if key := found.pop("weight difference", ""):
         placed.differences[weight] = key
     bias, is_linear = f"{layer}.bias", isinstance(names.layers.get(layer), LAYERS)
@@ -196,7 +196,7 @@ def _alike(shape: Shape, wanted: Shape) -> bool:
 def header(path: Path) -> tuple[dict[str, Shape], LoraSettings]:
     """Return {key: shape} and the settings of a whole safetensors file. Raises OSError, or Unreadable."""
     if path.suffix.lower() != ".safetensors":
-        raise Unreadable("it is no safetensors file, and other formats can run code when they are opened")
+        raise Unreadable("it is not a safetensors file, and other formats can run code when opened")
     found = read_header(path)
     for key, tensor in found.tensors.items():
         if tensor.dtype not in FLOATS and math.prod(tensor.shape) > 1:
@@ -254,8 +254,8 @@ def beside(path: Path) -> Mapping[str, Any] | None:
 
 
 def not_plain(kind: str) -> Unreadable:
-    return Unreadable(f"it holds {kind}, and only LoRA and differences of weights and biases are supported")
+    return Unreadable(f"it holds {kind}, but only LoRA and differences of weights and biases are supported")
 
 
 def _twice(*keys: str) -> Unreadable:
-    return Unreadable(f"it holds the same twice, as {' and '.join(shown(key, 100) for key in keys)}")
+    return Unreadable(f"it holds the same tensor twice, as {' and '.join(shown(key, 100) for key in keys)}")

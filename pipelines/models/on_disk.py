@@ -68,7 +68,7 @@ def header_text(file: Path) -> bytes:
     """Return a header's JSON, not parsed. Raises OSError, or Unreadable if the header is cut off."""
     length, size = _length(file), file.stat().st_size
     if length > size - 8:
-        raise Unreadable(f"its header is cut off, after {size:,} bytes")
+        raise Unreadable(f"its header is cut off after {size:,} bytes")
     with file.open("rb") as stream:
         stream.seek(8)
         return stream.read(length)
@@ -81,7 +81,7 @@ def _length(file: Path) -> int:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
     if _MOST_BYTES < length < file.stat().st_size:
-        raise Unreadable(f"its header has {length:,} bytes, and {_MOST_BYTES:,} is the most that is read")
+        raise Unreadable(f"its header has {length:,} bytes; the limit is {_MOST_BYTES:,}")
     return length
 
 

@@ -75,15 +75,15 @@ def read_svd(path: Path) -> SvdFile:
     left over or of another shape."""
     if path.suffix.lower() != ".safetensors":
         raise BadFolder(
-            "'{}' is not a .safetensors file. Others hold pickled weights, which can run code when loaded and are "
-            "refused. {}",
+            "'{}' is not a .safetensors file. Other files hold pickled weights, which can run code when loaded and "
+            "are refused. {}",
             path.name,
             _GET,
         )
     with reading_file(path.name):
         header = read_header(path)
     if why := svd_keys.why_not_svd(header.tensors):
-        raise BadFolder("'{}' is no Stable Video Diffusion checkpoint: {}. {}", path.name, why, _GET)
+        raise BadFolder("'{}' is not a Stable Video Diffusion checkpoint: {}. {}", path.name, why, _GET)
     configs, keys, weights = {}, {}, {}
     for name in PREFIXES:
         configs[name], keys[name] = fit(path.name, name, header.tensors)
@@ -100,7 +100,7 @@ def read_svd(path: Path) -> SvdFile:
         denoiser_config=configs["unet"],
         vae_config=configs["vae"],
         options={},
-        notes=(Message("the file holds what no component uses: {}", listed(unused, 3, limit=100)),) if unused else (),
+        notes=(Message("the file holds unused tensors: {}", listed(unused, 3, limit=100)),) if unused else (),
         keys=keys,
     )
 
@@ -119,7 +119,7 @@ def fit(where: str, name: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str,
         module = spec.on_meta(config)
     except (LookupError, ValueError, TypeError, RuntimeError, ArithmeticError) as error:  # Unreadable among them
         facts = where, spec.classes[0], type(error).__name__, shown(str(error), 200), _GET
-        raise BadFolder("'{}': no {} can be built of the sizes of its tensors ({}: {}). {}", *facts) from error
+        raise BadFolder("'{}': no {} can be built from the sizes of its tensors ({}: {}). {}", *facts) from error
     keys: dict[str, str] = {}
     for parameter in module.state_dict():
         key = svd_keys.key_of(name, parameter, config)

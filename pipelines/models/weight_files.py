@@ -46,8 +46,8 @@ def weights_of(path: Path, name: str, library: str) -> tuple[Weights, dict[str, 
     where, there = f"{name_of(path)}/{name}", sorted(file.name for file in folder.iterdir())
     if library == "transformers" and (instead := next(filter(_INSTEAD.fullmatch, there), "")):
         raise BadFolder(
-            "'{}' holds {}, which would have transformers load something else than {}.safetensors. Delete that file, "
-            "or get the model in its original form.",
+            "'{}' holds {}, from which transformers would load other weights than {}.safetensors. Delete that file, "
+            "or get the original model.",
             *(where, instead, stem),
         )
     single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
@@ -55,8 +55,8 @@ def weights_of(path: Path, name: str, library: str) -> tuple[Weights, dict[str, 
     first = next((file for file in order if file in there), None)
     if first is None:
         raise BadFolder(
-            "'{}' has no {}. It holds {}. Others than .safetensors can run code when loaded and are refused; a variant "
-            "such as fp16 works under that name. Rename that, or get the model in safetensors format.",
+            "'{}' has no {}. It holds {}. Formats other than .safetensors can run code when loaded and are refused. "
+            "Rename a variant, such as fp16, to that name, or get the model in safetensors format.",
             *(where, single, listed(there) or "nothing"),
         )
     held: dict[str, dict[str, Tensor]] = {}  # file → its tensors by key
@@ -68,9 +68,9 @@ def weights_of(path: Path, name: str, library: str) -> tuple[Weights, dict[str, 
     places = {key: file for file, found in held.items() for key in found}
     if shards and (len(tensors) != sum(map(len, held.values())) or places != shards):
         wrong = sorted({*places.items()} ^ {*shards.items()})
-        why = f"it or they lack '{shown(wrong[0][0])}'" if wrong else "a tensor lies in several"
+        why = f"index and files differ on '{shown(wrong[0][0])}'" if wrong else "a tensor is in several files"
         raise BadFolder(
-            "'{}/{}' is of other files than those beside it: {}. Fetch all of that folder again.", where, index, why
+            "'{}/{}' does not fit the files beside it: {}. Download all of that folder again.", where, index, why
         )
     files = tuple(folder / file for file in held)
     return Weights(files, sum(file.stat().st_size for file in files), bytes_by_dtype(tensors) or {"F32": 0}), tensors
@@ -98,17 +98,16 @@ def check_fit(where: str, module: torch.nn.Module, tensors: Mapping[str, Tensor]
     for keys, what in ((missing, Message("lack")), (extra, Message("hold"))):
         if keys:
             some = listed((f"'{shown(key, 100)}'" for key in keys), most=3, limit=100)
-            verb = Message("needs" if keys is missing else "has no place for")
+            verb = Message("needs" if keys is missing else "does not have")
             facts = where, what, some, type(module).__name__, verb
             raise BadFolder(
-                "'{}': its files {} {}, which a {} of its sizes {}. Download all of it again, of the same model.",
+                "'{}': its files {} {}, which a {} of its sizes {}. Download the whole model again.",
                 *facts,
             )
     for key in sorted(wanted.keys() & found.keys()):
         if found[key].shape != wanted[key]:
             raise BadFolder(
-                "'{}': '{}' has the shape {}, and {} in a model of its sizes. Download all of it again, of the same "
-                "model.",
+                "'{}': '{}' has the shape {}, but {} in a model of this size. Download the whole model again.",
                 *(where, shown(key), list(found[key].shape), list(wanted[key])),
             )
         if found[key].dtype not in FLOATS:
@@ -118,7 +117,7 @@ def check_fit(where: str, module: torch.nn.Module, tensors: Mapping[str, Tensor]
             )
     if (kept := sum(buffer.numel() * 4 for buffer in computed.values())) > _MOST_BUFFERS:
         raise BadFolder(
-            "'{}': the sizes in its config.json take {:.0f} GB for positions alone. Download it again.",
+            "'{}': with the sizes in its config.json, position embeddings alone take {:.0f} GB. Download it again.",
             where,
             kept / 1e9,
         )
@@ -132,11 +131,13 @@ def _shards(index: Path, where: str) -> dict[str, str]:
     for name in sorted(set(shards.values())):
         if not _SHARD.fullmatch(name):
             raise BadFolder(
-                "'{}' names '{}', which is no safetensors file beside it: others can run code when loaded, and are "
-                "refused. Get the model in safetensors format.",
+                "'{}' names '{}', which is not a safetensors file beside it: other formats can run code when loaded "
+                "and are refused. Get the model in safetensors format.",
                 where,
                 shown(name),
             )
         if not (index.parent / name).is_file():
-            raise BadFolder("'{}' names {}, which is not there. Fetch the missing files again.", where, shown(name))
+            raise BadFolder(
+                "'{}' names {}, which does not exist. Download the missing files again.", where, shown(name)
+            )
     return shards

@@ -54,7 +54,7 @@ class ParallelLayout:
         what, meanwhile = ("half of guidance", ", at the same time as the other") if self.halves else ("call", "")
         by = "a GPU" if self.context == 1 else f"{self.context} GPUs together"
         idle = self.size - self.context * (2 if self.halves else 1)
-        return f"each {what} is computed by {by}{meanwhile}" + (f"; GPUs that gain nothing: {idle}" if idle else "")
+        return f"each {what} is computed by {by}{meanwhile}" + (f"; unused GPUs: {idle}" if idle else "")
 
 
 def parallel_layout(size: int, *, guided: bool, splits: bool) -> ParallelLayout:
@@ -88,7 +88,7 @@ class ParallelRun(Feature):
         kernel = os.environ.get(_ATTENTION, "native")
         if "native" not in kernel:  # it would attend only to a rank's own tokens
             raise PlanImpossible(
-                "Several GPUs share a call by PyTorch's attention alone, and {} is {}. Leave it unset.",
+                "Several GPUs can share a call only with PyTorch's attention, but {} is {}. Unset it.",
                 _ATTENTION,
                 kernel,
             )
@@ -146,7 +146,7 @@ class OverHalves:
             return first
         halves = split_cfg_batch(inputs)
         if len(halves) != 2:
-            raise HalvesDiffer("found a batch that guidance does not split in two: run this on one GPU")
+            raise HalvesDiffer("this batch is not the two halves of guidance: run it on one GPU")
         own = halves[self._half]
         if isinstance(inputs.get(PROMPT), torch.Tensor):  # the same object in each step, as the whole prompt
             own[PROMPT] = self._own_prompt.of(inputs[PROMPT], lambda _: own[PROMPT])
@@ -168,6 +168,6 @@ def _check(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         found, wanted = inputs.get(name), expected.get(name)
         if found is not wanted and (isinstance(found, torch.Tensor) or found != wanted):
             raise HalvesDiffer(
-                "the calls of a step differ in '{}', and not in their prompts alone: run this model on one GPU",
+                "the calls of a step differ in '{}', not only in their prompts: run this model on one GPU",
                 name,
             )

@@ -120,7 +120,7 @@ class _Exchanging(TraceableMode):
         """Attend: [batch, heads, this rank's tokens, channels] each → the same shape."""
         split = self._split
         if attn_mask is not None:
-            raise NotImplementedError("attention over several GPUs takes no mask: run this model on one GPU")
+            raise NotImplementedError("attention over several GPUs supports no mask: run this model on one GPU")
         tokens, ranks, heads = split.tokens, split.ranks, query.shape[1]
         if query.shape[2] != tokens[ranks.rank]:
             raise TokensDiffer("found {} tokens on rank {}, expected one of {}", query.shape[2], ranks.rank, tokens)

@@ -49,7 +49,7 @@ class Portions(NamedTuple):
         for name in idle:
             stage.report.warnings += (
                 Message(
-                    "'{}' does nothing here: the VAE of {} has no such thing. Set '{}' to save memory.",
+                    "'{}' has no effect: the VAE of {} does not support it. Set '{}' to save memory.",
                     name,
                     stage.handle.store.model.variant.name,
                     "chunk" if can["chunk"] else "tiling",
@@ -128,7 +128,7 @@ def decode(
         stage = replace(stage, agree=ranks.all_reduce_absmax)
     if surplus := surplus_of(handle, latents):
         stage.report.note(
-            Message("the first {} frames are cut: of an even number of latents the VAE repeats the first", surplus)
+            Message("the first {} frames are cut: the VAE repeats the first of an even number of latents", surplus)
         )
     portions = Portions(chunk, tiling, slicing).that_work(stage)
     calls = Calls("decoding part {} of {}", progress or (lambda *_: None))
@@ -177,14 +177,14 @@ def _check(handle: PipelineHandle, latents: torch.Tensor, made_by: str | None, p
         raise BadInput("The latents have shape {}, but {} decodes {}. {}", *facts)
     if made_by in FAMILIES and not FAMILIES[made_by].components.items() <= family.components.items():
         raise BadInput(
-            "The latents are {}'s, but {} is to decode them. {}", FAMILIES[made_by].name, model.variant.name, wire
+            "The latents were made by {}, but the pipeline is {}. {}", FAMILIES[made_by].name, model.variant.name, wire
         )
     broken = non_finite(latents)
     if broken and policy.on_failure is not OnFailure.OFF:
         raise GuardStopped(
-            "There is nothing to decode: {} of the latents' {} values are NaN or infinite already. Set the loader's "
-            "precision to 'auto' and sample again. If no step fails then, choose another scheduler. Where they came "
-            "from a file, it is damaged.",
+            "There is nothing to decode: {} of the latents' {} values are NaN or infinite. Set the loader's "
+            "precision to 'auto' and sample again. If no step fails then, choose another scheduler. If they came "
+            "from a file, the file is damaged.",
             broken,
             latents.numel(),
         )

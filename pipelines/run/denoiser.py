@@ -38,8 +38,7 @@ from .handle import load_profile, update_cache
 from .stage import ComponentStage
 
 PROFILE_UNUSED = Message(
-    "the profile that was given is not used: that takes the guard's scope 'learned', and precision 'fp16' or 'bf16' "
-    "under the guard"
+    "the given profile is not used: it needs the guard's scope 'learned', and a guarded 'fp16' or 'bf16'"
 )
 
 

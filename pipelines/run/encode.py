@@ -39,8 +39,8 @@ def encode_prompts(
     _limit(handle)
     if not all(map(is_whole, prompts)):
         raise BadInput(
-            "The prompt holds half a character, as a cut-off emoji leaves it. Delete what is shown as � or an empty "
-            "box, or write the emoji again."
+            "The prompt holds half a character, as from a cut-off emoji. Delete the � or the empty box, or type the "
+            "emoji again."
         )
     stage = handle.stage(Component.TEXT_ENCODER, request)
     plan, report = stage.plan, stage.report

@@ -177,7 +177,7 @@ class Fp16Accumulation(Feature):
         where = f"fp16 accumulation in the {stage.name}"
         backend = for_dtype(handle.backend, handle.architecture, stage.plan.dtype).name
         if backend not in (EAGER, "inductor"):
-            stage.report.note(f"{where}: nothing, since {backend} multiplies in its own way", instead_of=where)
+            stage.report.note(f"{where}: no effect, since {backend} multiplies in its own way", instead_of=where)
             return None
         return _Fp16Accumulation(stage.report, where)
 

@@ -157,7 +157,7 @@ class PipelineHandle:
         for lora in self.loras if plan.component is Component.DENOISER else ():
             notes += [str(lora), *lora.notes]
         if self.offload.in_parts and not brings_parts_to(self.store.placement.device):
-            notes.append(f"offload '{self.offload.value}' is as 'model' here: a CPU computes in main memory")
+            notes.append(f"offload '{self.offload.value}' works like 'model' here: a CPU computes in main memory")
         return RunReport(
             variant=self.store.model.variant.name,
             architecture=str(self.architecture),
@@ -199,12 +199,12 @@ def in_turn(
                 if not ran_out(error):
                     raise
                 raise NoRoom(
-                    "Memory ran out, with nothing else of the model on {}. Choose a smaller size, close what else uses "
-                    "the card, or take a card with more memory. PyTorch said: {}",
+                    "Out of memory, although nothing else of the model is on {}. Choose a smaller size, close other "
+                    "programs that use the card, or use a card with more memory. PyTorch said: {}",
                     placement.device,
                     first_line(error),
                 ) from error
-            report.note(Message("memory ran out; the stage began again with nothing else on the device"))
+            report.note(Message("out of memory: the stage started again, with nothing else of the model on the device"))
             return made, report
 
     return waiting

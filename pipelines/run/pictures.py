@@ -24,11 +24,11 @@ def fitted(images: torch.Tensor, width: int, height: int, fit: str) -> list[Any]
             tuple(images.shape),
         )
     if not torch.isfinite(images).all():
-        raise BadInput("The image holds NaN or infinite values already. Look at the node that made it.")
+        raise BadInput("The image holds NaN or infinite values. Check the node that made it.")
     found = images.shape[2], images.shape[1]
     if fit == "refuse" and found != (width, height):
         raise BadInput(
-            "The image is {}×{}, but {}×{} is to be made. Set fit to 'crop' or 'stretch', or resize the image.",
+            "The image is {}×{}, but the output is {}×{}. Set fit to 'crop' or 'stretch', or resize the image.",
             *(*found, width, height),
         )
     resized, pictures = ImageOps.fit if fit == "crop" else Image.Image.resize, []

@@ -117,7 +117,7 @@ def picture(latents: torch.Tensor, factors: Sequence[Sequence[float]], bias: Seq
     from PIL import Image
 
     if len(latents) != len(factors):
-        raise ValueError(f"the latents have {len(latents)} channels, and colours are known of {len(factors)}")
+        raise ValueError(f"the latents have {len(latents)} channels, but preview colours are known for {len(factors)}")
     colours = latents.float().cpu().movedim(0, -1) @ torch.tensor(factors) + torch.tensor(bias or (0.0, 0.0, 0.0))
     levels = ((colours + 1) * 127.5).nan_to_num(0).clamp(0, 255).round()
     return Image.fromarray(levels.to(torch.uint8).numpy())

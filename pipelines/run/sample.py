@@ -102,11 +102,7 @@ def sample(
     stages = handle.denoising(request)
     report = stages[0].report
     if handle.step_cache and not family.cached_blocks:
-        unused += (
-            Message(
-                "The step cache is not used: it is not offered for {}, where its estimate did not hold.", family.name
-            ),
-        )
+        unused += (Message("The step cache is not used: its error estimate does not hold for {}.", family.name),)
     report.warnings += unused
     guided = settings.scale(family) > 1
     report.calls_per_step = family.guidance.calls if guided else 1
@@ -176,8 +172,8 @@ def sample(
     if (broken := non_finite(latents)) and not report.failed:
         report.warnings += (
             Message(
-                "{} of the latents' {} values are NaN or infinite, although the model was finite in each step: its {} "
-                "made them. Choose another scheduler, or mend 'scheduler_config.json' in the model's folder.",
+                "{} of the latents' {} values are NaN or infinite, although the model's outputs were finite: its {} "
+                "made them. Choose another scheduler, or repair 'scheduler_config.json' in the model's folder.",
                 broken,
                 latents.numel(),
                 type(pipe.scheduler).__name__,
@@ -262,7 +258,7 @@ def check_size(handle: PipelineHandle, settings: SampleSettings) -> None:
         raise BadSize("{} makes images, not {} frames.", model.variant.name, settings.frames)
     family.sizes.check(width=settings.width, height=settings.height, frames=settings.frames)
     if (settings.frames - 1) % long:
-        raise BadSize("frames is {}, but {} makes {}·k + 1 of them.", settings.frames, model.variant.name, long)
+        raise BadSize("frames is {}, but {} needs {}·k + 1.", settings.frames, model.variant.name, long)
     if bound := family.bound(model.denoiser_config, family.layout.spatial(model.vae_config), *size):
         raise BadSize("{} {}", model.variant.name, bound)
 
@@ -273,17 +269,16 @@ def check_start(handle: PipelineHandle, image: Any, video: Any) -> None:
     if family.takes_image and image is None:
         raise BadInput("{} needs a start image. Wire one to 'image'.", name)
     if image is not None and not family.takes_image:
-        raise BadInput("{} takes no start image. Take the wire off, or load an image-to-video model (I2V).", name)
+        raise BadInput("{} does not accept a start image. Disconnect it, or load an image-to-video model (I2V).", name)
     if video is not None and not family.from_video:
-        raise BadInput("{} does not start from a video. Take the wire off, or load a text-to-video model.", name)
+        raise BadInput("{} does not accept a start video. Disconnect it, or load a text-to-video model.", name)
 
 
 def _check_steps(settings: SampleSettings) -> None:
     """Raise BadInput if steps × strength is less than one step."""
     if settings.strength is not None and settings.computed_steps < 1:
         raise BadInput(
-            "{} × strength {:g} is less than one step, which would leave the video out. Set steps or strength so that "
-            "their product is 1 or more.",
+            "{} × strength {:g} is less than one step. Raise steps or strength until their product is 1 or more.",
             *(counted(settings.steps, "1 step", "{} steps"), settings.strength),
         )
 
@@ -297,7 +292,7 @@ def _check_guidance(family: FamilySpec, settings: SampleSettings) -> None:
     if last <= 1 < first:
         at_first, at_last = family.guidance.first, family.guidance.argument
         facts = at_first, first, at_last, last, at_last, at_first
-        raise BadInput("{} is {:g}, but {} is {:g}, which means no guidance. Set {} above 1, or {} to 1.", *facts)
+        raise BadInput("{} is {:g}, but {} is {:g}, which switches guidance off. Set {} above 1, or {} to 1.", *facts)
 
 
 def _checked_embeddings(
@@ -312,13 +307,13 @@ def _checked_embeddings(
         fits = embeddings.ndim == 3 and embeddings.shape[-1] == channels
         if not fits or (embeddings.shape[1] != tokens if rule.fixed else embeddings.shape[1] > tokens + 15):
             raise BadInput(
-                "'{}' has shape {}, but {} takes [batch, {}, {}]. Wire it to an Encode Prompt node that gets the same "
+                "'{}' has shape {}, but {} takes [batch, {}, {}]. Connect it to an Encode Prompt node with the same "
                 "pipeline.",
                 *(name, tuple(embeddings.shape), handle.store.model.variant.name, tokens, channels),
             )
     if len(positive) != len(negative) or (rule.fixed and positive.shape != negative.shape):
         raise BadInput(
-            "'positive' has shape {} and 'negative' {}; they must agree. Take both from one Encode Prompt node.",
+            "'positive' has shape {} and 'negative' {}; they must be equal. Use one Encode Prompt node for both.",
             tuple(positive.shape),
             tuple(negative.shape),
         )

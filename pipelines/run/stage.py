@@ -69,7 +69,7 @@ class ComponentStage(Stage):
         if self.channels_last:
             self.report.note(Message("channels last: {} of its 2D convolutions", len(of_layout(module))))
         elif self.handle.compile_options.channels_last and self._convolves:
-            self.report.note(Message("channels last: not used, {} lays weights out itself", self.handle.backend.name))
+            self.report.note(Message("channels last: not used, {} chooses the layout itself", self.handle.backend.name))
         return self.adapt(module) if self.adapt else module
 
     def place(self, room: Callable[[], int] = lambda: 0) -> None:

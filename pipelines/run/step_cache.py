@@ -58,7 +58,7 @@ class CachedRun(Feature):
         stage, known = setup.stage, self._caches.get(setup.stage.name)
         blocks = _blocks(stage)
         if not blocks:
-            stage.report.note("no step is cached: the denoiser has nothing that a cached step could leave out")
+            stage.report.note("no step is cached: the denoiser has no blocks to skip")
         if not blocks or UNCACHED in setup.savings:
             return None
         weights = self._weights[stage.handle.family.denoisers.index(stage.name)]

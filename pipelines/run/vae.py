@@ -153,7 +153,7 @@ def _learning(stage: ComponentStage, network: torch.nn.Module, compiler: Decoder
             return compiler.shell(half, around=partial(_unwatched, half)) if compiler else half
 
         if compiler and scaled:
-            compiler.leave("nothing is compiled with overflow protection")
+            compiler.leave("not compiled: overflow protection is on")
         options = {} if scaled else {"compiled": whole}
         return build_half_precision_forward(network, known, stage.plan.dtype, **options, **stage.numerics)
 

@@ -105,8 +105,8 @@ def _ask(device: torch.device, name: str) -> None:
         torch.zeros(1, dtype=torch.uint8).to(device).cpu()
     except RuntimeError as error:
         raise DeviceGone(
-            "{} gives no answer any more after the check '{}' ({}). Nothing is kept of this self-test. Start anew; "
-            "where it happens again, the driver or the card is at fault.",
+            "{} stopped responding after the check '{}' ({}). The results of this self-test are lost. Restart the "
+            "program and run it again; if it happens again, the driver or the card is faulty.",
             *(device, name, first_line(error)),
         ) from error
 
@@ -247,7 +247,7 @@ def _peak_beyond_estimate(device: torch.device) -> float:
     with peak_memory(device) as peak:
         before = peak()
         if before is None or before.reserved is None:
-            raise _NotRunError("memory is counted on cards of CUDA and ROCm alone")
+            raise _NotRunError("memory is measured only on CUDA and ROCm cards")
         LearnedProducts().run(network, x)
         taken = peak()
     return max(0.0, (taken.used - before.used) / alive.most - 1) if taken else 0.0

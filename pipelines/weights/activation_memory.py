@@ -62,13 +62,13 @@ def counted(
                 call(memory)
             store.room[key] = memory.most, " ".join(memory.lacks)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # e.g. from a network that reads values
-        logger.warning("what %s takes could not be counted: %s", stage.name, error, exc_info=True)
-        stage.report.note(f"what it takes of memory could not be counted ({first_line(error)})")
+        logger.warning("the memory of %s could not be estimated: %s", stage.name, error, exc_info=True)
+        stage.report.note(f"its memory could not be estimated ({first_line(error)})")
         return 0
     n_bytes, why = store.room[key]
     if why:
         takes = f"{stage.plan.component.words} takes "
-        stage.report.note(f"{takes}{size(n_bytes)} beside its weights: {why}", instead_of=takes)
+        stage.report.note(f"{takes}{size(n_bytes)} of activations: {why}", instead_of=takes)
     return n_bytes
 
 

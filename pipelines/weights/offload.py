@@ -84,9 +84,9 @@ def brings_parts_to(device: torch.device) -> bool:
 
 
 _LASTING = {  # backend → why its compiled code does not support weights that move
-    "oneflow": "its graphs keep the memory in which the weights were first",
-    "nexfort": "whether its graphs follow weights that move block by block has not been seen",
-    "inductor": "a compiled block is one piece, and cannot wait for each layer's weights",
+    "oneflow": "its graphs are bound to the first address of the weights",
+    "nexfort": "its graphs have not been tested with weights that move block by block",
+    "inductor": "a compiled block cannot wait for the weights of each layer",
 }
 _REFUSED = {
     Offload.AUTO: (),
@@ -283,7 +283,7 @@ class BlockOffload(OffloadPolicy):
 
 def _say_that_it_is_slower(error: Exception) -> None:
     why = str(error).strip().split("\n", 1)[0]
-    logger.warning("main memory cannot be page-locked for all blocks (%s): slower, one at a time", why)
+    logger.warning("main memory cannot be page-locked for all blocks (%s): one block at a time, slower", why)
 
 
 @contextmanager
@@ -446,7 +446,7 @@ def _unregister(buffer: torch.Tensor, stream: torch.cuda.Stream) -> None:
         error = cudart.cudaHostUnregister(buffer.data_ptr())
         if int(error):
             _take_error(stream)
-            logger.warning("page-locked memory cannot be given back: %s", cudart.cudaGetErrorString(error))
+            logger.warning("page-locked memory cannot be released: %s", cudart.cudaGetErrorString(error))
 
 
 def _take_error(stream: torch.cuda.Stream) -> None:

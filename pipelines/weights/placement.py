@@ -255,7 +255,7 @@ class ExecutionOption(NamedTuple):
         return self.weights + self.beside * _MARGIN
 
     def in_words(self) -> str:
-        return Message("{} of weights and {} beside them", size(self.weights), size(self.beside))
+        return Message("{} of weights and {} of activations", size(self.weights), size(self.beside))
 
 
 class FailedEstimate(NamedTuple):
@@ -325,13 +325,13 @@ class OomFallback:
         has: bytes that the device has for the stage.
         """
         way, first, fits = first_that_fits(ways, has, self._failed_estimates)
-        where = Message("{} that {} has for it", size(has), self._placement.device)
+        where = Message("{} available on {}", size(has), self._placement.device)
         if not fits:
             raise NoRoom(
-                "{}: there is not enough memory, whichever way it runs. {}, which takes least, takes {}, of {}. {}",
+                "{}: not enough memory, even for the cheapest option: {} needs {}, of {}. {}",
                 *(self._words, way.said, way.in_words(), where, self._what_would_fit(way, has)),
             )
-        instead = "" if way is first else Message("; {} would take {}", first.said, first.in_words())
+        instead = "" if way is first else Message("; {} would need {}", first.said, first.in_words())
         self._stage.report.note(
             Message("{}: offload auto chose {}: {}, of {}{}", self._words, way.said, way.in_words(), where, instead)
         )
@@ -339,7 +339,7 @@ class OomFallback:
         self._foreseen = FailedEstimate(way.takes, has)
 
     def _what_would_fit(self, way: ExecutionOption, has: int) -> str:
-        other = "Close what else uses the card, or take a card with more memory."
+        other = "Close other programs that use the card, or use a card with more memory."
         part = (has - way.weights) / (way.beside * _MARGIN) if way.beside else 0
         if self._stage.plan.component in (Component.TEXT_ENCODER, Component.IMAGE_ENCODER):
             return other
@@ -361,19 +361,19 @@ class OomFallback:
         if following:
             following.take()
             self._taken.append(following.said)
-            self._stage.report.note(Message("{}: memory ran out; went on with {}", self._words, following.said))
+            self._stage.report.note(Message("{}: out of memory, fell back to {}", self._words, following.said))
             return
         has = f" {self._placement.device} has {size(before.total)}, {size(before.free)} of it free." if before else ""
         raise NoRoom(
-            "{}: out of memory, all fallbacks failed.{}{}{} Choose a smaller size, fewer frames or a "
-            "smaller batch, close what else uses the card, or take a card with more memory. PyTorch said: {}",
+            "{}: out of memory, all fallbacks failed.{}{}{} Choose a smaller size, fewer frames or a smaller batch, "
+            "close other programs that use the card, or use a card with more memory. PyTorch said: {}",
             *(self._words, f" Tried: {'; '.join(self._taken)}.", has, self._needs(), first_line(failed)),
         ) from failed
 
     def _needs(self) -> str:
         store, name = self._store, self._stage.name
         found = [size(bytes_of(store.model.bare(name, DTYPES[self._stage.weights_in]))) + " of weights"]
-        found += [f"{size(beside)} beside them" for key, (beside, _) in store.room.items() if key[0] == name][-1:]
+        found += [f"{size(beside)} of activations" for key, (beside, _) in store.room.items() if key[0] == name][-1:]
         return f" A call needs {' and '.join(found)}."
 
 

@@ -54,7 +54,7 @@ class _QuantisedLayers(CallFeature):
         self._used = not made.all_layers_scaled
         if not self._used:
             self._layers.empty()
-            self._report.note("nothing is quantised with overflow protection")
+            self._report.note("not quantised: overflow protection is on")
         elif said := self._layers.in_words():
             self._report.note(said)
         return made
@@ -87,8 +87,8 @@ def check(plan: Plan, offload: Offload, device: torch.device) -> None:
         raise PlanImpossible(missing)
     if offload.in_parts and brings_parts_to(device):
         raise PlanImpossible(
-            "Precision '{}' has its quantised weights on the card beside the half ones, and offload '{}' keeps both "
-            "away. Choose offload 'auto', 'none' or 'model', or precision 'bf16'.",
+            "Precision '{}' keeps quantised and half-precision weights on the card, but offload '{}' keeps neither "
+            "there. Choose offload 'auto', 'none' or 'model', or precision 'bf16'.",
             plan.quantised,
             offload.value,
         )
