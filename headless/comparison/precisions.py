@@ -65,7 +65,7 @@ def comparable(
     set_here = [n for n in having if (n.id, INPUT) not in held and n.inputs.get(INPUT) != FOLLOWS]
     if not set_here:
         labels = listed(node.label for node in having)
-        raise WorkflowError(f"--set fixes every precision of the workflow: {labels}. Remove one of them from --set.")
+        raise WorkflowError(f"--set sets every precision of the workflow: {labels}. Remove one of them from --set.")
     for node in set_here:
         options = schemas[node.class_type].inputs[INPUT].options
         if unknown := [precision for precision in precisions if precision not in options]:

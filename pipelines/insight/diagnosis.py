@@ -492,7 +492,7 @@ def _against_advice(found: Diagnosis) -> Iterator[str]:
 
 def _next(found: Diagnosis) -> Iterator[str]:
     if found.machine.advice or found.missing:
-        yield "Then run `onediff-guard doctor` again."
+        yield "Run `onediff-guard doctor` again afterwards."
     elif found.here and not found.architecture.tested:
         yield "`onediff-guard selftest` checks in a minute whether this card computes correctly."
     elif found.architecture.failed:

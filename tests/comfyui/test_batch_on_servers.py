@@ -184,7 +184,7 @@ def test_ctrl_c_empties_server_queues_and_same_command_resumes(two_servers: Pair
     run.until(lambda: len(run.records()) >= 2 and all(map(queue_length, two_servers)), "both work")
     process.send_signal(signal.SIGINT)
     answer = run.finish()
-    assert answer["code"] == 130 and "the same command goes on" in answer["told"]
+    assert answer["code"] == 130 and "run the same command" in answer["told"]
     wait_until(lambda: not any(map(queue_length, two_servers)), "the queues are empty")  # running jobs end first
     done = len(run.records())
     assert 2 <= done < 8 and run.has_nothing_unfinished()
@@ -201,7 +201,7 @@ def test_batch_completes_when_server_starts_late_and_is_killed_twice(
     port = legs.free_port()
     run = batch([slow(40)], two_servers[1], f"http://127.0.0.1:{port}")
     run.start()
-    run.until(lambda: "It gets jobs as soon as it does" in run.told.read_text(), "it is reported as away")
+    run.until(lambda: "It gets jobs when it answers again" in run.told.read_text(), "it is reported as away")
     for _ in range(2):
         had = len([record for record in run.records() if f":{port}" in record["worker"]])
         with legs.started(any_leg, tmp_path / "late", port=port) as late:

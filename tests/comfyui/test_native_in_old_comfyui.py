@@ -53,5 +53,5 @@ def test_guard_every_workflow_guards_vae_and_skips_model(server: legs.Server) ->
     (file,) = server.files_of(server.run(prompt, onediff_guard=True))
     assert np.array_equal(frames_of(file), by_hand.frames)
     log = server.log_text()[before:]
-    assert "guards nothing: This ComfyUI cannot wrap a MODEL's apply_model" in log
+    assert "is not guarded: This ComfyUI cannot wrap a MODEL's apply_model" in log
     assert "1 part, 1 recomputed in fp32" in log and "Traceback" not in log

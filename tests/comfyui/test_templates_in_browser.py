@@ -99,7 +99,7 @@ def test_server_answer_is_same_with_guard_every_workflow(
         asked += 1
         if server.count("Guard every workflow: ") > logged:
             guarded += 1
-            *_, milliseconds = re.findall(r"put in in ([\d.]+) ms", server.log_text())
+            *_, milliseconds = re.findall(r"added \d+ guards \(\w+\) in ([\d.]+) ms", server.log_text())
             taken.append(float(milliseconds) / len(prompt) * 100)
         if answers[0] != answers[1]:
             differing[path.stem] = answers

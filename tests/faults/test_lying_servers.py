@@ -205,7 +205,7 @@ def test_server_that_reads_nothing_fails_the_run(
     (tmp_path / "workflow.json").write_text(json.dumps(workflow))
     with LyingServer(endpoint) as server:
         assert cli.main([*arguments, "--server", server.url]) == ExitCode.RUN_FAILED
-    assert "did not take the" in capsys.readouterr().err
+    assert "did not accept the" in capsys.readouterr().err
 
 
 def memory(field: str) -> float:

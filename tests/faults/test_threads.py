@@ -199,7 +199,7 @@ def test_timed_out_run_does_not_stop_another(tmp_path: Path) -> None:
     def timed_out() -> None:
         begun.wait(HANG_SECONDS)
         try:
-            with pytest.raises(RunFailedError, match="not done after"):
+            with pytest.raises(RunFailedError, match="did not finish within"):
                 run(until_stopped=True, timeout=0.1)
         finally:
             ended.set()
@@ -244,7 +244,7 @@ def test_compiling_runs_use_inductor_folders_one_at_a_time(tmp_path: Path, compi
         run(second, (), lambda line: (waits.set(), folders.append(line)) if not waits.is_set() else None)
 
     at_once(lambda: run(first, (inside,), lambda _: None), after_the_first)
-    assert folders[1] == "waiting for another run that compiles"
+    assert folders[1] == "waiting until another run has compiled"
     assert len({*folders}) == 3
     assert INDUCTOR not in os.environ and TRITON not in os.environ
     assert notes == [], "no run takes the other's folder for the user's"
@@ -261,6 +261,6 @@ def test_run_waiting_to_compile_can_be_interrupted(tmp_path: Path, compile_cache
         with while_compiling(handle, report, interrupted):
             raise AssertionError("both runs compile")
 
-    waiting = pytest.raises(host.Interrupted, match="waiting for another run")
+    waiting = pytest.raises(host.Interrupted, match="waiting until another run")
     with while_compiling(handle, report, lambda _: None), waiting:
         at_once(other)

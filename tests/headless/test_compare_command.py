@@ -86,7 +86,7 @@ def test_table_shows_plan_errors_time_and_reruns(here: Path, compare: Any) -> No
         "fp16": ["fp16, overflow protection", "48.2", "0.0039", "1.00", "1", "3 of 3"],
         "fp16 (plain)": ["fp16, with neither overflow protection nor guard", "none", "none", "1.00", "0", "0 of 3"],
     }
-    assert "errors: from float frames" in out and "seconds: of the denoising steps alone" in out
+    assert "errors: from float frames" in out and "seconds: the denoising steps only" in out
     files = [str(Path("output", "compare", f"compare.{kind}")) for kind in ("png", "webp", "json")]
     assert out.splitlines()[-3:] == files
     assert [line for line in err.splitlines() if line.startswith("in ")] == [
@@ -183,7 +183,7 @@ def test_failed_reference_or_ctrl_c_ends_compare_without_file(
     ("arguments", "code", "message"),
     [
         (["workflow.json", "--precisions", "fp4"], 2, "has no precision 'fp4'. It has 'auto', 'bf16'"),
-        (["workflow.json", "--set", "1.precision=bf16"], 2, "Every precision of the workflow is held"),
+        (["workflow.json", "--set", "1.precision=bf16"], 2, "--set sets every precision of the workflow"),
         (["workflow.json", "--set", "1.frames=many"], 2, "expected a whole number"),
         (["noise.json"], 2, "no node with a precision to set. Found: Noise, SaveImage"),
         (["workflow.json", "--out", "workflow.json"], 5, "Cannot write"),

@@ -49,7 +49,7 @@ def test_list_names_usable_and_broken_entries(folder, command):
     (folder / f"broken{SUFFIX}" / SAVED).write_bytes(b"no header")
     _, out, _ = command("list")
     assert f"{target().name}\n    0.0 MB; CogVideoX-5B, bf16, no overflow protection, half accumulation off; " in out
-    assert torch.__version__ in out and "is no compiled code that can be used" in out
+    assert torch.__version__ in out and "cannot be used as compiled code" in out
     entries = json.loads(command("list", "--json")[1])["compiled"]
     assert [entry["name"] for entry in entries] == ["broken", target().name], "most recently used first"
     assert "error" in entries[0] and entries[1]["for"]["machine"]["torch"] == torch.__version__
@@ -84,10 +84,10 @@ def test_code_for_another_machine_is_not_imported(folder, command, tmp_path, mac
 
 
 DAMAGES = {
-    "empty": (lambda _: b"", "is no compiled code"),
-    "no header": (lambda data: data.partition(b"\n")[2], "is no compiled code"),
-    "truncated": (lambda data: data[:-1], "it is damaged, or not whole"),
-    "changed byte": (lambda data: data[:-1] + b"z", "it is damaged, or not whole"),
+    "empty": (lambda _: b"", "cannot be used as compiled code"),
+    "no header": (lambda data: data.partition(b"\n")[2], "cannot be used as compiled code"),
+    "truncated": (lambda data: data[:-1], "it is damaged or incomplete"),
+    "changed byte": (lambda data: data[:-1] + b"z", "it is damaged or incomplete"),
     "another kind": (lambda data: data.replace(b"onediff-guard", b"onediff"), "kind is "),
     "another format": (lambda data: data.replace(b'"format": 2', b'"format": 9'), "format is 9: input should be 2"),
     "no machine": (lambda data: data.replace(b'"machine"', b'"engine"'), "for.machine is missing"),
@@ -143,7 +143,7 @@ def test_help_warns_to_import_only_from_trusted_people(command, capsys):
     for arguments in (["--help"], ["import", "--help"]):
         with pytest.raises(SystemExit):
             command(*arguments)
-        assert "Import it only from people whom you trust" in " ".join(capsys.readouterr().out.split())
+        assert "Import it only from people you trust" in " ".join(capsys.readouterr().out.split())
 
 
 def test_cache_folder_comes_from_variable_or_home(folder, monkeypatch, tmp_path):
@@ -159,7 +159,10 @@ def test_cache_folder_comes_from_variable_or_home(folder, monkeypatch, tmp_path)
         ({LIMIT_VARIABLE: "3"}, "compiled, 1 kept, "),
         ({LIMIT_VARIABLE: "0"}, f"off ({LIMIT_VARIABLE}=0)"),
         ({LIMIT_VARIABLE: "-1"}, f"{LIMIT_VARIABLE} is not used"),
-        ({LIMIT_VARIABLE: "3", INDUCTOR: "/elsewhere"}, f"inductor's own, {INDUCTOR}=/elsewhere, as it was exported"),
+        (
+            {LIMIT_VARIABLE: "3", INDUCTOR: "/elsewhere"},
+            f"inductor's own folder, as you exported {INDUCTOR}=/elsewhere",
+        ),
     ],
 )
 def test_doctor_reports_compile_cache_state(folder, monkeypatch, console, variables, message):

@@ -198,10 +198,10 @@ def test_transparent_grey_of_16_bit_image_becomes_mask(run: Run, tmp_path: Path)
     [
         ("no.png", "no image 'no.png' in the input folder"),
         (5, "found 5, expected the name of an image"),
-        ("empty.png", "is no image"),
-        ("text.png", "is no image"),
-        ("script.png", "is no image"),
-        ("bomb.png", "is no image"),
+        ("empty.png", "is not an image"),
+        ("text.png", "is not an image"),
+        ("script.png", "is not an image"),
+        ("bomb.png", "is not an image"),
         (".", "no image"),
     ],
 )
@@ -236,7 +236,7 @@ def png_head(width: int, height: int) -> bytes:
 def test_prefix_outside_output_folder_is_rejected_before_run(
     run: Run, workflow: dict[str, Any], saver: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(WorkflowError, match="out of the output folder"):
+    with pytest.raises(WorkflowError, match="stay in the output folder"):
         run(workflow | saver)
     assert not (tmp_path / "out").exists()
 

@@ -85,12 +85,12 @@ PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
     "none": (
         lambda found: found,
         "Yes, on cuda:0: Card 0, sm90 (Hopper), with PyTorch 2.9.",
-        "Backend inductor, which compiles the denoiser when that pays: once its eager calls have taken 60 s, or at "
-        "once where the compile cache has it Self-test passed (today)",
+        "Backend inductor compiles the denoiser when it saves time: after 60 s of eager calls, or at "
+        "once if the compile cache has it Self-test passed (today)",
     ),
     "no PyTorch": (
         lambda found: with_advice(found, Obstacle("PyTorch is not installed. Get it from there")),
-        "No. First do what 'To fix' says.",
+        "No. First follow 'To fix'.",
         "To fix PyTorch is not installed. Get it from there Next Run `onediff-guard doctor` again",
     ),
     "unused card": (
@@ -116,9 +116,8 @@ PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
     "failed self-test": (
         lambda found: with_card(found, failed=("fp16", COMPILED)),
         "Yes, ",
-        "eager, so nothing is compiled: inductor is there, but compiled code came out wrong in this card's self-test "
-        "of today Self-test "
-        "fp16, compiled code came out WRONG, so 'auto' does not choose it (today) Next Update the driver",
+        "eager, so nothing is compiled: inductor is available, but compiled code failed this card's self-test of today "
+        "Self-test fp16, compiled code failed, so 'auto' does not choose it (today) Next Update the driver",
     ),
     "no compiler": (without_compiler, "Yes, ", "Backend eager, so nothing is compiled: inductor needs a C++ compiler"),
     "no torchao": (
@@ -140,7 +139,7 @@ PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
     "unknown backend": (
         lambda found: replace(found, backends=Backends((BackendState("eager", True, ""),), "eager", "")),
         "Yes, ",
-        "Backend unknown: no compile backend could be asked what it needs",
+        "Backend unknown: the compile backends could not be checked",
     ),
     "emulated bf16": (
         lambda found: with_card(found, bf16="emulated"),
@@ -153,7 +152,11 @@ PROBLEMS: dict[str, tuple[Callable[[Diagnosis], Diagnosis], str, str]] = {
         "Backend inductor compiles the denoiser in its first run, since it is quantised",
     ),
     "other card": (lambda found: replace(found, here=False), "Yes, on sm90 (Hopper).", "bf16, guarded"),
-    "note": (lambda found: replace(found, notes=("sm130: little is known of it",)), "Yes, ", "Note sm130: little is"),
+    "note": (
+        lambda found: replace(found, notes=("sm130: not a known architecture",)),
+        "Yes, ",
+        "Note sm130: not a known",
+    ),
     "switch set against advice": (
         lambda found: replace(found, switches=(Switch("A", "1", "user", "respected, although it is NaN"),)),
         "Yes, ",
@@ -229,7 +232,7 @@ def test_json_option_prints_one_json_object(doctor: Doctor, model_folder: Callab
 def test_vram_option_estimates_each_stage(doctor: Doctor, model_folder: Callable[..., Path]) -> None:
     asked = ("--model", str(model_folder("2b")), "--arch", "sm75", "--size", "64x48x9")
     code, out, _ = doctor(*asked, "--vram", "12")
-    estimate = out[out.index("What would run on a card of 12 GiB") :]
+    estimate = out[out.index("Estimates for a card of 12 GiB") :]
     assert code == 0 and max(map(len, estimate.splitlines())) <= 96
     for part in ("text encoder", "64×48×9", "denoiser", "decode", "none", "whole"):
         assert part in estimate
@@ -245,7 +248,7 @@ def test_vram_option_estimates_each_stage(doctor: Doctor, model_folder: Callable
 def test_comfyui_version_is_reported(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = {"version": "", "tested": list(host.TESTED), "flags": [], "plans_memory": False}
     assert strict_json(doctor("--json")[1])["comfyui"] == unknown
-    assert f"ComfyUI: none here; this release was tested in {', '.join(host.TESTED)}" in doctor("--verbose")[1]
+    assert f"ComfyUI: not found; this release was tested with {', '.join(host.TESTED)}" in doctor("--verbose")[1]
     monkeypatch.setattr(host, "__file__", str(tmp_path / "custom_nodes" / "pack" / "nodes" / "host.py"))
     (tmp_path / "comfyui_version.py").write_text('__version__ = "0.45.0"\n')
     assert "ComfyUI: 0.45.0;" in doctor("--verbose")[1]
@@ -266,18 +269,18 @@ def test_readme_names_tested_comfyui_versions(root: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--arch", "potato"], "'potato' is no architecture. Write one of sm60"),
-        (["--arch", ""], "'' is no architecture"),
+        (["--arch", "potato"], "'potato' is unknown. Use one of sm60"),
+        (["--arch", ""], "'' is unknown"),
         (["--model", "absent"], "There is no 'absent'. Name the folder"),
         (["--model", "absent"], "or the hub id of a model that Load Pipeline has downloaded."),
         (["--model", "file"], "'file' is not a .safetensors file"),
         (["--model", "."], "has no model_index.json. Choose a folder in diffusers format"),
         (["--model", "other"], "'other' holds a FluxPipeline. Known: CogVideoXPipeline"),
         (["--model", "cut"], "header too small"),
-        (["--vram", "0.1"], "--vram 0.1 is no card's memory"),
-        (["--vram", "nan"], "--vram nan is no card's memory"),
+        (["--vram", "0.1"], "--vram 0.1 is not a card's memory"),
+        (["--vram", "nan"], "--vram nan is not a card's memory"),
         (["--vram", "12", "--size", "7x7x7"], "is 7, but must be a multiple of"),
-        (["--size", "720x480x49"], "--size is of no use alone: say with --vram how many GiB the card has"),
+        (["--size", "720x480x49"], "--size needs --vram: add the card's memory in GiB"),
     ],
 )
 def test_invalid_arguments_are_rejected(

@@ -57,7 +57,7 @@ def test_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     if step == "replace":
         monkeypatch.setattr(Path, "replace", fail)
     expected = "the disk is full" if code == errno.ENOSPC else "Permission denied"
-    with pytest.raises(OutputError, match=f"{expected}.*Nothing was left half-written") as error:
+    with pytest.raises(OutputError, match=f"{expected}.*No incomplete file was left") as error:
         write_counted(tmp_path, "a", ".png", b"data")
     assert error.value.exit_code == 5
     assert names(tmp_path) == []
@@ -160,7 +160,7 @@ def test_prefix_resolves_to_folder_and_stem(tmp_path: Path, prefix: str, folder:
     ["../x", "a/../../x", "/etc/x", "\\x", "..\\x", "a\\..\\..\\x", "a\0b", "x" * 250, "日" * 84, "a/" * 600, "\ud800"],
 )
 def test_prefix_outside_output_folder_is_rejected(tmp_path: Path, prefix: str) -> None:
-    with pytest.raises(WorkflowError, match="out of the output folder"):
+    with pytest.raises(WorkflowError, match="stay in the output folder"):
         resolve_prefix(tmp_path, prefix)
 
 
@@ -171,7 +171,7 @@ def test_prefix_through_symlink_out_of_folder_is_rejected(tmp_path: Path) -> Non
         (out / "link").symlink_to(tmp_path, target_is_directory=True)
     except OSError:
         pytest.skip("no right to make symbolic links here")
-    with pytest.raises(WorkflowError, match="through a link, out of the output folder"):
+    with pytest.raises(WorkflowError, match="through a link: choose one inside the output folder"):
         resolve_prefix(out, "link/x")
 
 

@@ -66,7 +66,7 @@ def test_nodes_run_in_inference_mode_and_only_if_needed(
         ({"width": "9" * 5000}, "input 'width' is '9999.*…', expected a whole number"),
         ({"kind": "purple"}, "input 'kind' is 'purple', expected one of 'uniform', 'nan'"),
         ({"wdith": 8}, "has no input 'wdith'. Its inputs: width, seed"),
-        ({"mask": 3}, "input 'mask' takes a link to a node that gives MASK, found the value 3"),
+        ({"mask": 3}, "input 'mask' needs a link to a node that outputs MASK, found the value 3"),
     ],
 )
 def test_invalid_input_value_is_reported_before_run(

@@ -39,7 +39,7 @@ def test_list_names_usable_and_broken_profiles(folder, command):
     (folder / "broken.json").write_text("{")
     _, out, _ = command("list")
     assert "CogVideoX-5b, sm75, fp16; 'blocks.3' unquantised" in out
-    assert "broken\n    'broken.json' is no profile that can be used" in out
+    assert "broken\n    'broken.json' cannot be used as a profile" in out
     answer = json.loads(command("list", "--json")[1])
     assert [entry["name"] for entry in answer["profiles"]] == [PROFILE.name, "broken"]
     assert answer["profiles"][0]["learned"]["unquantised"] == ["blocks.3"] and "error" in answer["profiles"][1]
@@ -63,10 +63,10 @@ def test_exported_profile_can_be_imported(folder, command, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["show", "Cog"], 2, "The name of one profile must start with 'Cog', and these do: CogVideoX-5b-sm75-fp16-"),
+        (["show", "Cog"], 2, "'Cog' must match one profile. Matches: CogVideoX-5b-sm75-fp16-"),
         (["show", "x"], 2, "these do: none. Looked in"),
         (["export", "CogVideoX-5b-sm80", "no/such/folder/file.json"], 5, "could not be written"),
-        (["export", "CogVideoX-5b-sm80", "/dev/null"], 5, "'/dev/null' is there, and is no file of its own"),
+        (["export", "CogVideoX-5b-sm80", "/dev/null"], 5, "'/dev/null' is a link, a folder or a device"),
         (["import", "absent.json"], 2, "The profile 'absent.json' cannot be read"),
     ],
 )

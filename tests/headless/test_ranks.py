@@ -173,7 +173,7 @@ def test_no_rank_outlives_command(
 def test_timeout_ends_run_and_ranks(cwd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--gpus", "2", "--timeout", "1", "--out", str(tmp_path)]
     assert cli.main(["run", "workflow.json", *options]) == 4
-    assert "was not done after 1 s" in capsys.readouterr().err
+    assert "did not finish within 1 s" in capsys.readouterr().err
     assert not [each for each in psutil.Process().children() if "spawn_main" in " ".join(each.cmdline())]
     assert not list(tmp_path.iterdir())
 
@@ -182,7 +182,7 @@ def test_suspended_rank_ends_run_and_is_named(running: Callable[..., Any]) -> No
     run, processes = running()
     processes[1].suspend()
     code, line = wait_for_end(run)
-    assert code == 4 and "Rank 1 of 2 (on the CPU) gave no sign of life for 60 s" in line and all_ended(processes)
+    assert code == 4 and "Rank 1 of 2 (on the CPU) did not respond for 60 s" in line and all_ended(processes)
 
 
 def test_slow_rank_with_heartbeat_is_not_reported_as_hung(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_slow_rank_with_heartbeat_is_not_reported_as_hung(monkeypatch: pytest.Mo
     try:
         with pytest.raises(RunFailedError, match="not done after 3 s"):
             ranks._watch([slow], 3.0, no_progress)
-        with pytest.raises(RunFailedError, match="stopped gave no sign of life for 1 s"):
+        with pytest.raises(RunFailedError, match="stopped did not respond for 1 s"):
             ranks._watch([slow, stopped], None, no_progress)
     finally:
         over.set()
@@ -218,7 +218,7 @@ def test_slow_rank_with_heartbeat_is_not_reported_as_hung(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("host", [["--server", "127.0.0.1:9"], ["--comfyui", "."]])
 def test_gpus_option_needs_local_host(cwd: Path, host: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "workflow.json", "--gpus", "2", *host]) == 2
-    assert "none may be ComfyUI's" in capsys.readouterr().err
+    assert "one process of its own per GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "65", "²"])
@@ -279,4 +279,4 @@ def test_killed_or_first_failed_rank_is_blamed(first: tuple[Any, Any], second: t
 )
 def test_only_sigkill_is_blamed_on_main_memory(code: int, message: str, memory: bool) -> None:
     error = str(rank("Rank 1 of 2", int(code)).error())
-    assert message in error and ("main memory ran out" in error) is memory
+    assert message in error and ("main memory probably ran out" in error) is memory

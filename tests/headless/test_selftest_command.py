@@ -64,13 +64,13 @@ def test_wrong_result_is_printed_and_gives_exit_code_4(fake_selftest: Any, tmp_p
         "WRONG    attention in fp16 ",
         "not run  a compiled block ",
         "4096×4096 product in fp16: 2.1 ms",
-        "Result: 1 of 2 lines are WRONG on this card. Precision and backend 'auto' choose no 'fp16' here.",
+        "Result: 1 of 2 checks are WRONG on this card. Precision and backend 'auto' do not choose 'fp16' here.",
         str(tmp_path / "kept" / f"{REPORT.key}.json"),
     ):
         assert part in out
     fake_selftest(replace(REPORT, lines=REPORT.lines[:1]))
     code, out, _ = console("selftest")
-    assert code == 0 and "Result: OK. All 1 lines that ran are right." in out
+    assert code == 0 and "Result: OK. All 1 checks that ran are right." in out
 
 
 def test_report_key_depends_on_card_driver_and_pytorch() -> None:
@@ -108,8 +108,8 @@ def test_lost_device_leaves_no_report(
     fake_selftest(REPORT)
 
     def gone(*_: Any) -> SelfTestReport:
-        raise DeviceGone("{} gives no answer any more after the check '{}' ({}).", "cuda:0", "attention", "Xid 79")
+        raise DeviceGone("{} stopped responding after the check '{}' ({}).", "cuda:0", "attention", "Xid 79")
 
     monkeypatch.setattr(module, "selftest", gone)
     code, _, err = console("selftest")
-    assert code == 4 and not (tmp_path / "kept").exists() and "cuda:0 gives no answer any more" in err
+    assert code == 4 and not (tmp_path / "kept").exists() and "cuda:0 stopped responding" in err

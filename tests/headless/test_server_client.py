@@ -147,7 +147,7 @@ def test_result_is_read_from_history_if_websocket_fails(comfy: Any, there: RunTh
     [
         (node_error, RunFailedError, r"^node 1 \(Some Noise\) failed: ValueError: too hot$"),
         (interrupted, InterruptedRunError, r"interrupted on the server, at node 1 \(Some Noise\)"),
-        (error_in_the_fork, RunFailedError, r"says that the run failed, .*too hot"),
+        (error_in_the_fork, RunFailedError, r"reports that the run failed, .*too hot"),
         (interrupted_in_the_fork, InterruptedRunError, "interrupted on the server"),
         (vanish, RunFailedError, "no longer knows the run the-prompt"),
     ],
@@ -174,7 +174,7 @@ def test_timed_out_run_is_cancelled_by_its_id(
     comfy: Any, there: RunThere, script: Any, cancels: bool, asked: list[str]
 ) -> None:
     comfy.script, comfy.cancels = script, cancels
-    with pytest.raises(RunFailedError, match=r"not done in time and was interrupted \(2 s\)"):
+    with pytest.raises(RunFailedError, match=r"did not finish in time and was interrupted \(2 s\)"):
         there(timeout=TIME)
     bodies = {"interrupt": {"prompt_id": comfy.prompt_id}, "queue": {"delete": [comfy.prompt_id]}}
     assert comfy.requests[1:] == [(kind, bodies.get(kind, comfy.prompt_id)) for kind in asked]
@@ -257,7 +257,7 @@ def test_lost_server_ends_run(comfy: Any, there: RunThere) -> None:
         await server._runner.cleanup()
 
     comfy.script = die
-    with pytest.raises(RunFailedError, match="does not answer any more"):
+    with pytest.raises(RunFailedError, match="no longer answers"):
         there(patience=0.3)
 
 
@@ -265,7 +265,7 @@ def test_lost_server_ends_run(comfy: Any, there: RunThere) -> None:
 def test_server_that_refuses_one_endpoint_ends_run(comfy: Any, there: RunThere, path: str) -> None:
     """As behind a proxy that requires a login for it."""
     comfy.script, comfy.first = hang, lambda request: web.Response(status=403) if request.path == path else None
-    with pytest.raises(RunFailedError, match=r"does not answer any more.*HTTP 403"):
+    with pytest.raises(RunFailedError, match=r"no longer answers.*HTTP 403"):
         there(patience=0.3, timeout=10)
 
 
@@ -312,7 +312,7 @@ def test_run_with_unanswered_submission_is_cancelled(comfy: Any, there: RunThere
     comfy.script = hang
     comfy.around = hang_before_the_answer
     comfy.running.append([0, "others", {}, {"client_id": "somebody"}, []])
-    with pytest.raises(RunFailedError, match="did not take the workflow in time"):
+    with pytest.raises(RunFailedError, match="did not accept the workflow in time"):
         there(timeout=TIME)
     assert comfy.requests[-1] == ("interrupt", {"prompt_id": comfy.prompt_id})
 
@@ -378,7 +378,7 @@ def test_malformed_stage_report_is_rejected(comfy: Any, there: RunThere, wrong: 
     comfy.script = send_report
     result = there()
     assert result.summaries() == ["fine"]
-    with pytest.raises(RunFailedError, match="report of a stage is not what this pack's nodes write"):
+    with pytest.raises(RunFailedError, match="report of a stage has an unknown format"):
         result.stages()
 
 
@@ -395,7 +395,7 @@ def test_existing_file_is_not_overwritten(comfy: Any, there: RunThere, tmp_path:
 
 def test_failed_download_is_reported(comfy: Any, there: RunThere) -> None:
     comfy.files.clear()
-    with pytest.raises(RunFailedError, match=r"does not hand out its result sub/a_00001_\.png: HTTP 404"):
+    with pytest.raises(RunFailedError, match=r"refuses to send its result sub/a_00001_\.png: HTTP 404"):
         there()
 
 
@@ -413,7 +413,7 @@ def test_failed_download_is_tried_3_times(comfy: Any, there: RunThere, tmp_path:
     comfy.files["a_00001_.png"] = b"another"
     comfy.first = lambda request: web.Response(status=503) if request.path == "/view" else None
     with pytest.raises(
-        RunFailedError, match=r"broke off its result sub/a_00001_\.png after 0 bytes, 3 times \(HTTP 503"
+        RunFailedError, match=r"did not send its result sub/a_00001_\.png completely in 3 tries \(0 bytes; HTTP 503"
     ):
         there()
     assert [path.name for path in (tmp_path / "out" / "sub").iterdir()] == ["a_00001_.png"]
@@ -431,14 +431,14 @@ def test_stalled_download_is_given_up(comfy: Any, there: RunThere, monkeypatch: 
 
     monkeypatch.setattr(api, "STALL_SECONDS", 1.0)
     comfy.around = drip
-    with pytest.raises(RunFailedError, match=r"broke off its result .*, 3 times \(\d+ bytes in 1 s\)"):
+    with pytest.raises(RunFailedError, match=r"did not send its result .* in 3 tries \(.*; \d+ bytes in 1 s\)"):
         there(timeout=20)
 
 
 @pytest.mark.parametrize(
     ("constant", "value", "error", "message"),
     [
-        ("MAX_FILE_BYTES", 6, RunFailedError, "hands out more than 6 bytes"),
+        ("MAX_FILE_BYTES", 6, RunFailedError, "sends more than 6 bytes"),
         ("FREE_BYTES", 2**80, OutputError, "does not fit the disk"),
     ],
 )

@@ -205,9 +205,9 @@ CIRCLE = subgraph("big", [reroute(8, 4)], [link(4, IN, 8), link(3, 8, OUT)], {"a
 @pytest.mark.parametrize(
     ("nodes", "links", "subgraphs", "message"),
     [
-        (BIG, [], [holding("big")], r"The subgraph 'My big' holds itself, or stands too deep in others"),
-        (BIG, [], [holding("b"), subgraph("b", [host(70, "big")], [])], "holds itself"),
-        ([host(1, "s0")], [], doubling(40), "unfold to more than 100,000 nodes"),
+        (BIG, [], [holding("big")], r"The subgraph 'My big' contains itself, or is nested too deeply"),
+        (BIG, [], [holding("b"), subgraph("b", [host(70, "big")], [])], "contains itself"),
+        ([host(1, "s0")], [], doubling(40), "expand to more than 100,000 nodes"),
         ([host(1, "s0")], [], DEEP, "too deep"),
         ([host(1, "9f3b2c1d-0000-4000-8000-0123456789ab")], [], [], "Node 1 is a subgraph that the file does not de"),
         (BIG, [], [subgraph("big", [noise(5), noise(5)], [])], "Two nodes of the subgraph 'My big' have"),
@@ -215,15 +215,15 @@ CIRCLE = subgraph("big", [reroute(8, 4)], [link(4, IN, 8), link(3, 8, OUT)], {"a
             [*BIG, save(5)],
             ONE,
             [subgraph("big", [], [link(4, 77, OUT)], {}, [4])],
-            "Link 1:4 of the workflow leads nowhere",
+            "Link 1:4 of the workflow has no source node",
         ),
         (
             BIG,
             [],
             [subgraph("big", [noise(8, ("text", "*", 4))], [link(4, IN, 8, 3)])],
-            "A link takes input 3 of the subgraph 'My big', which has 0",
+            "A link uses input 3 of the subgraph 'My big', which has 0",
         ),
-        ([host(1, "big", ("a", "*", 5)), save(6)], [link(5, 1, 1), link(6, 1, 2)], [CIRCLE], "run in a circle"),
+        ([host(1, "big", ("a", "*", 5)), save(6)], [link(5, 1, 1), link(6, 1, 2)], [CIRCLE], "form a cycle"),
         (
             [*SET, host(5, "sets")],
             [link(1, 1, 3)],

@@ -260,16 +260,16 @@ def test_primitive_sets_direct_target_but_none_behind_bypassed_node() -> None:
 @pytest.mark.parametrize(
     ("nodes", "links", "message"),
     [
-        ([save(5)], [], "Link 5 of the workflow leads nowhere"),
-        ([save(5)], [link(5, 77, 2)], "Link 5 of the workflow leads nowhere"),
+        ([save(5)], [], "Link 5 of the workflow has no source node"),
+        ([save(5)], [link(5, 77, 2)], "Link 5 of the workflow has no source node"),
         ([save(5)], [[5]], r"links\[0\].origin_id is missing"),
         ([{"id": 1}], [], r"nodes\[0\].type is missing"),
-        ([reroute(3, 5), save(5)], [link(5, 3, 3)], "in a circle"),
-        ([set_node(3, "pic", 1), *GET, save(9)], [link(1, 4, 3), link(9, 4, 2)], "in a circle"),
+        ([reroute(3, 5), save(5)], [link(5, 3, 3)], "form a cycle"),
+        ([set_node(3, "pic", 1), *GET, save(9)], [link(1, 4, 3), link(9, 4, 2)], "form a cycle"),
         (
             [*SET, set_node(5, "pic", 2), *GET, save(9)],
             [*FEED, link(2, 1, 5), link(9, 4, 2)],
-            r"Node 4 gets 'pic', which 2 Set nodes set\. Rename",
+            r"Node 4 gets 'pic', but 2 Set nodes set it\. Rename",
         ),
         *(
             ([noise() | change, save(5)], [link(5, 1, 2)], message)
@@ -282,7 +282,7 @@ def test_primitive_sets_direct_target_but_none_behind_bypassed_node() -> None:
                 ({"inputs": [{"name": "text", "link": True}]}, r"nodes\[0\].inputs\[0\].link is True"),
                 ({"widgets_values": "text"}, "widgets_values.* is text: input should be a valid list"),
                 ({"widgets_values": [math.inf]}, "is inf: input should be a finite number"),
-                ({"mode": 4, "outputs": None}, "A link takes output 0 of node 1, which has 0"),
+                ({"mode": 4, "outputs": None}, "A link uses output 0 of node 1, which has 0"),
             )
         ),
         # nodes of the browser
@@ -291,10 +291,10 @@ def test_primitive_sets_direct_target_but_none_behind_bypassed_node() -> None:
         (
             [node(1, "Label (rgthree)")],
             [],
-            r"Node 1 is a 'Label \(rgthree\)', which is in the browser alone\. In ComfyUI, use .* Export \(API\)",
+            r"Node 1 is a 'Label \(rgthree\)', which only the browser has\. In ComfyUI, use .* Export \(API\)",
         ),
-        ([node(1, "OfAPack")], [], "no node type OfAPack. Install its pack there; if only"),
-        ([node(1, "workflow/two images")], [], "Node 1 is a group node.*save it again: that makes a subgraph of it"),
+        ([node(1, "OfAPack")], [], "no node type OfAPack. Install its pack there. If only"),
+        ([node(1, "workflow/two images")], [], "Node 1 is a group node.*save it again: that turns it into a subgraph"),
         ([node(1, "workflow>mine")], [], r"Node 1 is a group node.*Export \(API\)"),
     ],
 )

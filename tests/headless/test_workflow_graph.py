@@ -62,7 +62,7 @@ def test_circle_and_link_to_missing_node_are_rejected() -> None:
     ("content", "message"),
     [
         ("{", "it is not JSON"),
-        ("[]", "it holds .* where an object belongs"),
+        ("[]", "it holds .*, expected an object"),
         (None, "Cannot read the workflow"),
     ],
 )

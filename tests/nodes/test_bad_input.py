@@ -100,7 +100,7 @@ def test_alpha_and_grey_become_rgb(opened, family):
     assert torch.equal(sampled(grey), sampled(grey.expand_as(rgb)))
     batch = graph.sample(pipeline, wired, image=torch.cat([rgb, clear[..., :3] * 0]))
     assert torch.equal(batch["result"][0]["samples"], sampled(rgb)), "of a batch, the first"
-    note = "Of the batch of 2 images, only the first is used."
+    note = "The batch has 2 images; only the first is used."
     assert note in batch["result"][1] and note in batch["ui"]["text"][0]
 
 
@@ -111,7 +111,7 @@ IMAGES = {
     "no batch": (picture()[0], r"has shape \((1|80), 96, 3\), but \[images, height, width, 1, 3 or 4\] is needed"),
     "channels first": (picture().permute(0, 3, 1, 2), r"has shape \(1, 3, 80, 96\)"),
     "two channels": (picture()[..., :2], r"has shape \(1, 80, 96, 2\)"),
-    "NaN": (NAN, r"holds NaN or infinite values already. Look at the node that made it"),
+    "NaN": (NAN, r"holds NaN or infinite values. Check the node that made it"),
     "infinite": (NAN.nan_to_num(nan=float("inf")), r"holds NaN or infinite values"),
 }
 
@@ -128,7 +128,7 @@ def test_invalid_start_image_is_refused(opened, family, case):
 
 @pytest.mark.parametrize(
     ("length", "frames", "error"),
-    [(2, 9, "2 frames of the video are to be used, but 5"), (4, 5, "4 frames of the video")],
+    [(2, 9, "2 frames of the video would be used, but at least 5"), (4, 5, "4 frames of the video")],
 )
 def test_video_with_too_few_usable_frames_is_refused(opened, length, frames, error):
     graph, pipeline = opened("5b from a video")
@@ -212,9 +212,9 @@ def test_combined_prompts_and_unequal_batches_are_refused(opened, family):
     positive, negative = prompts(graph, pipeline)
     (tensor, options), *_ = positive
     for wired, message in (
-        ((positive + positive, negative), r"'positive' carries 2 prompts, but one is used here. Leave out Cond.*Comb"),
+        ((positive + positive, negative), r"'positive' holds 2 prompts, but this node uses one. Remove Cond.*Comb"),
         ((positive, negative + negative), "'negative' carries 2 prompts"),
-        (([[torch.cat([tensor, tensor]), options]], negative), r"'positive' has shape \(2, .* they must agree"),
+        (([[torch.cat([tensor, tensor]), options]], negative), r"'positive' has shape \(2, .* they must be equal"),
     ):
         with pytest.raises(BadInput, match=message):
             graph.sample(pipeline, wired)
@@ -227,7 +227,7 @@ def test_combined_prompts_and_unequal_batches_are_refused(opened, family):
         ("wan", (6.0, 3.0), ": this model has no second transformer."),
         ("wan", (6.0, 0.0), ""),
         ("wan-two", (6.0, 3.0), ""),
-        ("wan-two", (1.0, 3.0), ": at a guidance_scale of 1 or less there is no guidance."),
+        ("wan-two", (1.0, 3.0), ": a guidance_scale of 1 or less switches guidance off."),
         ("wan-two", (1.0, 0.0), ""),
     ],
 )
@@ -257,7 +257,7 @@ def test_prompts_of_other_family_are_refused(opened, encoded_by, sampled_by):
     graph, pipeline = opened(encoded_by)
     foreign = prompts(graph, pipeline)
     graph, pipeline = opened(sampled_by)
-    with pytest.raises(BadInput, match="Wire it to an Encode Prompt node that gets the same pipeline"):
+    with pytest.raises(BadInput, match="Connect it to an Encode Prompt node with the same pipeline"):
         graph.sample(pipeline, foreign)
     assert no_weights_read(pipeline)
 
@@ -327,7 +327,7 @@ WRONG = [
     ("2b", "svd", "CogVideoX's .*Use Sample CogVideoX"),
     ("cogview4", "5b from a video", "CogView4's .*Use Sample CogView"),
     ("1.5-i2v", "2b", "needs a start image. Wire one to 'image'"),
-    ("2b", "1.5-i2v", "takes no start image. Take the wire off, or load an image-to-video model"),
+    ("2b", "1.5-i2v", "does not accept a start image. Disconnect it, or load an image-to-video model"),
     ("1.5-i2v", "5b from a video", "needs a start image"),
 ]
 

@@ -67,7 +67,7 @@ def test_missing_or_changed_function_is_logged_once(
     for _ in range(2):
         host.say("7", "a text")
     (message,) = caplog.messages
-    assert message.startswith("Off: texts on nodes; this ComfyUI is not as this pack knows it")
+    assert message.startswith("Off: texts on nodes; this version of ComfyUI is not supported")
 
 
 @pytest.mark.parametrize(

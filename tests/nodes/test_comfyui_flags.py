@@ -142,7 +142,7 @@ def test_report_names_comfy_compiler_only_if_it_is_on(
     prefetch = SimpleNamespace(malloc_graph_enabled=lambda _device: on)
     monkeypatch.setitem(sys.modules, "comfy.model_prefetch", prefetch)
     shown = with_surroundings(diagnose_pipeline(loaded()))
-    assert ("Comfy Compiler: on; its plan for memory leaves out" in shown.text()) == on
+    assert ("Comfy Compiler: on; steps of ComfyUI's own models" in shown.text()) == on
     assert shown.as_dict()["comfyui"]["plans_memory"] == on and max(map(len, shown.text().splitlines())) <= WIDTH
 
 

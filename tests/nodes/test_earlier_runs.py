@@ -40,7 +40,7 @@ def test_changed_or_raising_method_does_not_end_run(caplog: pytest.LogCaptureFix
     network = Network()
     network.clear_kv_cache = method
     forget_earlier_runs(SimpleNamespace(diffusion_model=network))
-    assert "Off: forgetting what a model keeps of earlier runs" in caplog.text
+    assert "Off: clearing a model's caches of earlier runs" in caplog.text
 
 
 def test_missing_model_argument_does_not_end_run(caplog: pytest.LogCaptureFixture) -> None:
@@ -48,4 +48,4 @@ def test_missing_model_argument_does_not_end_run(caplog: pytest.LogCaptureFixtur
     guard = guards._ModelGuard(Settings(GuardPolicy()))
     with guarded_run(Settings(GuardPolicy())) as run:
         made = guard.apply(lambda x, *_, **__: x + 1, torch.ones(1), transformer_options={guards.KEY: run})
-    assert made == 2 and "Off: forgetting what a model keeps of earlier runs" in caplog.text
+    assert made == 2 and "Off: clearing a model's caches of earlier runs" in caplog.text

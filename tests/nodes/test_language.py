@@ -34,8 +34,8 @@ from comfyui_onediff_guard.trust.message import BadInput, Message, joined, messa
 Choose = Callable[[object], None]
 GUARD = NODE_CLASS_MAPPINGS["OneDiffGuardNaNGuardNative"]
 _, COGVIDEOX_5B, *_ = FAMILIES["CogVideoXPipeline"].variants
-WIRE = " Wire a model, a VAE or both through it."
-NOTHING_WIRED = f"Nothing is wired to NaN Guard (native).{WIRE}"
+WIRE = " Connect a model, a VAE or both."
+NOTHING_WIRED = f"NaN Guard (native) has no input.{WIRE}"
 
 
 @pytest.fixture
@@ -214,12 +214,12 @@ def test_errors_of_native_guard_are_translated(page: Choose) -> None:
     page("zh")
     with pytest.raises(GuardStopped) as caught, guarded_run(Settings(GuardPolicy())):
         raise GuardStopped(
-            "{}: the output in {} is {}, and the guard is set to stop. Set it to 'rerun'.",
+            "{}: the output in {} is {}, and the guard is set to 'stop'. Set it to 'rerun'.",
             Message("Step {}", 4),
             "fp16",
             Message("NaN or infinite"),
         )
-    assert str(caught.value) == "第 4 步：fp16 中的输出是 NaN 或无穷大，而守护设为 stop。 Set it to 'rerun'."
+    assert str(caught.value) == "第 4 步：fp16 中的输出是 NaN 或无穷大，而守护设为“stop”。 Set it to 'rerun'."
 
 
 def test_node_text_is_translated_unless_sent_as_it_is(page: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,4 +234,4 @@ def test_node_text_is_translated_unless_sent_as_it_is(page: Choose, monkeypatch:
 def test_validation_error_is_translated(page: Choose) -> None:
     page("zh")
     answer = NODE_CLASS_MAPPINGS["OneDiffGuardNaNGuard"].VALIDATE_INPUTS("{")
-    assert "不是可用的配置档" in answer
+    assert "不能用作配置档" in answer

@@ -37,8 +37,12 @@ def prompt(**inputs: Any) -> dict[str, Any]:
 
 
 NOT_WIRED = {  # name → (wired VAE, prompt, message)
-    "model not wired": (Vae(), prompt(model=["1", 0]), "no model, since none is wired to its input 'model'"),
-    "nothing wired": (None, prompt(), "Nothing is wired to NaN Guard"),
+    "model not wired": (
+        Vae(),
+        prompt(model=["1", 0]),
+        "no model to output: its input 'model' is not connected",
+    ),
+    "nothing wired": (None, prompt(), "NaN Guard \\(native\\) has no input"),
 }
 
 
@@ -57,5 +61,5 @@ def test_unused_output_needs_no_wire(graph: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "comfy_execution.graph_utils", module := ModuleType("graph_utils"))
     module.ExecutionBlocker = Blocker  # pyright: ignore[reportAttributeAccessIssue]
     model, guarded = NaNGuardNative().apply(vae=vae, node_id="1", prompt=graph)
-    assert "Wire one to it." in model.message
+    assert "Connect it." in model.message
     assert guarded is not vae and guarded.first_stage_model is not vae.first_stage_model

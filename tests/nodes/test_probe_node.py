@@ -93,7 +93,7 @@ def test_model_without_prompt_is_probed_from_image(folder: Path, model_folder: C
         answer = call("NumericsProbe", image=picture(frames=number), **inputs)
         text = answer["result"][1]
         assert text.startswith("Recommended on sm80 (Ampere): fp16 plain") and answer["ui"]["text"] == [text]
-        assert ("Of the batch of 2 images, only the first is used." in text) is (number == 2)
+        assert ("The batch has 2 images; only the first is used." in text) is (number == 2)
 
 
 def test_probe_shows_progress_and_can_be_interrupted(comfyui: Any, model_folder: Callable[..., Path]) -> None:

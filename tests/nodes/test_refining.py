@@ -53,7 +53,7 @@ def prepared(model: Model, text: float = 4.0, **policy: Any) -> tuple[dict[str, 
 def test_overflow_in_prepared_condition_is_recomputed_in_fp32(text: float, more: dict[str, Any]) -> None:
     conds, messages = prepared(Model(LARGE, **more), text)
     assert conds["prefix"].cond.layers[0]["keys"].tolist() == [[text * LARGE] * 4]
-    assert messages == ["prefix: NaN or infinite in fp16, prepared again in fp32"]
+    assert messages == ["prefix: NaN or infinite in fp16, recomputed in fp32"]
 
 
 def test_finite_condition_stays_in_fp16() -> None:
@@ -71,7 +71,7 @@ def test_infinite_values_in_mask_are_accepted() -> None:
     ("model", "text", "policy", "error"),
     [
         (Model(LARGE), 4.0, {"on_failure": OnFailure.STOP}, r"prepares itself \('prefix'\).*is set to stop"),
-        (Model(torch.nan), 4.0, {}, r"'prefix'.* and in fp32 too, from a prompt that is finite"),
+        (Model(torch.nan), 4.0, {}, r"'prefix'.* and in fp32 too, although the prompt is finite"),
     ],
 )
 def test_condition_that_is_not_recovered_stops_run(model: Model, text: float, policy: Any, error: str) -> None:

@@ -29,9 +29,9 @@ DAMAGES = {
     "NaN": (
         lambda tensor: tensor.index_fill(-1, torch.tensor([0]), float("nan")),
         GuardStopped,
-        "values are NaN or infinite already",
+        "values are NaN or infinite",
     ),
-    "infinite": (lambda tensor: tensor * float("inf"), GuardStopped, "values are NaN or infinite already"),
+    "infinite": (lambda tensor: tensor * float("inf"), GuardStopped, "values are NaN or infinite"),
     "a dimension short": (lambda tensor: tensor[0], BadInput, r"have shape \(16, 3, 4, 4\), but CogVideoX-2B decodes"),
     "channels lost": (
         lambda tensor: tensor[:, :7],

@@ -50,7 +50,7 @@ def test_node_runs_saves_and_shows_self_test(monkeypatch: pytest.MonkeyPatch, co
     answer = NODE_CLASS_MAPPINGS["OneDiffGuardSelfTest"]().check(node_id="7")
     (text,) = answer["result"]
     (file,) = (tmp_path / "kept").iterdir()
-    assert text.startswith(f"Result: OK. All 19 lines that ran are right.\nKept in {file}.\n\nSelf-test of "), (
+    assert text.startswith(f"Result: OK. All 19 checks that ran are right.\nKept in {file}.\n\nSelf-test of "), (
         "result and file come first"
     )
     assert answer["ui"]["text"] == [text] and comfyui.texts[-1] == ("7", text)

@@ -79,7 +79,7 @@ def test_half_precision_is_guarded():
 
 
 def test_unsupported_or_missing_file_is_refused_by_name():
-    with pytest.raises(BadFolder, match=r"'dreamshaper.safetensors' is no Stable Video Diffusion checkpoint: "):
+    with pytest.raises(BadFolder, match=r"'dreamshaper.safetensors' is not a Stable Video Diffusion checkpoint: "):
         load(name="dreamshaper.safetensors")
     with pytest.raises(BadFolder, match=r"away.safetensors' was not found|is gone"):
         load(name="away.safetensors")

@@ -33,7 +33,7 @@ def run(handle: PipelineHandle, kernel: str) -> tuple[RunReport, set[str]]:
 
 def test_named_kernel_is_used_by_attempts_but_not_by_reruns() -> None:
     report, kernels = run(opened("2b", precision="bf16"), "math")
-    assert kernels == {"math"} and report.backend_reason == "as you chose: not compiled; attention: math"
+    assert kernels == {"math"} and report.backend_reason == "as you chose: nothing is compiled; attention: math"
     failing = opened("2b", precision="fp16")
     hook = failing.store.module("transformer", "fp16").proj_out.register_forward_hook(fails_in_half)
     report, _ = run(failing, "flash")

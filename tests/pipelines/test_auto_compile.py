@@ -94,7 +94,7 @@ def test_sampler_compiles_in_run_after_eager_ones(
     assert "backend: eager (auto: not compiled yet" in sampled(pipeline("auto"))
     assert "backend: inductor" in sampled(pipeline("auto"))
     assert "compiled already" in sampled(pipeline("auto"))
-    assert "as you chose: not compiled" in sampled(pipeline("eager"))
+    assert "as you chose: nothing is compiled" in sampled(pipeline("eager"))
     monkeypatch.setattr(auto_compile, "_eager_seconds", {})
     assert "backend: inductor (as you chose" in sampled(pipeline("inductor")), "in the first run"
     assert auto_compile._eager_seconds == {}, "nothing is counted where 'auto' does not decide"

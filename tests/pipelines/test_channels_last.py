@@ -96,7 +96,7 @@ def test_channels_last_is_not_used_with_backend_that_has_own_layout() -> None:
     handle = replace(opened("svd"), compile_options=LAST)
     stage = replace(handle, backend=BackendChoice("oneflow", "")).stage(Component.DENOISER)
     assert laid_out(stage.module, channels_last=False)
-    assert "channels last: not used, oneflow lays weights out itself" in stage.report.notes
+    assert "channels last: not used, oneflow chooses the layout itself" in stage.report.notes
 
 
 def test_layout_of_comfyui_is_default_of_pipelines() -> None:

@@ -163,7 +163,7 @@ def test_emulated_bf16_is_not_compiled():
     assert auto.name == "eager" and "inductor cannot compile bf16 for sm75 (Turing)" in auto.reason
     with pytest.raises(BackendUnavailable, match="Choose precision 'auto' or 'fp16', or backend 'eager'"):
         for_dtype(BackendChoice("oneflow", "as you chose"), arch.named("sm70"), "bf16")
-    eager = BackendChoice("eager", "as you chose: not compiled")
+    eager = BackendChoice("eager", "as you chose: nothing is compiled")
     assert for_dtype(eager, arch.named("sm70"), "bf16") is eager
 
 
@@ -173,7 +173,7 @@ def test_emulated_bf16_is_not_compiled():
         ("inductor", CompileOptions(), {"dynamic": None, "mode": "default"}, ""),
         ("inductor", CompileOptions(False, TUNED), {"dynamic": False, "mode": TUNED}, f"{EACH}, mode {TUNED}"),
         ("nexfort", CompileOptions(True), OF_NEXFORT | {"dynamic": True}, "one graph for all sizes"),
-        ("nexfort", CompileOptions(mode=TUNED), OF_NEXFORT, f"mode {TUNED}: not used, inductor's alone"),
+        ("nexfort", CompileOptions(mode=TUNED), OF_NEXFORT, f"mode {TUNED}: not used, only inductor has modes"),
         ("oneflow", CompileOptions(), ONEFLOW, ""),
         ("oneflow", CompileOptions(False), replace(ONEFLOW, dynamic=False), EACH),
         ("oneflow", CompileOptions(attention="flash"), ONEFLOW, "attention: flash: not used, oneflow has its own"),

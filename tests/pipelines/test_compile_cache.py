@@ -147,7 +147,7 @@ def test_imported_artifacts_are_loaded_by_next_run_or_discarded(pipeline, monkey
     assert not file.exists() and (folder / SAVED).exists() is (not defect)
     if defect:
         (line,) = lines(pipeline, report)
-        assert line.startswith("imported compiled code is thrown away: ")
+        assert line.startswith("imported compiled code was discarded: ")
         return
     run(pipeline, graphs=0)
     assert loaded == [(b"theirs", str(folder))] and exportable(folder) == (target(pipeline), b"theirs")
@@ -210,7 +210,7 @@ def test_unusable_folder_or_full_disk_only_adds_note(pipeline, monkeypatch):
     in_the_way = pipeline.compiled.with_name("file")
     in_the_way.write_text("in the way")
     report = run(replace(pipeline, compiled=in_the_way))[0]
-    assert lines(pipeline, report)[0].startswith(f"compiled code is not kept in {in_the_way}: ")
+    assert lines(pipeline, report)[0].startswith(f"compiled code cannot be kept in {in_the_way}: ")
 
 
 @pytest.mark.parametrize("without", ["backend", "folder", "limit"])

@@ -80,7 +80,7 @@ def test_a_second_process_compiles_nothing(run, first):
     warm = run(folder)
     assert files and set(kept.rglob("*.so")) == files
     assert (warm["graphs"], warm["kept"], warm["notes"]) == (1, 1, cold["notes"])
-    assert "1 graph, from the cache of earlier runs" in warm["text"] and "compiled anew" not in warm["text"]
+    assert "1 graph, from the cache of earlier runs" in warm["text"] and "newly compiled" not in warm["text"]
     assert warm["latents"] == cold["latents"]
 
 

@@ -13,7 +13,7 @@ from in_blocks import Denoiser
 
 pytestmark = pytest.mark.usefixtures("traced_alone")
 BLOCKS = 4
-LIMIT = f"inductor compiled for {COMPILED_SIZES} sizes, and no more"
+LIMIT = f"inductor reached its limit of {COMPILED_SIZES} sizes"
 
 
 class Scaled(torch.nn.Module):

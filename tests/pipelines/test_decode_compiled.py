@@ -138,8 +138,8 @@ def test_auto_compiles_size_after_enough_time_in_eager_calls(model: str, monkeyp
 @pytest.mark.parametrize(
     ("pipeline_backend", "node_backend", "expected"),
     [
-        (BackendChoice(EAGER, "as you chose: not compiled"), "auto", EAGER),
-        (BackendChoice(EAGER, "as you chose: not compiled"), "inductor", "inductor"),
+        (BackendChoice(EAGER, "as you chose: nothing is compiled"), "auto", EAGER),
+        (BackendChoice(EAGER, "as you chose: nothing is compiled"), "inductor", "inductor"),
         (BackendChoice("inductor", "as you chose"), "auto", EAGER),  # at first
         (BackendChoice("inductor", "as you chose"), EAGER, EAGER),
     ],

@@ -213,7 +213,7 @@ def test_half_precision_continues_after_rerun_and_frames_are_near_fp32(variant):
 def test_video_is_refused_by_model_that_starts_from_image():
     """tests/nodes/test_bad_input.py has other starts that do not fit."""
     handle, image = opened("5b-i2v"), picture(96, 64)
-    with pytest.raises(BadInput, match="does not start from a video"):
+    with pytest.raises(BadInput, match="does not accept a start video"):
         sample(handle, None, None, SampleSettings(96, 64, 2, 0, frames=9), image=image, video=[image])
     assert handle.store.loaded() == {}
 
@@ -276,7 +276,9 @@ def test_falling_guidance_is_refused_only_if_it_ends_at_1():
         more = {"min_guidance_scale": first, "max_guidance_scale": last}
         return SampleSettings(64, 64, 1, 3, frames=2, more=more)
 
-    with pytest.raises(BadInput, match="min_guidance_scale is 3, but max_guidance_scale is 1, which means no guidance"):
+    with pytest.raises(
+        BadInput, match="min_guidance_scale is 3, but max_guidance_scale is 1, which switches guidance off"
+    ):
         sample(handle, None, None, sampling(3.0, 1.0), image=start)
     assert handle.store.loaded() == {}
     latents, _ = sample(handle, None, None, sampling(3.0, 2.0), image=start)

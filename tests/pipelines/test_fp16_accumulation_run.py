@@ -153,7 +153,7 @@ def test_switch_is_on_only_in_attempts_of_denoiser(opened, card) -> None:
         _, report = sampled(handle, "2b")
         assert matmul.allow_fp16_accumulation and seen == [False, False, True, True], "a step, the check, a step"
         (switch,) = [each for each in report.switches if each.name.endswith("allow_fp16_accumulation")]
-        assert switch.value == "False" and "ComfyUI or another pack had it True" in switch.reason
+        assert switch.value == "False" and "ComfyUI or another pack had set it to True" in switch.reason
     finally:
         matmul.allow_fp16_accumulation = False
         hook.remove()
@@ -177,7 +177,7 @@ def test_run_is_bit_equal_on_card_that_gains_nothing(opened, card) -> None:
     handle = replace(opened("2b"), architecture=ARCHITECTURES["sm80"])
     made, report = sampled(handle, "2b")
     assert torch.equal(made, sampled(replace(handle, accumulation=AUTO), "2b")[0]) and card.launched == 0
-    assert "fp16 accumulation off: sm80 (Ampere) multiplies no faster with it" in report.text()
+    assert "fp16 accumulation off: it is faster only on GeForce RTX, and this is sm80 (Ampere)" in report.text()
 
 
 def test_pytorch_without_switch_is_refused_before_weights_are_read(opened, monkeypatch) -> None:
@@ -211,4 +211,4 @@ def test_nexfort_is_not_affected_by_fp16_accumulation(opened, card, monkeypatch)
     handle = replace(opened("2b"), backend=backends.BackendChoice("nexfort", "as you chose"))
     _, report = sampled(handle, "2b")
     assert card.launched == 0
-    assert "fp16 accumulation in the transformer: nothing, since nexfort multiplies in its own way" in report.text()
+    assert "fp16 accumulation in the transformer: no effect, since nexfort multiplies in its own way" in report.text()

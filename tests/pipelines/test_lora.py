@@ -112,7 +112,7 @@ def test_no_lora_or_scale_0_returns_denoiser_itself(trained):
 
 def test_non_finite_scale_is_refused(tmp_path):
     for scale in (float("nan"), float("inf")):
-        with pytest.raises(BadLora, match=rf"is {scale}, and must be a finite number"):
+        with pytest.raises(BadLora, match=rf"is {scale}, but must be a finite number"):
             Lora(tmp_path, scale)
 
 

@@ -50,9 +50,12 @@ FOREIGN = {  # case → ({key: shape}, message)
     "partly another's": (halves(f"{BLOCK}.attn1.to_q") | halves("text_encoder.q"), f"{NO_PLACE}2 tensors"),
     "a norm": (halves(f"{BLOCK}.norm1.norm"), f"{NO_PLACE}2 tensors"),
     "rank 0": (halves(f"{BLOCK}.attn1.to_q", rank=0), "fits"),
-    "half": ({f"{BLOCK}.attn1.to_q.lora_A.weight": (2, 32)}, "lacks a half of 'transformer_blocks.0.attn1.to_q'"),
-    "no LoRA": ({f"{BLOCK}.attn1.to_q.weight": (32, 32)}, "holds 1 tensor, such as '.*', and only LoRA"),
-    "empty": ({}, "it holds nothing"),
+    "half": (
+        {f"{BLOCK}.attn1.to_q.lora_A.weight": (2, 32)},
+        "has only one of the two matrices of 'transformer_blocks.0.attn1.to_q'",
+    ),
+    "no LoRA": ({f"{BLOCK}.attn1.to_q.weight": (32, 32)}, "holds 1 tensor, such as '.*', but only LoRA"),
+    "empty": ({}, "it holds no tensors"),
 }
 
 
@@ -72,10 +75,10 @@ BROKEN = {
     "PiSSA": (lambda *where: header(*where, r=4, init_lora_weights="pissa_niter_4"), "changed by 'pissa_niter_4'"),
     "DoRA": (lambda *where: header(*where, r=4, use_dora=True), "holds DoRA"),
     "alpha": (lambda *where: header(*where, r=4, lora_alpha="4"), "lora_alpha is 4: input should be a valid number"),
-    "list": (lambda *where: changed(*where, metadata="[1]"), "where an object belongs"),
+    "list": (lambda *where: changed(*where, metadata="[1]"), "expected an object"),
     "JSON": (lambda *where: changed(*where, metadata="{"), "it is not JSON"),
 }
-NO_LAYER = r"its header has an alpha for '.*', which is no layer of this model"
+NO_LAYER = r"its header has an alpha for '.*', which is not a layer of this model"
 SETTINGS = [  # of wrong types or out of bounds
     ({"lora_alpha": 1e300}, "lora_alpha is 1e.300: input should be less than or equal to 1000000"),
     ({"lora_alpha": True}, "lora_alpha is True"),

@@ -285,12 +285,12 @@ REFUSED: dict[str, str] = {  # an additional key → message
                      f"{KEY}.lora_magnitude_vector.default.weight", f"{KEY}.hada_w1_a", f"{KEY}.oft_blocks",
                      "base_model.model.blocks.0.attn1.to_q.oft_R.weight", f"{KEY}.boft_s", f"{KEY}.a1.weight",
                      f"{KEY}.lora_mid.weight", f"{KEY}.ia3_l", f"{KEY}.set_weight", f"{KEY}.lora_C.weight",
-                     "base_model.model.proj_out.modules_to_save.weight"), "holds 1 tensor, .*and only LoRA"),
-    "transformer.blocks.0.attn1.to_q.lora_A.weight": "holds the same twice",
+                     "base_model.model.proj_out.modules_to_save.weight"), "holds 1 tensor, .*but only LoRA"),
+    "transformer.blocks.0.attn1.to_q.lora_A.weight": "holds the same tensor twice",
     "diffusion_model.blocks.0.self_attn.norm_q.diff_b": "has no place for 1 tensor",  # a norm without a bias
     f"{KEY}.alpha": "has no place for 1 tensor",  # one that is no number
     "diffusion_model.blocks.7.self_attn.q.diff_b": "has no place for 1 tensor",
-    "diffusion_model.blocks.0.self_attn.k.lora_B.weight": "it lacks a half of 'blocks.0.attn1.to_k'",
+    "diffusion_model.blocks.0.self_attn.k.lora_B.weight": "it has only one of the two matrices of 'blocks.0.attn1.to_k'",
     "diffusion_model.blocks.0.norm3.diff": r"has the shape \[8\], where \[24\] fits",
     "diffusion_model.blocks.1.norm3.diff": "as I8",  # written in whole numbers
 }  # fmt: skip

@@ -67,7 +67,7 @@ def test_profile_is_written_only_if_overrides_are_new(opened, tmp_path):
     [
         ({"format": 9}, "format is 9"),
         ({"format": 1, "learned": {"islands": ["transformer_blocks.1"]}}, "format is 1"),
-        ({"versions": {"torch": "1.0"}}, "is left alone: it was made with torch 1.0"),
+        ({"versions": {"torch": "1.0"}}, "is not used: it was made with torch 1.0"),
     ],
 )
 def test_saved_profile_that_does_not_fit_is_noted_and_replaced(opened, tmp_path, change, text):
@@ -89,7 +89,7 @@ def test_profile_in_workflow_is_used_if_it_fits_and_noted_if_not(opened, tmp_pat
     assert not list((tmp_path / "profiles").iterdir()), "nothing was learned that the workflow does not carry"
     elsewhere = replace(carried, architecture="sm90")
     _, report = sampled(opened(profile=elsewhere), SMALL)
-    assert "the profile that was given is left alone: it is for sm90, and this is sm80" in report.notes
+    assert "the given profile is not used: it is for sm90, but this is sm80" in report.notes
     assert report.reruns == 1
     assert read(saved_profile(tmp_path)) == carried, "what a run learned itself is saved, even if it is the same"
 

@@ -85,7 +85,7 @@ def test_loader_and_compile_node_refuse_before_weights_are_read(only_backends, m
     with pytest.raises(BackendUnavailable, match="inductor does not work with offload 'sequential': a compiled block"):
         opened("2b", "sequential", "bf16", backend="inductor")
     handle = opened("2b", "sequential", "bf16", backend="auto")
-    assert handle.backend.name == "eager" and "a compiled block is one piece" in handle.backend.reason
+    assert handle.backend.name == "eager" and "a compiled block cannot wait" in handle.backend.reason
     with pytest.raises(BackendUnavailable, match="Choose backend 'eager', or offload 'auto', 'none', 'model', 'group'"):
         Compile().apply(handle, "inductor", "auto", "default", False)
     (again,) = Compile().apply(handle, "auto", "auto", "default", False)
@@ -110,7 +110,7 @@ def test_group_offload_acts_as_model_on_cpu_and_report_says_so():
     (right, frames, _, _), (latents, decoded, report, offloaded) = run("none"), run("group")
     assert torch.equal(latents, right) and torch.equal(decoded, frames)
     assert offloaded == ["text_encoder", "transformer", "vae"]
-    assert "note: offload 'group' is as 'model' here: a CPU computes in main memory" in report.text()
+    assert "note: offload 'group' works like 'model' here: a CPU computes in main memory" in report.text()
 
 
 def test_diffusers_sees_device_that_computes(model_folder):

@@ -126,7 +126,7 @@ def test_colours_of_preview_are_mixed_by_factors(level: float) -> None:
     latents = torch.linalg.pinv(factors.T.double()) @ (wanted - bias).double().flatten(0, 1).T
     made = previews.picture(latents.view(16, 2, 3), factors.tolist(), bias.tolist())
     assert made.size == (3, 2) and made.getcolors() == [(6, (round((level + 1) * 127.5),) * 3)]
-    with pytest.raises(ValueError, match="4 channels, and colours are known of 16"):
+    with pytest.raises(ValueError, match="4 channels, but preview colours are known for 16"):
         previews.picture(latents.view(16, 2, 3)[:4], factors.tolist())
     assert previews.picture(latents.view(16, 2, 3) * float("nan"), factors.tolist()).getcolors() == [(6, (0, 0, 0))]
 

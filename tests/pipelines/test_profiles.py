@@ -107,8 +107,8 @@ def test_failed_write_keeps_old_profile(tmp_path, monkeypatch):
         ({"learned": {"all_layers_scaled": "all"}}, "learned.all_layers_scaled is all"),
         ({"learned": {"fp16_error": -1}}, "learned.fp16_error is -1"),
         ({"dtype": "int4"}, "dtype is int4"),
-        ({"architecture": "../../x"}, "architecture is ../../x: value error, the name of no architecture"),
-        ({"architecture": "SM75"}, "the name of no architecture"),
+        ({"architecture": "../../x"}, "architecture is ../../x: value error, not a known architecture"),
+        ({"architecture": "SM75"}, "not a known architecture"),
         ({"versions": {"torch": 2}}, "versions.torch is 2"),
         ({"weights": ""}, "weights is"),
         ({"model": "a\x1b[2J"}, "a control character"),
@@ -118,7 +118,7 @@ def test_failed_write_keeps_old_profile(tmp_path, monkeypatch):
 def test_invalid_profile_is_refused_with_file_and_field(change, message, tmp_path):
     file = tmp_path / "found.json"
     file.write_text(json.dumps(json.loads(PROFILE.text()) | change))
-    with pytest.raises(BadProfile, match=r"'found.json' is no profile that can be used: .*Delete it") as error:
+    with pytest.raises(BadProfile, match=r"'found.json' cannot be used as a profile: .*Delete it") as error:
         read(file)
     assert message in str(error.value)
 
@@ -201,7 +201,7 @@ def test_link_folder_or_pipe_is_not_replaced(kind, tmp_path):
     else:
         pytest.skip("this system has no pipes with names")
     before = file.lstat().st_mode
-    with pytest.raises(FileExistsError, match=r"'.*shared.json' is there, and is no file of its own"):
+    with pytest.raises(FileExistsError, match=r"'.*shared.json' is a link, a folder or a device"):
         write_whole(file, PROFILE.text().encode())
     assert file.lstat().st_mode == before and other.read_text() == "as it was"
     assert {path.name for path in tmp_path.iterdir()} == {"shared.json", "other"}

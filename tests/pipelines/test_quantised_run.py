@@ -215,7 +215,7 @@ def test_nothing_is_quantised_with_all_layers_scaled_and_report_says_so(
     hook.remove()
     assert len(filled) == 1 and not again.reruns
     for each in (report, again):
-        assert "nothing is quantised with overflow protection" in each.notes
+        assert "not quantised: overflow protection is on" in each.notes
 
 
 def test_lora_is_added_to_quantised_layers(opened: Any, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [  # variant, file, its new content, 
     ("2b", WORDS, {"tokenizer_class": "BertTokenizer"}, "of a BertTokenizer, and model_index.json names T5Tokenizer"),
     # no JSON, no config
     ("2b", "model_index.json", b"<html>", "it is not JSON"),
-    ("2b", "model_index.json", [], r"it holds \[\] where an object belongs"),
+    ("2b", "model_index.json", [], r"it holds \[\], expected an object"),
     ("2b", SCHEDULE, b"{}", "it names no '_class_name'"),
     # vocabularies
     ("2b", "tokenizer/tokenizer.json", {"model": {"vocab": {}}}, "tokenizer.json' cannot be used: it holds no vocab"),
@@ -63,38 +63,38 @@ REFUSED: list[tuple[str, str, Any, str]] = [  # variant, file, its new content, 
     *[("2b", f"transformer/{SHARDS}", content, "index.json' cannot be used: ") for content in (
         [], [1], b'{"weight_map": ["a"]}', b'{"metadata": {}, "weight_map": {"a": 3}}', b"{}")],
     ("2b", f"transformer/{SHARDS}", {"metadata": {}, "weight_map": {"a": "b.safetensors"}}, "names b.safet"),
-    *[("2b", "text_encoder/" + name, b"{}", "which would have transformers load something else")
+    *[("2b", "text_encoder/" + name, b"{}", "from which transformers would load other weights")
       for name in ("adapter_config.json", "shard-00001-model-00001-of-00001.safetensors")],
     # sizes
-    ("2b", DENOISER, {"num_attention_heads": 8}, r"has the shape \[.*\], and \[.*\] in a model of its sizes"),
-    ("2b", DENOISER, {"num_layers": 10**9}, "its 'num_layers' is 1000000000, where a whole number .* most 256"),
+    ("2b", DENOISER, {"num_attention_heads": 8}, r"has the shape \[.*\], but \[.*\] in a model of this size"),
+    ("2b", DENOISER, {"num_layers": 10**9}, "its 'num_layers' is 1000000000, expected a whole number .* most 256"),
     ("2b", DENOISER, {"num_layers": "<img src=x>"}, "its 'num_layers' is <img src=x>"),
-    ("2b", DENOISER, {"sample_height": "8"}, "its 'sample_height' is 8, where a whole number"),
+    ("2b", DENOISER, {"sample_height": "8"}, "its 'sample_height' is 8, expected a whole number"),
     ("2b", DENOISER, {"num_attention_heads": -4}, "its 'num_attention_heads' is -4"),
     ("2b", DENOISER, {"num_attention_heads": [[[[4]]]]}, "its 'num_attention_heads' is"),
     ("2b", DENOISER, {"in_channels": {"a": 1}}, "its 'in_channels' is"),
     ("2b", DENOISER, {"patch_bias": 1}, "its 'patch_bias' is 1, where true or false"),
-    ("2b", DENOISER, {"activation_fn": "a/b"}, "its 'activation_fn' is a/b, where a name"),
-    ("2b", DENOISER, {"norm_eps": 1e-400}, "its 'norm_eps' is 0.0, where a number above 0"),
-    ("2b", DENOISER, dict.fromkeys(("sample_height", "sample_width", "sample_frames"), 4096), "GB for positions alone"),
+    ("2b", DENOISER, {"activation_fn": "a/b"}, "its 'activation_fn' is a/b, expected a name"),
+    ("2b", DENOISER, {"norm_eps": 1e-400}, "its 'norm_eps' is 0.0, expected a number above 0"),
+    ("2b", DENOISER, dict.fromkeys(("sample_height", "sample_width", "sample_frames"), 4096), "embeddings alone take"),
     ("2b", ENCODER, {"vocab_size": 2**40}, "its 'vocab_size' is 1099511627776"),
     ("2b", ENCODER, {"num_layers": True}, "its 'num_layers' is True"),
     ("2b", ENCODER, {"feed_forward_proj": "a" * 99}, "its 'feed_forward_proj' is aaa"),
     ("2b", VAE, {"block_out_channels": [8] * 99}, "its 'block_out_channels' is a list of 99"),
     ("2b", VAE, {"layers_per_block": 10**6}, "its 'layers_per_block' is 1000000"),
     ("2b", VAE, {"scaling_factor": 0.0}, "its 'scaling_factor' is 0.0"),
-    ("2b", VAE, {"temporal_compression_ratio": 0.5}, "its 'temporal_compression_ratio' is 0.5, where a whole number"),
-    ("2b", VAE, {"scaling_factor": None}, "its 'scaling_factor' is None, where a number above 0"),
-    ("2b", VAE, {"scaling_factor": [0.5]}, r"its 'scaling_factor' is \[0.5\], where a number above 0"),
+    ("2b", VAE, {"temporal_compression_ratio": 0.5}, "temporal_compression_ratio' is 0.5, expected a whole number"),
+    ("2b", VAE, {"scaling_factor": None}, "its 'scaling_factor' is None, expected a number above 0"),
+    ("2b", VAE, {"scaling_factor": [0.5]}, r"its 'scaling_factor' is \[0.5\], expected a number above 0"),
     ("2b", VAE, {"invert_scale_latents": None}, "its 'invert_scale_latents' is None, where true or false"),
-    ("cogview4", VAE, {"shift_factor": True}, "its 'shift_factor' is True, where a number of at least"),
-    ("cogview4", VAE, {"latents_mean": 0.5}, "its 'latents_mean' is 0.5, where a list, each of it a number"),
-    ("cogview4", DENOISER, {"rope_axes_dim": [8]}, r"its 'rope_axes_dim' is \[8\], where a list of 2, each of it a"),
+    ("cogview4", VAE, {"shift_factor": True}, "its 'shift_factor' is True, expected a number of at least"),
+    ("cogview4", VAE, {"latents_mean": 0.5}, "its 'latents_mean' is 0.5, expected a list, with each value a number"),
+    ("cogview4", DENOISER, {"rope_axes_dim": [8]}, r"its 'rope_axes_dim' is \[8\], expected a list of 2, with each"),
     ("wan", DENOISER, {"eps": None}, "its 'eps' is None"),
-    ("svd", "unet/config.json", {"num_frames": 25.0}, "its 'num_frames' is 25.0, where a whole number"),
-    ("svd", "unet/config.json", {"sample_size": "x"}, "its 'sample_size' is x, where a whole number"),
-    ("2b", WORDS, {"extra_ids": -1}, "its 'extra_ids' is -1, where a whole number of at least 0"),
-    ("2b", SCHEDULE, {"beta_schedule": None}, "its 'beta_schedule' is None, where a name"),
+    ("svd", "unet/config.json", {"num_frames": 25.0}, "its 'num_frames' is 25.0, expected a whole number"),
+    ("svd", "unet/config.json", {"sample_size": "x"}, "its 'sample_size' is x, expected a whole number"),
+    ("2b", WORDS, {"extra_ids": -1}, "its 'extra_ids' is -1, expected a whole number of at least 0"),
+    ("2b", SCHEDULE, {"beta_schedule": None}, "its 'beta_schedule' is None, expected a name"),
     ("svd", "feature_extractor/preprocessor_config.json", {"do_resize": 3}, "its 'do_resize' is 3, where true or"),
     ("2b", VAE, {"norm_num_groups": 7}, "no AutoencoderKLCogVideoX can be built from its config.json"),
     ("cogview4", ENCODER, {"rope_parameters": {"factor": "a b"}}, "its 'factor' is a b"),
@@ -102,7 +102,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [  # variant, file, its new content, 
     ("svd", "image_encoder/config.json", {"image_size": 10**6}, "its 'image_size' is 1000000"),
     ("2b", WORDS, {"extra_ids": 10**9}, "its 'extra_ids' is 1000000000"),
     ("2b", SCHEDULE, {"num_train_timesteps": 10**9}, "its 'num_train_timesteps' is 1000000000"),
-    ("2b", SCHEDULE, {"beta_start": "x"}, "its 'beta_start' is x, where a number above 0"),
+    ("2b", SCHEDULE, {"beta_start": "x"}, "its 'beta_start' is x, expected a number above 0"),
     ("svd", "feature_extractor/preprocessor_config.json", {"crop_size": {"height": 10**9}}, "its 'height' is 1000"),
     *[("2b", file, {f"field_{n}": n for n in range(100_000)}, "it is larger than 1,048,576 bytes")
       for file in ("model_index.json", VAE, "tokenizer/added_tokens.json")],
@@ -263,7 +263,7 @@ def test_shards_must_be_safetensors_next_to_their_index(copy: Callable[[str], Pa
     (folder / "transformer" / "evil.bin").write_bytes(b"\x80\x04.")
     listed = json.loads(index.read_text())["weight_map"]
     say(index, weight_map={**listed, max(listed): name})
-    with pytest.raises(BadFolder, match=r"index.json' names '.*', which is no safetensors file beside it"):
+    with pytest.raises(BadFolder, match=r"index.json' names '.*', which is not a safetensors file beside it"):
         checked(folder)
 
 
@@ -274,11 +274,11 @@ def test_index_of_other_shards_is_refused(copy: Callable[[str], Path]) -> None:
     key, other = max(listed), {"a.safetensors": "b.safetensors", "b.safetensors": "a.safetensors"}
     for shards in ({**listed, key: other[listed[key]]}, {name: file for name, file in listed.items() if name != key}):
         say(index, weight_map=shards)
-        with pytest.raises(BadFolder, match=f"is of other files than those beside it: it or they lack '{key}'"):
+        with pytest.raises(BadFolder, match=f"does not fit the files beside it: index and files differ on '{key}'"):
             checked(folder)
     say(index, weight_map=listed)
     shutil.copy(folder / "transformer" / "a.safetensors", folder / "transformer" / "b.safetensors")
-    with pytest.raises(BadFolder, match="is of other files than those beside it"):
+    with pytest.raises(BadFolder, match="does not fit the files beside it"):
         checked(folder)
 
 
@@ -328,11 +328,11 @@ def two_vocabularies(folder: Path) -> None:
 
 
 MISFITS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "larger than the encoder": (other_sizes, "has 300 tokens, and the encoder's embedding 256 rows"),
-    "smaller than the encoder": (few_tokens, "has 60 tokens, and the encoder's embedding 384 rows"),
+    "larger than the encoder": (other_sizes, "has 300 tokens, but the encoder's embedding has 256 rows"),
+    "smaller than the encoder": (few_tokens, "has 60 tokens, but the encoder's embedding has 384 rows"),
     "two that differ": (two_vocabularies, "holds two vocabularies: spiece.model and tokenizer.json"),
-    "unknown tokens only": (other_letters, "makes the same or no tokens of"),
-    "other special tokens": (another_end, "its eos_token has the id 300, and 1 by the encoder's config.json"),
+    "unknown tokens only": (other_letters, "give the same tokens, or none"),
+    "other special tokens": (another_end, "its eos_token has the id 300, but the encoder's config.json says 1"),
     "a huge one": (lambda f: os.truncate(f / "tokenizer/spiece.model", 2**30), "it is larger than 67,108,864 bytes"),
 }
 
@@ -369,7 +369,9 @@ def test_a_sentencepiece_model_cut_between_its_parts_is_refused(copy: Callable[[
     del model.pieces[-40:]
     for length in (1, model.ByteSize(), lengths[1] - 1, *lengths, lengths[0] + 9, len(whole) - 1):
         put(file, whole[:length])
-        with pytest.raises(BadFolder, match=r"spiece.model' cannot be used: it is no sentencepiece model, or cut off"):
+        with pytest.raises(
+            BadFolder, match=r"spiece.model' cannot be used: it is not a sentencepiece model, or is cut off"
+        ):
             checked(folder)
 
 

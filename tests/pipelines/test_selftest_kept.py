@@ -42,9 +42,9 @@ def with_failed(name: str, *failed: str) -> Architecture:
 def test_auto_avoids_failed_dtypes(card: str, model: str, failed: tuple[str, ...], expected: str) -> None:
     plan = choose(with_failed(card, *failed), VARIANTS[model], Component.DENOISER, Precision.AUTO)
     before = choose(ARCHITECTURES[card], VARIANTS[model], Component.DENOISER, Precision.AUTO)
-    instead = f"{expected}, since {before.dtype} came out wrong in this card's self-test of {DAY}"
+    instead = f"{expected}, since {before.dtype} failed this card's self-test of {DAY}"
     why = before.reason if expected == before.dtype else instead
-    also = f", but {expected} came out wrong in this card's self-test of {DAY}" if expected in failed else ""
+    also = f", but {expected} failed this card's self-test of {DAY}" if expected in failed else ""
     assert (plan.dtype, plan.reason) == (expected, why + also)
     assert plan.overflow_protection == (expected == "fp16" and VARIANTS[model].protected)
 
@@ -55,7 +55,7 @@ def test_chosen_precision_is_used_and_its_reason_warns(request_: Precision) -> N
     assert plan == replace(
         choose(ARCHITECTURES["sm90"], VARIANTS["CogVideoX-2B"], Component.DENOISER, request_), reason=plan.reason
     )
-    assert plan.reason.endswith(f", but {plan.dtype} came out wrong in this card's self-test of {DAY}")
+    assert plan.reason.endswith(f", but {plan.dtype} failed this card's self-test of {DAY}")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_backend_that_failed_self_test_is_used_only_if_chosen() -> None:
     by_itself = for_dtype(BackendChoice("inductor", "auto: first choice", automatic=True), card, "fp16")
     chosen_by_user = BackendChoice("inductor", "as you chose")
     assert by_itself.name == "eager" and by_itself.reason == (
-        f"auto: inductor is there, but compiled code came out wrong in this card's self-test of {DAY}"
+        f"auto: inductor is available, but compiled code failed this card's self-test of {DAY}"
     )
     assert for_dtype(chosen_by_user, card, "fp16") is chosen_by_user
 

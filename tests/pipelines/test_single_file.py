@@ -167,19 +167,19 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "frame-wise decoder": (_without(svd_keys.TEMPORAL_DECODER), "none of .* is 'first_stage_model.decoder"),
     "SV3D": (_with(f"{svd_keys.SV3D}x", torch.zeros(1)), r"it has 'conditioner.embedders.1.encoder.\*', as SV3D has"),
     "one missing": (_without(f"{UNET}out.2.bias"), "svd.safetensors/unet': its files lack 'conv_out.bias', which"),
-    "no size": (_without(f"{CLIP}conv1.weight"), r"no CLIPVision\w+ can be built of .*KeyError"),
+    "no size": (_without(f"{CLIP}conv1.weight"), r"no CLIPVision\w+ can be built from .*KeyError"),
     "left over": (_with(f"{UNET}scaled_fp8", torch.zeros(2)), f"unet': its files hold '{UNET}scaled_fp8', which"),
     "wrong shape": (_with(f"{UNET}out.0.bias", torch.zeros(7)), r"'conv_norm_out.bias' has the shape \[7\], and"),
-    "wrong rank": (_with(CONV_IN, torch.zeros(())), "no UNet.* can be built of the sizes .*IndexError"),
+    "wrong rank": (_with(CONV_IN, torch.zeros(())), "no UNet.* can be built from the sizes .*IndexError"),
     "impossible sizes": (
         _with(f"{UNET}input_blocks.1.0.out_layers.3.weight", torch.zeros(65, 64, 3, 3)),
-        "no UNet.* can be built of the sizes of its tensors",
+        "no UNet.* can be built from the sizes of its tensors",
     ),
     "layers without end": (lambda tensors: tensors | LAYERS, "image_encoder': its files hold .* more, which"),
     "dots without end": (_with(f"{CLIP}{'.' * 900}", torch.zeros(1)), r"its files hold 'cond.*\.\.…, which"),
     "sizes without end": (
         _with(f"{CLIP}conv1.weight", torch.empty(2**40, 3, 0, 0)),
-        "no CLIP.* can be built of .*its 'hidden_size' is 1099511627776",
+        "no CLIP.* can be built from .*its 'hidden_size' is 1099511627776",
     ),
     "an escape for a name": (_with(f"{UNET}\x1b[2J", torch.zeros(1)), "^[^\x1b]*unet': its files hold[^\x1b]*$"),
     "quantised": (_with(CONV_IN, torch.zeros(64, 8, 3, 3, dtype=torch.int8)), "'conv_in.weight' is stored as I8"),
@@ -202,7 +202,7 @@ def test_unreadable_file_is_refused_with_reason(tmp_path: Path, small: Path):
         ("svd.safetensors", content[:100], "svd.safetensors' cannot be used: it "),
         ("svd.safetensors", b"version https://git-lfs.github.com/spec/v1", "svd.safetensors' cannot be used: it "),
         ("svd.safetensors", b"", "svd.safetensors' cannot be used: it "),
-        ("svd.ckpt", b"", "is not a .safetensors file. Others hold pickled weights"),
+        ("svd.ckpt", b"", "is not a .safetensors file. Other files hold pickled weights"),
     ):
         (tmp_path / name).write_bytes(written)
         with pytest.raises(BadFolder, match=message):
@@ -214,4 +214,4 @@ def test_unreadable_file_is_refused_with_reason(tmp_path: Path, small: Path):
 def test_tensors_that_no_component_uses_are_noted(tmp_path: Path, small: Path):
     file = tmp_path / "svd.safetensors"
     save_file({**load_file(small), "model_ema.decay": torch.zeros(1)}, file)
-    assert read_svd(file).notes == ("the file holds what no component uses: model_ema.decay",)
+    assert read_svd(file).notes == ("the file holds unused tensors: model_ema.decay",)

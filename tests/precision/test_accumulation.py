@@ -96,7 +96,7 @@ def test_all_switches_are_set_reported_and_restored(name: str, requested: Accumu
     with accumulation(named(name), requested) as switches:
         assert state() == STATE[mode]
         for switch_, value, before in zip(switches, state(), UNTOUCHED, strict=True):
-            by = ("default", "left as it is") if value == before else ("onediff-guard", why)
+            by = ("default", "unchanged") if value == before else ("onediff-guard", why)
             assert switch_ == Switch(switch_.name, "unset" if value is None else str(value), *by)
     assert tuple(switch_.name for switch_ in switches) == ALL and state() == UNTOUCHED
 
@@ -107,8 +107,9 @@ ONEDIFF = "https://github.com/siliconflow/onediff"
 @pytest.mark.parametrize(
     ("name", "requested", "decision"),
     [
-        ("sm70", AUTO, (Mode.ON, "half-precision accumulation is reported right on sm70 (Volta)", "issues/958")),
-        ("sm80", AUTO, (Mode.OFF, "half-precision accumulation comes out NaN or black on sm80 (Ampere)", "issues/958")),
+        ("sm70", AUTO, (Mode.ON, "half-precision accumulation is reported correct on sm70 (Volta)", "issues/958")),
+        ("sm80", AUTO, (Mode.OFF, "half-precision accumulation gives NaN or black frames on sm80 (Ampere)",
+                        "issues/958")),
         ("sm90", AUTO, (Mode.OFF, "half-precision accumulation has never been confirmed safe on sm90 (Hopper)",
                         "issues/958")),
         ("sm80", FAST, (Mode.FAST, "'fast', as you chose: half-precision accumulation, scores in fp32, reported right "
@@ -236,7 +237,7 @@ def test_invalid_values_and_score_limits_are_kept_and_questioned(
         assert os.environ[name] == value
 
 
-OTHERS_HAD = "; ComfyUI or another pack had it True, as it is again after the run"
+OTHERS_HAD = "; ComfyUI or another pack had set it to True, which is restored after the run"
 
 
 @pytest.mark.parametrize("name", [MATH_SDP, FP16_SUMS])
@@ -252,14 +253,14 @@ def test_flags_set_by_comfyui_are_off_during_a_run_and_restored(name: str) -> No
         assert preview(SM80) == switches
     assert state() == (*UNTOUCHED[:-2], name == FP16_SUMS, name == MATH_SDP)
     with accumulation(SM80, FAST) as switches:
-        assert switch(switches, name) == Switch(name, "True", "others", "left as it is"), "FAST leaves it on"
+        assert switch(switches, name) == Switch(name, "True", "others", "unchanged"), "FAST leaves it on"
 
 
 def test_reduction_disabled_by_others_stays_off_on_volta() -> None:
     set_flags(False, False, False)
     with accumulation(SM70) as switches:
         assert state()[-3:] == (False, False, False)
-        assert switch(switches, REDUCTION) == Switch(REDUCTION, "False", "others", "left as it is")
+        assert switch(switches, REDUCTION) == Switch(REDUCTION, "False", "others", "unchanged")
     assert state()[-3:] == (False, False, False)
 
 

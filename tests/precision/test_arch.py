@@ -254,7 +254,7 @@ def test_gpu_that_fails_detection_gets_safe_defaults(gpus, monkeypatch, error, s
         with pytest.raises(type(error)):
             detect(GPU)
     else:
-        assert str(detect(GPU)) == f"cuda (could not be asked: {said})"
+        assert str(detect(GPU)) == f"cuda (could not be queried: {said})"
         assert_safe(detect(GPU))
 
 
@@ -319,7 +319,7 @@ def test_typed_architecture_names_are_parsed_or_rejected(text: str, name: str | 
     if name:
         assert named(text).name == name
     else:
-        with pytest.raises(ValueError, match="is no architecture") as refused:
+        with pytest.raises(ValueError, match="is unknown") as refused:
             named(text)
         assert all(part in str(refused.value) for part in (f"'{text}'", *ARCHITECTURES, "7.5"))
 

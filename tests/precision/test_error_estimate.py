@@ -167,5 +167,5 @@ def test_conditions_that_stop_caching(end: Any, why: str, added: float | None) -
 def test_estimate_over_target_gives_a_warning(drift: float, over: bool) -> None:
     use = CacheUse(0.02, 50, 25, 0.45, 20, drift, 0.001)
     assert bool(use.warning()) == over
-    said = "changed the latents by an estimated 2.10%, more than the target of 2.00%: for a closer result set a smaller"
+    said = "changed the latents by an estimated 2.10%, more than the target of 2.00%: for a closer result, lower"
     assert said in use.warning() if over else "25 of 50" in str(use)

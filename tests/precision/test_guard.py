@@ -126,7 +126,7 @@ def test_constant_input_is_cast_once_and_again_after_a_failure():
     for _ in range(2):
         guard(hidden_states=latents(), table=torch.full((2,), 1e5))
     assert outcomes(guard) == ["finite", "finite", "rerun", "finite", "rerun", "rerun"]
-    assert "its input does not fit" in guard.report.steps[-1].note, "checked until it fits"
+    assert "input overflow" in guard.report.steps[-1].note, "checked until it fits"
 
 
 def test_only_named_inputs_are_cast():
@@ -176,10 +176,10 @@ def first_nan(count: int) -> torch.Tensor:
         ("fp16", {"on_failure": OnFailure.STOP}, 0, latents(2000),
          r"denoiser, call 1: .*fp16 is NaN or infinite.*rerun", 1),
         ("fp16", {"on_failure": OnFailure.STOP}, 0, latents(1e5),
-         "denoiser, call 1: its input does not fit in fp16, and the guard is set to stop", 1),
+         "denoiser, call 1: its input overflows fp16, and the guard is set to 'stop'", 1),
         ("fp16", {}, 0, first_nan(2), "input 'hidden_states' holds 2 NaN or infinite values", 1),  # without a rerun
         ("fp16", {}, INF, latents(),
-         r"in fp32 too.*weight 'out.weight' holds 1 NaN or infinite values of 16.*is damaged", None),
+         r"in fp32 too.*weight 'out.weight' holds 1 NaN or infinite values \(of 16\).*is damaged", None),
         ("bf16", {}, 0, latents(1e25), "NaN or infinite in fp32 too, first in 'Denoiser'.*Remove nodes", None),
         ("fp32", {}, 0, latents(1e30), "NaN or infinite in fp32 too", None),
     ],
@@ -199,7 +199,9 @@ def test_later_fp32_failure_is_diagnosed_after_half_is_given_up():
     module.out.weight[1, 2] = INF
     with pytest.raises(GuardStopped, match=r"weight 'out.weight' holds 1 NaN or infinite"):
         guard(hidden_states=latents())
-    with pytest.raises(GuardStopped, match="its input 'hidden_states' holds 1 NaN or infinite values already"):
+    with pytest.raises(
+        GuardStopped, match="its input 'hidden_states' holds 1 NaN or infinite values, made by the stage before it"
+    ):
         guard(hidden_states=first_nan(1))
 
 
@@ -207,7 +209,10 @@ def test_later_fp32_failure_is_diagnosed_after_half_is_given_up():
 def test_nan_input_after_finite_call_mentions_the_call_before(dtype):
     _, guard = build(dtype)
     guard(hidden_states=latents())
-    with pytest.raises(GuardStopped, match="'hidden_states' holds 1 NaN or infinite values, and the call before"):
+    with pytest.raises(
+        GuardStopped,
+        match="'hidden_states' holds 1 NaN or infinite values, made by the scheduler or sampler: the previous call",
+    ):
         guard(hidden_states=first_nan(1))
 
 
@@ -272,7 +277,7 @@ def test_report_says_weights_were_reloaded_and_what_helped(dtype, given, outcome
     stage = Stale(dtype=dtype)
     assert (stage.guard(torch.full((1, 4), given)) == 8 * given).all()
     assert outcomes(stage.guard) == [outcome] and stage.renewed == 1
-    assert stage.guard.report.notes == (f"NaN or infinite in fp32 too: the weights were loaded again, {helped}",)
+    assert stage.guard.report.notes == (f"NaN or infinite in fp32 too: the weights were reloaded, {helped}",)
 
 
 def test_weights_are_reloaded_after_half_is_given_up():

@@ -59,7 +59,7 @@ def test_fused_attention_check_needs_only_shapes_and_dtype() -> None:
     mask = torch.empty(2, 1, 17_776, 17_776, dtype=torch.bool, device=META)
     assert no_fused_attention(CPU, *FUSED, mask, scale=0.5) == ""
     assert no_fused_attention(CPU, *FUSED, **UNFUSED).startswith(
-        f"PyTorch has no fused attention in bf16 with heads of 64 on {kernels.detect(CPU)}, so that all scores are in "
+        f"PyTorch has no fused attention in bf16 with heads of 64 on {kernels.detect(CPU)}, so all "
     )
 
 
@@ -80,7 +80,9 @@ def test_missing_fused_attention_message_names_a_remedy(
     monkeypatch.setattr(kernels, "detect", lambda _: row)
     monkeypatch.setattr(torch.version, "hip", "7.0" if architecture.startswith("gfx") else None)
     monkeypatch.setenv(EXPERIMENTAL, experimental)
-    assert no_fused_attention(CPU, *FUSED, **UNFUSED).endswith(f"on {row}, so that all scores are in memory. {remedy}")
+    assert no_fused_attention(CPU, *FUSED, **UNFUSED).endswith(
+        f"on {row}, so all attention scores are kept in memory. {remedy}"
+    )
 
 
 @pytest.mark.parametrize(

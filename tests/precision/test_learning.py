@@ -157,7 +157,7 @@ def test_fault_that_does_not_repeat_adds_no_override():
     run.learner.locate = lambda *a, **k: (setattr(run.faults, "calls", ()), located(*a, **k))[1]
     sample(run)
     assert run.outcomes == ["finite", "rerun", "finite", "finite", "finite"]
-    assert run.learned == NOTHING and "computed again it did not fail" in run.report.steps[1].note
+    assert run.learned == NOTHING and "the repeated call did not fail" in run.report.steps[1].note
 
 
 class ClippedBeside(nn.Module):
@@ -239,7 +239,7 @@ def test_inputs_beyond_fp16_switch_to_fp32_without_overrides():
         run(latents(call) * 1e5)
     assert run.learned == IN_FP32 and len(run.built) == 1
     assert run.outcomes == ["rerun"] * 3 + ["finite"], "but it counts as a failure"
-    assert run.report.steps[0].note == "its input does not fit in fp16"
+    assert run.report.steps[0].note == "input overflow in fp16"
 
 
 def test_report_has_rerun_memory_and_learned_overrides():

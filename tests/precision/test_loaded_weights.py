@@ -85,7 +85,7 @@ def test_keep_in_fp32_modules_are_upcast_again(kind, dtype):
     stays = kind is WithoutStrict and dtype is torch.bfloat16
     assert module.wo.weight.dtype == module.wo.bias.dtype == (dtype if stays else torch.float32)
     assert module.wi.weight.dtype == dtype
-    put_back = f"'wo.weight' and 1 more put back in fp32, where {kind.__name__} keeps wo"
+    put_back = f"'wo.weight' and 1 more restored to fp32, where {kind.__name__} keeps wo"
     assert found[:1] == ([] if stays else [put_back])
 
 
@@ -106,7 +106,7 @@ def test_norm_that_rejects_fp32_computes_in_fp32_and_returns_its_dtype():
     assert isinstance(module.norm, KeptInFp32)
     assert module.norm(x[:, :4] / 2).dtype == torch.float16
     assert torch.equal(module.norm(x / 2), (x / 2).half())
-    assert any(line.startswith("'norm'") and "(Norm) refuses inputs of another dtype" in line for line in found)
+    assert any(line.startswith("'norm'") and "(Norm) refuses inputs in another dtype" in line for line in found)
     assert make_consistent(module, torch.float16) == [], "repaired only once"
 
 
@@ -187,7 +187,7 @@ def test_layer_with_weight_beyond_fp16_computes_in_fp32_returns_fp16(kind):
 
     module, stored, asked = loaded(nn.Sequential(layer), **{f"0__{own}": -1e5})
     (line,) = mend_narrowed(module, stored)
-    assert line == f"'0.{own}' holds values of up to 1e+05, which fp16 cannot hold: kept in fp32, and computed in it"
+    assert line == f"'0.{own}' holds values up to 1e+05, beyond fp16: kept and computed in fp32"
     assert asked == [(f"0.{own}",)], "only this weight is read again"
     made = module(half)
     assert made.dtype == torch.float16 and torch.equal(made, right.half())
@@ -212,7 +212,7 @@ def test_weight_that_loses_digits_in_fp16_is_kept_in_fp32(kind: Any, factor: flo
     assert ("large.weight",) not in asked and isinstance(module["quiet"], KeptInFp32) == kept
     if kept:
         (line,) = lines
-        assert line.startswith("'quiet.weight' and 1 more hold values of") and "fp16 keeps few digits" in line
+        assert line.startswith("'quiet.weight' and 1 more hold values of") and "fp16 has few digits" in line
         assert all(torch.equal(module["quiet"].get_parameter(own), its) for own, its in exact.named_parameters())
 
 

@@ -117,7 +117,7 @@ def test_every_plan_of_a_device_is_consistent(device: Architecture) -> None:
             assert ("overflows plain fp16" in plan.reason) == (safe and variant.leaves_fp16)
             assert ("only emulates" in plan.reason) == (request is BF16 and device.bf16 == "emulated")
             nearer = request is BF16 and device.native_bf16 and variant.trained_in == "fp16"
-            assert ("'auto' is nearer to fp32" in plan.reason) == nearer
+            assert ("'auto' is closer to fp32" in plan.reason) == nearer
             assert ("for comparison" in plan.reason) == (request is PLAIN)
 
 

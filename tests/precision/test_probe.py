@@ -77,9 +77,9 @@ HOPELESS = PrecisionOverrides(whole_run_fp32=True), "fp16 is not enough"
     ("faults", "learned", "plan", "says", "native", "other"),
     [
         ((), NOTHING, "fp16 plain", "fp16 ends at 65504", "fp16 plain", "fp16 plain"),
-        (("stream",), *EVERY, "what comes after it cannot take it", "bf16", EVERY[1]),
+        (("stream",), *EVERY, "the layers after it cannot take it", "bf16", EVERY[1]),
         (("inside",), *EVERY, "'blocks.2.inner' reaches", "bf16", EVERY[1]),
-        (("stream", "inside"), *EVERY, "what comes after it cannot take it", "bf16", EVERY[1]),
+        (("stream", "inside"), *EVERY, "the layers after it cannot take it", "bf16", EVERY[1]),
         (("infinite",), *HOPELESS, "", "fp32 is not enough", "fp32 is not enough"),
     ],
 )  # fmt: skip
@@ -141,7 +141,7 @@ def test_inputs_too_far_apart_for_scaling_are_named(monkeypatch, layer, shape, r
     probed = probed_calls(module, block_names(module, ["0"]), x)
     verdict = judge(probed, "fp16")
     assert [*probed.too_far_apart] == ["0"] * apart and verdict.fits is not apart
-    assert ("'0' is given values that differ too much in size" in verdict.reason) is apart
+    assert ("the inputs of '0' vary too much in size" in verdict.reason) is apart
     assert recommend(probed, "fp16", native_bf16=False).plan == ("fp32" if apart else "fp16 with overflow protection")
     monkeypatch.setattr(scaled_products, "_is_on_host", lambda _: False)  # as on a GPU, which falls back to fp32
     made = run_in(ScaledHalfMatmulMode(torch.float16), module, (x,), {})
@@ -165,4 +165,4 @@ def test_report_names_layers_with_inputs_too_far_apart() -> None:
     plan = choose(named("sm75"), VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision.FP16)
     result = ProbeResult("CogVideoX-2b", named("sm75"), plan, "", probed, 9.0, judge(probed, "fp32"), "")
     assert "'a.b' 31.3 × as far off, 'c' 2 × as far off" in result.text()
-    assert result.reason.startswith("fp16 is not enough here: 'a.b' is given values that differ too much in size")
+    assert result.reason.startswith("fp16 is not enough: the inputs of 'a.b' vary too much in size")

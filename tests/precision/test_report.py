@@ -22,13 +22,13 @@ AT_THE_END = replace(FAILED, rerun=replace(RERUN, peak=3.4e38))  # bf16 ends at 
 NAN, CLIPPED = replace(FINE, outcome="non-finite", largest=None), replace(FINE, outcome="saturated", largest=65504.0)
 WRONG = "with NaN, infinite or clipped values"
 PLAIN = "fp16 (plain), as you chose: no protection, for comparison"
-BF16 = "bf16, as you chose, which sm75 (Turing) only emulates: slow, and hungry for memory; 'auto' is faster here"
+BF16 = "bf16, as you chose, which sm75 (Turing) only emulates: slow, with more memory; 'auto' is faster here"
 CHOOSE = f"{WRONG}: the result is broken; choose precision 'auto' or 'fp16'."
-UNKNOWN = "in which layer, only the NaN Guard finds out."
+UNKNOWN = "only the NaN Guard finds the layer."
 SWITCHED_OFF = f"{WRONG}: the result is broken; set the NaN Guard's on_failure to 'rerun'."
 RECOMPUTED = "Recomputed in fp32; 'blocks.1' in fp32 from here on."
 BEYOND = f"a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. {RECOMPUTED}"
-NOT_LOCATED = "on_failure 'rerun' also finds out in which layer."
+NOT_LOCATED = "on_failure 'rerun' also finds the layer."
 
 
 def report(component: Component, *steps: StepRecord, request: Precision = Precision.FP16, **more: object) -> RunReport:

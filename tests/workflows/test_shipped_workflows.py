@@ -169,7 +169,7 @@ def test_run_without_server_names_missing_node_types(
     assert cli.main(["run", str(file(name)), "--out", str(tmp_path)]) == ExitCode.BAD_INPUT
     err = capsys.readouterr().err
     lacking = sorted(api_graph(api_file(name)).class_types() & set(SERVER_ONLY))
-    assert f"there is no node type {listed(lacking)}:" in err
+    assert f"Node type {listed(lacking)} needs ComfyUI:" in err
     assert "--server URL" in err and "--comfyui DIR" in err
 
 

@@ -175,7 +175,7 @@ def test_overflowing_prefix_is_prepared_in_fp32(layer: str, trunk: bool) -> None
     plain, exact, made = (two_steps(each) for each in (model, in_fp32(model), guarded(model)))
     assert not difference(plain, exact) <= 2e-2
     assert difference(made, exact) <= SENSENOVA.rounds
-    assert "prepared again in fp32" in texts[-1]
+    assert "recomputed in fp32" in texts[-1]
     assert not trunk or "2 steps, 2 recomputed in fp32." in texts[-1]
 
 
@@ -200,7 +200,7 @@ def test_nan_kept_on_network_from_earlier_run_is_named() -> None:
     kept = prefix.layers[0][0]
     error = error_of(lambda: two_steps(guarded(model)))
     assert "is NaN or infinite in fp32 too" in error
-    assert "the model keeps NaN from before this call, in 'prefix.layers.0.0'" in error
+    assert "the model already held NaN before this call, in 'prefix.layers.0.0'" in error
     assert prefix.layers[0][0] is kept and kept.isnan().any()
     prefix.layers.clear()
     assert two_steps(guarded(model)).isfinite().all()

@@ -188,7 +188,7 @@ def test_infinite_residuals_given_to_model_are_named() -> None:
     behind = guarded(make_model("sd15"))
     with counting_loads() as loads:
         error = error_of(lambda: sample(behind, control=applied(controlnet("sd15"), strength=torch.inf)))
-    assert "was given a ControlNet's residuals with 6656 NaN or infinite values" in error
+    assert "received a ControlNet's residuals with 6656 NaN or infinite values" in error
     assert sorted(loads) == ["BaseModel", "ControlNet"], "no model is loaded again"
 
 

@@ -213,7 +213,7 @@ def test_failing_attention_kernel_is_replaced_by_unchanged(kernel: Any, precisio
     made = sample(guarded(overridden(model, kernel), precision=precision))
     assert difference(made, sample(exact)) <= 5e-3
     assert precision == "inherit" or texts[-1].split("\n")[0].endswith("3 steps, all fine.")
-    refuses = "'_half_only', another pack's attention, fails in float32: PyTorch's took its place" in texts[-1]
+    refuses = "attention '_half_only' of another pack fails in float32: replaced by PyTorch's" in texts[-1]
     assert refuses is (kernel is _half_only)
 
 
@@ -419,5 +419,5 @@ def test_node_that_bypasses_model_is_reported(inserted: bool, caplog: pytest.Log
 
     model.set_model_unet_function_wrapper(by_itself)
     sample(guarded(model, inserted=inserted))
-    assert called and any(line.startswith("NaN Guard: Not guarded: ComfyUI made no call") for line in caplog.messages)
-    assert inserted or texts[-1].startswith("Not guarded: ComfyUI made no call")
+    assert called and any(line.startswith("NaN Guard: Not guarded: ComfyUI did not call") for line in caplog.messages)
+    assert inserted or texts[-1].startswith("Not guarded: ComfyUI did not call")

@@ -91,5 +91,5 @@ def test_recomputed_and_protected_steps_stay_out_of_memory_plan(
         made = sample(wrapped(guarded(patcher, **how), planned), steps=STEPS)
     assert difference(made, sample(twin, steps=STEPS)) <= 1e-2
     assert (plan.calls, plan.breaks) == (planned_calls, 0) and (not planned_calls or plan.known)
-    line = "Comfy Compiler plans no memory for recomputed or protected steps: theirs is beside it"
+    line = "Comfy Compiler plans no memory for recomputed or protected steps: they need extra memory"
     assert (line in texts[-1]) == reported

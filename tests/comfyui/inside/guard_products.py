@@ -75,14 +75,14 @@ def test_healthy_run_is_bit_equal_and_rerun_multiplies_in_fp32(kind: str) -> Non
     healthy, hot = (make(kind, hot=hot) for hot in (False, True))
     plain, made = (sample(each) for each in (healthy, guarded(healthy)))
     assert torch.equal(made, plain)
-    assert ", all fine." in texts[-1].splitlines()[0] and "as they are stored" not in texts[-1]
+    assert ", all fine." in texts[-1].splitlines()[0] and "the rerun used" not in texts[-1]
     with counting() as products:
         assert torch.isnan(sample(hot)).all()
         assert any(products) == (kind != "scaled fp8 weights")
         made = sample(guarded(hot))
     assert difference(made, sample(in_fp32(hot))) <= 1e-5
     assert "2 steps, 2 recomputed in fp32" in texts[-1]
-    assert "rerun from the float8_e4m3fn weights as they are stored, with products in fp32" in texts[-1]
+    assert "the rerun used the stored float8_e4m3fn weights, and multiplied in fp32" in texts[-1]
 
 
 def test_overflow_hidden_by_fp8_product_is_recomputed() -> None:

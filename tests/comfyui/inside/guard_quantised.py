@@ -79,14 +79,14 @@ def test_healthy_run_is_bit_equal_and_rerun_multiplies_in_fp32(kind: str, way: s
     healthy, _ = quantised_wan(kind, way)
     plain, made = (sampled(each) for each in (healthy, guarded(healthy)))
     assert plain.isfinite().all() and torch.equal(made, plain)
-    assert ", all fine." in texts[-1].splitlines()[0] and "as they are stored" not in texts[-1]
+    assert ", all fine." in texts[-1].splitlines()[0] and "the rerun used" not in texts[-1]
     hot, exact = quantised_wan(kind, way, hot=True)
     assert not sampled(hot).isfinite().all()
     before = switches(hot)
     made = sampled(guarded(hot))
     assert difference(made, sampled(exact)) <= 1e-5
     assert "2 steps, 2 recomputed in fp32" in texts[-1]
-    stored = f"rerun from the {FORMATS[kind].name} weights as they are stored, with products in fp32"
+    stored = f"the rerun used the stored {FORMATS[kind].name} weights, and multiplied in fp32"
     assert stored in texts[-1]
     assert before == switches(hot)
 

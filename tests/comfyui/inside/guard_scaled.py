@@ -183,7 +183,7 @@ def test_each_precision_computes_in_its_dtype(family: str, weights: str) -> None
     with on("sm75"):
         assert 0 < distance(layout, run(patcher, "auto"), reference) <= 5e-3
     check_said("has no native bf16", PROTECTED)
-    assert ("ComfyUI alone would compute it in fp32" in texts[-1]) == (weights == "bf16 in fp32")
+    assert ("without the guard, ComfyUI would use fp32" in texts[-1]) == (weights == "bf16 in fp32")
     for card in ("sm80", "sm90", "cpu"):
         with on(card):
             assert same(run(patcher, "auto"), plain)
@@ -238,7 +238,7 @@ def test_layer_that_cannot_be_scaled_keeps_run_bit_equal(family: str, at: str) -
     scripted = torch.jit.script(plain.eval().requires_grad_(False))
     setattr(patcher.model.diffusion_model.get_submodule(parent), own, scripted)
     assert same(run(patcher), sample(patcher, steps=STEPS))
-    check_said("as ComfyUI computes it, since not every layer can be protected: ")
+    check_said("computed as ComfyUI does, since not every layer can be protected: ")
     assert PROTECTED not in texts[-1]
 
 

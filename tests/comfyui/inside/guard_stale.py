@@ -17,7 +17,7 @@ from in_comfyui import as_comfyui_code, counting_loads, difference, error_of, gu
 from native_models import LAYOUTS, in_fp32, make_model, sample
 from simulated_card import CARD, DYNAMIC, HOST, MANAGEMENT, card, on_host
 
-NOTE = "NaN or infinite in fp32 too: the weights were loaded again, "
+NOTE = "NaN or infinite in fp32 too: the weights were reloaded, "
 OTHER = "diffusion_model.output_blocks.0.1.transformer_blocks.0.ff.net.2"
 Spoil = Callable[[Any], None]  # of a ModelPatcher
 
@@ -120,10 +120,10 @@ def test_broken_weight_is_reloaded_once_and_broken_input_never() -> None:
     with counting_loads() as loads:
         error = error_of(lambda: sample(guarded(broken)))
     assert error.startswith("GuardStopped") and len(loads) == 2
-    assert "ff.net.2.weight' holds 1 NaN or infinite values of 16384" in error
+    assert "ff.net.2.weight' holds 1 NaN or infinite values (of 16384)" in error
     with counting_loads() as loads:
         error = error_of(lambda: sample(guarded(make_model("sd15")), latents=nan))
-    assert "was given latents with 512 NaN or infinite values" in error and len(loads) == 1
+    assert "received latents with 512 NaN or infinite values" in error and len(loads) == 1
     with counting_loads() as loads:
         error = error_of(lambda: sample(guarded(spoiled(stale, spoil_patched), on_failure="stop")))
     assert "set to stop" in error and len(loads) == 1

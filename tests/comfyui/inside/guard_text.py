@@ -52,7 +52,7 @@ def test_overflowing_text_refiner_is_recomputed_in_fp32(family: str, trunk: bool
     assert difference(text, exact_text) <= 1e-5
     assert difference(made, exact) <= (1e-5 if trunk else 2e-2)
     assert ("3 steps, all fine." in texts[-1]) == (not trunk)
-    assert "text: NaN or infinite in fp16, refined again in fp32" in texts[-1]
+    assert "text: NaN or infinite in fp16, recomputed in fp32" in texts[-1]
     assert "extra_conds" not in vars(patcher.model)
 
 
@@ -76,9 +76,9 @@ def test_probe_recommends_fp16_when_only_text_refiner_overflows(family: str) -> 
 @family
 def test_failing_text_refiner_is_named_in_error(family: str) -> None:
     patcher = hot(family, refiner=True, trunk=False)
-    found = f"GuardStopped: The text refiner of {CLASS[family]} itself: its output in fp16 is NaN or infinite"
+    found = f"GuardStopped: Text refiner of {CLASS[family]}: its output in fp16 is NaN or infinite"
     stopped = error_of(lambda: sample(guarded(patcher, on_failure="stop")))
-    assert stopped.startswith(f"{found}, and the guard is set to stop.")
+    assert stopped.startswith(f"{found}, and the guard is set to 'stop'.")
     broken = hot(family, refiner=False, trunk=False)
     broken.model.diffusion_model.get_submodule(RAW[family][1]).weight[0, 0] = torch.nan
     assert error_of(lambda: sample(guarded(broken))).startswith(f"{found}, and in fp32 too")

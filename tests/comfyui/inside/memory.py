@@ -21,7 +21,7 @@ NoRoom = import_module(f"{OURS}.pipelines.weights.placement").NoRoom
 MANAGEMENT = import_module("comfy.model_management")
 card = import_module("second_device").card
 PARTS = (1.5, 0.8, 0.5, 0.3, 0.05)  # of the memory that a run takes
-REFUSED = "there is not enough memory"
+REFUSED = "not enough memory"
 
 
 def opened(model: str, folder: Path, offload: str = "none") -> Any:
@@ -81,7 +81,7 @@ def test_run_is_bit_equal_after_running_out_of_memory_once(tmp_path: Path) -> No
     assert on_card == [True] * 3
     assert torch.equal(latents, expected)
     said = [note for note in report.notes if "memory ran out" in note]
-    assert said == ["denoiser: memory ran out; went on with nothing else on the device"]
+    assert said == ["denoiser: out of memory, fell back to nothing else on the device"]
 
 
 def test_manager_frees_memory_that_call_asks_for(small_card: Any, moves: Any, tmp_path: Path) -> None:

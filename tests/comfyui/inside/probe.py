@@ -53,7 +53,7 @@ def test_probe_names_overflowing_layer_and_recommends_working_dtype(family: str)
     assert fp16["fits"] and fp16["plan"] == "fp16 with overflow protection"
     assert (layout.block if "blocks.0" in layout.block else "input_blocks.1") in fp16["reason"]
     assert found["dtype"] == "bf16", "computed natively"
-    assert "put NaN Guard (native) behind the model, with precision 'bf16'" in text
+    assert "put NaN Guard (native) after the model, with precision 'bf16'" in text
     assert profile == "", "bf16 needs no profile"
     for precision in ("bf16", "fp16"):
         with on(THIS_CARD):
@@ -74,13 +74,13 @@ def test_probe_profile_prevents_reruns_only_on_its_card(family: str) -> None:
     patcher = make_model(family, hot=True)
     with on("sm75"):
         _, text, profile = probed(patcher)["result"]
-        assert "fp16 with overflow protection" in text and "`profile` wired into its `profile`" in text
+        assert "fp16 with overflow protection" in text and "`profile` connected to its `profile`" in text
         assert sample(guarded(patcher, scope="learned", profile=profile)).isfinite().all()
         (report,) = texts
         assert f"overflow protection; {STEPS} steps, all fine" in report and "from a profile: " in report
     with on(THIS_CARD):
         sample(guarded(patcher, scope="learned", profile=profile))
-    assert f"the profile that was given is left alone: it is for sm75, and this is {THIS_CARD}" in texts[-1]
+    assert f"the given profile is not used: it is for sm75, but this is {THIS_CARD}" in texts[-1]
     assert f"{STEPS} steps, 1 recomputed in fp32" in texts[-1]
 
 
@@ -188,7 +188,9 @@ def test_model_error_is_reported_with_step_and_next_run_works(where: str, step: 
         hook.remove()
     if is_reported:
         text, why = str(ended.value), f": {error}" if str(error) else ""
-        found = f"SD15 failed in step {step} of {STEPS} of its probe: {type(error).__name__}{why}. The probe samples as"
+        found = (
+            f"The probe of SD15 failed in step {step} of {STEPS}: {type(error).__name__}{why}. The probe samples like"
+        )
         assert text.startswith(found)
         assert "Run KSampler with the same inputs" in text and ended.value.__cause__ is error
     else:
@@ -205,7 +207,7 @@ def test_bad_input_is_named_and_next_run_works() -> None:
     assert f"'{layer}.weight' holds" in error_of(lambda: probed(broken))
     nan = {"samples": torch.full(LAYOUTS["sd15"].latents, torch.nan)}
     error = error_of(lambda: probed(make_model("sd15"), latent_image=nan))
-    assert "was given latents with 512 NaN or infinite values" in error
+    assert "received latents with 512 NaN or infinite values" in error
     error = error_of(lambda: probed(make_model("sd15", torch.float64)))
     assert error.startswith("BadInput: SD15 computes in float64")
     assert facts(probed(make_model("sd15")))["dtype"] == "fp16"

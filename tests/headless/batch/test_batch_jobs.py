@@ -184,7 +184,7 @@ def test_random_job_line_gives_jobs_or_is_rejected(tmp_path: Path, matrix: Any, 
 def test_folder_or_overlong_line_is_rejected_as_jobs_file(jobs_file: JobsOf, tmp_path: Path) -> None:
     file = jobs_file("")
     file.file = tmp_path
-    with pytest.raises(WorkflowError, match="Found no file of jobs"):
+    with pytest.raises(WorkflowError, match="There is no jobs file"):
         file.count()
     file.file = tmp_path / "long"
     file.file.write_bytes(b" " * (MAX_LINE + 2))
@@ -248,7 +248,7 @@ def test_content_hash_depends_on_image_bytes(tmp_path: Path) -> None:
     blue = hash_of(workflow, tmp_path)
     assert len({missing, red, blue}) == 3
     (tmp_path / "a.png").write_text("no image")
-    with pytest.raises(WorkflowError, match="is no image"):
+    with pytest.raises(WorkflowError, match="is not an image"):
         hash_of(workflow, tmp_path)
     with pytest.raises(WorkflowError, match="leads out of its folder"):
         hash_of(picture("../a.png"), tmp_path)

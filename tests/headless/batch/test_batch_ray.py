@@ -59,7 +59,7 @@ def test_job_that_kills_its_worker_is_parked_and_batch_continues(joined_batch: B
     answer = run.run()
     assert answer["code"] == 4 and answer["done"] == 1 and answer["failed"] == 2 and answer["workers_lost"] == 2
     errors = {fault["name"]: fault["error"] for fault in answer["faults"]}
-    assert errors["lethal"].startswith("It ended its worker 2 times, at last so: ")
+    assert errors["lethal"].startswith("Its worker died 2 times, the last time with: ")
     assert "a toy's fault" in errors["faulty"]
     assert sorted(start["seed"] for start in run.starts()) == [1, 1, 2, 3]
     assert len({start["pid"] for start in run.starts() if start["seed"] == 1}) == 2, "a fresh process each time"
@@ -76,7 +76,7 @@ def test_ctrl_c_ends_workers_and_same_command_resumes(toy_batch: BatchOf, tmp_pa
     process.send_signal(signal.SIGINT)
     answer = run.finish()
     assert answer["code"] == 130 and answer["status"] == "error"
-    assert "the same command goes on" in answer["told"]
+    assert "run the same command" in answer["told"]
     assert not any(psutil.pid_exists(start["pid"]) for start in run.starts())
     assert len(run.whole()) == 2
     gate.write_text("6")
@@ -179,7 +179,7 @@ def test_token_file_is_made_private_or_rejected_if_owned_by_others(
         (["--ray", "ray://127.0.0.1:10001"], 2, ["expected HOST:PORT"]),
         (["--out", "file"], 5, ["Not a directory", "--out"]),
         (["--out", "file/folder"], 5, ["Not a directory", "--out"]),
-        (["--models", "nowhere"], 3, ["models have to be there on every machine"]),
+        (["--models", "nowhere"], 3, ["every machine must have the models"]),
     ],
 )
 def test_batch_that_cannot_start_reports_reason(
@@ -204,10 +204,10 @@ def test_missing_ray_reports_install_command(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ray", "auto", "--server", "http://127.0.0.1:1"], "--ray has no meaning with --server"),
-        (["--models", "x", "--server", "http://127.0.0.1:1"], "--models has no meaning with --server"),
-        (["--workers", "2", "--server", "http://127.0.0.1:1"], "--workers has no meaning with --server"),
-        (["--guard"], "--guard has no meaning without --server"),  # pipelines are always guarded
+        (["--ray", "auto", "--server", "http://127.0.0.1:1"], "--ray does not work with --server"),
+        (["--models", "x", "--server", "http://127.0.0.1:1"], "--models does not work with --server"),
+        (["--workers", "2", "--server", "http://127.0.0.1:1"], "--workers does not work with --server"),
+        (["--guard"], "--guard works only with --server"),  # pipelines are always guarded
     ],
 )
 def test_options_that_do_not_fit_server_mode_are_rejected(

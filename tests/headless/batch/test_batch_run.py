@@ -130,8 +130,8 @@ LONE_SURROGATE = json.loads('"a cut-off emoji: \\ud83d"')
         (JobOutcome(End.FAILED, "no"), 1, 0, "no"),
         (JobOutcome(End.FAILED, LONE_SURROGATE), 1, 0, "a cut-off emoji: "),
         (JobOutcome(End.REFUSED, "no such model"), 2, 0, "no such model"),  # by each worker
-        (JobOutcome(End.DIED, "segfault"), 3, 3, "It ended its worker 3 times, at last so: segfault"),
-        (RuntimeError("\n segfault\n"), 3, 3, "It ended its worker 3 times, at last so: segfault"),
+        (JobOutcome(End.DIED, "segfault"), 3, 3, "Its worker died 3 times, the last time with: segfault"),
+        (RuntimeError("\n segfault\n"), 3, 3, "Its worker died 3 times, the last time with: segfault"),
     ],
 )
 def test_failing_job_is_parked_and_other_jobs_complete(

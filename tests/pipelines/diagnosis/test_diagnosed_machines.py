@@ -50,7 +50,7 @@ def test_gpu_newer_than_table_is_planned_and_guarded(cards: Callable[..., None])
     cards((13, 0), built=("sm_90", "compute_120"))
     found = diagnose()
     assert found.architecture.name == "sm130" and not found.architecture.known
-    assert "sm130 (not in the table, treated as sm121): little is known of it" in one_line(found)
+    assert "sm130 (not in the table, treated as sm121): not a known architecture" in one_line(found)
     assert {plan.dtype for model in found.models for plan in model.plans} <= {"bf16", "fp16", "fp32"}
     assert all(plan.guarded for model in found.models for plan in model.plans if plan.half)
     assert switch(found, ATTENTION_SWITCH).value == "0"
@@ -83,7 +83,7 @@ def test_card_without_kernels_in_pytorch_cannot_run(
     [
         ("gfx1030", "", "gfx1030 (RDNA 2): PyTorch has no fused attention for it"),
         ("gfx1030", "1", "gfx1030 (RDNA 2): PyTorch has no fused attention for it"),
-        ("gfx1201", "", "gfx1201 (RDNA 4): in some releases of PyTorch, fused attention is experimental there"),
+        ("gfx1201", "", "gfx1201 (RDNA 4): some releases of PyTorch have fused attention for it only with"),
         ("gfx1201", "1", ""),
         ("gfx942", "", ""),
         ("sm61", "", ""),
@@ -152,7 +152,7 @@ TOO_OLD = "The NVIDIA driver on your system is too old\n(found version 11040)."
     [
         (RuntimeError(TOO_OLD), " ".join(TOO_OLD.split())),
         (AssertionError(), "AssertionError"),
-        (None, "it counts none"),
+        (None, "it finds none"),
     ],
 )
 def test_advice_says_why_pytorch_cannot_use_cards(
@@ -169,7 +169,7 @@ def test_advice_says_why_pytorch_cannot_use_cards(
     found = diagnose()
     assert found.machine.gpus == () and found.architecture.name == "cpu"
     (advice,) = found.machine.advice
-    assert advice == f"PyTorch is built for CUDA 12.8, but can use no GPU: {text}; CUDA_VISIBLE_DEVICES is ''"
+    assert advice == f"PyTorch is built for CUDA 12.8, but cannot use a GPU: {text}; CUDA_VISIBLE_DEVICES is ''"
 
 
 def test_errors_of_every_cuda_call_are_handled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_errors_of_every_cuda_call_are_handled(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(torch.cuda, name, broken)
     found = diagnose()
     assert found.architecture.name == "cpu"
-    assert "can use no GPU: CUDA error: unknown error" in one_line(found)
+    assert "cannot use a GPU: CUDA error: unknown error" in one_line(found)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_too_old_pytorch_is_refused_by_doctor_loader_and_guard(
     with refused as guarding:
         NaNGuardNative().apply(vae=_Vae())
     assert [str(error.value) for error in (loading, guarding) if error] == list(found.machine.advice) * 2
-    assert all(f"needs PyTorch 2.6 or newer, and this is {version}" in advice for advice in found.machine.advice)
+    assert all(f"needs PyTorch 2.6 or newer; this is {version}" in advice for advice in found.machine.advice)
 
 
 class _Network:

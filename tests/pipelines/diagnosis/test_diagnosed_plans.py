@@ -43,16 +43,20 @@ def test_failing_import_of_diffusers_is_noted(folder: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "diffusers", None)
     assert sum("import of diffusers halted" in note for note in diagnose(folder).notes) == 1
     say(folder / "transformer" / "config.json", in_channels="sixteen")
-    with pytest.raises(BadFolder, match=r"transformer/config.json' cannot be used: its fields are of other kinds"):
+    with pytest.raises(BadFolder, match=r"transformer/config.json' cannot be used: its fields have unexpected types"):
         diagnose(folder)
 
 
 def test_fp16_accumulation_is_shown_with_missing_requirements(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = {"precision": Precision.FP16, "accumulation": Accumulation.FP16}
     found = one_line(diagnose(folder, arch.ARCHITECTURES["sm89"], **request))
-    assert "fp16 sums reason of denoiser: where the first step is right with it" in found and "PyTorch 2.7" not in found
-    assert "multiplies no faster with it" in one_line(diagnose(folder, SM80, **request))
-    assert "fp16 sums: where the first step is right" in one_line(diagnose(None, arch.ARCHITECTURES["sm89"], **request))
+    assert (
+        "fp16 sums reason of denoiser: on if the first step is accurate with it" in found and "PyTorch 2.7" not in found
+    )
+    assert "it is faster only on GeForce RTX" in one_line(diagnose(folder, SM80, **request))
+    assert "fp16 sums: on if the first step is accurate" in one_line(
+        diagnose(None, arch.ARCHITECTURES["sm89"], **request)
+    )
     monkeypatch.setattr(accumulation, "FP16_SUMS", "a switch of a newer PyTorch")
     assert "needs PyTorch 2.7 or newer" in one_line(diagnose(folder, arch.ARCHITECTURES["sm89"], **request))
     assert "needs PyTorch 2.7" not in one_line(diagnose(folder, SM80, **request)), "there it is of no use"
@@ -85,7 +89,7 @@ def test_diagnosis_of_pipeline_shows_its_settings(folder: Path) -> None:
     assert found.models[0].plans == tuple(handle.plan(component) for component in handle.store.model.variant.components)
     assert switch(found, ATTENTION_SWITCH).value == "1"
     assert "denoiser fp16 stop yes" in one_line(found)
-    assert "plain fp32, not in TF32: exact_fp32 is on" in one_line(found)
+    assert "full fp32 instead of TF32: exact_fp32 is on" in one_line(found)
     assert handle.store.loaded() == {}, "no weight was read"
     handle.store.module("vae", "fp32")
     assert sum("made_up" in note for note in diagnose_pipeline(handle).notes) == 1, "although loading notes it too"

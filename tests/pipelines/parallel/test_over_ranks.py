@@ -66,8 +66,8 @@ def one_process(model_folder: Callable[..., Path]) -> Callable[[str], Made]:
         (4, True, True, "each half of guidance is computed by 2 GPUs together, at the same time as the other"),
         (3, False, True, "each call is computed by 3 GPUs together"),
         (3, True, False, "each half of guidance is computed by a GPU, at the same time as the other; "
-            "GPUs that gain nothing: 1"),
-        (2, False, False, "each call is computed by a GPU; GPUs that gain nothing: 1"),
+            "unused GPUs: 1"),
+        (2, False, False, "each call is computed by a GPU; unused GPUs: 1"),
     ],
 )  # fmt: skip
 def test_parallel_layout_says_what_ranks_share(size: int, guided: bool, splits: bool, said: str) -> None:

@@ -72,7 +72,7 @@ def test_memory_estimate_falls_with_number_of_ranks() -> None:
         stage = shared(handle, guided=False)
         inputs = handle.family.step_inputs(handle.store.model.denoiser_config, (1, 16, 3, 8, 12), {})
         estimates.append(estimate_activation_bytes(DenoiserSetup(stage, inputs | {"return_dict": False})))
-        assert not [note for note in stage.report.notes if "could not be counted" in note]
+        assert not [note for note in stage.report.notes if "could not be estimated" in note]
     assert estimates[0] > estimates[1] > estimates[2] > 0
 
 
