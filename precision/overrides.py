@@ -174,7 +174,9 @@ def diagnose_from_half_run(
     inside = Message("inside '{}'", name) if name else Message("outside of all layers")
     inside = Message("inside attention") if "attn" in name or "attention" in name else inside
     reason = Message("'{}'", name) if name else Message("the output")
-    reason += Message(" is not finite in {}, although every layer's output is in range: it overflows {}", dtype, inside)
+    reason += Message(
+        " gives NaN or infinity in {}, although all layers' outputs are in range: it overflows {}", dtype, inside
+    )
     if all_layers_scaled:
         reason = Message("values differ too much in size, or are too large, for products in {}, {}", dtype, inside)
     return OverflowDiagnosis(reason, name, peak)

@@ -275,7 +275,7 @@ def test_readme_names_tested_comfyui_versions(root: Path) -> None:
         (["--model", "absent"], "or the hub id of a model that Load Pipeline has downloaded."),
         (["--model", "file"], "'file' is not a .safetensors file"),
         (["--model", "."], "has no model_index.json. Choose a folder in diffusers format"),
-        (["--model", "other"], "'other' holds a FluxPipeline. Known: CogVideoXPipeline"),
+        (["--model", "other"], "'other' holds a FluxPipeline. Supported: CogVideoXPipeline"),
         (["--model", "cut"], "header too small"),
         (["--vram", "0.1"], "--vram 0.1 is not a card's memory"),
         (["--vram", "nan"], "--vram nan is not a card's memory"),

@@ -286,8 +286,8 @@ def test_primitive_sets_direct_target_but_none_behind_bypassed_node() -> None:
             )
         ),
         # nodes of the browser
-        ([node(1, "Load3D", ["a.glb", "", "", "clear", "", 1024, 768])], [], "Node 1 is a 'Load3D', whose pictures"),
-        ([node(1, "Camera", [""])], [], "Node 1 is a 'Camera', whose pictures"),
+        ([node(1, "Load3D", ["a.glb", "", "", "clear", "", 1024, 768])], [], "Node 1 is a 'Load3D', whose images"),
+        ([node(1, "Camera", [""])], [], "Node 1 is a 'Camera', whose images"),
         (
             [node(1, "Label (rgthree)")],
             [],

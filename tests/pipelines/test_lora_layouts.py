@@ -290,8 +290,8 @@ REFUSED: dict[str, str] = {  # an additional key → message
     "diffusion_model.blocks.0.self_attn.norm_q.diff_b": "has no place for 1 tensor",  # a norm without a bias
     f"{KEY}.alpha": "has no place for 1 tensor",  # one that is no number
     "diffusion_model.blocks.7.self_attn.q.diff_b": "has no place for 1 tensor",
-    "diffusion_model.blocks.0.self_attn.k.lora_B.weight": "it has only one of the two matrices of 'blocks.0.attn1.to_k'",
-    "diffusion_model.blocks.0.norm3.diff": r"has the shape \[8\], where \[24\] fits",
+    "diffusion_model.blocks.0.self_attn.k.lora_B.weight": "only one of the two matrices of 'blocks.0.attn1.to_k'",
+    "diffusion_model.blocks.0.norm3.diff": r"has the shape \[8\], expected \[24\]",
     "diffusion_model.blocks.1.norm3.diff": "as I8",  # written in whole numbers
 }  # fmt: skip
 
