@@ -116,9 +116,9 @@ def test_list_does_not_wait_for_named_pipe(folder, command):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["export", "Cog", "file"], 2, "must start with 'Cog', and these do: CogVideoX-2B-cpu-bf16-"),
-        (["export", "x", "file"], 2, "these do: none. Looked in"),
-        (["export", "CogVideoX-2B", "no/such/folder/file"], 5, "could not be written"),
+        (["export", "Cog", "file"], 2, "'Cog' must match one folder of compiled code. Matches: CogVideoX-2B-cpu-bf16-"),
+        (["export", "x", "file"], 2, "Matches: none. Looked in"),
+        (["export", "CogVideoX-2B", "no/such/folder/file"], 5, "Cannot write the file"),
         (["import", "absent"], 2, "'absent' cannot be read"),
     ],
 )

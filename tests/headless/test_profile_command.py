@@ -64,8 +64,8 @@ def test_exported_profile_can_be_imported(folder, command, tmp_path):
     ("arguments", "code", "message"),
     [
         (["show", "Cog"], 2, "'Cog' must match one profile. Matches: CogVideoX-5b-sm75-fp16-"),
-        (["show", "x"], 2, "these do: none. Looked in"),
-        (["export", "CogVideoX-5b-sm80", "no/such/folder/file.json"], 5, "could not be written"),
+        (["show", "x"], 2, "Matches: none. Looked in"),
+        (["export", "CogVideoX-5b-sm80", "no/such/folder/file.json"], 5, "Cannot write the file"),
         (["export", "CogVideoX-5b-sm80", "/dev/null"], 5, "'/dev/null' is a link, a folder or a device"),
         (["import", "absent.json"], 2, "The profile 'absent.json' cannot be read"),
     ],

@@ -205,7 +205,7 @@ def test_slow_rank_with_heartbeat_is_not_reported_as_hung(monkeypatch: pytest.Mo
     beating = threading.Thread(target=beat)
     beating.start()
     try:
-        with pytest.raises(RunFailedError, match="not done after 3 s"):
+        with pytest.raises(RunFailedError, match="did not finish within 3 s"):
             ranks._watch([slow], 3.0, no_progress)
         with pytest.raises(RunFailedError, match="stopped did not respond for 1 s"):
             ranks._watch([slow, stopped], None, no_progress)

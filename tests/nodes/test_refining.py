@@ -70,7 +70,7 @@ def test_infinite_values_in_mask_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("model", "text", "policy", "error"),
     [
-        (Model(LARGE), 4.0, {"on_failure": OnFailure.STOP}, r"prepares itself \('prefix'\).*is set to stop"),
+        (Model(LARGE), 4.0, {"on_failure": OnFailure.STOP}, r"computing its input 'prefix'.*is set to 'stop'"),
         (Model(torch.nan), 4.0, {}, r"'prefix'.* and in fp32 too, although the prompt is finite"),
     ],
 )

@@ -243,10 +243,10 @@ def test_oldest_folder_is_deleted_but_never_one_in_use(pipeline, monkeypatch):
 @pytest.mark.parametrize(
     ("graphs", "from_cache", "text"),
     [
-        (2, 0, "2 graphs compiled anew"),
+        (2, 0, "2 graphs newly compiled"),
         (3, 2, "3 graphs, 2 of them from the cache of earlier runs"),
         (2, 2, "2 graphs, from the cache of earlier runs"),
-        (0, 0, "0 graphs compiled anew"),
+        (0, 0, "0 graphs newly compiled"),
     ],
 )
 def test_report_counts_compiled_graphs_and_graphs_from_cache(pipeline, graphs, from_cache, text):

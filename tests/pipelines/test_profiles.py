@@ -152,7 +152,7 @@ def test_text_that_is_not_a_profile_is_refused(text):
         ({"architecture": "sm80"}, "it is for sm80, and this is sm75"),
         ({"dtype": "bf16"}, "it is for bf16, and this is fp16"),
         ({"versions": {"torch": "2.9", "diffusers": "0.42"}}, "made with torch 2.9, and this is 2.13"),
-        ({"versions": {}}, "torch of no version"),
+        ({"versions": {}}, "torch of an unknown version"),
     ],
 )
 def test_misfit_of_profile_has_reason(change, message):

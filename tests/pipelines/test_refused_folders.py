@@ -38,11 +38,11 @@ def header(text: str) -> bytes:
 REFUSED: list[tuple[str, str, Any, str]] = [  # variant, file, its new content, message
     # of another model
     ("2b", "model_index.json", {"_class_name": "WanPipeline"}, "names T5EncoderModel as text_encoder"),
-    ("2b", "model_index.json", {"_class_name": "FluxPipeline"}, "holds a FluxPipeline. Known: Cog"),
+    ("2b", "model_index.json", {"_class_name": "FluxPipeline"}, "holds a FluxPipeline. Supported: Cog"),
     ("2b", "model_index.json", {"_class_name": ["CogVideoXPipeline"]}, "holds a .'CogVideoXPipeline'."),
     ("2b", "model_index.json", {"transformer": ["diffusers", "UNet2DModel"]}, "names UNet2DModel as transformer"),
-    ("2b", DENOISER, {"_class_name": "UNet2DModel"}, "its '_class_name' is UNet2DModel, and model_index.json names"),
-    ("2b", WORDS, {"tokenizer_class": "BertTokenizer"}, "of a BertTokenizer, and model_index.json names T5Tokenizer"),
+    ("2b", DENOISER, {"_class_name": "UNet2DModel"}, "its '_class_name' is UNet2DModel, but model_index.json names"),
+    ("2b", WORDS, {"tokenizer_class": "BertTokenizer"}, "it is for BertTokenizer, but model_index.json names T5Tokenizer"),
     # no JSON, no config
     ("2b", "model_index.json", b"<html>", "it is not JSON"),
     ("2b", "model_index.json", [], r"it holds \[\], expected an object"),

@@ -61,8 +61,8 @@ OUTSIDE_RANGE = [  # changed peaks → module, peak, reason
     ({"blocks.1.norm": Peak(7e4, 1), "blocks.0.inner": Peak(1, 8e4)}, "blocks.0.inner", 8e4, "'blocks.0.inner'"),
     ({"out": Peak(1, 7e4)}, "out", 7e4, "'out' reaches"),
     # a block output out of range is the reason, whichever module was first
-    ({"blocks.0": Peak(1, 7e4), "blocks.1.norm": Peak(7e4, 1)}, "blocks.0", 7e4, "'blocks.0' puts out 7e+04, beyond"),
-    ({"blocks.0.inner": Peak(1, 9e4), "blocks.1": Peak(1, 7e4)}, "blocks.0.inner", 9e4, "'blocks.1' puts out"),
+    ({"blocks.0": Peak(1, 7e4), "blocks.1.norm": Peak(7e4, 1)}, "blocks.0", 7e4, "'blocks.0' outputs 7e+04, beyond"),
+    ({"blocks.0.inner": Peak(1, 9e4), "blocks.1": Peak(1, 7e4)}, "blocks.0.inner", 9e4, "'blocks.1' outputs"),
 ]
 
 

@@ -107,7 +107,7 @@ CASES = {
     "beside a layer kept in fp32": Case(
         [(wo_in_the_first_block,), INNER], SCALED, (ALL_LAYERS_SCALED,), "blocks.2.inner"
     ),
-    "a stream": Case([STREAM], SCALED, (ALL_LAYERS_SCALED,), blocks=28, note="'blocks.1' puts out"),
+    "a stream": Case([STREAM], SCALED, (ALL_LAYERS_SCALED,), blocks=28, note="'blocks.1' outputs"),
     "a stream from its start on": Case([(hot_embedding,)], SCALED, (ALL_LAYERS_SCALED,), "embed"),
     "a stream and an inner overflow": Case([STREAM, INNER], SCALED, (ALL_LAYERS_SCALED,)),
     "outside of the blocks": Case([(overflow_in_embedding,)], SCALED, (ALL_LAYERS_SCALED,), "embed.0"),

@@ -136,7 +136,7 @@ def test_norm_class_is_tried_once_on_its_compute_device(device):
 def test_parameters_in_another_dtype_are_reported():
     module = Plain().half()
     module.wi.float()
-    assert make_consistent(module, torch.float16) == ["'wi.weight' and 1 more: in fp32, not in fp16 as the rest"]
+    assert make_consistent(module, torch.float16) == ["'wi.weight' and 1 more: in fp32, not in fp16 like the rest"]
     assert module.wi.weight.dtype == torch.float32
 
 

@@ -219,7 +219,7 @@ def test_call_that_ends_in_an_error_leaves_state_unchanged(write: Any, how: str)
 def test_changed_tensor_too_large_to_copy_stops_the_run(inference, monkeypatch):
     monkeypatch.setattr(snapshot, "COPIED", 8)
     with torch.inference_mode(inference), torch.no_grad():
-        with pytest.raises(GuardStopped, match="had overwritten '0'"):
+        with pytest.raises(GuardStopped, match="has overwritten '0'"):
             guarded(built(WRITES["argument"]))(latents(), given=make_arguments())
         run = guarded(built(lambda _module, x, _given: x * 2))
         run(latents(), given=make_arguments())

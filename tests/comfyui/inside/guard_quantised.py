@@ -226,7 +226,7 @@ def test_quantised_weight_in_layer_without_switch_is_rejected_by_name() -> None:
         network.blocks[1].self_attn.q = plain
     error = error_of(lambda: sampled(guarded(patcher)))
     assert error.startswith("RerunUnsupported: 'blocks.1.self_attn.q.weight' is quantised (TensorWiseINT8Layout)")
-    assert "a Linear, has no switch" in error and "Update ComfyUI" in error
+    assert "(Linear) cannot compute in full precision" in error and "Update ComfyUI" in error
 
 
 def test_damaged_quantised_weight_is_named_in_error() -> None:

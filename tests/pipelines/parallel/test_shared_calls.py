@@ -80,5 +80,5 @@ def test_attention_backend_is_refused_where_ranks_share_tokens(monkeypatch: pyte
     monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", "flash")
     handle = opened("2b", "none", "bf16", ranks=ProcessGroup(0, 2))
     assert shared(handle, guided=True).shared_by == 1
-    with pytest.raises(PlanImpossible, match=r"DIFFUSERS_ATTN_BACKEND is flash\. Leave it unset"):
+    with pytest.raises(PlanImpossible, match=r"DIFFUSERS_ATTN_BACKEND is flash\. Unset it"):
         shared(handle, guided=False)
