@@ -249,7 +249,7 @@ def _guard(variant: Variant, dtype: str, request: Precision) -> tuple[bool, str]
 
 def _overflow_protection(variant: Variant, component: Component, dtype: str, request: Precision) -> tuple[bool, str]:
     if dtype != "fp16":
-        return False, f"off{' until a call fails' * (dtype == 'bf16')}: {dtype} has fp32's range"
+        return False, f"off{' until a call fails' * (dtype == 'bf16')}: {dtype} has enough range"
     if request is Precision.FP16_PLAIN:
         return False, "off: fp16 (plain) has none"
     if component in (Component.IMAGE_ENCODER, Component.VAE_DECODE):

@@ -286,7 +286,7 @@ def _variants_text(found: Diagnosis) -> list[str]:
 def estimates_text(runs: Sequence[RunEstimate]) -> list[str]:
     if not runs:
         return []
-    table: list[tuple[str, ...]] = [("", "size", "stage", "dtype", "runs", "weights", "beside", "peak")]
+    table: list[tuple[str, ...]] = [("", "size", "stage", "dtype", "runs", "weights", "activations", "peak")]
     for run in runs:
         for stage in run.stages:
             way = stage.way if stage.fits else "no room"

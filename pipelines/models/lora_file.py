@@ -166,6 +166,8 @@ def _fit(placed: Placed, layer: str, found: dict[str, str], shapes: Mapping[str,
     if found.keys() == {"alpha"} or ("A" in found) != ("B" in found):
         raise Unreadable(f"it has only one of the two matrices of '{layer}'")
     rank = (shapes[found["A"]] or (0,))[0] if "A" in found else 1
+    if not 0 < rank <= _MOST_RANK:
+        raise Unreadable(f"the rank of '{layer}' is {rank}, expected 1 to {_MOST_RANK:,}")
     wanted = {
         "A": (rank, *inputs),
         "B": (outputs, rank, *[1] * (len(inputs) - 1)),
@@ -174,7 +176,7 @@ def _fit(placed: Placed, layer: str, found: dict[str, str], shapes: Mapping[str,
     }
     for part, key in found.items():
         placed.shapes[key] = fits = wanted.get(part, (outputs,))
-        if not _alike(shapes[key], fits) or not 0 < rank <= _MOST_RANK:
+        if not _alike(shapes[key], fits):
             raise Unreadable(f"'{shown(key, 100)}' has the shape {list(shapes[key])}, expected {list(fits)}")
     if key := found.pop("weight difference", ""):
         placed.differences[weight] = key

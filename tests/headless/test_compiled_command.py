@@ -71,9 +71,9 @@ def test_exported_code_is_unchanged_after_import_and_export(folder, command, tmp
 @pytest.mark.parametrize(
     ("machine", "message"),
     [
-        ({"torch": "2.5.0+cu124"}, f"it is for torch '2.5.0+cu124', and this is '{torch.__version__}'"),
-        ({"architecture": "sm90", "device": "NVIDIA H200"}, "it is for architecture 'sm90', and this is 'cpu'"),
-        ({"device": "another CPU"}, "it is for device 'another CPU', and this is "),
+        ({"torch": "2.5.0+cu124"}, f"it is for torch '2.5.0+cu124', but this is '{torch.__version__}'"),
+        ({"architecture": "sm90", "device": "NVIDIA H200"}, "it is for architecture 'sm90', but this is 'cpu'"),
+        ({"device": "another CPU"}, "it is for device 'another CPU', but this is "),
         ({"python": "cpython-310"}, "it is for python 'cpython-310'"),
         ({"system": "Windows AMD64"}, "it is for system 'Windows AMD64'"),
     ],
@@ -110,7 +110,7 @@ def test_damaged_file_is_neither_imported_nor_exported(folder, command, tmp_path
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
 def test_list_does_not_wait_for_named_pipe(folder, command):
     os.mkfifo(save(folder).with_name(IMPORTED))
-    assert "it is no file" in command("list")[1]
+    assert "it is not a file" in command("list")[1]
 
 
 @pytest.mark.parametrize(

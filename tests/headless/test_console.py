@@ -48,7 +48,7 @@ def test_unencodable_character_is_replaced(here: Path, monkeypatch: pytest.Monke
         (["workflow.json", "--server", "127.0.0.1:9"], 3, "No ComfyUI answers at http://127.0.0.1:9"),
         (["workflow.json", "--server", "127.0.0.1:9"], 3, "--comfyui DIR"),
         (["workflow.json", "--server", "127.0.0.1:9", "--models", "m"], 2, "--models does not work"),
-        (["workflow.json", "--comfyui", "."], 2, "there is no main.py"),
+        (["workflow.json", "--comfyui", "."], 2, "it has no main.py"),
         (["workflow.json", "--guard"], 2, "--guard works only with --server"),
         (["broken.json"], 4, "the GPU is on fire"),
         (["workflow.json", "--out", "workflow.json"], 5, "Cannot write"),

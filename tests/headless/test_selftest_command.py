@@ -60,7 +60,7 @@ def test_wrong_result_is_printed_and_gives_exit_code_4(fake_selftest: Any, tmp_p
         "Self-test of NVIDIA GeForce RTX 2080 Ti (cuda:0), 2026-11-30",
         "torch 2.13.0+cu128, driver 610.2",
         "right    matrix product in fp16 ",
-        "error 2.0e-04, of 4.9e-04 at most",
+        "error 2.0e-04, limit 4.9e-04",
         "WRONG    attention in fp16 ",
         "not run  a compiled block ",
         "4096×4096 product in fp16: 2.1 ms",

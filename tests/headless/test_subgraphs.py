@@ -228,7 +228,7 @@ CIRCLE = subgraph("big", [reroute(8, 4)], [link(4, IN, 8), link(3, 8, OUT)], {"a
             [*SET, host(5, "sets")],
             [link(1, 1, 3)],
             [SETS, INNER],
-            "Node 5:21:14 gets 'pic', which 2 Set nodes set",
+            "Node 5:21:14 gets 'pic', but 2 Set nodes set it",
         ),
     ],
 )

@@ -213,7 +213,7 @@ def test_combined_prompts_and_unequal_batches_are_refused(opened, family):
     (tensor, options), *_ = positive
     for wired, message in (
         ((positive + positive, negative), r"'positive' holds 2 prompts, but this node uses one. Remove Cond.*Comb"),
-        ((positive, negative + negative), "'negative' carries 2 prompts"),
+        ((positive, negative + negative), "'negative' holds 2 prompts"),
         (([[torch.cat([tensor, tensor]), options]], negative), r"'positive' has shape \(2, .* they must be equal"),
     ):
         with pytest.raises(BadInput, match=message):
@@ -321,11 +321,11 @@ WRONG = [
     (
         "svd",
         "2b",
-        "Stable Video Diffusion's .SVD.*, but Sample CogVideoX samples CogVideoX and .*Use Sample Stable Video",
+        "for Stable Video Diffusion .SVD.*, but Sample CogVideoX samples CogVideoX and .*Use Sample Stable Video",
     ),
     ("svd", "cogview3", "but Sample CogView samples CogView3-Plus and CogView4. Use Sample Stable Video Diffusion"),
-    ("2b", "svd", "CogVideoX's .*Use Sample CogVideoX"),
-    ("cogview4", "5b from a video", "CogView4's .*Use Sample CogView"),
+    ("2b", "svd", "for CogVideoX .*Use Sample CogVideoX"),
+    ("cogview4", "5b from a video", "for CogView4 .*Use Sample CogView"),
     ("1.5-i2v", "2b", "needs a start image. Wire one to 'image'"),
     ("2b", "1.5-i2v", "does not accept a start image. Disconnect it, or load an image-to-video model"),
     ("1.5-i2v", "5b from a video", "needs a start image"),

@@ -49,7 +49,7 @@ FOREIGN = {  # case → ({key: shape}, message)
     "output": (halves(f"{BLOCK}.ff.net.2", 128, 64), r"\[64, 2\], expected \[32, 2\]"),
     "partly another's": (halves(f"{BLOCK}.attn1.to_q") | halves("text_encoder.q"), f"{NO_PLACE}2 tensors"),
     "a norm": (halves(f"{BLOCK}.norm1.norm"), f"{NO_PLACE}2 tensors"),
-    "rank 0": (halves(f"{BLOCK}.attn1.to_q", rank=0), "fits"),
+    "rank 0": (halves(f"{BLOCK}.attn1.to_q", rank=0), "the rank of .* is 0, expected 1 to"),
     "half": (
         {f"{BLOCK}.attn1.to_q.lora_A.weight": (2, 32)},
         "has only one of the two matrices of 'transformer_blocks.0.attn1.to_q'",
@@ -68,7 +68,7 @@ def test_lora_of_other_model_is_refused_by_its_keys(case, tmp_path):
 
 
 BROKEN = {
-    "pickled": (lambda _, folder: written(folder / "lora.pt", pickle.dumps({})), "it is no safetensors file"),
+    "pickled": (lambda _, folder: written(folder / "lora.pt", pickle.dumps({})), "it is not a safetensors file"),
     "truncated": (lambda path, folder: written(folder / "a.safetensors", path.read_bytes()[:-9]), "it has .* bytes"),
     "missing": (lambda _, folder: folder / "gone.safetensors", "gone.safetensors' cannot be read"),
     "NaN": (lambda *where: changed(*where, value=float("nan")), "is damaged: '.*' holds NaN or infinite values"),

@@ -149,9 +149,9 @@ def test_text_that_is_not_a_profile_is_refused(text):
     [
         ({"weights": "1" * 32}, "another model's weights"),
         ({"loras": ("x at 1",)}, "other LoRAs"),
-        ({"architecture": "sm80"}, "it is for sm80, and this is sm75"),
-        ({"dtype": "bf16"}, "it is for bf16, and this is fp16"),
-        ({"versions": {"torch": "2.9", "diffusers": "0.42"}}, "made with torch 2.9, and this is 2.13"),
+        ({"architecture": "sm80"}, "it is for sm80, but this is sm75"),
+        ({"dtype": "bf16"}, "it is for bf16, but this is fp16"),
+        ({"versions": {"torch": "2.9", "diffusers": "0.42"}}, "made with torch 2.9, but this is 2.13"),
         ({"versions": {}}, "torch of an unknown version"),
     ],
 )

@@ -169,7 +169,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "one missing": (_without(f"{UNET}out.2.bias"), "svd.safetensors/unet': its files lack 'conv_out.bias', which"),
     "no size": (_without(f"{CLIP}conv1.weight"), r"no CLIPVision\w+ can be built from .*KeyError"),
     "left over": (_with(f"{UNET}scaled_fp8", torch.zeros(2)), f"unet': its files hold '{UNET}scaled_fp8', which"),
-    "wrong shape": (_with(f"{UNET}out.0.bias", torch.zeros(7)), r"'conv_norm_out.bias' has the shape \[7\], and"),
+    "wrong shape": (_with(f"{UNET}out.0.bias", torch.zeros(7)), r"'conv_norm_out.bias' has the shape \[7\], but"),
     "wrong rank": (_with(CONV_IN, torch.zeros(())), "no UNet.* can be built from the sizes .*IndexError"),
     "impossible sizes": (
         _with(f"{UNET}input_blocks.1.0.out_layers.3.weight", torch.zeros(65, 64, 3, 3)),

@@ -240,7 +240,7 @@ def test_out_of_memory_drops_step_cache_first(monkeypatch: pytest.MonkeyPatch) -
     _, report = cached(handle, "2b", plain)
     text = report.text()
     assert kept == [0, 1, 0], "its values are freed before the denoiser is placed again"
-    assert "fell back to nothing else on the device" in text and "went on with none, no step cache" in text
+    assert "fell back to nothing else on the device" in text and "fell back to none, no step cache" in text
     assert "halves" not in text and "cached" not in report.cells()[6:]
 
 

@@ -112,8 +112,8 @@ ONEDIFF = "https://github.com/siliconflow/onediff"
                         "issues/958")),
         ("sm90", AUTO, (Mode.OFF, "half-precision accumulation has never been confirmed safe on sm90 (Hopper)",
                         "issues/958")),
-        ("sm80", FAST, (Mode.FAST, "'fast', as you chose: half-precision accumulation, scores in fp32, reported correct "
-                        "on sm89", "pull/454")),
+        ("sm80", FAST, (Mode.FAST, "'fast', as you chose: half-precision accumulation, scores in fp32, reported "
+                        "correct on sm89", "pull/454")),
     ],
 )  # fmt: skip
 def test_decision_has_reason_and_source(name: str, requested: Accumulation, decision: Any) -> None:

@@ -191,7 +191,7 @@ def test_turing_without_tensor_cores_is_detected_by_name(gpus, name: str) -> Non
         plan = choose(found, variant, Component.DENOISER, Precision.AUTO)
         assert plan.dtype == "fp32" and "sm75-gtx16 (Turing without tensor cores)" in plan.reason
     assert (
-        "published in fp16, which comes out wrong on"
+        "published in fp16, which gives wrong results on"
         in choose(found, VARIANTS["SVD"], Component.DENOISER, Precision.AUTO).reason
     )
 

@@ -113,7 +113,7 @@ def test_every_plan_of_a_device_is_consistent(device: Architecture) -> None:
         if request is not AUTO:  # a costly request names its cost
             safe = request is FP16 and plan.dtype == "fp16"
             assert ("is slow on" in plan.reason) == (safe and not device.fast_fp16 and not device.fp16_wrong)
-            assert ("comes out wrong on" in plan.reason) == (safe and device.fp16_wrong)
+            assert ("gives wrong results on" in plan.reason) == (safe and device.fp16_wrong)
             assert ("overflows plain fp16" in plan.reason) == (safe and variant.leaves_fp16)
             assert ("only emulates" in plan.reason) == (request is BF16 and device.bf16 == "emulated")
             nearer = request is BF16 and device.native_bf16 and variant.trained_in == "fp16"
