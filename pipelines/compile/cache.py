@@ -205,7 +205,7 @@ def room_in_words(compile_cache_dir: Path) -> str:
 def _ready(compile_cache_dir: Path, target: Target, report: RunReport) -> Path | None:
     """Return a target's folder, made if missing; None if the user exported another, or it cannot be made."""
     if own := exported():
-        report.note(f"compiled code is kept in {own}, as you exported {INDUCTOR}")
+        report.note(f"compiled code is kept in {INDUCTOR}={own}, as you exported it")
         return None
     folder = compile_cache_dir / f"{target.name}{SUFFIX}"
     try:
