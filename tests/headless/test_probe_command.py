@@ -66,7 +66,7 @@ def test_fp32_probe_writes_no_profile(probe, model_folder, tmp_path):
     ("arguments", "message"),
     [
         (("--model", "nowhere/to/be-found"), "There is no 'nowhere/to/be-found'"),
-        (("--model", "MODEL", "--arch", "sm7"), "'sm7' is no architecture"),
+        (("--model", "MODEL", "--arch", "sm7"), "'sm7' is unknown"),
         (("--model", "MODEL", "--steps", "0"), "steps"),
         (("--model", "MODEL", "--image", "picture.png"), "does not start from an image. Leave out --image."),
     ],

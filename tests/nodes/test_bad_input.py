@@ -80,7 +80,7 @@ def test_crop_and_stretch_fit_start_image_differently(opened, family):
 @pytest.mark.parametrize("family", STARTS)
 def test_fit_refuse_rejects_start_image_of_other_size(opened, family):
     graph, pipeline = opened(family)
-    message = r"The image is 80×40, but \d+×\d+ is to be made. Set fit to 'crop' or 'stretch', or resize"
+    message = r"The image is 80×40, but the output is \d+×\d+. Set fit to 'crop' or 'stretch', or resize"
     assert_refused(graph, pipeline, BadInput, message, fit="refuse", **start_input(family, width=80, height=40))
 
 

@@ -195,7 +195,7 @@ def test_lora_of_each_trainer_equals_merge_by_hand(case: str, tmp_path: Path) ->
     without, right = model(**given)[0], merged(model, {SCALE: made})(**given)[0]
     found = with_loras(model, [Lora(path, SCALE)], family)(**given)[0]
     assert error_over_effect(found, right, without) <= 1e-4
-    assert not [note for note in check_lora(path, family, model) if "left out" in note]
+    assert not [note for note in check_lora(path, family, model) if "ignored" in note]
     assert torch.equal(model(**given)[0], without), "the model is as it was"
 
 
@@ -229,7 +229,7 @@ def test_alpha_of_peft_folder_is_read_from_adapter_config(settings: dict[str, An
     with pytest.raises(BadLora, match=r"'adapter_model.safetensors' cannot be used: it is not JSON"):
         check_lora(lora.path, WAN, model)
     beside.write_text(json.dumps({"peft_type": "LOHA"}))
-    with pytest.raises(BadLora, match="holds LOHA, and only LoRA"):
+    with pytest.raises(BadLora, match="holds LOHA, but only LoRA"):
         check_lora(lora.path, WAN, model)
     beside.unlink()
     (note,) = check_lora(lora.path, WAN, model)

@@ -44,8 +44,8 @@ def test_too_long_or_truncated_header_is_refused(tmp_path: Path) -> None:
     file.write_bytes(struct.pack("<Q", 2**25 + 1))
     os.truncate(file, 2**26)
     for read in (read_header, header_text):
-        with pytest.raises(Unreadable, match="has 33,554,433 bytes, and 33,554,432 is the most"):
+        with pytest.raises(Unreadable, match="has 33,554,433 bytes; the limit is 33,554,432"):
             read(file)
     file.write_bytes(struct.pack("<Q", 2**60) + b"{}")
-    with pytest.raises(Unreadable, match="cut off, after 10 bytes"):
+    with pytest.raises(Unreadable, match="cut off after 10 bytes"):
         header_text(file)

@@ -215,7 +215,7 @@ def test_repeated_failures_switch_to_fp32_without_half_attempts(each_time):
     assert run.outcomes == ["rerun"] * failed + ["finite"] * (6 - failed) and run.dtypes == ["fp32"] * 6
     assert len(broken.calls()) == 2 * failed, "each repeated once to locate the failure"
     assert run.learned == IN_FP32 and run.rerun(failed - 1).action == REST and run.built[1:] == []
-    assert run.report.steps[failed].note == "half precision is not tried any more"
+    assert run.report.steps[failed].note == "half precision is no longer used"
 
 
 @pytest.mark.parametrize("too_many", [False, True])

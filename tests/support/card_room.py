@@ -146,7 +146,7 @@ def result_and_peak(room: Room, handle: PipelineHandle, run: Callable[[], Any]) 
 
 def fallbacks(report: Any) -> list[str]:
     """Fallbacks that the run took after memory ran out."""
-    return [note.rpartition(" with ")[2] for note in report.notes if "memory ran out" in note]
+    return [note.rpartition(" back to ")[2] for note in report.notes if "out of memory" in note]
 
 
 def auto_modes(report: Any) -> list[str]:

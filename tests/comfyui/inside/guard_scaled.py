@@ -194,7 +194,7 @@ def test_each_precision_computes_in_its_dtype(family: str, weights: str) -> None
         for precision in ("inherit", "bf16", "fp16 (plain)", "fp32"):
             if precision == "fp16 (plain)" != as_it_is:
                 error = error_of(lambda: run(patcher, "fp16 (plain)"))
-                assert error.startswith("BadInput: ComfyUI computes") and "--fp16-unet" in error
+                assert error.startswith("BadInput: ComfyUI runs") and "--fp16-unet" in error
                 continue
             made = run(patcher, precision)
             check_said()

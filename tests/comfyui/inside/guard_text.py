@@ -61,7 +61,7 @@ def test_healthy_text_refiner_is_bit_equal_with_guard(family: str) -> None:
     patcher = hot(family, refiner=False, trunk=False)
     plain, made = (sample_with_text(each) for each in (patcher, guarded(patcher)))
     assert all(map(torch.equal, plain, made))
-    assert "refined" not in texts[-1]
+    assert "text: " not in texts[-1]
     assert "extra_conds" not in vars(patcher.model)
 
 

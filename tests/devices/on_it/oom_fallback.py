@@ -55,12 +55,12 @@ def test_memory_for_missing_kernels_is_requested_and_noted_once(room: Room, monk
         latents, report = sampled(handle, "2b")
         _, decoded = decode(handle, latents)
         for said, why in ((report, attention), (decoded, "no cuDNN for 3D convolutions.")):
-            (note,) = [note for note in said.notes if "beside its weights" in note]
+            (note,) = [note for note in said.notes if " of activations: " in note]
             stage = said.plan.component
             (takes,) = [most for key, (most, _) in handle.store.room.items() if key[1].component is stage]
             (needs,) = [most for key, (most, _) in lean.store.room.items() if key[1].component is stage]
             assert takes > 1.1 * needs and takes in room.requested and needs in asked
-            assert note == f"{stage.words} takes {size(takes)} beside its weights: {why}"
+            assert note == f"{stage.words} takes {size(takes)} of activations: {why}"
 
 
 def weights_of(handle: PipelineHandle, name: str, dtype: str = "fp32") -> int:
