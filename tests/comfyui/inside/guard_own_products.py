@@ -229,7 +229,9 @@ def test_format_without_kernel_is_dequantised_with_reason_in_report(kind: str) -
         made = run(patcher)
     assert error(made, kind) <= 3e-3
     assert counts["dequantised"] == layers_of(patcher) * STEPS and counts["products"] == 1
-    assert f"{FORMATS[kind].layout} weights are dequantised in each step (slower): ValueError: CPU does not" in texts[-1]
+    assert (
+        f"{FORMATS[kind].layout} weights are dequantised in each step (slower): ValueError: CPU does not" in texts[-1]
+    )
 
 
 def test_unknown_format_is_dequantised_and_reported() -> None:
