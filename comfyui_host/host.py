@@ -362,7 +362,7 @@ class Progress:
 
     def __init__(self, total: int, node_id: str | None, unit: str = "it"):
         from ..pipelines.models.on_disk import listening
-        from ..pipelines.pace import Pace
+        from ..pipelines.time_left import Pace
 
         self._pace = Pace()
         self._picture: Any = None

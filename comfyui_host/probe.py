@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..precision.guard import GuardPolicy, StageGuard
-from ..precision.observe import block_names
+from ..precision.layer_peaks import block_names
 from ..precision.probe import Probe, ProbeResult, recommend
 from ..trust.message import Told, shown
-from .calls import ModelCall, apply_model_in_fp32, around_apply_model, wrapped
 from .compat import what_changed
-from .guards import denoiser_of
 from .host import is_interrupt
-from .networks import profile_of
+from .model_calls import ModelCall, apply_model_in_fp32, around_apply_model, wrapped
+from .native_guards import denoiser_of
+from .native_network import profile_of
 from .refining import forget_earlier_runs, refining_guarded
 
 

@@ -18,14 +18,14 @@ import torch
 from ..precision.arch import detect
 from ..precision.dtypes import FP16_MAX, dtype_name
 from ..precision.guard import GuardPolicy, GuardStopped, OnFailure
-from ..precision.observe import floating, non_finite
-from ..precision.overflow import ClipDetector, KnownRangeEnds, only_minus_inf, range_ends
+from ..precision.layer_peaks import floating, non_finite
+from ..precision.overflow_detection import ClipDetector, KnownRangeEnds, only_minus_inf, range_ends
 from ..precision.snapshot import Snapshot
 from ..precision.upcast import run_in_fp32
 from ..trust.message import Message
-from .calls import OPAQUE, ModelCall
 from .compat import unless_changed
-from .layers import products_in_fp32
+from .model_calls import OPAQUE, ModelCall
+from .rerun_layers import products_in_fp32
 
 _TEXT = "c_crossattn"  # the text, among the prepared conditions
 _PREPARES = "preprocess_"  # prefix of the network's methods that `extra_conds` calls

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from ..precision.accumulation import accumulation
+from ..precision.after_failure import HalfPrecisionForward
 from ..precision.arch import present
 from ..precision.dtypes import DTYPES, dtype_name
-from ..precision.fallback import HalfPrecisionForward
 from ..precision.guard import GuardPolicy, GuardStopped, Scope, StageGuard
 from ..precision.learned_scales import LearnedProducts
-from ..precision.overflow import ClipDetector
+from ..precision.overflow_detection import ClipDetector
 from ..precision.overrides import NOTHING, PrecisionOverrides, Profile, ProfileFile
 from ..precision.policy import Component, Precision
 from ..precision.report import PROBLEMS, RunReport, StepRecord, together
@@ -28,9 +28,9 @@ from ..trust.message import BadInput, Message, Told, joined, message_of, shown
 from . import host
 from .compat import what_changed
 from .language import speaking, translated
-from .layers import OwnProducts, rerun_from
-from .networks import ComfyNetwork, profile_of
+from .native_network import ComfyNetwork, profile_of
 from .refining import forget_earlier_runs, refining_guarded
+from .rerun_layers import OwnProducts, rerun_from
 
 logger = logging.getLogger(__name__)
 

@@ -64,7 +64,7 @@ class LoadLoRA(PipelineChange):
     @classmethod
     def IS_CHANGED(cls, lora: str, **_: Any) -> str:
         from ..pipelines.models.folder import fingerprint
-        from ..pipelines.models.lora_file import files_of
+        from ..pipelines.models.lora_layouts import files_of
 
         path = inputs.entry(host.weight_files("loras"), lora)
         return " ".join(map(fingerprint, files_of(path))) if path else ""

@@ -17,8 +17,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .dtypes import HALF_DTYPES
-from .overflow import all_fit, sdpa
-from .shared import PROCESS_GATE
+from .overflow_detection import all_fit, sdpa
+from .process_state import PROCESS_GATE
 from .upcast import TraceableMode
 
 SAGE = "sage"

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from .overflow import OPERATORS
+from .overflow_detection import OPERATORS
 from .upcast import ALIASING, METADATA, OneOperation, is_quantised
 
 FP16 = torch.float16

@@ -21,12 +21,12 @@ from torch.utils import _pytree as pytree
 
 from ..trust.message import Message, Told, shown
 from .accumulation import fp16_accumulation
+from .after_failure import FallbackAdapter, HalfPrecisionForward
 from .arch import Architecture
 from .dtypes import DTYPES
-from .fallback import FallbackAdapter, HalfPrecisionForward
+from .layer_peaks import Agree, alone, broken_weight, first_broken, floating, non_finite
 from .memory import extra_peak
-from .observe import Agree, alone, broken_weight, first_broken, floating, non_finite
-from .overflow import (
+from .overflow_detection import (
     KnownRangeEnds,
     PendingReads,
     Range,

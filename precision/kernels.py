@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from .arch import EXPERIMENTAL, detect
 from .dtypes import DTYPES, dtype_name
-from .shared import NO_WARNINGS
+from .process_state import NO_WARNINGS
 
 _BROKEN_CUDNN = range(9_08_00, 9_15_00)  # its 3D convolutions in half precision are wrong at some sizes
 

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from ..trust.message import Message
-from . import fp16_safe, shared
+from . import fp16_safe, process_state
 from .fp16_safe import FP16, ROOM, both_floating, written_tensors
-from .observe import Agree, alone
+from .layer_peaks import Agree, alone
 from .planned_products import (
     BROADCAST,
     CallPattern,
@@ -119,7 +119,7 @@ class _PeakLog:
         device = next(value.device for value in values if isinstance(value, torch.Tensor))
         values = (*values, 1.0, 0.0)[:6]
         found = [torch.as_tensor(value, dtype=torch.float32, device=device).reshape(()) for value in values]
-        with shared.lasting():
+        with process_state.lasting():
             self.values.append(torch.stack(found))
         self.calls.append((key, convolves))
 

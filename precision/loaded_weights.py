@@ -16,9 +16,9 @@ import torch
 
 from ..trust.message import Message, Told
 from .dtypes import HALF_DTYPES, dtype_name
-from .observe import has_children
+from .layer_peaks import has_children
+from .process_state import NO_WARNINGS
 from .shallow_copy import KeptInFp32, keep_in_fp32
-from .shared import NO_WARNINGS
 
 
 class DamagedByCast(Told, ValueError):

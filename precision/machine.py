@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from pydantic import ConfigDict, Field
 
 from .arch import ARCHITECTURES, Architecture, detect
-from .shared import NO_WARNINGS
+from .process_state import NO_WARNINGS
 
 if TYPE_CHECKING:
     import torch

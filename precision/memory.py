@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .observe import floating
+from .layer_peaks import floating
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

@@ -24,7 +24,7 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from ..trust.message import Message
-from . import fp16_safe, shared
+from . import fp16_safe, process_state
 from .accumulation import fp16_accumulation
 from .fp16_safe import FP16, both_floating, is_bf16, written_tensors
 from .scaled_products import (
@@ -322,7 +322,7 @@ class PlannedMode(LayerTrackingMode):
         if not (isinstance(given, torch.Tensor) and given.is_floating_point() and given.numel()):
             return
         if given.device.type != "cpu" or not self._on_device:
-            with shared.lasting():
+            with process_state.lasting():
                 if may_be_mask:
                     self._extremes.append(torch.aminmax(given))
                 else:
@@ -336,12 +336,12 @@ class PlannedMode(LayerTrackingMode):
             for each in given:
                 self._record_extremes(each, may_be_mask=False)
         elif all(each.numel() for each in given):
-            with shared.lasting():
+            with process_state.lasting():
                 self._extremes += [(norm, norm) for norm in torch._foreach_norm(given, torch.inf)]
 
     def _record_rows(self, given: torch.Tensor, spatial: int = 0, factor: float = 1.0) -> None:
         """Record row maxima, which may be too small for fp16."""
-        with shared.lasting():
+        with process_state.lasting():
             rows = absmax(given, row_dims(given, spatial))
             self._row_peaks.append(rows if factor == 1 else rows * factor)
 
@@ -349,7 +349,7 @@ class PlannedMode(LayerTrackingMode):
         """Record row maxima of a product of two outputs (a gate): it may underflow although neither factor does. All
         zeros mean that it did; single rows of zeros may be right."""
         if made.ndim and made.numel():
-            with shared.lasting():
+            with process_state.lasting():
                 self._gate_peaks.append(absmax(made, (-1,)))
                 self._row_peaks.append(self._gate_peaks[-1])
 
@@ -387,7 +387,7 @@ class PlannedMode(LayerTrackingMode):
             else:
                 made = func(half, weight, None, *args, **kwargs)
             spatial = weight.ndim - 2
-            with shared.lasting():
+            with process_state.lasting():
                 self._underflows.append(has_underflowed(made, input, half, scale.min_product, spatial))
             if bias is None:
                 return made.float().mul_(factor)
@@ -404,7 +404,7 @@ class PlannedMode(LayerTrackingMode):
         self._drop_shared_inputs()
         if self._pattern.writes or not self._may_share or func is not F.linear or type(x) is not torch.Tensor:
             return _Fp16Input(x, state, scaled_to(x, factor, FP16))
-        with shared.lasting():
+        with process_state.lasting():
             made = self._shared_inputs[id(x), factor] = _Fp16Input(x, state, scaled_to(x, factor, FP16))
         return made
 
@@ -430,7 +430,7 @@ class PlannedMode(LayerTrackingMode):
         self._record_query_and_key(query, key)  # a row of logits that are all -inf is 0 in some kernels
         if value.dtype is not FP16:
             rows = absmax(value, (-1,))  # of each head: the least alone is kept
-            with shared.lasting():
+            with process_state.lasting():
                 self._row_peaks.append(torch.where(rows > 0, rows, 1).amin())
         with autocast_off_where_on((query.device.type,)):
             return F.scaled_dot_product_attention(query.to(FP16), key.to(FP16), value.to(FP16), *args, **kwargs)

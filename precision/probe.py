@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import torch
 
 from ..trust.plain import for_json
+from .after_failure import is_relevant
 from .arch import Architecture
 from .dtypes import DTYPES, HALF_DTYPES
-from .fallback import is_relevant
-from .observe import hooked, largest, leaves
+from .layer_peaks import hooked, largest, leaves
 from .overrides import (
     NOTHING,
     RANGE,

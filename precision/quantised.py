@@ -29,7 +29,7 @@ import torch
 from torch.nn import functional as F
 
 from .dtypes import HALF_DTYPES
-from .observe import Agree, alone, error_of, sampled
+from .layer_peaks import Agree, alone, error_of, sampled
 from .overrides import covered
 from .scaled_products import absmax
 from .shallow_copy import copy_with_base, replace_submodules

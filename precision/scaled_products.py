@@ -25,8 +25,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 
-from . import shared
-from .observe import error_of, sampled
+from . import process_state
+from .layer_peaks import error_of, sampled
 from .upcast import Fp32Mode, OneOperation, autocast_off_where_on, dequantised, is_quantised
 
 MAX_PRODUCT = 3e4  # the largest product of a scaled row: rounding on the way stays below 65504
@@ -312,7 +312,7 @@ def _by_kernel(
 @cache
 def scalar(value: float, device: torch.device) -> torch.Tensor:
     """Return a number as float32 [1], which makes one kernel compute on fp16 tensors in float32 and return float32."""
-    with shared.lasting():
+    with process_state.lasting():
         return torch.full((1,), value, device=device)
 
 
@@ -389,7 +389,7 @@ class _WeightBoundsCache:
         if found and not is_new:
             made = found[2]
         elif isinstance(weight, torch.nn.Parameter):
-            with shared.lasting():
+            with process_state.lasting():
                 made = weight_bounds(weight, dtype, transposed=transposed)
             self._known[id(weight), transposed] = weakref.ref(weight), state, made
         else:
@@ -406,7 +406,7 @@ class _WeightBoundsCache:
         """Make all later products with a weight NaN if `lost`, a bool [] on its device, is true."""
         for transposed in (False, True):
             if found := self._known.get((id(weight), transposed)):
-                with shared.lasting():
+                with process_state.lasting():
                     limit = torch.where(lost, torch.nan, found[2].limit)
                 self._known[id(weight), transposed] = *found[:2], found[2]._replace(limit=limit)
 

@@ -28,8 +28,8 @@ from .error_estimate import (
     ErrorEstimate,
     extrapolation_weights,
 )
-from .observe import floating
-from .overflow import PendingReads
+from .layer_peaks import floating
+from .overflow_detection import PendingReads
 from .planned_products import active_mode
 from .shallow_copy import Make, replace_submodules, with_forward
 from .snapshot import Snapshot, copies

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from ..trust.message import Told
 from .dtypes import HALF_DTYPES
-from .shared import SharedSetting
+from .process_state import SharedSetting
 
 
 class TraceableMode(TorchFunctionMode):

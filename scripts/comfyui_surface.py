@@ -236,9 +236,9 @@ OWNERS: dict[str, dict[str, str]] = {  # expression -> what it is, by file; "": 
         "loaded": _LOADED,
         "ops": "comfy.ops",
     },
-    "calls.py": {"kinds": _KINDS, "self.model": _MODEL, "executor.class_obj": _MODEL},
-    "guards.py": {"executor.class_obj": _GUIDER, "of": _PATCHER, "control": _CONTROLNET},
-    "layers.py": {
+    "model_calls.py": {"kinds": _KINDS, "self.model": _MODEL, "executor.class_obj": _MODEL},
+    "native_guards.py": {"executor.class_obj": _GUIDER, "of": _PATCHER, "control": _CONTROLNET},
+    "rerun_layers.py": {
         "each": _LOADED,
         "each.model": _PATCHER,
         "model": _MODEL,
@@ -328,7 +328,7 @@ def files() -> dict[str, list[str]]:
         for node in ast.walk(tree):
             if isinstance(node, (ast.Attribute, ast.Constant)):
                 named.setdefault(str(node.attr if isinstance(node, ast.Attribute) else node.value), set()).add(file)
-    wrapped = {name: {"guards.py"} for name, use in USES.items() if use.how == WRAP}
+    wrapped = {name: {"native_guards.py"} for name, use in USES.items() if use.how == WRAP}
     of = known | wrapped
     return {name: sorted(of.get(name) or named.get(name.rpartition(".")[2], ())) for name in USES}
 

@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 ELSEWHERE = tuple(f"{ROOT}{os.sep}{name}" for name in ("tests", "scripts", ".venv"))
-LOADED = """import sys, comfyui_onediff_guard.comfyui_host.guards
+LOADED = """import sys, comfyui_onediff_guard.comfyui_host.native_guards
 print(sum(name.startswith("comfyui_onediff_guard") for name in sys.modules))"""
 
 

@@ -189,7 +189,7 @@ NATIVE = """
 import json, sys
 from types import ModuleType, SimpleNamespace
 import torch
-from comfyui_onediff_guard.comfyui_host.guards import guarded_model, guarded_vae
+from comfyui_onediff_guard.comfyui_host.native_guards import guarded_model, guarded_vae
 from comfyui_onediff_guard.comfyui_host.runs import Settings
 from comfyui_onediff_guard.precision.guard import GuardPolicy
 

@@ -2,7 +2,7 @@
 import { app } from "../../scripts/app.js"
 import { api } from "../../scripts/api.js"
 import { historyOf } from "./history.js"
-import { words } from "./words.js"
+import { words } from "./strip_texts.js"
 
 const OFFER = "OneDiffGuard.OfferRerun"
 const MOST_OFFERED = 100 // runs; the latest ones

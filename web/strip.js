@@ -3,7 +3,7 @@ import { app } from "../../scripts/app.js"
 import { api } from "../../scripts/api.js"
 import { StripView } from "./strip_view.js"
 import { historyOf } from "./history.js"
-import { words } from "./words.js"
+import { words } from "./strip_texts.js"
 
 const OURS = "OneDiffGuard" // node types begin so
 const NAME = "$$node-text-preview" // ComfyUI's own widget for a node's progress text: where there is one, it says it there

@@ -1,7 +1,7 @@
 // What a strip looks like: why this precision, a cell a step, what was rerun; and the whole report, which opens over the
 // page, since it is longer and wider than there is room for between nodes.
 // Reports hold other people's text (models' and layers' names), so it is set as text, never as markup.
-import { words } from "./words.js"
+import { words } from "./strip_texts.js"
 
 const SIGNS = { half: "16", fp32: "32", rerun: "↻", cached: "=", failed: "✕" }
 const MOST_CELLS = 60 // beyond that, equal neighbours share one

@@ -14,7 +14,7 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, TextIO
 
-from ...pipelines.pace import in_words
+from ...pipelines.time_left import in_words
 from ...trust.message import for_terminal
 from ..errors import HostError, OutputError
 from .jobs import Job, Unmade

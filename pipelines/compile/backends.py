@@ -23,7 +23,7 @@ from ...precision.accumulation import NEXFORT_OPTION, NEXFORT_SWITCH, allowed
 from ...precision.arch import COMPILED, Architecture
 from ...precision.attention import Attended, missing
 from ...precision.machine import first_line
-from ...precision.overflow import BlockWithNanAttention
+from ...precision.overflow_detection import BlockWithNanAttention
 from ...precision.policy import failure
 from ...precision.shallow_copy import Make, replace_submodules
 from ...trust.message import Message

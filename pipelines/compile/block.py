@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ...precision.process_state import PROCESS_GATE, SharedSetting
 from ...precision.shallow_copy import with_forward
-from ...precision.shared import PROCESS_GATE, SharedSetting
 from ...trust.message import Message, joined
 from ..errors import BackendUnavailable, is_interrupt
-from ..pace import Pace
+from ..time_left import Pace
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from ...precision.machine import Platform, first_line, platform_of
-from ...precision.shared import PROCESS_GATE
+from ...precision.process_state import PROCESS_GATE
 from ...trust import atomic_files
 from ...trust.foreign import Foreign, parse_as
 from ...trust.message import Message, for_file_name, shown

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ...precision.accumulation import Accumulation
-from ...precision.activations import META
+from ...precision.activation_estimate import META
 from ...precision.arch import Architecture
 from ...precision.dtypes import DTYPES
 from ...precision.guard import GuardPolicy

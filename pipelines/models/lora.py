@@ -25,7 +25,7 @@ from ...trust.message import Message, shown
 from ..errors import BadLora
 from ..families.spec import FamilySpec
 from ..small_files import reading_file
-from .lora_file import MOST_ALPHA, LayerNames, LoraSettings, Placed, beside, files_of, header, place
+from .lora_layouts import MOST_ALPHA, LayerNames, LoraSettings, Placed, beside, files_of, header, place
 from .on_disk import StoredModel
 
 LoraKey = tuple[str, int, int, float]

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ...precision.guard import GuardPolicy, GuardStopped, OnFailure
-from ...precision.observe import non_finite
+from ...precision.layer_peaks import non_finite
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...trust.message import BadInput, Message
 from ..compile import auto_compile
 from ..compile.auto_compile import CallSignature, DecoderCompiler
 from ..compile.backends import EAGER
-from ..compile.feature import while_compiling
+from ..compile.compiled_blocks import while_compiling
 from ..families.table import FAMILIES
 from ..parallel.exchange import collected, dealt
 from ..parallel.group import ALONE

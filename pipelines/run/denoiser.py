@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ...precision.fallback import HalfPrecisionForward, build_half_precision_forward
+from ...precision.after_failure import HalfPrecisionForward, build_half_precision_forward
 from ...precision.guard import StageGuard
 from ...precision.overrides import NOTHING, PrecisionOverrides
 from ...precision.shallow_copy import reporting, with_forward
@@ -51,14 +51,14 @@ def features_of(run: RunContext) -> list[Feature]:
 
         found.append(QuantisedRun())
     if handle.backend.name != EAGER or run.compile_key or handle.compile_options.attention:
-        from ..compile.feature import CompiledRun
+        from ..compile.compiled_blocks import CompiledRun
 
         found.append(CompiledRun(run))
     if plan.fp16_sums:
         found.append(Fp16Accumulation())
     parallel = None
     if not handle.ranks.alone:
-        from ..parallel.feature import ParallelRun
+        from ..parallel.split_calls import ParallelRun
 
         parallel = ParallelRun(run)
     if run.settings and handle.step_cache and handle.step_cache.error and family.cached_blocks:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ...precision.fallback import HalfPrecisionForward
-from ...precision.overflow import ClipDetector
+from ...precision.after_failure import HalfPrecisionForward
+from ...precision.overflow_detection import ClipDetector
 from ...precision.overrides import MAX_FP16_ERROR, fp16_accumulation_in_words
 from ...precision.policy import Plan
 from ...precision.report import RunReport, StepRecord
@@ -20,7 +20,7 @@ from ..compile.backends import EAGER, for_dtype
 from ..families.spec import ROTARY
 
 if TYPE_CHECKING:
-    from ...precision.overflow import PendingReads
+    from ...precision.overflow_detection import PendingReads
     from .handle import PipelineHandle
     from .previews import Previews
     from .sample import SampleSettings

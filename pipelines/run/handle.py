@@ -22,14 +22,14 @@ from ...precision.accumulation import Accumulation, accumulation, without_fp16_a
 from ...precision.arch import Architecture, present
 from ...precision.error_estimate import CachePolicy
 from ...precision.guard import GuardPolicy, OnFailure
+from ...precision.layer_peaks import alone
 from ...precision.machine import check_torch, first_line
 from ...precision.memory import Memory, peak_memory
-from ...precision.observe import alone
 from ...precision.overrides import NOTHING, PrecisionOverrides, Profile, ProfileFile
 from ...precision.policy import Component, Plan, PlanImpossible, Precision, choose
+from ...precision.process_state import PROCESS_GATE
 from ...precision.report import RunReport
 from ...precision.self_test import verified_architecture
-from ...precision.shared import PROCESS_GATE
 from ...precision.upcast import tf32_off
 from ...trust.message import Message, shown
 from ..compile.backends import BackendChoice, CompileOptions, choose_backend

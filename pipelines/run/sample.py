@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ...precision.observe import non_finite
+from ...precision.layer_peaks import non_finite
 from ...precision.policy import Component, Precision
+from ...precision.process_state import PROCESS_GATE
 from ...precision.report import RunReport, counted
 from ...precision.shallow_copy import reporting, with_forward
-from ...precision.shared import PROCESS_GATE
 from ...trust.message import BadInput, Message
 from ..compile.auto_compile import with_backend_of_run
 from ..compile.backends import EAGER

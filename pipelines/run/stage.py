@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from ...precision.guard import Stage
-from ...precision.observe import block_names
+from ...precision.layer_peaks import block_names
 from ...precision.policy import Component
-from ...precision.shared import PROCESS_GATE
+from ...precision.process_state import PROCESS_GATE
 from ...trust.message import Message
 from ..compile.backends import uses_torch_kernels
 from ..errors import BackendUnavailable

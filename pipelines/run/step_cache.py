@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...precision.after_failure import HalfPrecisionForward
 from ...precision.error_estimate import CachePolicy
-from ...precision.fallback import HalfPrecisionForward
-from ...precision.observe import block_names
+from ...precision.layer_peaks import block_names
 from ...precision.report import StepRecord
 from ...precision.step_cache import DenoiserHistory, GuidanceWeights, StepCacheController, with_most_memory
 from .feature import CallFeature, DenoiserSetup, Feature, RunContext
 
 if TYPE_CHECKING:
     from ..families.spec import FamilySpec
-    from ..parallel.feature import ParallelRun
+    from ..parallel.split_calls import ParallelRun
     from .sample import SampleSettings
     from .stage import ComponentStage
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ...precision.activations import ActivationMemoryMode, on_meta
-from ...precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
-from ...precision.observe import block_names
+from ...precision.activation_estimate import ActivationMemoryMode, on_meta
+from ...precision.after_failure import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
+from ...precision.layer_peaks import block_names
 from ...precision.overrides import PrecisionOverrides
 from ...precision.shallow_copy import Make, copy_with_base, replace_submodules, reporting, with_forward
 from ...precision.upcast import TF32, autocast_off_where_on, device_types, run_in_fp32

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from ...precision.accumulation import accumulation
-from ...precision.activations import META, counting, on_meta
+from ...precision.activation_estimate import META, counting, on_meta
 from ...precision.arch import COMPILED, Architecture, detect
 from ...precision.dtypes import DTYPES
 from ...precision.guard import GuardPolicy, StageGuard

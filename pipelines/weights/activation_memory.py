@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ...precision.activations import META, ActivationMemoryMode, counting, on_meta, shapes_of
+from ...precision.activation_estimate import META, ActivationMemoryMode, counting, on_meta, shapes_of
+from ...precision.after_failure import HalfPrecisionForward, build_half_precision_forward
 from ...precision.dtypes import DTYPES
-from ...precision.fallback import HalfPrecisionForward, build_half_precision_forward
 from ...precision.kernels import kernels_of
 from ...precision.machine import first_line
 from ...precision.memory import size

@@ -24,8 +24,8 @@ from ...precision.dtypes import DTYPES
 from ...precision.loaded_weights import DamagedByCast, make_consistent, mend_narrowed
 from ...precision.overrides import PrecisionOverrides, Profile
 from ...precision.planned_layers import KnownPeaks
+from ...precision.process_state import PROCESS_GATE
 from ...precision.quantised import QuantisedLinears
-from ...precision.shared import PROCESS_GATE
 from ..compile.backends import CompileOptions
 from ..errors import BadFolder
 from ..models.folder import fingerprint

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...precision.activations import on_meta
-from ...precision.fallback import HalfPrecisionForward
+from ...precision.activation_estimate import on_meta
+from ...precision.after_failure import HalfPrecisionForward
 from ...precision.policy import Plan, PlanImpossible
 from ...precision.quantised import LEAST, QuantisedLinears, lacking
 from ...precision.report import RunReport

@@ -15,7 +15,7 @@ from typing import Any
 
 import diffusers
 import torch
-from comfyui_onediff_guard.precision.activations import META, counting, on_meta
+from comfyui_onediff_guard.precision.activation_estimate import META, counting, on_meta
 from comfyui_onediff_guard.precision.kernels import LEAN, Kernels
 from comfyui_onediff_guard.precision.planned_products import Scale
 from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode

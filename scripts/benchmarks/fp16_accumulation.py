@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import quantised
 import torch
-from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
-from comfyui_onediff_guard.precision.observe import difference, floating
+from comfyui_onediff_guard.precision.after_failure import build_half_precision_forward
+from comfyui_onediff_guard.precision.layer_peaks import difference, floating
 from comfyui_onediff_guard.precision.overrides import MAX_FP16_ERROR, NOTHING
 from contestants import fp16_sums
 from fp16_sums_on_cpu import CHUNK, a_card_with_fp16_sums

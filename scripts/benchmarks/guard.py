@@ -19,8 +19,8 @@ import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import detect
 from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
+from comfyui_onediff_guard.precision.layer_peaks import leaf_peaks
 from comfyui_onediff_guard.precision.memory import largest_layer
-from comfyui_onediff_guard.precision.observe import leaf_peaks
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shallow_copy import with_forward

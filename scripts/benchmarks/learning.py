@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.precision.after_failure import FallbackAdapter, build_half_precision_forward
 from comfyui_onediff_guard.precision.arch import detect
-from comfyui_onediff_guard.precision.fallback import FallbackAdapter, build_half_precision_forward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
-from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.layer_peaks import block_names
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from faulty import faulty

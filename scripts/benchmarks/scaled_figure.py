@@ -22,8 +22,8 @@ from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW3PLUS, COGVIEW4
 from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
 from comfyui_onediff_guard.precision.dtypes import FP16_MAX
+from comfyui_onediff_guard.precision.layer_peaks import floating, hooked, largest, leaves
 from comfyui_onediff_guard.precision.learned_scales import LearnedProducts
-from comfyui_onediff_guard.precision.observe import floating, hooked, largest, leaves
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel, CogView4Transformer2DModel
 from matplotlib.figure import Figure
 from measure import relative_error

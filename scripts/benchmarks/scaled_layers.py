@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import choose_backend, compiled
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
-from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
-from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.after_failure import build_half_precision_forward
+from comfyui_onediff_guard.precision.layer_peaks import block_names
 from comfyui_onediff_guard.precision.overrides import NOTHING
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from measure import arguments, build, head, relative_error, write_json

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from comfyui_onediff_guard.precision.observe import block_names, hooked, largest
+from comfyui_onediff_guard.precision.layer_peaks import block_names, hooked, largest
 
 
 def stream_peak(module: torch.nn.Module, blocks: Iterable[str], call: Callable[[], Any]) -> float:

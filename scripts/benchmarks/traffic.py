@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from comfyui_onediff_guard.precision.activations import FusedAttention
+from comfyui_onediff_guard.precision.activation_estimate import FusedAttention
 from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode

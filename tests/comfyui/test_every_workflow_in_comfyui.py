@@ -139,7 +139,7 @@ def test_wired_guard_takes_precedence_over_switch(server: legs.Server) -> None:
     prompt["after"] = {"class_type": "ModelComputeDtype", "inputs": {"model": [guard, 0], "dtype": "fp16"}}
     prompt[guard]["inputs"]["on_failure"] = "stop"
     on = Queued(server, prompt, SWITCHED_ON)
-    assert on.ended == "error" and "set to stop" in on.log
+    assert on.ended == "error" and "set to 'stop'" in on.log
 
 
 def test_each_user_of_server_has_own_switch(leg: legs.Leg, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from comfyui_onediff_guard.headless.errors import RunFailedError
 from comfyui_onediff_guard.headless.hosts.local import run_local
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
 from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON
-from comfyui_onediff_guard.pipelines.compile.feature import while_compiling
+from comfyui_onediff_guard.pipelines.compile.compiled_blocks import while_compiling
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.comfyui_host import calls, host
-from comfyui_onediff_guard.comfyui_host.layers import products_in_fp32
-from comfyui_onediff_guard.precision import scaled_products, shared
+from comfyui_onediff_guard.comfyui_host import host, model_calls
+from comfyui_onediff_guard.comfyui_host.rerun_layers import products_in_fp32
+from comfyui_onediff_guard.precision import process_state, scaled_products
 from comfyui_onediff_guard.precision.learned_scales import LearnedProducts, LearningMode
-from comfyui_onediff_guard.precision.overflow import ClipDetector
+from comfyui_onediff_guard.precision.overflow_detection import ClipDetector
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -79,7 +79,7 @@ def test_version_of_comfyui_without_plans_is_read_once(monkeypatch: pytest.Monke
     host._installed_version.cache_clear()
     try:
         for _ in range(3):
-            with shared.lasting():
+            with process_state.lasting():
                 assert host.version() == "0.33.0"
     finally:
         host._installed_version.cache_clear()
@@ -87,7 +87,7 @@ def test_version_of_comfyui_without_plans_is_read_once(monkeypatch: pytest.Monke
 
 
 def test_weight_limits_are_allocated_outside_plan(plan: Allocations) -> None:
-    assert shared.lasting is calls._outside_of_allocation_graphs
+    assert process_state.lasting is model_calls._outside_of_allocation_graphs
     layer = torch.nn.Linear(8, 8).half()
     limits = scaled_products._WeightBoundsCache()
     with plan, torch.no_grad():

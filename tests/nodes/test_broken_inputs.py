@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.comfyui_host.calls import _broken
+from comfyui_onediff_guard.comfyui_host.model_calls import _broken
 
 FINITE = torch.zeros(4)
 BROKEN = torch.tensor([0.0, math.nan, math.inf, 1.0])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.comfyui_host.calls import CallMemory
+from comfyui_onediff_guard.comfyui_host.model_calls import CallMemory
 
 FP16 = torch.float16
 Write = Callable[[Any, dict[str, Any]], Any]  # (network, options) → the state that a call reads before it writes

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.comfyui_host import compat, guards
+from comfyui_onediff_guard.comfyui_host import compat, native_guards
 from comfyui_onediff_guard.comfyui_host.refining import forget_earlier_runs
 from comfyui_onediff_guard.comfyui_host.runs import Settings, guarded_run
 from comfyui_onediff_guard.precision.guard import GuardPolicy
@@ -45,7 +45,7 @@ def test_changed_or_raising_method_does_not_end_run(caplog: pytest.LogCaptureFix
 
 def test_missing_model_argument_does_not_end_run(caplog: pytest.LogCaptureFixture) -> None:
     compat.tell_once.cache_clear()
-    guard = guards._ModelGuard(Settings(GuardPolicy()))
+    guard = native_guards._ModelGuard(Settings(GuardPolicy()))
     with guarded_run(Settings(GuardPolicy())) as run:
-        made = guard.apply(lambda x, *_, **__: x + 1, torch.ones(1), transformer_options={guards.KEY: run})
+        made = guard.apply(lambda x, *_, **__: x + 1, torch.ones(1), transformer_options={native_guards.KEY: run})
     assert made == 2 and "Off: clearing a model's caches of earlier runs" in caplog.text

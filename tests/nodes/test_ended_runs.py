@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.comfyui_host import host
-from comfyui_onediff_guard.comfyui_host.networks import ComfyNetwork
+from comfyui_onediff_guard.comfyui_host.native_network import ComfyNetwork
 from comfyui_onediff_guard.comfyui_host.runs import Settings, guarded_run
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure, Scope
 from comfyui_onediff_guard.precision.policy import Component

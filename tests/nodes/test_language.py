@@ -21,7 +21,7 @@ from comfyui_onediff_guard.comfyui_host.runs import Settings, guarded_run
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.pipelines.errors import BadSize, HubError
 from comfyui_onediff_guard.pipelines.families.table import FAMILIES
-from comfyui_onediff_guard.pipelines.pace import in_words
+from comfyui_onediff_guard.pipelines.time_left import in_words
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, named
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped
 from comfyui_onediff_guard.precision.overrides import (

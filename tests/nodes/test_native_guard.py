@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.nodes.native import NaNGuardNative
+from comfyui_onediff_guard.nodes.native_guard import NaNGuardNative
 from comfyui_onediff_guard.trust.message import BadInput
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.comfyui_host import networks
-from comfyui_onediff_guard.comfyui_host.guards import guarded_vae
+from comfyui_onediff_guard.comfyui_host import native_network
+from comfyui_onediff_guard.comfyui_host.native_guards import guarded_vae
 from comfyui_onediff_guard.comfyui_host.runs import Settings
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, SWITCHES
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
@@ -64,7 +64,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.delenv(name, raising=False)
 
     def card(name: str) -> None:
-        monkeypatch.setattr(networks, "verified_architecture", lambda *_: ARCHITECTURES[name])
+        monkeypatch.setattr(native_network, "verified_architecture", lambda *_: ARCHITECTURES[name])
 
     return card
 

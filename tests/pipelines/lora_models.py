@@ -12,8 +12,8 @@ from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, comp
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW4
 from comfyui_onediff_guard.pipelines.models.lora import Lora, with_loras
-from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
-from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.after_failure import build_half_precision_forward
+from comfyui_onediff_guard.precision.layer_peaks import block_names
 from comfyui_onediff_guard.precision.overrides import NOTHING
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file

@@ -13,7 +13,7 @@ from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement, laid_out, lay_out, of_layout
-from comfyui_onediff_guard.precision.activations import counting, on_meta
+from comfyui_onediff_guard.precision.activation_estimate import counting, on_meta
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.policy import Component
 from comfyui_onediff_guard.precision.shallow_copy import with_forward

@@ -107,7 +107,7 @@ def test_healthy_bf16_run_is_bit_equal_with_and_without_guard():
 def test_stop_policy_stops(precision):
     handle = replace(opened("2b", precision=precision), policy=GuardPolicy(OnFailure.STOP))
     hook = handle.store.module("transformer", precision).proj_out.register_forward_hook(fails_in_half)
-    with pytest.raises(GuardStopped, match="set to stop"):
+    with pytest.raises(GuardStopped, match="set to 'stop'"):
         make(handle, SMALL)
     frames, report = make(replace(handle, policy=GuardPolicy()), SMALL)
     hook.remove()

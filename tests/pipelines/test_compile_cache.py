@@ -21,7 +21,7 @@ from comfyui_onediff_guard.pipelines.compile.cache import (
     exportable,
     keep_imported,
 )
-from comfyui_onediff_guard.pipelines.compile.feature import while_compiling
+from comfyui_onediff_guard.pipelines.compile.compiled_blocks import while_compiling
 from comfyui_onediff_guard.precision import machine
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.policy import Component

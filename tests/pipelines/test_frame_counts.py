@@ -81,6 +81,6 @@ def test_setting_that_vae_does_not_support_gives_warning(model):
     whole, _ = decode(handle, latents)
     for setting in ("chunk", "tiling", "slicing"):
         made, report = decode(handle, latents, **{setting: 1})
-        warnings = [line for line in report.warnings if line.startswith(f"'{setting}' does nothing here")]
+        warnings = [line for line in report.warnings if line.startswith(f"'{setting}' has no effect")]
         assert bool(warnings) == (setting in USELESS[model])
         assert not warnings or torch.equal(made, whole)

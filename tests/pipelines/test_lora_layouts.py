@@ -16,7 +16,7 @@ from comfyui_onediff_guard.pipelines.errors import BadLora
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.families.wan import WAN
 from comfyui_onediff_guard.pipelines.models.lora import Lora, check_lora, with_loras
-from comfyui_onediff_guard.pipelines.models.lora_file import LayerNames
+from comfyui_onediff_guard.pipelines.models.lora_layouts import LayerNames
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers

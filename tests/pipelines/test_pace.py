@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from comfyui_onediff_guard.pipelines.pace import Pace
+from comfyui_onediff_guard.pipelines.time_left import Pace
 
 
 def shown(total: float, *marks: tuple[float, float]) -> list[str]:

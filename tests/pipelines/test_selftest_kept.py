@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_onediff_guard.comfyui_host.networks import comfy_plan
+from comfyui_onediff_guard.comfyui_host.native_network import comfy_plan
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, for_dtype
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, COMPILED, Architecture, detect

@@ -20,8 +20,8 @@ from comfyui_onediff_guard.pipelines.run.feature import _ClippedValues
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.run.step_cache import CachedRun
+from comfyui_onediff_guard.precision.after_failure import HalfPrecisionForward
 from comfyui_onediff_guard.precision.error_estimate import FIRST, LAST, CachePolicy
-from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
 from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component

@@ -11,7 +11,7 @@ import torch
 from comfyui_onediff_guard.pipelines.insight.vram_estimate import PUBLISHED
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.precision.activations import counting
+from comfyui_onediff_guard.precision.activation_estimate import counting
 from comfyui_onediff_guard.precision.shallow_copy import reporting, with_forward
 from small_runs import opened, start_image
 from torch.utils import _pytree as pytree

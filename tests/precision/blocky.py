@@ -8,10 +8,14 @@ from typing import Any
 
 import guards
 import torch
+from comfyui_onediff_guard.precision.after_failure import (
+    FallbackAdapter,
+    HalfPrecisionForward,
+    build_half_precision_forward,
+)
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
 from comfyui_onediff_guard.precision.guard import Scope, StageGuard
-from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.layer_peaks import block_names
 from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward

@@ -9,7 +9,7 @@ from typing import Any
 import guards
 import torch
 from comfyui_onediff_guard.precision.guard import StageGuard
-from comfyui_onediff_guard.precision.overflow import ClipDetector
+from comfyui_onediff_guard.precision.overflow_detection import ClipDetector
 from torch import nn
 
 END = 65504.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.activations import META, counting, on_meta
+from comfyui_onediff_guard.precision.activation_estimate import META, counting, on_meta
 from comfyui_onediff_guard.precision.kernels import Kernels
 from comfyui_onediff_guard.precision.learned_scales import LearnedProducts
 from comfyui_onediff_guard.precision.upcast import run_in_fp32

@@ -11,7 +11,11 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import find_c_compiler
 from comfyui_onediff_guard.precision.attention import Attended, sdpa
-from comfyui_onediff_guard.precision.overflow import BlockWithNanAttention, ClipDetector, propagate_nonfinite_attention
+from comfyui_onediff_guard.precision.overflow_detection import (
+    BlockWithNanAttention,
+    ClipDetector,
+    propagate_nonfinite_attention,
+)
 from denoisers import MODELS, build, step
 from guards import guarded, report_of
 from test_attention import Block, in_int8, qkv

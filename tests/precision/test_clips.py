@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from clipping import CLIPS, END, Clip, Clipping, clip_input, guarded
-from comfyui_onediff_guard.precision.overflow import ClipDetector
+from comfyui_onediff_guard.precision.overflow_detection import ClipDetector
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode
@@ -249,7 +249,7 @@ def test_parse_to_function_is_never_hashed_or_compared(monkeypatch):
         def __call__(self, *args: Any) -> Any:
             return args
 
-    monkeypatch.setattr("comfyui_onediff_guard.precision.overflow._PARSE_TO", function := StandsIn())
+    monkeypatch.setattr("comfyui_onediff_guard.precision.overflow_detection._PARSE_TO", function := StandsIn())
     assert ClipDetector("fp16").__torch_function__(function, (), ("cpu",)) == ("cpu",)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from blocky import build
-from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.layer_peaks import block_names
 from comfyui_onediff_guard.precision.overrides import (
     NOTHING,
     OverflowDiagnosis,

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision.accumulation import Accumulation, accumulation, fp16_accumulation
-from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.fallback import (
+from comfyui_onediff_guard.precision.after_failure import (
     FallbackAdapter,
     HalfPrecisionForward,
     build_half_precision_forward,
 )
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.guard import Scope
-from comfyui_onediff_guard.precision.observe import Agree, alone
+from comfyui_onediff_guard.precision.layer_peaks import Agree, alone
 from comfyui_onediff_guard.precision.overrides import MAX_FP16_ERROR, NOTHING, PrecisionOverrides
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from fp16_sums_on_cpu import Fp16SumsOnCpu, a_card_with_fp16_sums

@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.guard import GuardStopped, OnFailure, Scope, StageGuard
-from comfyui_onediff_guard.precision.overflow import ClipDetector
+from comfyui_onediff_guard.precision.overflow_detection import ClipDetector
 from comfyui_onediff_guard.precision.policy import Component
 from comfyui_onediff_guard.precision.shallow_copy import IdentityMemo, with_forward
 from guards import guarded, in_fp32, outcomes, report_of
@@ -294,7 +294,7 @@ def test_weights_are_reloaded_after_half_is_given_up():
     [
         (NAN, OnFailure.RERUN, 1.0, "NaN or infinite in fp32 too", 1),
         (0.0, OnFailure.RERUN, 1.0, "NaN or infinite in fp32 too", 1),  # reloading failed
-        (2.0, OnFailure.STOP, 1.0, "set to stop", 0),
+        (2.0, OnFailure.STOP, 1.0, "set to 'stop'", 0),
         (2.0, OnFailure.OFF, 1.0, "", 0),
         (2.0, OnFailure.RERUN, NAN, "its input 'argument 1' holds 1 NaN or infinite", 0),
     ],
@@ -376,7 +376,7 @@ def test_overflow_beside_a_mask_fails_every_time():
     assert outcomes(run) == ["rerun", "rerun", "rerun"]
     hot, stops = masking(FILLS["-inf"], on_failure=OnFailure.STOP)
     hot.layer.weight.mul_(1e4)
-    with pytest.raises(GuardStopped, match="set to stop"):
+    with pytest.raises(GuardStopped, match="set to 'stop'"):
         stops(masked(1, scale=1e3))
 
 

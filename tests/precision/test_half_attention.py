@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision import scaled_products
-from comfyui_onediff_guard.precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
+from comfyui_onediff_guard.precision.after_failure import (
+    FallbackAdapter,
+    HalfPrecisionForward,
+    build_half_precision_forward,
+)
 from comfyui_onediff_guard.precision.overrides import STAY, PrecisionOverrides
 from comfyui_onediff_guard.precision.scaled_products import ScaledHalfMatmulMode
 from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32

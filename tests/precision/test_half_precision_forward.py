@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from blocky import build, latents, overflow_inside, overflow_stream
-from comfyui_onediff_guard.precision import fallback
+from comfyui_onediff_guard.precision import after_failure
+from comfyui_onediff_guard.precision.after_failure import build_half_precision_forward
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
 from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides
 from comfyui_onediff_guard.precision.shallow_copy import replace_submodules
 from guards import error
@@ -103,8 +103,8 @@ def test_scaled_layers_use_tf32_as_the_rerun_does(monkeypatch, tf32):
         asked.append(tf32)
         return part(x)
 
-    monkeypatch.setattr(fallback.LearnedProducts, "run", seen)
-    monkeypatch.setattr(fallback.LearnedProducts, "run_by_rows", seen)
+    monkeypatch.setattr(after_failure.LearnedProducts, "run", seen)
+    monkeypatch.setattr(after_failure.LearnedProducts, "run_by_rows", seen)
     made = build_half_precision_forward(build(), ALL_LAYERS_SCALED, "fp16", tf32=tf32)
     for attempt in (made.run, made.eager):
         attempt(latents().half())

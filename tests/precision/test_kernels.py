@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision import kernels
-from comfyui_onediff_guard.precision.activations import META
+from comfyui_onediff_guard.precision.activation_estimate import META
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, EXPERIMENTAL
 from comfyui_onediff_guard.precision.kernels import (
     LEAN,

@@ -16,7 +16,7 @@ import torch
 from blocky import build, guarded, latents, overflow_stream
 from clipping import CLIPS
 from comfyui_onediff_guard.precision import planned_products
-from comfyui_onediff_guard.precision.fallback import FallbackAdapter, build_half_precision_forward
+from comfyui_onediff_guard.precision.after_failure import FallbackAdapter, build_half_precision_forward
 from comfyui_onediff_guard.precision.guard import Scope
 from comfyui_onediff_guard.precision.learned_scales import (
     MAX_RENEWALS,

@@ -13,13 +13,13 @@ import guards
 import pytest
 import torch
 from blocky import Faults, build, guarded, latents, overflow_inside, overflow_stream
-from comfyui_onediff_guard.precision.fallback import (
+from comfyui_onediff_guard.precision.after_failure import (
     FallbackAdapter,
     HalfPrecisionForward,
     build_half_precision_forward,
     is_relevant,
 )
-from comfyui_onediff_guard.precision.overflow import ClipDetector
+from comfyui_onediff_guard.precision.overflow_detection import ClipDetector
 from comfyui_onediff_guard.precision.overrides import NOTHING, OverflowDiagnosis, PrecisionOverrides
 from comfyui_onediff_guard.precision.report import Rerun, StepRecord
 from guards import in_fp32
@@ -176,7 +176,7 @@ class ClippedBeside(nn.Module):
     ("factors", "learned", "found"),
     [
         (repeat(1e6), SCALED, "it overflows outside of all layers"),
-        (chain([1e6], repeat(1.0)), NOTHING, "computed again it did not fail"),
+        (chain([1e6], repeat(1.0)), NOTHING, "the repeated call did not fail"),
     ],
 )
 def test_repeated_clipping_outside_of_modules_turns_protection_on(factors, learned, found):

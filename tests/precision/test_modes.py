@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.overflow import ClipDetector, propagate_nonfinite_attention
+from comfyui_onediff_guard.precision.overflow_detection import ClipDetector, propagate_nonfinite_attention
 from comfyui_onediff_guard.precision.upcast import TraceableMode
 
 

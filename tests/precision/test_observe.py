@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from blocky import Gain, hooks
-from comfyui_onediff_guard.precision.observe import first_broken, largest, leaf_peaks, leaves, non_finite
+from comfyui_onediff_guard.precision.layer_peaks import first_broken, largest, leaf_peaks, leaves, non_finite
 from torch import nn
 
 

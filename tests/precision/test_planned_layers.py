@@ -13,8 +13,8 @@ from comfyui_onediff_guard.pipelines.compile.backends import EAGER, BackendChoic
 from comfyui_onediff_guard.pipelines.parallel.group import ProcessGroup
 from comfyui_onediff_guard.pipelines.parallel.shell import over_ranks
 from comfyui_onediff_guard.precision import planned_products
-from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward, build_half_precision_forward
-from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.after_failure import HalfPrecisionForward, build_half_precision_forward
+from comfyui_onediff_guard.precision.layer_peaks import block_names
 from comfyui_onediff_guard.precision.overrides import NOTHING
 from comfyui_onediff_guard.precision.planned_layers import InPlannedBlock, KnownPeaks, with_planned_layers
 from comfyui_onediff_guard.precision.planned_products import Scale

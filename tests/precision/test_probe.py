@@ -10,10 +10,10 @@ import torch
 from blocky import Gain, build, hooks, overflow_inside, overflow_stream
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision import scaled_products
+from comfyui_onediff_guard.precision.after_failure import build_half_precision_forward
 from comfyui_onediff_guard.precision.arch import named
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
-from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.layer_peaks import block_names
 from comfyui_onediff_guard.precision.overrides import NOTHING, Peak, PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.probe import Probe, Probed, ProbeResult, judge, recommend

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision import quantised
-from comfyui_onediff_guard.precision.fallback import FallbackAdapter, build_half_precision_forward
-from comfyui_onediff_guard.precision.observe import block_names, error_of
+from comfyui_onediff_guard.precision.after_failure import FallbackAdapter, build_half_precision_forward
+from comfyui_onediff_guard.precision.layer_peaks import block_names, error_of
 from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.quantised import (
     QuantisedLinears,

@@ -14,7 +14,7 @@ import pytest
 import torch._dynamo  # noqa: F401 - its settings are compared
 from at_once import HANG_SECONDS, at_once
 from comfyui_onediff_guard.precision import upcast
-from comfyui_onediff_guard.precision.shared import NO_WARNINGS, ProcessGate, SharedSetting
+from comfyui_onediff_guard.precision.process_state import NO_WARNINGS, ProcessGate, SharedSetting
 
 HOLD: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "no warnings": NO_WARNINGS.held,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from comfyui_onediff_guard.precision.after_failure import HalfPrecisionForward
 from comfyui_onediff_guard.precision.arch import named
-from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope, Stage
 from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides
 from guards import report_of

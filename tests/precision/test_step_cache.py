@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from comfyui_onediff_guard.precision.error_estimate import FIRST, ORDER, CacheDecision, CachePolicy, ErrorEstimate
-from comfyui_onediff_guard.precision.observe import block_names
+from comfyui_onediff_guard.precision.layer_peaks import block_names
 from comfyui_onediff_guard.precision.step_cache import DenoiserHistory, StepCacheController
 from guards import error
 

@@ -87,7 +87,7 @@ class Counted(TorchDispatchMode):
 
 
 def counted(step: Callable[[], Any]) -> Counted:
-    with Counted() as found, module("precision.activations").FusedAttention(lambda *_, **__: False):
+    with Counted() as found, module("precision.activation_estimate").FusedAttention(lambda *_, **__: False):
         step()
     return found
 
@@ -107,7 +107,7 @@ def test_protected_step_costs_little_more_than_plain_fp16(cells: Cells, family: 
     given = {n: torch.empty(each, device=META) if isinstance(each, tuple) else each for n, each in further.items()}
     given["c_crossattn"] = torch.empty(context, device=META)
     x, sigma = torch.empty(latents, device=META), torch.ones(latents[0], device=META)
-    calls, layers = module("comfyui_host.calls"), module("comfyui_host.layers")
+    calls, layers = module("comfyui_host.model_calls"), module("comfyui_host.rerun_layers")
 
     def plain() -> Any:
         return model._apply_model(x, sigma, transformer_options={calls.ATTENTION_OVERRIDE: pytorch_attention}, **given)

@@ -209,7 +209,7 @@ def test_nan_kept_on_network_from_earlier_run_is_named() -> None:
 @needs(HIDREAM)
 def test_stopped_run_leaves_no_prompt_cache() -> None:
     model = make_model(HIDREAM, hot=True)
-    assert "set to stop" in error_of(lambda: sample(guarded(model, on_failure="stop")))
+    assert "set to 'stop'" in error_of(lambda: sample(guarded(model, on_failure="stop")))
     assert len(model.model.diffusion_model._kv_cache_entries) == 0
 
 
@@ -259,7 +259,7 @@ def test_cached_tensors_are_not_copied_with_each_call(where: str) -> None:
     cache.layers[0] = [torch.zeros(4)]
     options = {"animate2_cache": cache} if where == "outside" else {}
     network.prefix_cache = cache if where == "on the network" else None
-    memory = module("comfyui_host.calls").CallMemory(network, options, torch.float16)
+    memory = module("comfyui_host.model_calls").CallMemory(network, options, torch.float16)
     assert not any(part._tensors for part in (memory._beside, memory._within))
     memory.of_a_call({})
     cache.layers[1] = [cache.layers.pop(0)[0] * torch.nan]

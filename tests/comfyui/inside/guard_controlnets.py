@@ -181,7 +181,7 @@ def test_method_kept_by_other_pack_guards_only_in_guarded_runs() -> None:
     right = sample(twin, control=applied(controlnet("sd15", torch.float32, hot=True)))
     for _ in range(2):
         assert difference(sample(guarded(keeping), control=control), right) <= 2e-2
-    assert not sample(model, control=control).isfinite().all() and not module("comfyui_host.guards")._RUNNING
+    assert not sample(model, control=control).isfinite().all() and not module("comfyui_host.native_guards")._RUNNING
 
 
 def test_infinite_residuals_given_to_model_are_named() -> None:
@@ -237,7 +237,7 @@ def test_controlnet_without_network_is_bit_equal_with_guard(network: Any, insert
 def test_controlnet_guard_failure_is_logged_and_run_is_unchanged(monkeypatch: Any, caplog: Any) -> None:
     model, control = make_model("sd15"), applied(controlnet("sd15"))
     plain = sample(model, control=control)
-    monkeypatch.setattr(module("comfyui_host.guards")._NetworkGuard, "_attempt", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(module("comfyui_host.native_guards")._NetworkGuard, "_attempt", lambda *_, **__: 1 / 0)
     assert torch.equal(sample(guarded(model, inserted=True), control=control), plain)
     assert "ControlNet: Not guarded from call 1 on: ZeroDivisionError" in caplog.text
 

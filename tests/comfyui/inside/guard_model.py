@@ -72,7 +72,7 @@ def _state(patcher: Any) -> list[Any]:
 def test_guard_follows_on_failure_and_scope() -> None:
     patcher = make_model("sd15", hot=True)
     stopped = error_of(lambda: sample(guarded(patcher, on_failure="stop")))
-    assert "call 1" in stopped and "set to stop" in stopped
+    assert "call 1" in stopped and "set to 'stop'" in stopped
     assert "1 call, 1 with NaN, infinite or clipped values; ended by the NaN Guard at call 1." in texts[-1]
     assert torch.isnan(sample(guarded(patcher, on_failure="off"))).all()
     assert f"{STEPS} steps, {STEPS} with NaN, infinite or clipped values: " in texts[-1]

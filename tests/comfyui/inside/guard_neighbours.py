@@ -18,8 +18,8 @@ from in_comfyui import as_comfyui_code, difference, error_of, guarded, module, o
 from native_models import LAYOUTS, in_fp32, make_model, sample, with_fp32_twin
 
 ATTENTION = import_module("comfy.ldm.modules.attention")
-calls = module("comfyui_host.calls")
-guards = module("comfyui_host.guards")
+calls = module("comfyui_host.model_calls")
+guards = module("comfyui_host.native_guards")
 HALF, SINGLE = torch.float16, torch.float32
 ATTENTIONS = {"sd15": 14, "flux": 4}  # attention calls per step
 

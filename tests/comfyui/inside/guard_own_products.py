@@ -112,7 +112,7 @@ def held(kind: str, weight: torch.Tensor) -> Any:
 
 
 def product(kind: str, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
-    own, run_in = module("comfyui_host.layers").OwnProducts(), module("precision.upcast").run_in
+    own, run_in = module("comfyui_host.rerun_layers").OwnProducts(), module("precision.upcast").run_in
     mode = module("precision.scaled_products").ScaledHalfMatmulMode(torch.float16, own.kernel_of)
     quantised_weight = held(kind, weight)
     return lambda x, **more: run_in(mode, F.linear, (x, quantised_weight), more)
@@ -236,8 +236,8 @@ def test_format_without_kernel_is_dequantised_with_reason_in_report(kind: str) -
 
 def test_unknown_format_is_dequantised_and_reported() -> None:
     patcher, _ = quantised("int8", hot=True)
-    with patch.dict(module("comfyui_host.layers")._ROWS), counting() as counts:
-        del module("comfyui_host.layers")._ROWS["TensorWiseINT8Layout"]
+    with patch.dict(module("comfyui_host.rerun_layers")._ROWS), counting() as counts:
+        del module("comfyui_host.rerun_layers")._ROWS["TensorWiseINT8Layout"]
         made = run(patcher)
     assert error(made, "int8") <= 3e-3 and counts["products"] == 0
     assert "TensorWiseINT8Layout weights are dequantised in each step (slower): no kernel is known" in texts[-1]

@@ -108,7 +108,7 @@ def test_other_threads_keep_fp8_products() -> None:
         with torch.inference_mode():
             in_fp8.append(OPS.fp8_linear(layer, torch.ones((1, 2, 16), dtype=torch.float16)) is not None)
 
-    with module("comfyui_host.layers").products_in_fp32(layer):
+    with module("comfyui_host.rerun_layers").products_in_fp32(layer):
         product()
         other = threading.Thread(target=product)
         other.start()

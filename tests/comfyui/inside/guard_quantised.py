@@ -126,7 +126,7 @@ def test_fp32_products_apply_to_one_thread_only(kind: str) -> None:
         assert calls.keys() >= {"plain", "gelu_tanh", "swiglu"}
         for name, (half, single) in calls.items():
             seen: list[Any] = []
-            with module("comfyui_host.layers").products_in_fp32(layer):
+            with module("comfyui_host.rerun_layers").products_in_fp32(layer):
                 seen.append(product(partial(in_fp32, half)))
                 other = threading.Thread(target=lambda seen=seen, half=half: seen.append(product(half)))
                 other.start()

@@ -126,7 +126,7 @@ def test_broken_weight_is_reloaded_once_and_broken_input_never() -> None:
     assert "received latents with 512 NaN or infinite values" in error and len(loads) == 1
     with counting_loads() as loads:
         error = error_of(lambda: sample(guarded(spoiled(stale, spoil_patched), on_failure="stop")))
-    assert "set to stop" in error and len(loads) == 1
+    assert "set to 'stop'" in error and len(loads) == 1
 
 
 @pytest.mark.parametrize("inserted", [False, True])
@@ -152,7 +152,7 @@ def test_failed_reload_gives_error_or_nan_and_next_run_works(inserted: bool) -> 
 
 
 def test_unloaded_or_compiled_model_is_not_reloaded() -> None:
-    loaded_anew = module("comfyui_host.layers").loaded_anew
+    loaded_anew = module("comfyui_host.rerun_layers").loaded_anew
     patcher = make_model("sd15")
     assert not loaded_anew(patcher.model)
     MANAGEMENT.load_models_gpu([patcher])

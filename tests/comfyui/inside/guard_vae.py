@@ -261,7 +261,7 @@ def _state(vae: Any) -> list[Any]:
 def test_guard_follows_on_failure_and_scope() -> None:
     hot = make_vae(torch.float16, HOT_DECODER)
     stopped = error_of(lambda: run(decode, guarded(hot, on_failure="stop")))
-    assert "vae decode, call 1" in stopped and "set to stop" in stopped
+    assert "vae decode, call 1" in stopped and "set to 'stop'" in stopped
     assert torch.isnan(run(decode, guarded(hot, on_failure="off"))).all()
     step, whole = (run(CALLS["decode tiled"], guarded(hot, scope=scope)) for scope in ("step", "run"))
     assert torch.equal(step, whole)

@@ -194,7 +194,7 @@ def test_stop_policy_ends_run_from_worker_thread() -> None:
 def leftovers(patcher: Any) -> list[str]:
     """Return settings, hooks and threads that are left."""
     held = {name: getattr(module("precision.upcast"), name) for name in ("EAGER_ONLY", "TF32", "FP32_ATTENTION")}
-    held["_WHOLE_PRODUCTS"] = module("comfyui_host.layers")._WHOLE_PRODUCTS
+    held["_WHOLE_PRODUCTS"] = module("comfyui_host.rerun_layers")._WHOLE_PRODUCTS
     found = [name for name, setting in held.items() if setting.is_held]
     found += ["switches"] * len(module("precision.accumulation")._HOLDERS.current)
     models = [patcher.model, *(clone.model for clone in patcher.get_additional_models_with_key(WORK_UNITS))]

@@ -119,7 +119,7 @@ def _import(name: str, folder: Path) -> None:
 def on(card: str) -> Iterator[None]:
     """Make guard and probe treat ComfyUI's device as this card."""
     row = module("precision.arch").ARCHITECTURES[card]
-    with patch.object(module("comfyui_host.networks"), "verified_architecture", lambda *_: row):
+    with patch.object(module("comfyui_host.native_network"), "verified_architecture", lambda *_: row):
         yield
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_onediff_guard.nodes.native import NaNGuardNative
+from comfyui_onediff_guard.nodes.native_guard import NaNGuardNative
 from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose, summary
 from comfyui_onediff_guard.precision import arch, machine
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH

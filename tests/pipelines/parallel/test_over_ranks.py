@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.parallel.exchange import shares
-from comfyui_onediff_guard.pipelines.parallel.feature import parallel_layout
+from comfyui_onediff_guard.pipelines.parallel.split_calls import parallel_layout
 from rank_runs import Case, Made, run_cases, run_in_ranks, sampled
 from tiers import by_tier
 

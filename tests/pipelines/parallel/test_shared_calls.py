@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile import backends
-from comfyui_onediff_guard.pipelines.compile.feature import CompiledRun
-from comfyui_onediff_guard.pipelines.parallel.feature import ParallelRun
+from comfyui_onediff_guard.pipelines.compile.compiled_blocks import CompiledRun
 from comfyui_onediff_guard.pipelines.parallel.group import ProcessGroup
+from comfyui_onediff_guard.pipelines.parallel.split_calls import ParallelRun
 from comfyui_onediff_guard.pipelines.run.denoiser import build_attempt
 from comfyui_onediff_guard.pipelines.run.feature import DenoiserSetup, RunContext, joined, split_cfg_batch
 from comfyui_onediff_guard.pipelines.weights.activation_memory import estimate_activation_bytes

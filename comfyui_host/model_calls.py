@@ -26,18 +26,18 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..precision import shared
+from ..precision import process_state
 from ..precision.dtypes import HALF_DTYPES
 from ..precision.guard import GuardStopped
-from ..precision.observe import floating, non_finite
+from ..precision.layer_peaks import floating, non_finite
 from ..precision.planned_products import PlanMismatch, rollback_point
 from ..precision.scaled_products import dtype_of_products
 from ..precision.snapshot import Snapshot
 from ..trust.message import Told, message_of
 from . import host
 from .compat import NotInComfyUI, unless_changed
-from .layers import loaded_anew, products_in_fp32, weights_as_stored
 from .pack_variables import PackVariables, modules_of_packs
+from .rerun_layers import loaded_anew, products_in_fp32, weights_as_stored
 
 KEY = "onediff_guard"  # the key of our wrappers on a MODEL, and of the run in transformer_options
 _KINDS = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "APPLY_MODEL")
@@ -64,7 +64,7 @@ def _check_that_none_is_missing() -> None:
     host.check_absence("comfy.model_prefetch.pause_malloc_graph", since=(0, 35))
 
 
-shared.lasting = _outside_of_allocation_graphs
+process_state.lasting = _outside_of_allocation_graphs
 
 
 def wrapped(patcher: Any, wrappers: Mapping[str, Callable[..., Any]]) -> Any:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...precision.after_failure import HalfPrecisionForward
 from ...precision.attention import Attended
-from ...precision.fallback import HalfPrecisionForward
 from ...precision.planned_layers import KnownPeaks
 from ...precision.report import RunReport, StepRecord
 from ..models.lora import keys

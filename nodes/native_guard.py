@@ -10,7 +10,7 @@ from typing import Any
 from ..comfyui_host import host
 from ..comfyui_host.guarded_prompt import INSERTED
 from ..trust.message import BadInput, Message
-from . import guard, inputs
+from . import inputs, pipeline_guard
 from .node import Node
 from .probe import PICTURE, TEXT, shown
 from .stage_node import requested
@@ -23,7 +23,7 @@ class NaNGuardNative(Node):
 
     TITLE = "NaN Guard (native)"
     CATEGORY = inputs.NATIVE
-    SEARCH_ALIASES = [*guard.WORDS, "Flux", "SDXL", "SVD", "VAE decode"]
+    SEARCH_ALIASES = [*pipeline_guard.WORDS, "Flux", "SDXL", "SVD", "VAE decode"]
     DESCRIPTION = (
         "Guards any of ComfyUI's own models and VAEs (SD1.5, SDXL, Flux, SVD and others). A sampling step, encoding or "
         "decoding that is NaN or infinite (a black picture) is recomputed in fp32 from the same weights. Wire a model, "
@@ -64,7 +64,7 @@ class NaNGuardNative(Node):
 
     @classmethod
     def VALIDATE_INPUTS(cls, profile: str | None = None) -> bool | str:
-        return guard.what_is_wrong_with(profile) or True
+        return pipeline_guard.what_is_wrong_with(profile) or True
 
     def apply(
         self,
@@ -78,7 +78,7 @@ class NaNGuardNative(Node):
         node_id: str | None = None,
         prompt: Mapping[str, Any] | None = None,
     ) -> Any:
-        from ..comfyui_host.guards import guarded_model, guarded_vae, is_guarded, or_unguarded
+        from ..comfyui_host.native_guards import guarded_model, guarded_vae, is_guarded, or_unguarded
         from ..comfyui_host.runs import Settings
         from ..precision.guard import GuardPolicy, OnFailure, Scope
         from ..precision.machine import check_torch
@@ -91,7 +91,7 @@ class NaNGuardNative(Node):
                 return model, vae
             check_torch()  # no rerun works without it
             request, policy = requested(precision), GuardPolicy(OnFailure(on_failure), exact_fp32, Scope(scope))
-            settings = Settings(policy, request, node_id, guard.parsed(profile), inserted=inserted)
+            settings = Settings(policy, request, node_id, pipeline_guard.parsed(profile), inserted=inserted)
             for_vae = replace(settings, profile=None)
             return (
                 host.blocked(_lacking("model")) if model is None else or_unguarded(guarded_model, model, settings),

@@ -23,7 +23,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 from torch.utils import _pytree as pytree
 
 from .dtypes import DTYPES, FP16_MAX
-from .observe import Agree, alone, floating, largest
+from .layer_peaks import Agree, alone, floating, largest
 from .upcast import TraceableMode, is_quantised
 
 

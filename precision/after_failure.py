@@ -13,9 +13,9 @@ import torch
 
 from .accumulation import fp16_accumulation
 from .dtypes import DTYPES, FP16_MAX
+from .layer_peaks import Agree, alone, difference, first_broken, floating, leaf_peaks
 from .learned_scales import LearnedProducts
-from .observe import Agree, alone, difference, first_broken, floating, leaf_peaks
-from .overflow import propagate_nonfinite_attention
+from .overflow_detection import propagate_nonfinite_attention
 from .overrides import (
     MAX_FP16_ERROR,
     NOTHING,

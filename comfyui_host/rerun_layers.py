@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from ..precision.dtypes import HALF_DTYPES, dtype_name
-from ..precision.shared import SharedSetting
+from ..precision.process_state import SharedSetting
 from ..precision.upcast import OneOperation, RerunUnsupported, dequantised, is_quantised
 from ..trust.message import Message, shown
 from . import host

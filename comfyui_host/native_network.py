@@ -21,7 +21,7 @@ from ..precision.self_test import verified_architecture
 from ..precision.snapshot import Snapshot
 from ..trust.message import BadInput, Message, shown
 from . import host
-from .calls import OPAQUE
+from .model_calls import OPAQUE
 
 
 def comfy_plan(

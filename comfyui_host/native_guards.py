@@ -23,12 +23,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..precision.dtypes import DTYPES, FP16_MAX, dtype_name
-from ..precision.observe import floating
+from ..precision.layer_peaks import floating
 from ..precision.policy import Component
 from ..precision.snapshot import Snapshot
 from ..trust.message import BadInput, Message, shown
 from . import host
-from .calls import (
+from .compat import NotInComfyUI, unless_changed, what_changed
+from .model_calls import (
     KEY,
     ModelCall,
     apply_model,
@@ -39,9 +40,8 @@ from .calls import (
     load_anew,
     wrapped,
 )
-from .compat import NotInComfyUI, unless_changed, what_changed
-from .layers import products_in_fp32, weights_as_stored
-from .networks import ComfyNetwork
+from .native_network import ComfyNetwork
+from .rerun_layers import products_in_fp32, weights_as_stored
 from .runs import Run, Settings, guarded_run
 
 _WHOLE = ("decode", "decode_tiled", "encode", "encode_tiled")  # methods of a VAE
