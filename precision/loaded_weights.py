@@ -57,7 +57,7 @@ def _put_back(module: torch.nn.Module, kept: frozenset[str]) -> Iterator[str]:
         broken = int((~torch.isfinite(parameter)).sum())
         if broken:
             raise DamagedByCast(
-                "'{}' must stay in fp32 (so {} defines), but was cast to {}, where {} of its values are NaN or "
+                "'{}' must stay in fp32 (as {} requires), but was cast to {}, where {} of its values are NaN or "
                 "infinite. Load the weights again, in fp16 from the start and without a later .to(torch.float16).",
                 name,
                 type(module).__name__,

@@ -41,7 +41,7 @@ def test_vae_guard_recomputes_overflowing_decoder(server: legs.Server) -> None:
     guarded = make(server, graph(hot=True, without={"model"}))
     assert plain.frames.max() == 0
     assert guarded.frames.std() > 2
-    assert "1 part, 1 recomputed in fp32" in guarded.report("VAE decoder: AutoencoderKL computes in fp16")
+    assert "1 part, 1 recomputed in fp32" in guarded.report("VAE decoder: AutoencoderKL runs in fp16")
     assert len(server.profiles()) == 1, "a profile is saved for later runs"
 
 

@@ -79,8 +79,8 @@ FAILS = "raise SystemExit('no module named sun')"
         ({"main.py": FAILS}, {}, HostError, r"(?s)did not start: it ended with code 1.*no module named sun"),
         ({}, {"COMFYUI_PYTHON": "main.py"}, HostError, r"(?s)ended with code 127.*cannot be run"),  # not a program
         ({}, {"COMFYUI_ARGS": "--extra 'x"}, WorkflowError, r"COMFYUI_ARGS.*No closing quotation"),
-        ({"main.py": None}, {}, WorkflowError, "there is no main.py"),
-        ({"comfy/cli_args.py": None}, {}, WorkflowError, "there is no comfy/cli_args.py"),
+        ({"main.py": None}, {}, WorkflowError, "it has no main.py"),
+        ({"comfy/cli_args.py": None}, {}, WorkflowError, "it has no comfy/cli_args.py"),
     ],
 )
 def test_checkout_that_cannot_start_reports_reason(

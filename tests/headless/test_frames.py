@@ -101,6 +101,6 @@ def test_png_files_are_read_back_exactly_or_rejected(tmp_path) -> None:
     assert read.dtype == np.float32 and (measured.as_bytes(read) == np.stack([values, 255 - values])).all()
     Image.new("RGB", (3, 3)).save(tmp_path / "c.png")
     (tmp_path / "d.png").write_bytes(b"no picture")
-    for names, message in (("ac", "one size"), ("d", "cannot be read"), ("", r"found 0 of these: \[\]")):
+    for names, message in (("ac", "one size"), ("d", "cannot be read"), ("", r"found 0 of these sizes: \[\]")):
         with pytest.raises(RunFailedError, match=message):
             measured.read_pngs([tmp_path / f"{name}.png" for name in names])

@@ -88,7 +88,7 @@ def test_all_faults_are_reported_together(run: Run, workflow: dict[str, Any]) ->
     text = str(error.value)
     assert "input 'seed' (INT) is missing" in text
     assert "must be at least 8" in text
-    assert "input 'images' takes IMAGE, but node 1 (Some Noise) gives STRING" in text
+    assert "input 'images' takes IMAGE, but node 1 (Some Noise) outputs STRING" in text
 
 
 def test_link_to_missing_output_is_rejected(run: Run, workflow: dict[str, Any]) -> None:
@@ -118,7 +118,9 @@ def test_validate_inputs_overrides_declared_range(
 def test_unknown_node_types_are_listed_with_server_hint(run: Run, workflow: dict[str, Any]) -> None:
     workflow["8"] = {"class_type": "VHS_VideoCombine", "inputs": {}}
     workflow["9"] = {"class_type": "KSampler", "inputs": {}}
-    with pytest.raises(UnknownNodesError, match=r"no node type KSampler, VHS_VideoCombine.*--server") as error:
+    with pytest.raises(
+        UnknownNodesError, match=r"Node type KSampler, VHS_VideoCombine needs ComfyUI.*--server"
+    ) as error:
         run(workflow)
     assert error.value.exit_code == 2
 

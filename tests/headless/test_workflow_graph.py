@@ -51,7 +51,7 @@ def test_every_node_comes_after_its_sources(links: set[tuple[int, int]]) -> None
 
 
 def test_circle_and_link_to_missing_node_are_rejected() -> None:
-    with pytest.raises(WorkflowError, match=r"circle: node .* -> node"):
+    with pytest.raises(WorkflowError, match=r"cycle: node .* -> node"):
         chain(("a", "b"), ("b", "c"), ("c", "a")).order_for(["a"])
     lost = Graph({"2": GraphNode("2", "SaveImage", {"images": Link("9", 0)})})
     with pytest.raises(WorkflowError, match="'images' is linked to node 9, which is not in the workflow"):

@@ -22,7 +22,7 @@ def test_error_for_prompt_in_other_model_names_its_own_model(mode) -> None:
 
 
 def test_error_for_latents_in_other_model_names_their_own_model() -> None:
-    with pytest.raises(BadInput, match=r"latents \[1, 16, 3, 4, 4\] are CogVideoX-2B's.*Decode Latents"):
+    with pytest.raises(BadInput, match=r"latents \[1, 16, 3, 4, 4\] were made by CogVideoX-2B.*Decode Latents"):
         torch.nn.Conv2d(4, 8, 3)((LATENTS / 2).to(torch.float32)[:, :, 0])
 
 

@@ -165,7 +165,7 @@ def test_invalid_id_or_revision_sends_no_request(server: HubServer, hub_id: str,
 @pytest.mark.parametrize(
     ("where", "status", "code", "reason"),
     [
-        ("api", 404, "RepoNotFound", "nothing of 'owner/small-video' at 'main' .HTTP 404.*HF_TOKEN"),
+        ("api", 404, "RepoNotFound", "The hub refuses 'owner/small-video' at 'main' .HTTP 404.*HF_TOKEN"),
         ("api", 401, "RepoNotFound", "HTTP 401.*HF_TOKEN"),
         ("api", 403, "", "HTTP 403.*HF_TOKEN"),
         ("api", 404, "RevisionNotFound", "at 'main' .HTTP 404"),

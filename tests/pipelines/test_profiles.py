@@ -140,7 +140,7 @@ def test_whole_run_fp32_is_not_saved_in_profile(tmp_path, scaled):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"learned": NaN}', "\x00"])
 def test_text_that_is_not_a_profile_is_refused(text):
-    with pytest.raises(BadProfile, match="'it' is no profile"):
+    with pytest.raises(BadProfile, match="'it' cannot be used as a profile"):
         parse(text, "it")
 
 

@@ -93,7 +93,7 @@ def test_weights_made_infinite_by_a_cast_are_rejected():
     module = Encoder()
     with torch.no_grad():
         module.wo.weight[0, :2] = torch.tensor([66246.0, -1e6])
-    with pytest.raises(DamagedByCast, match=r"'wo\.weight' belongs in fp32.*2 of its values are NaN or infinite"):
+    with pytest.raises(DamagedByCast, match=r"'wo\.weight' must stay in fp32.*2 of its values are NaN or infinite"):
         make_consistent(module.half(), torch.float16)
 
 
