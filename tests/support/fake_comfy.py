@@ -120,7 +120,7 @@ class FakeComfy:
         async def first(request: web.Request, handler: Any) -> web.StreamResponse:
             return self.first(request) or await self.around(request, handler)
 
-        app = web.Application(middlewares=[first])
+        app = web.Application(middlewares=[first], client_max_size=2**30)
         app.add_routes(
             [
                 web.get("/ws", self._websocket),
