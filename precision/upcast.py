@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, partial, update_wrapper
+from functools import cache, partial, partialmethod, update_wrapper
 from types import CodeType, TracebackType
 from typing import Any, TypeVar
 
@@ -114,9 +114,9 @@ def run_in(
             raise
         culprit = _innermost_module(error.__traceback__, module)
         raise RerunUnsupported(
-            "{} cannot run in float32: {}. It uses a kernel that the rerun cannot reach (a scripted function, "
-            "another thread, or an attention kernel for half precision only). Switch that kernel off (PyTorch's own "
-            "attention works), or choose precision 'fp32' or 'bf16'.",
+            "{} cannot run in float32: {}. It uses a kernel that the rerun cannot reach (another thread, or an attention "
+            "kernel for half precision only). Switch that kernel off (PyTorch's own attention works), or choose "
+            "precision 'fp32' or 'bf16'.",
             culprit,
             complaint,
         ) from error
@@ -155,6 +155,7 @@ def fp32_mode(mode: Fp32Mode, *, tf32: bool) -> Generator[None]:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(EAGER_ONLY.held())
         stack.enter_context(TF32.held(tf32))
+        stack.enter_context(SCRIPTED.held())
         stack.enter_context(torch.no_grad())
         stack.enter_context(autocast_off_where_on(device_types()))
         stack.enter_context(mode)
@@ -479,6 +480,22 @@ def _allow_fp32_attention() -> Callable[[], None]:
         return held.pop_all().close
 
 
+def _show_scripted_calls() -> Callable[[], None]:
+    """Hand calls of scripted functions to function modes, which PyTorch does only with its own functions."""
+
+    def shown(call: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+        if has_torch_function((None,)):  # a mode is active: it calls this function again, outside of the mode
+            return handle_torch_function(function, (), *args, **kwargs)
+        return call(function, *args, **kwargs)
+
+    with ExitStack() as undo:
+        for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+            call: Any = kind.__call__
+            kind.__call__ = partialmethod(partial(shown, call))
+            undo.callback(setattr, kind, "__call__", call)
+        return undo.pop_all().close
+
+
 def tf32_off(wanted: bool) -> AbstractContextManager[None]:
     """Return a context with TF32 off in this process's products and convolutions; if not wanted, one that changes
     nothing."""
@@ -550,3 +567,4 @@ def _turn(
 EAGER_ONLY = SharedSetting(_force_eager)
 TF32 = SharedSetting(_set_tf32)  # if runs overlap, plain fp32 wins
 FP32_ATTENTION = SharedSetting(_allow_fp32_attention)
+SCRIPTED = SharedSetting(_show_scripted_calls)

@@ -124,7 +124,13 @@ def test_step_outside_the_plan_is_nonfinite_or_near_fp32(
     assert error(found, exact) <= allowed
 
 
+def norm_by_root(x: torch.Tensor) -> torch.Tensor:
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
 MAKES_FINITE = CLIPS | {
+    "a norm that is scripted": torch.jit.script(norm_by_root),
+    "a norm that is traced": torch.jit.trace(norm_by_root, torch.ones(1, 5, 64)),
     "a norm by rsqrt": lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(),
     "a norm by a product": lambda x: x * (x * x).mean(-1, keepdim=True).rsqrt(),
     "a norm by division": lambda x: x / x.norm(dim=-1, keepdim=True),

@@ -277,7 +277,6 @@ CALLS = r"'1' \(Calls\) cannot run in float32"
 @pytest.mark.parametrize(
     ("model", "cause", "said"),
     [
-        (second(Calls(scripted_product, binary=True)), RuntimeError, CALLS),
         (second(torch.jit.script(nn.Linear(2, 2).half())), None, "'1' is a TorchScript module"),
         (Threaded(), RuntimeError, r"'inner' \(Linear\) cannot run in float32.*another thread"),
         (second(Calls(half_attention)), RuntimeError, f"{CALLS}: .*FlashAttention only support"),
@@ -295,9 +294,12 @@ def test_module_that_rejects_float32_is_named(model, cause, said, bound):
     assert cause is None or type(refused.value.__cause__) is cause
 
 
-def test_scripted_function_runs_in_float32():
-    x = torch.full((2, 2), 3.0, dtype=HALF)
-    assert torch.equal(run_in_fp32(Calls(scripted_scale, binary=True), x), x.float())
+@pytest.mark.parametrize("function", [scripted_scale, scripted_product])
+def test_scripted_function_runs_in_float32(function):
+    x, calls = torch.full((2, 2), 300.3, dtype=HALF), Calls(function, binary=True)
+    before = torch._C.ScriptFunction.__call__
+    assert torch.equal(run_in_fp32(calls, x), function(x.float(), calls.weight.float()))
+    assert torch._C.ScriptFunction.__call__ is before
 
 
 def test_rerun_lifts_attention_kernel_restriction():
