@@ -92,8 +92,11 @@ class _Reachable:
             return None if hasattr(kind, "__tensor_flatten__") else _Reachable._tensor  # of those, only weights
         if issubclass(kind, torch.nn.Module):
             return _Reachable._module
-        if issubclass(kind, (torch.Generator, random.Random)):
+        numpy: Any = sys.modules.get("numpy.random")
+        if issubclass(kind, (torch.Generator, random.Random, *((numpy.Generator, numpy.RandomState) if numpy else ()))):
             return _Reachable._generator
+        if (kind.__module__, kind.__name__) == ("numpy", "ndarray"):
+            return _Reachable._array
         if issubclass(kind, dict):
             return _Reachable._dict
         if issubclass(kind, (list, deque, set, bytearray)):
@@ -113,6 +116,12 @@ class _Reachable:
         strided = value.layout is torch.strided and not value.is_nested and not value.is_quantized
         if strided and (value.device.type != "meta" or self.on_meta):
             self.tensors[id(value)] = value, path
+        return ()
+
+    def _array(self, value: Any, path: Path) -> Iterable[tuple[Any, Any]]:
+        with suppress(TypeError, ValueError):  # of objects, or of strides that no tensor has
+            if value.flags.writeable:
+                self.tensors[id(value)] = torch.from_numpy(value), path
         return ()
 
     def _generator(self, value: Any, _path: Path) -> Iterable[tuple[Any, Any]]:
@@ -335,6 +344,9 @@ class _RandomState:
                 where = {} if device.type == "mps" else {"device": device}
                 pairs.append((partial(its.get_rng_state, **where), partial(its.set_rng_state, **where)))
         for each in generators:
+            if bits := getattr(each, "bit_generator", None):  # NumPy's
+                pairs.append((partial(getattr, bits, "state"), partial(setattr, bits, "state")))
+                continue
             python = isinstance(each, random.Random)
             pairs.append((each.getstate, each.setstate) if python else (each.get_state, each.set_state))
         self._states = [(put, get()) for get, put in pairs]

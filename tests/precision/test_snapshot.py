@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from comfyui_onediff_guard.precision import snapshot
@@ -66,6 +67,7 @@ class Remembers(nn.Module):
         self.cache, self.slots = Cache(), InSlots()
         self.generator = torch.Generator().manual_seed(3)
         self.python = random.Random(3)
+        self.array, self.numpy = np.full(4, START), [np.random.default_rng(3), np.random.RandomState(3)]
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
@@ -114,6 +116,11 @@ def containers(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
     return x * times * len([*self.kept["ordered"]]) + self.kept["sum"]
 
 
+def array(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
+    self.array += 1
+    return x * float(self.array[0])
+
+
 def in_float(drawn: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return drawn.float().to(x.dtype)
 
@@ -131,10 +138,12 @@ WRITES: dict[str, Write] = {
     "containers": containers,
     "on an object": lambda self, x, _: self.cache.add(x),
     "in slots": lambda self, x, _: self.slots.add(x) * x,
+    "an array": array,
     "global random": lambda _, x, __: x * in_float(torch.rand(4, dtype=torch.float64), x) + random.random(),
     "own random": lambda self, x, _: (
         x * in_float(torch.rand(4, generator=self.generator, dtype=torch.float64), x) + self.python.random()
     ),
+    "NumPy's random": lambda self, x, _: x + sum(each.uniform() for each in self.numpy),
 }
 each_write = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 in_each_mode = pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
@@ -160,7 +169,7 @@ def state(module: Any, arguments: Any) -> Any:
     tensors = [module.total, module.kept["sum"], module.cached, getattr(module, "pair", None), module.cache.layers]
     tensors += [module._buffers, module.slots._InSlots__secret, module.slots.made, module.inner.seen, arguments]
     plain = [module.calls, kept["nested"], kept["set"], kept["queue"], vars(module.inner).get("late")]
-    drawn = [random.random(), module.python.random()]
+    drawn = [random.random(), module.python.random(), *(each.uniform() for each in module.numpy), *module.array]
     drawn += [torch.rand(1), torch.rand(1, generator=module.generator)]
     leaves = torch.utils._pytree.tree_leaves((tensors, plain, drawn))
     return [leaf.float() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
