@@ -119,7 +119,8 @@ class _Reachable:
         return ()
 
     def _array(self, value: Any, path: Path) -> Iterable[tuple[Any, Any]]:
-        with suppress(TypeError, ValueError):  # of objects, or of strides that no tensor has
+        # without a version counter, since NumPy's writes would not change it
+        with suppress(TypeError, ValueError), torch.inference_mode():  # of objects, or of strides that no tensor has
             if value.flags.writeable:
                 self.tensors[id(value)] = torch.from_numpy(value), path
         return ()

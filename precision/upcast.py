@@ -114,9 +114,9 @@ def run_in(
             raise
         culprit = _innermost_module(error.__traceback__, module)
         raise RerunUnsupported(
-            "{} cannot run in float32: {}. It uses a kernel that the rerun cannot reach (another thread, or an attention "
-            "kernel for half precision only). Switch that kernel off (PyTorch's own attention works), or choose "
-            "precision 'fp32' or 'bf16'.",
+            "{} cannot run in float32: {}. It uses a kernel that the rerun cannot reach (another thread, or an "
+            "attention kernel for half precision only). Switch that kernel off (PyTorch's own attention works), or "
+            "choose precision 'fp32' or 'bf16'.",
             culprit,
             complaint,
         ) from error

@@ -258,6 +258,14 @@ def test_restore_can_skip_waiting_for_the_device(write: Any, inference: bool) ->
         assert +reads.reads, "by default it waits"
 
 
+def test_numpy_array_is_restored_without_waiting() -> None:
+    x = np.arange(6.0)
+    before = Snapshot((x,), {})
+    x += 1
+    before.restore(waits=False)
+    assert np.array_equal(x, np.arange(6.0))
+
+
 KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "conjugated": lambda: torch.ones(2, dtype=torch.complex64).conj(),
     "negated": lambda: torch.ones(2, dtype=torch.complex64).conj().imag,
