@@ -34,12 +34,17 @@ OF_THE_PAGE_ALONE = frozenset(
 # node types, and input types, whose pictures and sounds the page makes while it sends the workflow
 RECORDERS = frozenset({"Load3D", "Load3DAnimation", "Load3DAdvanced", "WebcamCapture", "RecordAudio"})
 RECORDED = frozenset({"LOAD_3D", "LOAD_3D_ANIMATION", "WEBCAM", "AUDIO_RECORD"})
+# node types of cg-use-everywhere, whose links the page makes while it sends the workflow
+BROADCASTERS = frozenset(
+    {"Seed Everywhere", "Prompts Everywhere", *(f"Anything Everywhere{more}" for more in ("", "3", "?"))}
+)
 A_SUBGRAPH = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a node type that is a subgraph's id
 GROUP = (
     "a group node, which only the browser can expand. Open the workflow in a current ComfyUI and save it again: that "
     "turns it into a subgraph"
 )
-RECORDING = "whose images or sounds the browser makes when it sends the workflow"
+MADE = "the browser makes when it sends the workflow"
+RECORDING = f"whose pictures or sounds {MADE}"
 EXPORT_HINT = "In ComfyUI, use Workflow > Export (API) and run that file instead."
 
 
@@ -87,6 +92,10 @@ def convert(
             continue
         node_id, schema = f"{level.path}{node.id}", schemas[node.type]
         inputs = dict(sources.widgets.of(node))
+        unnamed = [value for value in node.stored if value and isinstance(value, (dict, list))]
+        if unnamed and not (schema.widgets or schema.is_output):  # output nodes store what they show
+            what = f"a '{shown(node.type)}', with values whose names only the browser knows: {shown(unnamed[-1])}"
+            raise _only_in_browser(level, node, what)
         in_widgets = set(inputs)  # inputs that the page sends as their widgets format them
         patterns = [PREFIX] if node.type in SAVERS else []  # inputs, once per pass of filling in their patterns
         for slot in node.inputs or ():
@@ -158,6 +167,8 @@ def _class_types(unfolded: Unfolded) -> set[str]:
             raise _only_in_browser(level, node, f"a '{node.type}', which only the browser has")
         if node.type in RECORDERS:
             raise _only_in_browser(level, node, f"a '{node.type}', {RECORDING}")
+        if node.type in BROADCASTERS:
+            raise _only_in_browser(level, node, f"a '{node.type}', whose links {MADE}")
         types.add(node.type)
     return types
 

@@ -62,6 +62,8 @@ INFO: Json = {
         scale=["FLOAT", {"defaultInput": True}],
         last=["FLOAT", {"default": 1.0}],
     ),
+    "Switch": info({}, ["IMAGE"], image=["IMAGE"]),
+    "Shown": info({}, image=["IMAGE"]) | {"output_node": True},
     "Upscale": info({"upscale_model": ["UPSCALE_MODEL", {}], "image": ["IMAGE", {}]}, ["IMAGE"]),
     "UpscaleLoader": info({"name": [["a.pth"], {}]}, ["UPSCALE_MODEL"]),
     "VHS_VideoCombine": info(
@@ -293,6 +295,12 @@ def test_primitive_sets_direct_target_but_none_behind_bypassed_node() -> None:
             [],
             r"Node 1 is a 'Label \(rgthree\)', which only the browser has\. In ComfyUI, use .* Export \(API\)",
         ),
+        ([noise(), node(2, "Seed Everywhere", [5, "fixed"])], [], "Node 2 is a 'Seed Everywhere', whose links the bro"),
+        (
+            [node(1, "Switch", [{}, {"type": "header"}, {"on": True, "lora": "a.safetensors"}, ""])],
+            [],
+            r"Node 1 is a 'Switch', with values whose names only the browser knows: {'on': True, 'lora': 'a\.",
+        ),
         ([node(1, "OfAPack")], [], "no node type OfAPack. Install its pack there. If only"),
         ([node(1, "workflow/two images")], [], "Node 1 is a group node.*save it again: that turns it into a subgraph"),
         ([node(1, "workflow>mine")], [], r"Node 1 is a group node.*Export \(API\)"),
@@ -306,6 +314,7 @@ def test_invalid_workflow_is_rejected_with_location(nodes: list[Json], links: li
 
 def test_browser_only_nodes_are_accepted_if_muted_or_linked() -> None:
     assert not convert([node(n, kind, mode=2) for n, kind in enumerate(["Label (rgthree)", "Load3D", "Camera"])]).nodes
+    assert convert([node(1, "Switch", [{}, ""]), node(2, "Shown", [[{"url": "/view"}]])]).nodes.keys() == {"1", "2"}
     linked = node(2, "Camera", [""], [("image", "IMAGE", 1)])
     assert convert([empty(), linked], link(1, 1, 2)).nodes["2"].inputs == {"image": Link("1", 0)}
 
