@@ -96,8 +96,12 @@ def connected(address: str | None, workers: int | None = None, *, verbose: bool 
         level = logging.INFO if verbose else logging.ERROR
         try:
             ray.init(**own, namespace="onediff-guard", log_to_driver=verbose, logging_level=level)
-        except Exception as error:  # its own errors, and those of its dependencies
+        except BaseException as error:  # its own errors, those of its dependencies, and signals
             ray.shutdown()
+            if isinstance(error, SystemExit):  # Ray's response to SIGTERM
+                raise KeyboardInterrupt from None
+            if not isinstance(error, Exception):
+                raise
             raise HostError(
                 f"No Ray {f'answers at {address}' if address else 'starts here'} ({type(error).__name__}: {error}). "
                 "Check the address, and that all machines have the same Ray, Python and ~/.ray/auth_token; or leave "

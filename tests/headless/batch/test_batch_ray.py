@@ -85,6 +85,15 @@ def test_ctrl_c_ends_workers_and_same_command_resumes(toy_batch: BatchOf, tmp_pa
     assert found.seeds == list(range(6)) and found.redone == 0 and not found.broken
 
 
+def test_sigterm_while_ray_starts_is_an_interruption(toy_batch: BatchOf, tmp_path: Path) -> None:
+    run = toy_batch(jobs(1, tmp_path / "log"))
+    process = run.start()
+    wait_until(psutil.Process(process.pid).children, "Ray starts its processes", meanwhile=process)
+    process.terminate()
+    answer = run.finish()
+    assert answer["code"] == 130 and "the same command goes on" in answer["told"] and not run.starts()
+
+
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root on Linux can mount a small disk")
 def test_full_disk_ends_batch_and_same_command_resumes(joined_batch: BatchOf, tmp_path: Path) -> None:
     log, out = tmp_path / "log", tmp_path / "out"
