@@ -44,7 +44,7 @@ GROUP = (
     "turns it into a subgraph"
 )
 MADE = "the browser makes when it sends the workflow"
-RECORDING = f"whose pictures or sounds {MADE}"
+RECORDING = f"whose images or sounds {MADE}"
 EXPORT_HINT = "In ComfyUI, use Workflow > Export (API) and run that file instead."
 
 

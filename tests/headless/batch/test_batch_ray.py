@@ -91,7 +91,7 @@ def test_sigterm_while_ray_starts_is_an_interruption(toy_batch: BatchOf, tmp_pat
     wait_until(psutil.Process(process.pid).children, "Ray starts its processes", meanwhile=process)
     process.terminate()
     answer = run.finish()
-    assert answer["code"] == 130 and "the same command goes on" in answer["told"] and not run.starts()
+    assert answer["code"] == 130 and "run the same command to continue" in answer["told"] and not run.starts()
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root on Linux can mount a small disk")
