@@ -72,4 +72,4 @@ def test_processes_sharing_a_profile_folder_get_the_same_results(
     (own,) = [profile for _, profile in read_all(tmp_path / "own")]
     assert profile == own
     assert [path.suffix for path in shared.iterdir()] == [".json"], "something is left behind"
-    figure("two processes with one profile folder: runs with differ from a a process process's", f"0 of {2 * times}")
+    figure("Two processes with one profile folder: runs with other frames than a process alone", f"0 of {2 * times}")

@@ -197,7 +197,7 @@ def test_memory_does_not_grow_and_reports_are_correct(
     figure("Soak: wrong reports", len(wrong))
     figure("Soak: memory after the warm-up, and its largest change", f"{first.memory >> 20} MiB, {spread:.2%}")
     figure(
-        "Soak: memory leaked by safetensors, excluded from that change",
+        "Soak: memory leaked by safetensors, not counted",
         f"{safetensors / 2**20:.1f} MiB",
     )
     assert wrong == [] and left == []

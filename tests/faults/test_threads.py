@@ -131,7 +131,7 @@ def test_threads_that_load_and_run_get_bit_equal_results(
 
     right = at_once(*(partial(repeated, *each) for each in zip(handles, expected, strict=True)))
     failures = sum(not each for thread in right for each in thread)
-    figure(f"threads, {case}: wrong with a wrong result", f"{failures} of {len(handles) * times}")
+    figure(f"threads, {case}: runs with a wrong result", f"{failures} of {len(handles) * times}")
     assert right == [[True] * times] * len(handles)
 
 

@@ -115,7 +115,7 @@ def test_full_disk_at_stdout_is_reported(arguments: list[str], tmp_path: Path) -
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, check=False)
     assert ended.returncode == 5
-    assert ended.stderr.startswith(b"onediff-guard: Cannot print what came of it") and ended.stderr.count(b"\n") == 1
+    assert ended.stderr.startswith(b"onediff-guard: Cannot print the result") and ended.stderr.count(b"\n") == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")

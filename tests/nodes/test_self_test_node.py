@@ -31,7 +31,7 @@ def test_loader_and_doctor_show_result_of_self_test(
     for line, message in (
         (None, "not verified: run `onediff-guard selftest`"),
         (CheckResult("a product", "right"), f"verified on this card on {DAY}"),
-        (CheckResult("a product in fp32", "wrong", concern="fp32"), f"on {DAY}, but fp32 came out WRONG"),
+        (CheckResult("a product in fp32", "wrong", concern="fp32"), f"on {DAY}, but fp32 FAILED"),
     ):
         if line:
             keep_self_test(tmp_path, line)
@@ -40,7 +40,7 @@ def test_loader_and_doctor_show_result_of_self_test(
         texts = [" ".join(text.split()) for text in (shown["text"], examine(folder, precision="fp32").text())]
         assert all(message in text for text in texts), texts
     assert len({*changed}) == 3, "a new result makes the loader run again"
-    assert all("fp32, as you chose, but fp32 came out wrong" in text for text in texts)
+    assert all("fp32, as you chose, but fp32 failed this card's self-test" in text for text in texts)
 
 
 def test_node_runs_saves_and_shows_self_test(monkeypatch: pytest.MonkeyPatch, comfyui: Any, tmp_path: Path) -> None:
