@@ -66,6 +66,14 @@ def _is_to_integers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return any(not (each.is_floating_point or each.is_complex) or each.itemsize < 2 for each in dtypes)
 
 
+def _is_to_host(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a device's tensor is copied to the host, where it is taken for one that comes from numbers."""
+    if name != "to" or args[0].device.type == "cpu":
+        return False
+    asked = (each for each in (*args[1:], *kwargs.values()) if isinstance(each, (str, torch.device)))
+    return any(torch.device(each).type == "cpu" for each in asked)
+
+
 def is_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an activation is called with `inplace`."""
     return bool(kwargs.get("inplace")) or (func in _ACTIVATIONS and any(each is True for each in args[1:]))
@@ -179,7 +187,7 @@ PROPAGATES = frozenset(
     masked_fill masked_scatter masked_select scatter scatter_add scatter_reduce gather take take_along_dim put
     index_select index_add index_copy index_fill index_put index_reduce select_scatter slice_scatter diagonal_scatter
     getitem setitem set get fill fill_diagonal zero copy cat concat concatenate stack hstack vstack dstack column_stack
-    clone contiguous detach to type type_as float half bfloat16 double cpu cuda dequantize item tolist numpy array pad
+    clone contiguous detach to type type_as float half bfloat16 double cuda dequantize pad
     interpolate upsample fold unfold im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle roll flip fliplr flipud
     rot90 tile repeat repeat_interleave tril triu diag diag_embed diagflat meshgrid broadcast_tensors broadcast_to
     tensor_split hsplit vsplit dsplit atleast_1d atleast_2d atleast_3d block_diag embedding amax amin aminmax avg_pool1d
@@ -191,14 +199,14 @@ PROPAGATES = frozenset(
     transpose diagonal movedim swapaxes slice
     """.split()  # noqa: SIM905 - one on each line would be 180
 )
-# functions that choose by values, as they do in masks: those have -inf, and nothing above 0
+# functions that choose by values, or give them to code that may, also in masks: those have -inf, and nothing above 0
 CHOOSES_BY_VALUE = frozenset(
     """
     eq ne lt le gt ge equal not_equal less less_equal greater greater_equal isfinite isinf isnan isposinf isneginf
     nan_to_num nansum nanmean clamp clip clamp_min clamp_max hardtanh minimum maximum min max fmin fmax argmax argmin
     topk sort argsort msort median nanmedian mode kthvalue cummax cummin isin sign sgn signbit heaviside nonzero
     count_nonzero any all logical_not logical_and logical_or logical_xor bucketize searchsorted grid_sample to type
-    long int short char byte bool
+    long int short char byte bool float item tolist numpy array cpu
     """.split()  # noqa: SIM905
 )
 _DIVIDES = ("div", "divide", "true_divide", "truediv", "itruediv", "rdiv", "rtruediv", "addcdiv")
@@ -237,7 +245,8 @@ def _inputs_hidden_by(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[
         return ()
     if name == "copy" and args and not args[0].is_floating_point():
         return args[1:]
-    if name in PROPAGATES and func is not _T.bool and not _is_to_integers(name, args, kwargs):
+    hides = _is_to_integers(name, args, kwargs) or _is_to_host(name, args, kwargs) or func in (_T.bool, _T.__float__)
+    if name in PROPAGATES and not hides:
         return ()
     if name in CHOOSES_BY_VALUE:  # a tensor of one number is a bound, which may be infinite
         rest = (*args[1:], *kwargs.values())

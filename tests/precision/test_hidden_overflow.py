@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.precision.fp16_safe import inputs_to_check
 from comfyui_onediff_guard.precision.learned_scales import LearnedProducts
 from comfyui_onediff_guard.precision.planned_products import CallPattern, PlannedMode
 from comfyui_onediff_guard.precision.upcast import run_in
@@ -165,3 +166,22 @@ def test_rollback_removes_recorded_checks(do: Callable[[PlannedMode, torch.Tenso
         back()
     passed = mode.nan_if_failed(torch.ones(3)).isfinite().all() and not mode._mismatch and mode.position == before
     assert bool(passed) is undone
+
+
+class OnCard(torch.Tensor):
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("function", "to", "looks"),
+    [
+        (torch.Tensor.cpu, (), True),
+        (torch.Tensor.to, ("cpu",), True),
+        (torch.Tensor.to, (torch.device("cpu"), torch.float32), True),
+        (torch.Tensor.to, ("cuda",), False),
+        (torch.Tensor.to, (torch.float32,), False),
+    ],
+)
+def test_what_a_card_gives_to_the_host_is_looked_at(function: Any, to: tuple[Any, ...], looks: bool) -> None:
+    found, _ = inputs_to_check(function, (torch.ones(2).as_subclass(OnCard), *to), {})
+    assert bool(found) == looks

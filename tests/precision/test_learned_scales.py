@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any
 
 import guards
+import numpy as np
 import pytest
 import torch
 from blocky import build, guarded, latents, overflow_stream
@@ -124,13 +125,23 @@ def test_step_outside_the_plan_is_nonfinite_or_near_fp32(
     assert error(found, exact) <= allowed
 
 
-def norm_by_root(x: torch.Tensor) -> torch.Tensor:
+@torch.jit.script
+def scripted_norm(x: torch.Tensor) -> torch.Tensor:
     return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
 MAKES_FINITE = CLIPS | {
-    "a norm that is scripted": torch.jit.script(norm_by_root),
-    "a norm that is traced": torch.jit.trace(norm_by_root, torch.ones(1, 5, 64)),
+    "a norm that is scripted": scripted_norm,
+    **{
+        f"one over {what}": lambda x, read=read: x.new_ones(x.shape) / read(x.abs().amax())
+        for what, read in {
+            "a number": torch.Tensor.item,
+            "a float": float,
+            "a list": lambda x: x[None].tolist()[0],
+            "an array": lambda x: x.numpy().item(),
+            "another array": lambda x: np.asarray(x).item(),
+        }.items()
+    },
     "a norm by rsqrt": lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(),
     "a norm by a product": lambda x: x * (x * x).mean(-1, keepdim=True).rsqrt(),
     "a norm by division": lambda x: x / x.norm(dim=-1, keepdim=True),
