@@ -113,7 +113,8 @@ def _brought(values: Mapping[str, Any], spec: InputSpec, schema: Schema) -> dict
 
 
 def _value(text: str, spec: InputSpec) -> object:
-    """Return the text parsed as JSON if it is JSON, else itself. A prompt of `1e3` or `[1, 2]` stays text."""
+    """Return the text parsed as JSON if it is JSON, else itself. A prompt of `1e3` or `[1, 2]` stays text, and
+    so does an option that is named `2024`."""
     try:
         value = fitting(JSON, parse(text))
     except Unreadable:
@@ -125,4 +126,6 @@ def _value(text: str, spec: InputSpec) -> object:
             raise WorkflowError(f"--set {spec.name}={shown(text)}: expected true or false.") from None
     if spec.type == "STRING" and spec.widget and not isinstance(value, str):
         return text
+    if spec.type == "COMBO" and not isinstance(value, (dict, list)) and value not in spec.options:
+        return value if isinstance(value, str) else text  # an option may be named "2024" or "true"
     return from_json(value)
