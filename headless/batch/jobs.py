@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field, JsonValue
 from ...trust import paths
 from ...trust.foreign import BOM, Foreign, Unreadable, parse_as
 from ...trust.message import listed
-from ..errors import WorkflowError
+from ..errors import RunFailedError, WorkflowError
 from ..workflow import settings
 from ..workflow.graph import Graph, GraphNode, Link, read_json
 from ..workflow.schema import SEED_NAMES, Schema
@@ -116,8 +116,15 @@ class JobsFile:
         return total
 
     def __iter__(self) -> Iterator[Job | Unmade]:
-        for number, line in self._lines():
-            yield from self._read_line(number, line)[1]
+        """Raises RunFailedError for a wrong line: since `count` found none, the file has changed."""
+        try:
+            for number, line in self._lines():
+                yield from self._read_line(number, line)[1]
+        except WorkflowError as error:
+            raise RunFailedError(
+                f"The jobs file changed while the batch ran: {error} Finished jobs are complete. Correct the file and run "
+                "the same command to continue."
+            ) from None
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield non-empty lines with their numbers, from 1."""

@@ -19,7 +19,7 @@ from comfyui_onediff_guard.headless.batch.batch_run import BatchStats, JobQueue
 from comfyui_onediff_guard.headless.batch.content import content_of
 from comfyui_onediff_guard.headless.batch.jobs import MAX_LINE, Job, JobsFile, Unmade
 from comfyui_onediff_guard.headless.batch.outputs import Outputs
-from comfyui_onediff_guard.headless.errors import WorkflowError
+from comfyui_onediff_guard.headless.errors import RunFailedError, WorkflowError
 from comfyui_onediff_guard.headless.hosts.local import read_local
 from comfyui_onediff_guard.headless.workflow.graph import read_json
 from fake_comfy import picture
@@ -47,6 +47,15 @@ def test_job_line_sets_workflow_inputs_and_name(jobs_file: JobsOf, tmp_path: Pat
     assert file.count() == 2
     assert (first.name, second.name) == ("seven", "line 2")
     assert values(first, "seed", "model") == (7, "b") and values(second, "seed", "model") == (0, "a")
+
+
+def test_jobs_file_that_breaks_during_a_batch_is_reported(jobs_file: JobsOf) -> None:
+    file = jobs_file(line(), line())
+    assert file.count() == 2
+    jobs = iter(file)
+    file.file.write_text("{broken")
+    with pytest.raises(RunFailedError, match=r"changed while the batch ran: .*line 1: it is not JSON"):
+        list(jobs)
 
 
 def test_matrix_yields_all_combinations_and_varies_seed_fastest(jobs_file: JobsOf) -> None:
