@@ -122,8 +122,8 @@ class JobsFile:
                 yield from self._read_line(number, line)[1]
         except WorkflowError as error:
             raise RunFailedError(
-                f"The jobs file changed while the batch ran: {error} Finished jobs are complete. Correct the file and run "
-                "the same command to continue."
+                f"The jobs file changed while the batch ran: {error} Finished jobs are complete. Correct the file and "
+                "run the same command to continue."
             ) from None
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:

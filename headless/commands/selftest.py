@@ -26,9 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> Answer:
     """Run the self-test and keep its result. The exit code is 4 if a check fails."""
-    from ...pipelines.selftest.checks import selftest
+    device = _device(args.device)
+    from ...pipelines.selftest.checks import selftest  # needs a PyTorch that works
 
-    result = selftest(_device(args.device), lambda name, *_: print(f"{name} …", file=sys.stderr, flush=True))
+    result = selftest(device, lambda name, *_: print(f"{name} …", file=sys.stderr, flush=True))
     file = args.out or selftest_directory() / f"{result.key}.json"
     with writing(file):
         file = keep(result, file)
@@ -39,11 +40,11 @@ def main(args: argparse.Namespace) -> Answer:
 
 def _device(name: str | None) -> torch.device:
     """Return the device. Raises WorkflowError if it does not exist."""
-    import torch
-
     here = look()
     if not here.torch_works:
         raise WorkflowError("; ".join(here.advice) or "PyTorch cannot be imported.")
+    import torch
+
     try:
         device = torch.device(name or here.device)
         torch.empty(1, device=device).cpu()

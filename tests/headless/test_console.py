@@ -94,6 +94,11 @@ def test_invalid_usage_exits_with_code_2(arguments: list[str]) -> None:
         (LibraryFailed("transformers cannot be imported."), 4, "transformers cannot be imported."),
         (DeviceGone("cuda:0 stopped responding."), 4, "cuda:0 stopped responding."),
         (BadSize("0 x 0 is no size."), 2, "0 x 0 is no size."),
+        (
+            ImportError("No module named 'torch'"),
+            4,
+            "No module named 'torch'. `onediff-guard doctor` says which packages are missing or broken, and what to do.",
+        ),
         (KeyError("x"), 4, "Unexpected KeyError: 'x'. Run with --verbose to see where."),
         (KeyboardInterrupt(), 130, "Interrupted."),
     ],

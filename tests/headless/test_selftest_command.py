@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +102,15 @@ def test_invalid_arguments_are_rejected(
     (tmp_path / "file").touch()
     found, _, err = console("selftest", *arguments)
     assert found == code and message in err
+
+
+def test_broken_pytorch_gives_advice(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setitem(sys.modules, module.__name__, None)
+    here = SimpleNamespace(torch_works=False, advice=["Install PyTorch again: there."])
+    monkeypatch.setattr("comfyui_onediff_guard.headless.commands.selftest.look", lambda: here)
+    code, _, err = console("selftest")
+    assert code == 2 and "Install PyTorch again: there." in err
 
 
 def test_lost_device_leaves_no_report(
