@@ -311,10 +311,10 @@ def is_interrupt(error: BaseException) -> bool:
 
 @unless_changed("texts on nodes", None)
 def say(node_id: str | None, text: str, *, as_it_is: bool = False) -> None:
-    """Show text on a node, in the page's language. It is escaped: the page renders HTML, and folder names and prompts
-    are untrusted. as_it_is: in English."""
-    if node_id is not None and (here := server()):
-        here.send_progress_text(for_page(text if as_it_is else translated(text)), node_id)
+    """Show text on a node of the page that queued the run, in the page's language: other pages have other nodes by this
+    id. It is escaped: the page renders HTML, and folder names and prompts are untrusted. as_it_is: in English."""
+    if node_id is not None and (here := server()) and (client := here.client_id) is not None:
+        here.send_progress_text(for_page(text if as_it_is else translated(text)), node_id, client)
 
 
 @unless_changed("a guard's report on the page", None)

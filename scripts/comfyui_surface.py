@@ -82,7 +82,7 @@ USES: dict[str, Use] = {
         CALL, "whose prompt it is", "users of a server share one switch"
     ),
     f"{_SERVER}.last_prompt_id": Use(READ, "the prompt that runs", _HISTORY_OFF),
-    f"{_SERVER}.client_id": Use(READ, "the page that queued it", "a guard's last report, where a run ends early"),
+    f"{_SERVER}.client_id": Use(READ, "the page that queued it", "texts on nodes while they run, reports"),
     f"{_SERVER}.prompt_queue": Use(READ, "the prompt that runs", _HISTORY_OFF),
     f"{_SERVER}.send_progress_text": Use(CALL, "texts on nodes", "texts on nodes while they run"),
     f"{_SERVER}.send_sync": Use(CALL, "reports to the page", "a guard's last report, where a run ends early"),

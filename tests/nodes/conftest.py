@@ -106,11 +106,11 @@ def comfyui(model_folder, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "comfy.utils", types.SimpleNamespace(ProgressBar=Bar))
     sent, texts = [], []  # sent: as sent to the page; texts: (node id, text as the page shows it)
 
-    def send_progress_text(text, node_id):
+    def send_progress_text(text, node_id, _client):
         sent.append(text)
         texts.append((node_id, html.unescape(text)))
 
-    instance = types.SimpleNamespace(send_progress_text=send_progress_text)
+    instance = types.SimpleNamespace(send_progress_text=send_progress_text, client_id="page")
     monkeypatch.setitem(
         sys.modules, "server", types.SimpleNamespace(PromptServer=types.SimpleNamespace(instance=instance))
     )

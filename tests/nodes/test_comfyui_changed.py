@@ -59,7 +59,9 @@ def out_of_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError
 
 
-@pytest.mark.parametrize("server", [SimpleNamespace(), SimpleNamespace(send_progress_text=extra_argument)])
+@pytest.mark.parametrize(
+    "server", [SimpleNamespace(), SimpleNamespace(send_progress_text=extra_argument, client_id="page")]
+)
 def test_missing_or_changed_function_is_logged_once(
     server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -77,7 +79,7 @@ def test_missing_or_changed_function_is_logged_once(
 def test_error_inside_comfyui_is_raised(
     function: Callable[..., None], error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "server", lambda: SimpleNamespace(send_progress_text=function))
+    monkeypatch.setattr(host, "server", lambda: SimpleNamespace(send_progress_text=function, client_id="page"))
     with pytest.raises(error):
         host.say("7", "a text")
 

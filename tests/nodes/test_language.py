@@ -224,7 +224,8 @@ def test_errors_of_native_guard_are_translated(page: Choose) -> None:
 
 def test_node_text_is_translated_unless_sent_as_it_is(page: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
-    monkeypatch.setattr(host, "server", lambda: SimpleNamespace(send_progress_text=lambda text, _: shown.append(text)))
+    server = SimpleNamespace(send_progress_text=lambda text, *_: shown.append(text), client_id="page")
+    monkeypatch.setattr(host, "server", lambda: server)
     page("zh")
     host.say("5", joined(" ", (Message("decoding part {} of {}", 1, 2), "<b>")))
     host.say("5", "decoding 1 of 2", as_it_is=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import comfyui_onediff_guard
 import pytest
@@ -110,6 +111,17 @@ def test_markup_is_escaped_for_page(comfyui):
         progress.update(1, text)
     assert comfyui.texts == [("1", text)] * 2
     assert not any(mark in sent for sent in comfyui.sent for mark in "<>[")
+
+
+@pytest.mark.parametrize(("client", "shown"), [("a page", [("1", "a text", "a page")]), (None, [])])
+def test_text_goes_only_to_page_that_queued_run(client, shown, monkeypatch):
+    texts = []
+    server = SimpleNamespace(
+        client_id=client, send_progress_text=lambda *sent: texts.append((sent[1], sent[0], *sent[2:]))
+    )
+    monkeypatch.setattr(host, "server", lambda: server)
+    host.say("1", "a text")
+    assert texts == shown
 
 
 def test_models_are_listed_and_named_in_error_for_missing_one(folders):

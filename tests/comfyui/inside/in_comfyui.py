@@ -35,8 +35,10 @@ texts: list[str] = []  # texts sent to the guard's node, as a page shows them
 class Server:
     """A stand-in for ComfyUI's server: records the texts for a node."""
 
+    client_id = "page"
+
     @staticmethod
-    def send_progress_text(text: str, node_id: str) -> None:
+    def send_progress_text(text: str, node_id: str, _client: str) -> None:
         assert node_id == NODE_ID
         texts.append(html.unescape(text))
 

@@ -81,7 +81,7 @@ def models(tmp_path: Path) -> list[Path]:
 def test_concurrent_runs_are_bit_equal_to_single_runs(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = import_module("nodes")
     nodes.NODE_CLASS_MAPPINGS.update(sys.modules[PACK].NODE_CLASS_MAPPINGS, Show=Show)
-    server = SimpleNamespace(send_progress_text=lambda *_: None)
+    server = SimpleNamespace(send_progress_text=lambda *_: None, client_id="page")
     monkeypatch.setattr(sys.modules["server"].PromptServer, "instance", server)  # pyright: ignore[reportAttributeAccessIssue]
     before = torch.nn.Module.register_parameter
     graphs = [_graph("2b", seed) for seed in range(ROUNDS)]
