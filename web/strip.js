@@ -83,10 +83,28 @@ function ownVerdict(reports) {
   return [verdict, inWords]
 }
 
-/** The strip of a node of ours by its id in an execution, where it has one. */
-function ownStrip(id) {
+/** A node of ours by its id in an execution, and its text's widget: a strip, or ComfyUI's own. */
+function ownText(id) {
   const [, node] = nodeByExecutionId(id)
-  return node?.type?.startsWith(OURS) ? node.widgets?.find((widget) => widget.strip)?.strip : undefined
+  return [node, node?.type?.startsWith(OURS) ? node.widgets?.find(({ name }) => name === NAME) : undefined]
+}
+
+/** Takes off what an earlier run said on a node that runs now. A report stays: it is marked as an earlier run's. */
+function forgetText(id) {
+  const [node, widget] = ownText(id)
+  if (widget && !widget.strip?.whole) node.removeWidget(widget)
+}
+
+/** Replaces the progress that stands on a node which does not go on. */
+function sayOnOwn(id, inWords) {
+  const [node, widget] = ownText(id)
+  if (widget) stripOf(node).age(inWords)
+}
+
+/** Says on the node where a prompt ended why it did. */
+async function sayWhereEnded({ prompt_id: prompt, node_id: id }, inWords) {
+  const extra = (await historyOf(prompt))?.prompt[3]
+  if ((started ?? prompt) === prompt && isOpen(extra?.extra_pnginfo?.workflow?.id)) sayOnOwn(id, inWords)
 }
 
 /** Of all graphs: node by its name among outputs, which is its id, after its subgraph's in one. */
@@ -131,6 +149,8 @@ const placed = new Map()
 // not open lacks it
 const late = new Map()
 const MOST_LATE = 32
+let started // the prompt that runs; undefined on a page that was opened since it started
+let running // the node that runs, by its id in the execution; null between prompts
 
 /** Puts a strip on another pack's node. Returns it, and what takes all that it changes about the node off again. Files
  * and undo never see it. */
@@ -157,8 +177,11 @@ function stripOnOther(node) {
 }
 
 function newPrompt() {
-  for (const node of nodesByLocator().values())
-    if (node.type?.startsWith(OURS)) node.widgets?.find((widget) => widget.strip)?.strip.age(words().earlier)
+  for (const node of nodesByLocator().values()) {
+    const widget = node.type?.startsWith(OURS) ? node.widgets?.find((widget) => widget.strip) : undefined
+    if (widget?.strip.whole) widget.strip.age(words().earlier)
+    else if (widget) node.removeWidget(widget) // it has no report
+  }
   for (const { putBack } of placed.values()) putBack()
   placed.clear()
   others.clear()
@@ -280,7 +303,6 @@ app.registerExtension({
   setup() {
     let cached = { nodes: [] }
     api.addEventListener("onediff_guard.report", ({ detail }) => reported(detail))
-    let started // the prompt that runs; undefined on a page that was opened since it started
     api.addEventListener("execution_start", ({ detail }) => {
       started = detail.prompt_id
       newPrompt()
@@ -289,14 +311,18 @@ app.registerExtension({
       api.addEventListener(end, sayAtEnd)
     api.addEventListener("execution_cached", ({ detail }) => {
       cached = detail
-      for (const id of detail.nodes) if (nodeByExecutionId(id)[1]?.type !== LATE) ownStrip(id)?.age("")
+      for (const id of detail.nodes) if (nodeByExecutionId(id)[1]?.type !== LATE) ownText(id)[1]?.strip?.age("")
     })
-    api.addEventListener("execution_error", async ({ detail }) => {
-      const extra = (await historyOf(detail.prompt_id))?.prompt[3]
-      if ((started ?? detail.prompt_id) !== detail.prompt_id || !isOpen(extra?.extra_pnginfo?.workflow?.id)) return
-      ownStrip(detail.node_id)?.age(`${words().failedHere} ${String(detail.exception_message).split("\n")[0]}`)
+    api.addEventListener("execution_error", ({ detail }) =>
+      sayWhereEnded(detail, `${words().failedHere} ${String(detail.exception_message).split("\n")[0]}`),
+    )
+    api.addEventListener("execution_interrupted", ({ detail }) => sayWhereEnded(detail, words().cancelledHere))
+    api.addEventListener("reconnecting", () => running && sayOnOwn(running, words().lostHere))
+    api.addEventListener("executing", ({ detail: node }) => {
+      running = node
+      if (node) forgetText(node)
+      else recall(cached) // the history has it all now
     })
-    api.addEventListener("executing", ({ detail: node }) => node ?? recall(cached)) // null: the history has it all now
   },
   beforeRegisterNodeDef(type, { name }) {
     if (!name.startsWith(OURS)) return

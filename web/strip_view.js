@@ -139,6 +139,7 @@ export class StripView {
     this.report = element("div", "head")
     this.button = element("button", "", `▸ ${words().open}`)
     this.button.onclick = () => openReport(this.whole)
+    this.button.style.display = "none" // as long as there is no report
     this.head = element("div", "head", "", [this.verdict, this.said, this.report, this.button])
     this.full = element("textarea")
     this.full.readOnly = true
@@ -198,6 +199,7 @@ export class StripView {
     this.said.textContent = ""
     this.report.replaceChildren(...(reports.length ? this.summary(reports, say) : []))
     this.whole = reports.length ? reports.map((report) => report.text).join("\n\n") : this.text
+    this.button.style.display = ""
     for (const part of [this.report, this.full]) part.classList.remove("stale")
     this.full.value = this.whole
     this.full.hidden = !this.plain

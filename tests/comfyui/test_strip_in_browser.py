@@ -30,6 +30,7 @@ RUN = SMALL | {
     f"{SAMPLER}.seed": 4711,
     f"{SAMPLER}.control_after_generate": "fixed",
 }
+GUARD = "OneDiffGuardNaNGuard"
 CELLS = ["half"] * 5
 MIXED = ["rerun", "half", "half", "fp32", "cached"]
 NODES = """() => [app.rootGraph ?? app.graph].flatMap(root =>
@@ -75,6 +76,9 @@ NATIVE_REPORT = """([type, prompt, cells]) => {
     const detail = {node: String(node.id), prompt, workflow: (app.rootGraph ?? app.graph).id, output}
     app.api.dispatchEvent(new CustomEvent('onediff_guard.report', {detail}))
 }"""
+EXECUTING = "id => { app.api.dispatchEvent(new CustomEvent('executing', {detail: id})) }"
+TEXTS = """type => app.graph.nodes.find(node => node.type === type)
+    .widgets.filter(widget => widget.name === '$$node-text-preview').length"""
 REPORT = "dialog.onediff-guard-report"
 PRESS = """type => app.canvas.graph.nodes.find(node => node.type === type)
     .widgets.find(widget => widget.strip).element.querySelector('button').click()"""  # also outside the visible area
@@ -175,6 +179,17 @@ def test_strip_is_marked_stale_until_its_node_runs_again(canvas: browser.Canvas)
     failed = after("execution_error", node_id=ids[SAMPLER], exception_message="no room\nfor it", exception_type="Full")
     canvas.picture("strip_failed")
     assert "This run failed here: no room" in failed[SAMPLER]["text"] and failed[SAMPLER]["stale"]
+    cancelled = after("execution_interrupted", node_id=ids[SAMPLER])
+    assert "This run was cancelled here." in cancelled[SAMPLER]["text"] and cancelled[SAMPLER]["stale"]
+
+    canvas.load(WORKFLOW)  # nothing has run: nodes show only texts
+    for kind in (SAMPLER, GUARD):
+        canvas.dispatch("progress_text", nodeId=ids[kind], text="step 1/9 · 5 s left")
+    cancelled = after("execution_interrupted", node_id=ids[SAMPLER])
+    assert cancelled[SAMPLER]["text"].strip() == "This run was cancelled here."
+    assert after("execution_start") == {}
+    canvas.evaluate(EXECUTING, ids[GUARD])
+    assert canvas.evaluate(TEXTS, GUARD) == 0, "this run has said nothing on it"
 
 
 def test_full_report_opens_in_dialog(canvas: browser.Canvas) -> None:
