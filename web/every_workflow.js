@@ -11,9 +11,22 @@ const STYLE = `position: fixed; left: 84px; bottom: 24px; z-index: 10000; width:
   box-sizing: border-box; padding: 12px 14px; display: flex; flex-direction: column; gap: 10px;
   border-radius: 8px; font: 13px/1.4 Inter, Arial, sans-serif; color: var(--input-text, #ddd);
   background: var(--comfy-menu-bg, #353535); border: 1px solid #f0b429; box-shadow: 0 4px 16px rgba(0, 0, 0, 0.5);`
-const BUTTON = `all: unset; cursor: pointer; padding: 5px 12px; border-radius: 6px; font-weight: 600;
+const BUTTON = `all: unset; outline: revert; cursor: pointer; padding: 5px 12px; border-radius: 6px; font-weight: 600;
   border: 1px solid var(--border-color, #4e4e4e);`
 const FIRST_BUTTON = "background: #f0b429; border-color: #f0b429; color: #201400;"
+
+/** What the server's answer says is wrong with a prompt. */
+function refusal(answer) {
+  try {
+    const { error, node_errors: nodes } = JSON.parse(answer)
+    const ofNodes = Object.values(nodes ?? {}).flatMap(({ class_type: type, errors }) =>
+      errors.map(({ message, details }) => `${type}: ${message}: ${details}`),
+    )
+    return ofNodes.join("\n") || error.message || answer
+  } catch {
+    return answer
+  }
+}
 
 /** Queues a prompt of the history again with guards: same nodes, same seed; what is cached is used again. */
 async function runAgain(prompt) {
@@ -32,7 +45,7 @@ async function runAgain(prompt) {
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
   })
-  if (!answer.ok) throw new Error(await answer.text())
+  if (!answer.ok) throw new Error(refusal(await answer.text()))
 }
 
 let offered = [] // prompts, the latest one last

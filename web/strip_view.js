@@ -46,7 +46,7 @@ const STYLE = `
 .onediff-guard-report[open] { display: flex; flex-direction: column; }
 .onediff-guard-report pre { margin: 0; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere; user-select: text;
   font: 12px/1.4 ui-monospace, Consolas, Menlo, "DejaVu Sans Mono", monospace; }
-.onediff-guard-report button { all: unset; cursor: pointer; align-self: end; padding: 5px 12px; border-radius: 6px;
+.onediff-guard-report button { all: unset; outline: revert; cursor: pointer; align-self: end; padding: 5px 12px; border-radius: 6px;
   border: 1px solid var(--border-color, #4e4e4e); }
 `
 

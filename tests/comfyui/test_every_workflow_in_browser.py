@@ -417,8 +417,8 @@ def click_offer(canvas: browser.Canvas, server: legs.Server, runs: int) -> list[
     return entries(server)[before:]
 
 
-def test_black_run_is_rerun_with_guard_at_click(canvas: browser.Canvas, server: legs.Server) -> None:
-    """The rerun has the same prompt, seed and selected output, and uses the cache."""
+def test_black_run_is_rerun_with_guard_at_click(canvas: browser.Canvas, server: legs.Server, checkpoints: Path) -> None:
+    """The rerun has the same prompt, seed and selected output, and uses the cache. A notice says why one is refused."""
     skip_without_providers(server)
     load(canvas, api(second=True, seed=4711))
     canvas.evaluate(SELECTED, "guarded")
@@ -439,6 +439,14 @@ def test_black_run_is_rerun_with_guard_at_click(canvas: browser.Canvas, server: 
     }
     assert cached == {"1", "2", "3", "4", "5"}
     assert "(KSampler, VAE Decode)" in str(guard_notices(canvas))
+    file = checkpoints / (HOT + HEALTHY)
+    away = file.rename(file.with_suffix(".away"))
+    try:
+        canvas.dispatch("onediff_guard.black", prompt=black["prompt"][1], node="6", problem="black")
+        canvas.click(f"{OFFERED} button")
+        canvas.wait_for_text("CheckpointLoaderSimple: Value not in list: ckpt_name: ")
+    finally:
+        away.rename(file)
 
 
 def test_one_offer_covers_all_black_runs(canvas: browser.Canvas, server: legs.Server) -> None:
