@@ -67,7 +67,7 @@ def _is_to_integers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _is_to_host(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a device's tensor is copied to the host, where it is taken for one that comes from numbers."""
+    """Return whether a device tensor is copied to the host: tensors there are not checked later."""
     if name != "to" or args[0].device.type == "cpu":
         return False
     asked = (each for each in (*args[1:], *kwargs.values()) if isinstance(each, (str, torch.device)))

@@ -90,9 +90,8 @@ def _in_words(error: BaseException) -> HeadlessError:
     if isinstance(error, Told):  # a ValueError among them is about the input
         return WorkflowError(str(error)) if isinstance(error, ValueError) else RunFailedError(str(error))
     if isinstance(error, ImportError):
-        return RunFailedError(
-            f"{error}. `onediff-guard doctor` says which packages are missing or broken, and what to do."
-        )
+        said = f"{error}. `onediff-guard doctor` lists missing and broken packages, and says what to do."
+        return RunFailedError(said)
     return RunFailedError(f"Unexpected {type(error).__name__}: {error}. Run with --verbose to see where.")
 
 

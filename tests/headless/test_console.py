@@ -97,7 +97,7 @@ def test_invalid_usage_exits_with_code_2(arguments: list[str]) -> None:
         (
             ImportError("No module named 'torch'"),
             4,
-            "No module named 'torch'. `onediff-guard doctor` says which packages are missing or broken, and what to do.",
+            "No module named 'torch'. `onediff-guard doctor` lists missing and broken packages, and says what to do.",
         ),
         (KeyError("x"), 4, "Unexpected KeyError: 'x'. Run with --verbose to see where."),
         (KeyboardInterrupt(), 130, "Interrupted."),

@@ -147,7 +147,7 @@ def test_set_converts_text_to_boolean(text: str, value: Any) -> None:
     ("text", "value"),
     [("2024", "2024"), ("true", "true"), ('"2024"', "2024"), ("4", 4), ("5", "5"), ('["2", 0]', Link("2", 0))],
 )
-def test_set_an_option_whose_name_is_also_json(text: str, value: object) -> None:
+def test_set_accepts_options_named_like_json(text: str, value: object) -> None:
     choice = schema.from_object_info("Choice", {"input": {"required": {"which": [["2024", "true", 4]]}}})
     changed = settings.apply(
         from_api({"1": {"class_type": "Choice"}}), [Setting.parse(f"1.which={text}")], {"Choice": choice}

@@ -182,6 +182,6 @@ class OnCard(torch.Tensor):
         (torch.Tensor.to, (torch.float32,), False),
     ],
 )
-def test_what_a_card_gives_to_the_host_is_looked_at(function: Any, to: tuple[Any, ...], looks: bool) -> None:
+def test_copies_from_device_to_host_are_checked(function: Any, to: tuple[Any, ...], looks: bool) -> None:
     found, _ = inputs_to_check(function, (torch.ones(2).as_subclass(OnCard), *to), {})
     assert bool(found) == looks
