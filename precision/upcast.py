@@ -491,7 +491,7 @@ def _show_scripted_calls() -> Callable[[], None]:
     with ExitStack() as undo:
         for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
             call: Any = kind.__call__
-            kind.__call__ = partialmethod(partial(shown, call))
+            setattr(kind, "__call__", partialmethod(partial(shown, call)))  # noqa: B010 - its stubs forbid assignment
             undo.callback(setattr, kind, "__call__", call)
         return undo.pop_all().close
 
