@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ...precision.policy import Component, Plan, Precision
 from ...precision.report import RunReport, StepRecord
 from ...precision.shallow_copy import with_forward
-from .backends import EAGER, BackendChoice, CompileOptions, came_to, choose_backend, compiled, for_dtype
+from .backends import EAGER, BackendChoice, came_to, choose_backend, compiled, for_dtype
 
 if TYPE_CHECKING:
     from ..run.handle import PipelineHandle
@@ -52,21 +52,19 @@ def with_backend_of_run(handle: PipelineHandle, request: Precision | None) -> tu
     """Return the pipeline with the backend of a sampling run, and the key of its eager seconds; "" if these are not
     counted. handle: 'auto' has chosen a compiler for it. Quantised layers are compiled at once: eager, they are slower
     than half precision."""
+    from .cache import SUFFIX, target_of
+
     plan = handle.plan(Component.DENOISER, request)
     if plan.quantised:
         return handle, ""
-    key = _target(handle, plan, handle.compile_options)
-    chosen = handle.ranks.broadcast_from_rank0(lambda: decide_denoiser(handle, key))
-    return replace(handle, backend=chosen), key
-
-
-def decide_denoiser(handle: PipelineHandle, key: str) -> BackendChoice:
-    """Return the backend of a run, as `decide` does."""
-    from .cache import SUFFIX
-
+    key = target_of(handle, plan, handle.compile_options).name
     folder = handle.compiled / f"{key}{SUFFIX}" if handle.compiled and handle.backend.name == "inductor" else None
-    kept = folder is not None and any(path.is_file() for path in folder.rglob("*"))
-    return decide(handle.backend, key, kept=kept)
+
+    def chosen() -> BackendChoice:
+        kept = folder is not None and any(path.is_file() for path in folder.rglob("*"))
+        return decide(handle.backend, key, kept=kept)
+
+    return replace(handle, backend=handle.ranks.broadcast_from_rank0(chosen)), key
 
 
 def signature_of(latents: torch.Tensor, *args: Any, **kwargs: Any) -> CallSignature:
@@ -108,7 +106,9 @@ class DecoderCompiler:
             work = Counter({call: calls.count(call) * call[0].numel() for call in calls})
             ((dominant, _),) = work.most_common(1)
             if backend.automatic:
-                key = _target(self._handle, self._plan, self._how), dominant
+                from .cache import target_of
+
+                key = target_of(self._handle, self._plan, self._how).name, dominant
                 backend = decide(backend, key)
             which = f"{calls.count(dominant)} of {len(calls)} calls, of latents {'×'.join(map(str, dominant[0]))}"
             self._say(backend, "" if backend.name == EAGER else f"; compiled: {which}")
@@ -148,10 +148,3 @@ class DecoderCompiler:
 
     def _say(self, backend: BackendChoice, more: str = "") -> None:
         self._report.backend, self._report.backend_reason = backend.name, f"{backend.reason}{more}"
-
-
-def _target(handle: PipelineHandle, plan: Plan, options: CompileOptions) -> str:
-    """Return the name of a component's compile target, which is also its folder in the compile cache."""
-    from .cache import target_of
-
-    return target_of(handle.store.model, plan, options, handle.store.placement.device, handle.architecture).name

@@ -31,12 +31,9 @@ from ...trust.owners import why_unsafe_below
 from ..errors import BadCompiled
 
 if TYPE_CHECKING:
-    import torch
-
-    from ...precision.arch import Architecture
     from ...precision.policy import Plan
     from ...precision.report import RunReport
-    from ..models.on_disk import StoredModel
+    from ..run.handle import PipelineHandle
     from .backends import CompileOptions
     from .block import Tell
 
@@ -75,12 +72,10 @@ class Target:
         return f"{self.model}, {self.dtype}, {self.plan}; {machine.device}, torch {machine.torch}, {machine.python}"
 
 
-def target_of(
-    model: StoredModel, plan: Plan, options: CompileOptions, device: torch.device, architecture: Architecture
-) -> Target:
+def target_of(handle: PipelineHandle, plan: Plan, options: CompileOptions) -> Target:
     """Return the target of a model's denoiser, or of its VAE's decoder if the plan is for decoding. Inductor itself
     distinguishes sizes and LoRAs."""
-    of_vae = plan.component.value == "vae_decode"
+    model, of_vae = handle.store.model, plan.component.value == "vae_decode"
     read = model.vae_config if of_vae else model.denoiser_config
     config = {name: value for name, value in read.items() if not name.startswith("_")}
     of_what = "VAE decoder" if of_vae else f"{'' if plan.overflow_protection else 'no '}overflow protection"
@@ -91,7 +86,7 @@ def target_of(
         config=hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16],
         dtype=plan.numerics,
         plan=", ".join(filter(None, parts)),
-        machine=platform_of(device, architecture.name),
+        machine=platform_of(handle.store.placement.device, handle.architecture.name),
     )
 
 

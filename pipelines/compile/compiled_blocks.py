@@ -116,8 +116,7 @@ def while_compiling(handle: PipelineHandle, report: RunReport, tell: Tell) -> Ge
     try:
         with ExitStack() as held:
             if handle.backend.name == "inductor":
-                model, device = handle.store.model, handle.store.placement.device
-                target = target_of(model, report.plan, handle.compile_options, device, handle.architecture)
+                target = target_of(handle, report.plan, handle.compile_options)
                 held.enter_context(compile_cache(handle.compiled, target, report, tell))
             held.enter_context(listening(tell, report.note))
             yield

@@ -7,6 +7,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def pipeline(tmp_path, monkeypatch):
     ids=str,
 )
 def test_cache_key_depends_only_on_what_changes_compiled_code(pipeline, component, changed, differs):
-    model, device = pipeline.store.model, pipeline.store.placement.device
+    model = pipeline.store.model
     configs = {name: {**getattr(model, name), **changed.get(name, {})} for name in ("denoiser_config", "vae_config")}
 
     def name(model, **changed):
@@ -65,7 +66,8 @@ def test_cache_key_depends_only_on_what_changes_compiled_code(pipeline, componen
         plan = replace(plan, dtype=changed.get("dtype", plan.dtype))
         options = CompileOptions(channels_last=changed.get("channels_last", False))
         card = ARCHITECTURES[changed.get("architecture", "cpu")]
-        return compile_cache.target_of(model, plan, options, device, card).name
+        store = SimpleNamespace(model=model, placement=pipeline.store.placement)
+        return compile_cache.target_of(SimpleNamespace(store=store, architecture=card), plan, options).name
 
     assert (name(model) != name(replace(model, **configs), **changed)) is differs
 
@@ -97,8 +99,7 @@ def run(handle, graphs=1, error=None):
 
 def target(handle):
     plan = handle.plan(Component.DENOISER)
-    device = handle.store.placement.device
-    return compile_cache.target_of(handle.store.model, plan, handle.compile_options, device, handle.architecture)
+    return compile_cache.target_of(handle, plan, handle.compile_options)
 
 
 def lines(handle, report):
