@@ -26,7 +26,6 @@ from ..errors import BadLora
 from ..families.spec import FamilySpec
 from ..small_files import reading_file
 from .lora_layouts import MOST_ALPHA, LayerNames, LoraSettings, Placed, beside, files_of, header, place
-from .on_disk import StoredModel
 
 LoraKey = tuple[str, int, int, float]
 
@@ -84,7 +83,7 @@ def keys(loras: Sequence[Lora]) -> tuple[LoraKey, ...]:
 
 
 def check_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> tuple[str, ...]:
-    """Check a file by its header: names, shapes, settings. Reads no weights; `denoiser` may be a `skeleton`.
+    """Check a file by its header: names, shapes, settings. Reads no weights; `denoiser` may be on "meta".
 
     Returns lines for the report: the ignored parts of the file, and assumptions.
     Raises BadLora if it is no whole safetensors file, another model's, or of an unsupported kind.
@@ -216,11 +215,6 @@ def _scales_as_tensors(shell: torch.nn.Module) -> None:
     for layer in shell.modules():
         if isinstance(scaling := getattr(layer, "scaling", None), dict):
             scaling |= {name: torch.tensor(scale, dtype=torch.float32) for name, scale in scaling.items()}
-
-
-def skeleton(model: StoredModel) -> torch.nn.Module:
-    """Return the model's denoiser without weights, on the meta device: enough to check a LoRA before loading."""
-    return model.family.components[model.family.denoiser].on_meta(model.denoiser_config)
 
 
 def _check_family(family: FamilySpec) -> None:

@@ -134,8 +134,8 @@ class StoredModel(ABC):
     def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
         """Load a component in `dtype`, on the CPU. Raises BadFolder if its files cannot be read."""
 
-    def bare(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
-        """Build a component on "meta", as if loaded in `dtype`."""
+    def bare(self, name: str, dtype: torch.dtype | None = None) -> torch.nn.Module:
+        """Build a component on "meta", as if loaded in `dtype`; None: as its class makes it."""
         return self.family.components[name].on_meta(self.configs[name], dtype)
 
     @abstractmethod

@@ -36,7 +36,7 @@ from ..compile.backends import BackendChoice, CompileOptions, choose_backend
 from ..errors import BadLora
 from ..families.spec import FamilySpec
 from ..models.folder import open_model
-from ..models.lora import Lora, check_lora, keys, skeleton
+from ..models.lora import Lora, check_lora, keys
 from ..models.on_disk import StoredModel, header_text
 from ..parallel.group import ALONE, ProcessGroup
 from ..weights.components import ComponentStore, MemoryKey, shared_store
@@ -261,7 +261,7 @@ def add_lora(handle: PipelineHandle, lora: Lora) -> PipelineHandle:
             handle.store.model.variant.name,
             lora.path.name,
         )
-    notes = check_lora(lora.path, handle.family, skeleton(handle.store.model))
+    notes = check_lora(lora.path, handle.family, handle.store.model.bare(handle.family.denoiser))
     return replace(handle, loras=(*handle.loras, replace(lora, notes=notes)))
 
 
