@@ -118,17 +118,6 @@ _PROMPT = spec.PromptRule(
     tokens=lambda config: config.get("max_text_seq_length", 226),
     channels=lambda config: config.get("text_embed_dim", 4096),
 )
-_LAYOUT = spec.Layout(
-    5,
-    "[batch, {channels}, frames, height, width]",
-    True,
-    spec.latent_channels,
-    _unscaled,
-    spec.decoded_video,
-    temporal=_temporal,
-    surplus=_surplus,
-    cache="conv_cache",
-)
 
 COGVIDEOX = FamilySpec(
     name="CogVideoX",
@@ -150,7 +139,7 @@ COGVIDEOX = FamilySpec(
     schedulers={"DPM": "CogVideoXDPMScheduler", "DDIM": "CogVideoXDDIMScheduler"},
     variants=_VARIANTS,
     variant=_variant,
-    layout=_LAYOUT,
+    layout=spec.Layout(_unscaled, temporal=_temporal, surplus=_surplus, cache="conv_cache"),
     latent_format=lambda _config: "CogVideoX",
     step_inputs=_step_inputs,
     sizes=spec.SizeRule(pixel_multiple=16, frame_multiple=4),

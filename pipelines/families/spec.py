@@ -131,16 +131,22 @@ def spatial_factor(config: Config) -> int:
     return 2 ** (len(config.get("block_out_channels", (1, 1, 1, 1))) - 1)
 
 
+def decoded_video(vae: Decode, latents: torch.Tensor, _chunk: int) -> Iterator[torch.Tensor]:
+    """Decode latents in one call of the VAE, to [batch · frames, 3, height, width]."""
+    yield vae(latents).permute(0, 2, 1, 3, 4).flatten(0, 1)
+
+
 @dataclass(frozen=True)
 class Layout:
     """A family's layout of latents. On wires they are unscaled, as a VAE takes them and as in ComfyUI's own nodes."""
 
-    dimensions: int  # number of the latents' dimensions
-    shape: str  # the latents' shape in words, for error messages
-    counts_frames: bool  # whether they are a video's, not images'
-    channels: Callable[[Config], int]  # VAE config → latent channels
     unscaled: Callable[[torch.Tensor, int, Config], torch.Tensor]  # (sampler's latents, frames, VAE config) → latents
-    decoded: Callable[[Decode, torch.Tensor, int], Iterator[torch.Tensor]]  # (VAE, latents, chunk) → [n, 3, h, w] each
+    decoded: Callable[[Decode, torch.Tensor, int], Iterator[torch.Tensor]] = decoded_video  # (VAE, latents, chunk) →
+    # [n, 3, h, w] each
+    dimensions: int = 5  # number of the latents' dimensions
+    shape: str = "[batch, {channels}, frames, height, width]"  # the latents' shape in words, for error messages
+    counts_frames: bool = True  # whether they are a video's, not images'
+    channels: Callable[[Config], int] = lambda config: config.get("latent_channels", 16)  # VAE config → latent channels
     spatial: Callable[[Config], int] = spatial_factor  # VAE config → pixels along a latent's side
     temporal: Callable[[Config], int] = lambda _config: 1  # VAE config → frames per latent frame
     surplus: Callable[[int, Config], int] = lambda _latents, _config: 0  # (latent frames, VAE config) → surplus
@@ -163,22 +169,12 @@ def without_values(**shapes: tuple[int, ...]) -> dict[str, Any]:
     return {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
 
 
-def latent_channels(config: Config) -> int:
-    return config.get("latent_channels", 16)
-
-
-def decoded_video(vae: Decode, latents: torch.Tensor, _chunk: int) -> Iterator[torch.Tensor]:
-    """Decode latents in one call of the VAE, to [batch · frames, 3, height, width]."""
-    yield vae(latents).permute(0, 2, 1, 3, 4).flatten(0, 1)
-
-
 IMAGES = Layout(
-    4,
-    "[batch, {channels}, height, width]",
-    False,
-    latent_channels,
-    lambda latents, _frames, config: latents / config["scaling_factor"],
-    lambda vae, latents, chunk: map(vae, latents.split(chunk or len(latents))),
+    unscaled=lambda latents, _frames, config: latents / config["scaling_factor"],
+    decoded=lambda vae, latents, chunk: map(vae, latents.split(chunk or len(latents))),
+    dimensions=4,
+    shape="[batch, {channels}, height, width]",
+    counts_frames=False,
     takes_chunks=True,
 )
 

@@ -69,10 +69,6 @@ def _step_inputs(config: Config, latents: tuple[int, ...], _options: Config) -> 
     )
 
 
-_LAYOUT = spec.Layout(
-    4, "[frames, {channels}, height, width]", True, spec.latent_channels, _unscaled, _decoded, takes_chunks=True
-)
-
 SVD = FamilySpec(
     name="Stable Video Diffusion",
     pipeline="StableVideoDiffusionPipeline",
@@ -93,7 +89,9 @@ SVD = FamilySpec(
     denoiser_inputs=("sample", "encoder_hidden_states"),
     variants=_VARIANTS,
     variant=lambda config: "SVD" if config.get("num_frames", 25) <= 14 else "SVD-XT",  # XT 1.1's config is XT's
-    layout=_LAYOUT,
+    layout=spec.Layout(
+        _unscaled, _decoded, dimensions=4, shape="[frames, {channels}, height, width]", takes_chunks=True
+    ),
     step_inputs=_step_inputs,
     sizes=spec.SizeRule(pixel_multiple=64, frames=(2, 200), pixels=(64, 4096)),  # diffusers cannot guide a single frame
     usual_size=_usual_size,

@@ -125,12 +125,8 @@ _ONE = FamilySpec(
     ),
     variant=_variant,
     layout=spec.Layout(
-        5,
-        "[batch, {channels}, frames, height, width]",
-        counts_frames=True,
+        _unscaled,
         channels=lambda config: config.get("z_dim", 16),
-        unscaled=_unscaled,
-        decoded=spec.decoded_video,
         spatial=lambda config: config.get("scale_factor_spatial") or 8,
         temporal=lambda config: config.get("scale_factor_temporal") or _LATENT_FRAMES,
         cache="feat_cache",

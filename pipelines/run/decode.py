@@ -163,8 +163,7 @@ def decode(
 
 def surplus_of(handle: PipelineHandle, latents: torch.Tensor) -> int:
     """Return the number of surplus frames that the VAE makes in front of each video."""
-    layout = handle.family.layout
-    return layout.surplus(latents.shape[2], handle.store.model.vae_config) if layout.dimensions == 5 else 0
+    return handle.family.layout.surplus(latents.shape[2], handle.store.model.vae_config)
 
 
 def _check(handle: PipelineHandle, latents: torch.Tensor, made_by: str | None, policy: GuardPolicy) -> None:
