@@ -65,7 +65,8 @@ class ComponentStage(Stage):
     def module(self) -> torch.nn.Module:
         """The unchanged component with the pipeline's LoRAs, after `adapt`. Raises BadFolder, BadLora."""
         module = self._loaded(place=False)
-        self.report.notes += self.handle.store.notes[self.name]
+        for note in self.handle.store.notes[self.name]:
+            self.report.note(note)  # once, although `cheaper` stages share the report
         if self.channels_last:
             self.report.note(Message("channels last: {} of its 2D convolutions", len(of_layout(module))))
         elif self.handle.compile_options.channels_last and self._convolves:

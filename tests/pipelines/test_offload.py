@@ -19,6 +19,7 @@ from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights import offload as offloading
 from comfyui_onediff_guard.pipelines.weights.offload import BlockOffload, Offload, Parts, backend_with
 from comfyui_onediff_guard.pipelines.weights.placement import bytes_of
+from comfyui_onediff_guard.precision.policy import Component
 from comfyui_onediff_guard.precision.shallow_copy import reporting
 from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 from small_runs import SMALL, opened, sampled
@@ -111,6 +112,15 @@ def test_group_offload_acts_as_model_on_cpu_and_report_says_so():
     assert torch.equal(latents, right) and torch.equal(decoded, frames)
     assert offloaded == ["text_encoder", "transformer", "vae"]
     assert "note: offload 'group' works like 'model' here: a CPU computes in main memory" in report.text()
+
+
+def test_note_on_weights_is_given_once_by_all_ways_to_run(monkeypatch):
+    stage = opened("2b").stage(Component.DENOISER)
+    stage.handle.store.module("transformer", "fp32")
+    stage.handle.store.notes["transformer"] = ("transformer: computed in fp32",)
+    monkeypatch.setattr(stores, "brings_parts_to", lambda _device: True)
+    ways = [kind.weights_at_once() for _, kind in stage.ways()]
+    assert len(ways) == 3 and stage.report.notes.count("transformer: computed in fp32") == 1
 
 
 def test_diffusers_sees_device_that_computes(model_folder):
