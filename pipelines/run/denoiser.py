@@ -17,7 +17,7 @@ from ...precision.after_failure import HalfPrecisionForward, build_half_precisio
 from ...precision.guard import StageGuard
 from ...precision.overrides import NOTHING, PrecisionOverrides
 from ...precision.shallow_copy import reporting, with_forward
-from ...trust.message import Message
+from ...trust.message import Message, joined
 from ..compile.backends import EAGER
 from ..families.spec import ENCODERS, PROMPT
 from ..parallel.group import ALONE, ProcessGroup
@@ -211,7 +211,8 @@ class GuardedDenoiser(GuardedCalls):
     def __init__(self, stage: ComponentStage, features: Sequence[Feature]):
         super().__init__(stage, features, stage.handle.ranks)
         self._known, notes = _known(stage)
-        stage.report.notes += notes
+        for note in notes:
+            stage.report.note(note)
         self._earlier: PrecisionOverrides | None = None  # overrides that another denoiser learned in this run
 
     def _returned(self, output: Any) -> Any:
@@ -251,4 +252,7 @@ def _known(stage: ComponentStage) -> tuple[PrecisionOverrides, tuple[str, ...]]:
     if not stage.learns:
         return NOTHING, (PROFILE_UNUSED,) * bool(stage.handle.profile)
     load = partial(load_profile, stage.handle, stage.memory_key)
-    return stage.handle.ranks.broadcast_from_rank0(load)
+    known, notes = stage.handle.ranks.broadcast_from_rank0(load)
+    if stage.handle.family.also_denoise:  # each denoiser has its own profile
+        notes = tuple(joined(": ", (stage.name, note)) for note in notes)
+    return known, notes

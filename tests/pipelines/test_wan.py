@@ -14,7 +14,7 @@ from comfyui_onediff_guard.pipelines.models.folder import inspect
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.handle import add_lora
+from comfyui_onediff_guard.pipelines.run.handle import add_lora, profile_of
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
@@ -203,6 +203,24 @@ def test_overrides_of_one_transformer_do_not_apply_to_other(tmp_path):
     assert "overflow protection" in report.summary()
     assert len(list(tmp_path.glob("*.json"))) == 1
     assert handle.store.learned[handle.memory_key("transformer", "bf16")] == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("scope", "said"),
+    [
+        (
+            Scope.LEARNED,
+            ["transformer: from a profile: ", "transformer_2: the given profile is not used: it belongs to"],
+        ),
+        (Scope.STEP, ["the given profile is not used: it needs the guard's scope 'learned'"]),
+    ],
+)
+def test_notes_on_given_profile_name_their_transformer(scope, said):
+    handle = opened("wan-two", precision="bf16")
+    handle = replace(handle, policy=GuardPolicy(scope=scope), profile=profile_of(handle, "transformer", "bf16"))
+    _, report = sample(handle, *prompts(handle), SMALL)
+    notes = [note for note in report.notes if "profile" in note]
+    assert len(notes) == len(said) and all(map(str.startswith, notes, said))
 
 
 def test_nan_from_last_step_of_scheduler_gives_warning(copy):
