@@ -213,6 +213,7 @@ class GuardedDenoiser(GuardedCalls):
         self._known, notes = _known(stage)
         for note in notes:
             stage.report.note(note)
+        self._started = False
         self._earlier: PrecisionOverrides | None = None  # overrides that another denoiser learned in this run
 
     def _returned(self, output: Any) -> Any:
@@ -229,8 +230,8 @@ class GuardedDenoiser(GuardedCalls):
         handle = self._stage.handle
         handle.finish(*ENCODERS, *(name for name in handle.family.denoisers if name != self._stage.name))
         super()._place(inputs)
-        if self._guard is None:
-            self._earlier = self._stage.report.learned
+        if not self._started:  # later, the report has its own
+            self._started, self._earlier = True, self._stage.report.learned
 
 
 def build_attempt(

@@ -25,6 +25,7 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.pipelines.weights.quantising import check
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.guard import StageGuard
 from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, choose
 from comfyui_onediff_guard.precision.quantised import QuantisedLinears
@@ -181,6 +182,22 @@ def test_failing_step_is_rerun_from_bf16_weights_and_layer_unquantised(opened: A
 
 def _spoil(_module: Any, _args: Any, made: Any) -> Any:
     return tuple(each * math.nan if each.dtype is torch.bfloat16 else each for each in made)
+
+
+def test_unquantised_layer_is_named_once_after_out_of_memory(
+    opened: Any, breaking: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking.append(BROKEN)
+    call, failures = StageGuard.__call__, ["all else leaves the device", "halves in turn"]
+
+    def called(guard: StageGuard, *args: Any, **kwargs: Any) -> Any:
+        if guard.stage == "denoiser" and guard.report.steps and failures:
+            raise torch.OutOfMemoryError(failures.pop())
+        return call(guard, *args, **kwargs)
+
+    monkeypatch.setattr(StageGuard, "__call__", called)
+    _, report = sampled(opened("int8"))
+    assert report.learned == PrecisionOverrides(unquantised=(BROKEN,)) and "CFG halves in turn" in report.text()
 
 
 def test_int8_overrides_are_saved_and_apply_only_to_int8(opened: Any, breaking: list[str]) -> None:
