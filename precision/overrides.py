@@ -8,7 +8,6 @@ import json
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -221,6 +220,10 @@ class BadProfile(Told, ValueError):
     """A profile cannot be used."""
 
 
+class NewerProfile(BadProfile):
+    """A newer version of this pack has saved it."""
+
+
 @dataclass(frozen=True)
 class Profile:
     """Precision overrides, and the setup that they were learned in: weights (by fingerprint), LoRAs, architecture,
@@ -320,7 +323,7 @@ def read(file: Path) -> Profile:
     try:
         if not file.is_file():  # opening a named pipe would wait for a writer
             raise BadProfile("The profile '{}' cannot be read: there is no such file. {}", where, _AGAIN)
-        return _fitting(foreign.read(file, limit=_MAX_BYTES))
+        return _fitting(foreign.read(file, limit=_MAX_BYTES), where)
     except Unreadable as error:
         raise _bad(where, error) from None
     except OSError as error:
@@ -332,12 +335,19 @@ def parse(text: str, where: str) -> Profile:
     try:
         if len(text) > _MAX_BYTES:
             raise Unreadable(f"it is longer than {_MAX_BYTES:,} characters")
-        return _fitting(foreign.parse(text))
+        return _fitting(foreign.parse(text), where)
     except Unreadable as error:
         raise _bad(where, error) from None
 
 
-def _fitting(value: Any) -> Profile:
+def _fitting(value: Any, where: str) -> Profile:
+    saved = value.get("format") if isinstance(value, dict) and value.get("kind") == _KIND else None
+    if type(saved) is int and saved > FORMAT:
+        raise NewerProfile(
+            "A newer version of this pack has saved the profile '{}' (format {} instead of {}). Update this pack, or "
+            "delete the profile.",
+            *(where, saved, FORMAT),
+        )
     facts = foreign.fitting(_ProfileJson, value)
     given = facts.model_dump(exclude={"kind", "format", "learned", "loras"})
     learned: dict[str, Any] = facts.learned.model_dump() | {"unquantised": tuple(facts.learned.unquantised)}
@@ -386,16 +396,21 @@ class ProfileFile:
         return found.learned, (Message("from a profile: {}", found.in_words()),)
 
     def save(self, learned: PrecisionOverrides) -> None:
-        """Write the overrides, unless the profile given or on disk has them already. Errors of the disk are logged."""
+        """Write the overrides, unless the profile given or on disk has them already, or is of a newer version of this
+        pack. Errors of the disk are logged."""
         profile, given = replace(self.here, learned=learned.to_share), self.given
         is_given = given is not None and given.learned == profile.learned and not given.misfit(profile)
         if self.folder is None or is_given:
             return
         try:
-            with suppress(BadProfile):
+            try:
                 found = self._on_disk()
                 if found and found.learned == profile.learned and not found.misfit(profile):
                     return
+            except NewerProfile:
+                return
+            except BadProfile:
+                pass  # it is replaced
             logger.info("saved a profile: %s", write(self.folder, profile))
         except OSError as error:
             logger.warning("The profile %s could not be saved in %s: %s", profile.name, self.folder, error)

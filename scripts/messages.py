@@ -31,10 +31,11 @@ def _trees() -> dict[str, ast.Module]:
 
 def error_names(trees: dict[str, ast.Module]) -> set[str]:
     """Return the names of the error classes for users."""
-    classes = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-    return {
-        each.name for each in classes if any(isinstance(base, ast.Name) and base.id == "Told" for base in each.bases)
-    }
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found = {"Told"}
+    while more := {c.name for c in classes if found & {b.id for b in c.bases if isinstance(b, ast.Name)}} - found:
+        found |= more
+    return found - {"Told"}
 
 
 def _said(trees: dict[str, ast.Module]) -> Iterator[ast.expr]:

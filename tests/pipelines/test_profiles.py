@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import shared_models
@@ -98,7 +99,7 @@ def test_failed_write_keeps_old_profile(tmp_path, monkeypatch):
     ("change", "message"),
     [
         ({"kind": "a poem"}, "kind is a poem: input should be 'onediff-guard profile'"),
-        ({"format": 4}, "format is 4: input should be 3"),
+        ({"format": True}, "format is True: input should be 3"),
         ({"format": 2, "learned": {"scaled_blocks": ["a"]}}, "format is 2"),
         ({"learned": None}, "learned is None"),
         ({"learned": {"unquantised": "all"}}, "learned.unquantised is all"),
@@ -121,6 +122,16 @@ def test_invalid_profile_is_refused_with_file_and_field(change, message, tmp_pat
     with pytest.raises(BadProfile, match=r"'found.json' cannot be used as a profile: .*Delete it") as error:
         read(file)
     assert message in str(error.value)
+
+
+def test_profile_of_newer_version_is_not_overwritten(tmp_path):
+    file = write(tmp_path, PROFILE)
+    file.write_text(json.dumps(json.loads(PROFILE.text()) | {"format": 4, "learned": {"new": 1}}))
+    newer = file.read_text()
+    stored = ProfileFile(replace(PROFILE, learned=NOTHING), tmp_path)
+    assert stored.load() == (NOTHING, (ANY,)) and "newer version" in stored.load()[1][0]
+    stored.save(PROFILE.learned)
+    assert file.read_text() == newer
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream_peak": 5e5}, {"stream_peak": "5e5"}, {"fp32_fallback_blocks": ["a"]}])
