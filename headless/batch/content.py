@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..hosts import input_images
 from ..workflow.graph import Graph, Link
@@ -67,7 +67,8 @@ def content_of(graph: Graph, schemas: Mapping[str, Schema], input_dir: Path | No
         "nodes": {node_id: [node["class_type"], node["inputs"]] for node_id, node in nodes.items()},
         "images": _images(graph, schemas, input_dir) if input_dir else {},
     } | ({"guarded": True} if graph.guarded else {})
-    text = json.dumps(_numbers_alike(facts), sort_keys=True, separators=(",", ":"))
+    alike = json.loads(json.dumps(facts), parse_float=_whole_as_int)
+    text = json.dumps(alike, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
 
 
@@ -95,10 +96,7 @@ def _digest(path: Path, _changed: int, _size: int) -> str:
     return hashlib.sha256(input_images.read(path)).hexdigest()
 
 
-def _numbers_alike(value: Any) -> Any:
-    """Return the value with whole floats as integers: pages write 1 where others write 1.0."""
-    if isinstance(value, dict):
-        return {name: _numbers_alike(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_numbers_alike(each) for each in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _whole_as_int(text: str) -> float:
+    """Parse a number; a whole one as an integer: pages write 1 where others write 1.0."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
