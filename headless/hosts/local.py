@@ -69,7 +69,7 @@ def run_local(
     )
     with folders as interrupt:
         node_classes = default_classes() if classes is None else classes
-        graph, schemas = _read(workflow, node_classes)
+        graph, schemas = read_local(workflow, node_classes)
         checked = plan(settings.apply(graph, changes, schemas), node_classes)
         ensure_writable(output_dir)
         started = time.perf_counter()
@@ -91,13 +91,12 @@ def _together(checked: WorkflowPlan, classes: Mapping[str, type]) -> Sequence[st
     return [node_id for node_id in checked.order if node_id in needed]
 
 
-def read_local(workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
+def read_local(
+    workflow: Graph | Mapping[str, Any], classes: Mapping[str, type] | None = None
+) -> tuple[Graph, dict[str, Schema]]:
     """Return a workflow's graph and the schemas of its node types. Raises WorkflowError if it is invalid, or needs
-    nodes of a ComfyUI."""
-    return _read(workflow, default_classes())
-
-
-def _read(workflow: Graph | Mapping[str, Any], classes: Mapping[str, type]) -> tuple[Graph, dict[str, Schema]]:
+    nodes of a ComfyUI. classes: as of `run_local`."""
+    classes = default_classes() if classes is None else classes
     types, named = ui_format.types_in(workflow)
     schemas = known_schemas(types | (named & classes.keys()), classes)
     return ui_format.graph_of(workflow, schemas), schemas
