@@ -55,9 +55,9 @@ def _if_it_fits(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
         return None
 
 
-def _within(*path: str) -> Any:
+def _within(*path: str, default: Any = None) -> Any:
     """Return a field at a nested path of the file."""
-    return Field(default=None, validation_alias=AliasPath(*path))
+    return Field(default=default, validation_alias=AliasPath(*path))
 
 
 Id = Annotated[str, BeforeValidator(_as_text)]
@@ -91,9 +91,7 @@ class UiNode(Foreign):
     # primitive node: whether %patterns% in its value are filled in
     fills_in: Annotated[JsonValue, WhereItFits] = _within("properties", "Run widget replace on values")
     # the node's name in patterns of file names
-    name: Annotated[JsonValue, WhereItFits] = Field(
-        default="", validation_alias=AliasPath("properties", "Node name for S&R")
-    )
+    name: Annotated[JsonValue, WhereItFits] = _within("properties", "Node name for S&R", default="")
     widgets_values: list[JsonValue] | dict[str, JsonValue] | None = None
 
     @property

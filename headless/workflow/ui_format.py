@@ -22,29 +22,29 @@ from .ui_texts import PREFIX, SAVERS, chosen, filling_in, types_named
 from .ui_values import HANDS_ON, OF_THE_PAGE, Sources, with_widgets
 
 FRONTEND_ONLY = HANDS_ON | OF_THE_PAGE.keys()
-# nodes that only the page uses: their packs register no such type on a server
-OF_THE_PAGE_ALONE = frozenset(
-    f"{name} (rgthree)"
-    for name in (
-        *("Label", "Bookmark", "Fast Muter", "Fast Bypasser", "Fast Groups Muter", "Fast Groups Bypasser"),
-        *("Fast Actions Button", "Mute / Bypass Relay", "Mute / Bypass Repeater", "Random Unmuter"),
-        *("Node Collector", "Node Combiner"),
-    )
-)
-# node types, and input types, whose pictures and sounds the page makes while it sends the workflow
-RECORDERS = frozenset({"Load3D", "Load3DAnimation", "Load3DAdvanced", "WebcamCapture", "RecordAudio"})
-RECORDED = frozenset({"LOAD_3D", "LOAD_3D_ANIMATION", "WEBCAM", "AUDIO_RECORD"})
-# node types of cg-use-everywhere, whose links the page makes while it sends the workflow
-BROADCASTERS = frozenset(
-    {"Seed Everywhere", "Prompts Everywhere", *(f"Anything Everywhere{more}" for more in ("", "3", "?"))}
-)
 A_SUBGRAPH = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a node type that is a subgraph's id
 GROUP = (
     "a group node, which only the browser can expand. Open the workflow in a current ComfyUI and save it again: that "
     "turns it into a subgraph"
 )
 MADE = "the browser makes when it sends the workflow"
+# node types, and input types, whose pictures and sounds the page makes while it sends the workflow
+RECORDERS = frozenset({"Load3D", "Load3DAnimation", "Load3DAdvanced", "WebcamCapture", "RecordAudio"})
+RECORDED = frozenset({"LOAD_3D", "LOAD_3D_ANIMATION", "WEBCAM", "AUDIO_RECORD"})
 RECORDING = f"whose images or sounds {MADE}"
+# nodes that only the page uses: their packs register no such type on a server
+OF_THE_PAGE_ALONE = (
+    *("Label", "Bookmark", "Fast Muter", "Fast Bypasser", "Fast Groups Muter", "Fast Groups Bypasser"),
+    *("Fast Actions Button", "Mute / Bypass Relay", "Mute / Bypass Repeater", "Random Unmuter"),
+    *("Node Collector", "Node Combiner"),
+)
+# node types of cg-use-everywhere, whose links the page makes while it sends the workflow
+BROADCASTERS = ("Seed Everywhere", "Prompts Everywhere", *(f"Anything Everywhere{more}" for more in ("", "3", "?")))
+NEEDS_BROWSER = {  # node type -> why only the page can send it
+    **{f"{name} (rgthree)": "which only the browser has" for name in OF_THE_PAGE_ALONE},
+    **dict.fromkeys(RECORDERS, RECORDING),
+    **dict.fromkeys(BROADCASTERS, f"whose links {MADE}"),
+}
 EXPORT_HINT = "In ComfyUI, use Workflow > Export (API) and run that file instead."
 
 
@@ -163,12 +163,8 @@ def _class_types(unfolded: Unfolded) -> set[str]:
             continue
         if A_SUBGRAPH.fullmatch(node.type):
             raise _only_in_browser(level, node, "a subgraph that the file does not define")
-        if node.type in OF_THE_PAGE_ALONE:
-            raise _only_in_browser(level, node, f"a '{node.type}', which only the browser has")
-        if node.type in RECORDERS:
-            raise _only_in_browser(level, node, f"a '{node.type}', {RECORDING}")
-        if node.type in BROADCASTERS:
-            raise _only_in_browser(level, node, f"a '{node.type}', whose links {MADE}")
+        if node.type in NEEDS_BROWSER:
+            raise _only_in_browser(level, node, f"a '{node.type}', {NEEDS_BROWSER[node.type]}")
         types.add(node.type)
     return types
 
