@@ -165,17 +165,15 @@ class Setup:
 
 
 class RayPool:
-    """The workers of a cluster. A context manager that stops them at the end."""
+    """The workers of a cluster."""
 
     def __init__(self, ray: Any, setup: Setup, workers: int | None) -> None:
         self._ray, self._setup, self._fixed = ray, setup, workers
         self._workers: list[RayWorker] = []
         self._count_at = 0.0  # time of the next count of the cluster's GPUs
 
-    def __enter__(self) -> RayPool:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
+    def close(self) -> None:
+        """Stop the workers."""
         for worker in self._workers:
             with suppress(Exception):  # the actor or the cluster is gone
                 self._ray.kill(worker.actor)

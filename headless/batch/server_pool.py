@@ -50,7 +50,7 @@ def reader(urls: Sequence[str], timeout: float | None = None, *, guard: bool = F
 
 
 class ServerPool:
-    """The servers of a batch. A context manager that removes their runs at the end.
+    """The servers of a batch.
 
     tell: called with a line about a server that does not answer. options: of `run_on_server`.
     """
@@ -62,10 +62,8 @@ class ServerPool:
         self.threads = ThreadPoolExecutor(len(self.workers))
         self.last_work = time.monotonic()
 
-    def __enter__(self) -> ServerPool:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
+    def close(self) -> None:
+        """Remove the servers' runs."""
         self.stop.set()
         self.threads.shutdown(wait=True, cancel_futures=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from ..batch.batch_run import BatchRun, BatchStats, JobQueue
@@ -106,8 +106,9 @@ def _pool(args: argparse.Namespace, outputs: Outputs, stats: BatchStats) -> Gene
     if args.server:
         from ..batch.server_pool import ServerPool
 
-        with ServerPool(args.server, outputs, stats.say, input_dir=args.input, timeout=args.timeout) as servers:
-            yield servers
+        pool = ServerPool(args.server, outputs, stats.say, input_dir=args.input, timeout=args.timeout)
+        with closing(pool):
+            yield pool
         return
     with connected(args.ray, args.workers, verbose=args.verbose) as ray, outputs.token() as token:
         setup = Setup(
@@ -118,7 +119,7 @@ def _pool(args: argparse.Namespace, outputs: Outputs, stats: BatchStats) -> Gene
             timeout=args.timeout,
             run=LOCAL.run,
         )
-        with RayPool(ray, setup, args.workers) as actors:
+        with closing(RayPool(ray, setup, args.workers)) as actors:
             yield actors
 
 
