@@ -61,13 +61,11 @@ class DecodeLatents(Node):
         self,
         pipeline: PipelineHandle,
         latents: dict[str, Any],
-        tiling: bool,
-        slicing: bool,
         precision: str,
-        chunk: int = 0,
-        backend: str = inputs.BACKENDS[0],
         node_id: str | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
+        """options: tiling, slicing, chunk and backend, of `decode`."""
         from ..comfyui_host.tagged_tensor import plain
         from ..pipelines.run.decode import decode
 
@@ -75,11 +73,8 @@ class DecodeLatents(Node):
             images, report = decode(
                 pipeline,
                 plain(latents["samples"]),
-                tiling=tiling,
-                slicing=slicing,
-                chunk=chunk,
+                **options,
                 request=requested(precision),
-                backend=backend,
                 made_by=latents.get("made_by"),
                 progress=counted(progress),
             )
