@@ -78,9 +78,9 @@ class NaNGuard(PipelineChange):
         from ..precision.policy import Component
 
         policy = GuardPolicy(OnFailure(on_failure), exact_fp32, Scope(scope), give_up_after)
-        changes: dict[str, Any] = {"policy": policy, "guard_node": True, "full_report": report_each_step}
-        changes["profile"] = parsed(profile)
-        guarded = replace(pipeline, **changes)
+        guarded = replace(
+            pipeline, policy=policy, guard_node=True, full_report=report_each_step, profile=parsed(profile)
+        )
         for warning in guarded.idle_guard(guarded.plan(Component.DENOISER)):
             logger.warning("%s", warning)
             host.say(node_id, warning)
