@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -255,11 +256,8 @@ def test_invalid_prompt_is_passed_on_unchanged(data: Any, monkeypatch: pytest.Mo
 
 
 def test_own_error_leaves_prompt_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> Any:
-        raise RuntimeError("no classes")
-
     monkeypatch.setenv(every_workflow.VARIABLE, "1")
-    monkeypatch.setattr(every_workflow.host, "node_classes", broken)
+    monkeypatch.setattr(every_workflow.host, "node_classes", raising(RuntimeError("no classes")))
     data = {"prompt": LOADED}
     assert every_workflow.on_prompt(data) is data
 
@@ -269,10 +267,7 @@ def run_of(*, inserted: bool = True) -> Run:
 
 
 def raising(error: Exception) -> Callable[[], Any]:
-    def call() -> Any:
-        raise error
-
-    return call
+    return Mock(side_effect=error)
 
 
 def test_each_prompt_in_history_has_summaries_of_its_own_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ tests/comfyui/test_latents_in_comfyui.py decodes those of each family in another
 from __future__ import annotations
 
 import gc
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_latents_are_unchanged_after_failed_decode(model_folder, monkeypatch, tm
     pipeline, latents = sampled("2b", model_folder("2b"))
     before = latents["samples"].clone()
     with monkeypatch.context() as full:
-        full.setattr(AutoencoderKLCogVideoX, "decode", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+        full.setattr(AutoencoderKLCogVideoX, "decode", Mock(side_effect=torch.OutOfMemoryError))
         with pytest.raises(torch.OutOfMemoryError):
             GRAPHS["2b"].decode(pipeline, latents)
     assert torch.equal(latents["samples"], before)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -201,11 +202,8 @@ def test_folder_that_other_users_can_write_to_is_not_used(pipeline, monkeypatch,
 
 
 def test_unusable_folder_or_full_disk_only_adds_note(pipeline, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(compile_cache, "write", full)
+        patch.setattr(compile_cache, "write", Mock(side_effect=OSError(28, "No space left on device")))
         report = run(pipeline)[0]
         assert "No space left on device" in lines(pipeline, report)[0]
     in_the_way = pipeline.compiled.with_name("file")

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import pytest
 import shared_models
@@ -89,7 +89,7 @@ def test_each_model_has_one_profile_file_named_after_it(tmp_path):
 
 def test_failed_write_keeps_old_profile(tmp_path, monkeypatch):
     file = write(tmp_path, PROFILE)
-    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         write(tmp_path, replace(PROFILE, learned=NOTHING))
     assert read(file) == PROFILE and list(tmp_path.iterdir()) == [file]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import diffusers
 import pytest
@@ -383,12 +384,9 @@ def test_failing_import_of_library_is_not_blamed_on_file(
 ) -> None:
     """As of transformers under PYTHONOPTIMIZE=2, since it reads docstrings."""
     folder = copy("2b")
-
-    def cannot(_module: Any, _name: str) -> None:
-        raise ValueError("No `Args` section is found in the docstring of `Seq2SeqModelOutput`")
-
     folders._built.cache_clear()
     library = sys.modules["transformers"]
+    cannot = Mock(side_effect=ValueError("No `Args` section is found in the docstring of `Seq2SeqModelOutput`"))
     monkeypatch.delattr(library, "T5EncoderModel", raising=False)
     monkeypatch.setattr(type(library), "__getattr__", cannot)
     with pytest.raises(

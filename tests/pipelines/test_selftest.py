@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -116,30 +117,23 @@ def test_check_fails_if_part_of_pack_does_nothing(
 
 def test_failing_compiler_is_noted_and_check_not_run(monkeypatch: pytest.MonkeyPatch, only: Only) -> None:
     """'auto' falls back to eager, so compiled code is neither right nor wrong."""
-
-    def failing(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("no ptxas")
-
-    monkeypatch.setattr(backends, "_compile", failing)
+    monkeypatch.setattr(backends, "_compile", Mock(side_effect=RuntimeError("no ptxas")))
     (found,) = only("a compiled block")
     assert found.verdict == "not run" and "no ptxas" in found.note and found.concern == COMPILED
 
 
 def test_kernel_that_raises_fails_only_its_own_checks(monkeypatch: pytest.MonkeyPatch, only: Only) -> None:
-    def no_kernel(*_: Any, **__: Any) -> torch.Tensor:
-        raise RuntimeError("no kernel image is available for execution on the device\nCUDA kernel errors …")
-
-    monkeypatch.setitem(module.OPERATIONS, "attention", (no_kernel, module.OPERATIONS["attention"][1]))  # pyright: ignore[reportArgumentType]
+    error = RuntimeError("no kernel image is available for execution on the device\nCUDA kernel errors …")
+    no_kernel = Mock(side_effect=error)
+    monkeypatch.setitem(module.OPERATIONS, "attention", (no_kernel, module.OPERATIONS["attention"][1]))
     found = only("attention in fp16", "matrix product in fp16", "attention in fp16, scaled")
     assert [each.verdict for each in found] == ["right", "wrong", "wrong"]
     assert found[1].note.endswith("no kernel image is available for execution on the device")
 
 
 def test_check_without_enough_memory_counts_as_not_run(monkeypatch: pytest.MonkeyPatch, only: Only) -> None:
-    def full(*_: Any, **__: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 MiB.")
-
-    monkeypatch.setitem(module.OPERATIONS, "attention", (full, module.OPERATIONS["attention"][1]))  # pyright: ignore[reportArgumentType]
+    full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 MiB."))
+    monkeypatch.setitem(module.OPERATIONS, "attention", (full, module.OPERATIONS["attention"][1]))
     monkeypatch.setattr(module.LearnedProducts, "run", full)
     (found,) = only("attention in fp16")
     timed = dict(module._times(CPU, detect(CPU)))
@@ -148,10 +142,8 @@ def test_check_without_enough_memory_counts_as_not_run(monkeypatch: pytest.Monke
 
 
 def test_lost_device_ends_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors …")
-
-    monkeypatch.setitem(module.OPERATIONS, "2D convolution", (gone, module.OPERATIONS["2D convolution"][1]))  # pyright: ignore[reportArgumentType]
+    gone = Mock(side_effect=RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors …"))
+    monkeypatch.setitem(module.OPERATIONS, "2D convolution", (gone, module.OPERATIONS["2D convolution"][1]))
     asked = iter([torch.ones(1)] * 4)  # one after each check of products, then none
     monkeypatch.setattr(module.torch, "zeros", lambda *_, **__: next(asked, None) or gone())
     with pytest.raises(DeviceGone, match=r"after the check '2D convolution in fp16' .*unspecified launch"):

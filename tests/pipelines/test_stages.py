@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import FrameType
+from unittest.mock import Mock
 
 import pytest
 import shared_models
@@ -155,12 +156,8 @@ def test_component_that_failed_to_load_is_loaded_again(monkeypatch, where):
     handle = opened("2b", precision="fp16")
     handle.store.drop("transformer")  # loaded by another test
     owner = handle.store.placement if where == "to_device" else store
-
-    def failing(*_):
-        raise torch.OutOfMemoryError("out of memory")
-
     with monkeypatch.context() as broken:
-        broken.setattr(owner, where, failing)
+        broken.setattr(owner, where, Mock(side_effect=torch.OutOfMemoryError))
         with pytest.raises(torch.OutOfMemoryError):
             handle.store.module("transformer", "fp16")
     assert "transformer" not in handle.store.loaded()
