@@ -24,7 +24,7 @@ from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.errors import OutputError
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.precision.guard import GuardStopped
-from fake_comfy import FakeComfy
+from fake_comfy import FakeComfy, InterruptProcessingException
 from faulty_stages import ModelStage, Stage, download, same, saving, server_download
 from hub_files import ID, files_of
 from hub_server import running_hub
@@ -37,10 +37,6 @@ PLACES = by_tier(24, 3)  # number of operations of a stage, from first to last, 
 
 class Broken(Exception):
     """An error that no code expects."""
-
-
-class InterruptProcessingException(Exception):
-    """Has the name of ComfyUI's exception."""
 
 
 ERRORS: dict[str, tuple[Callable[[], BaseException], ...]] = {

@@ -17,6 +17,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.comfyui_host import compat, every_workflow, host, placement
 from comfyui_onediff_guard.trust.message import BadInput
+from fake_comfy import InterruptProcessingException
 
 
 @pytest.fixture(autouse=True)
@@ -149,9 +150,6 @@ def test_comfyui_without_device_counts_as_absent(monkeypatch: pytest.MonkeyPatch
 
 
 def test_interrupts_are_distinguished_from_errors() -> None:
-    class InterruptProcessingException(Exception):
-        pass
-
     assert host.is_interrupt(InterruptProcessingException()) and not host.is_interrupt(ValueError())
 
 

@@ -15,15 +15,12 @@ from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.pipelines.errors import BadFolder, HubError
 from comfyui_onediff_guard.pipelines.models.hub import fetch
+from fake_comfy import InterruptProcessingException
 from hub_files import DENOISER, ID, files_of, text
 from hub_server import HubServer, running_hub
 from huggingface_hub import constants
 
 VARIANTS = ("2b", "5b-i2v", "cogview3", "cogview4", "wan", "wan-two", "svd")
-
-
-class InterruptProcessingException(Exception):
-    """As ComfyUI's."""
 
 
 @pytest.fixture

@@ -9,21 +9,7 @@ from typing import Any
 import pytest
 from comfyui_onediff_guard.nodes.native_guard import NaNGuardNative
 from comfyui_onediff_guard.trust.message import BadInput
-
-
-class Network:
-    def decode(self, latents: Any) -> Any: ...
-
-    encode = decode
-
-
-class Vae:
-    def __init__(self) -> None:
-        self.first_stage_model = Network()
-
-    def decode(self, latents: Any) -> Any: ...
-
-    decode_tiled = encode = encode_tiled = decode
+from fake_comfy import BareVae
 
 
 class Blocker:
@@ -38,7 +24,7 @@ def prompt(**inputs: Any) -> dict[str, Any]:
 
 NOT_WIRED = {  # name → (wired VAE, prompt, message)
     "model not wired": (
-        Vae(),
+        BareVae(),
         prompt(model=["1", 0]),
         "no model to output: its input 'model' is not connected",
     ),
@@ -56,7 +42,7 @@ def test_missing_wire_is_refused_before_computing(name: str) -> None:
 @pytest.mark.parametrize("graph", [None, {}, prompt(vae=["1", 1]), prompt(model=["3", 0]), prompt(model="1")])
 def test_unused_output_needs_no_wire(graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wire that is added later finds the node in ComfyUI's cache: then an ExecutionBlocker carries the message."""
-    vae = Vae()
+    vae = BareVae()
     assert NaNGuardNative().apply(vae=vae, node_id="1", prompt=graph)[0] is None
     monkeypatch.setitem(sys.modules, "comfy_execution.graph_utils", module := ModuleType("graph_utils"))
     module.ExecutionBlocker = Blocker  # pyright: ignore[reportAttributeAccessIssue]

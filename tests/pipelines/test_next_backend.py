@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from comfyui_onediff_guard.pipelines.compile.block import Compiling, listening
 from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.weights import offload
+from fake_comfy import InterruptProcessingException
 from in_blocks import Denoiser
 from onediff.infer_compiler.backends import registry
 from small_runs import SMALL, opened, sampled
@@ -25,10 +27,6 @@ from waiting import HANG_SECONDS
 
 AUTO = BackendChoice("oneflow", "auto: first choice", automatic=True)
 NAMED = BackendChoice("oneflow", "as you chose")
-
-
-class InterruptProcessingException(Exception):
-    """As ComfyUI's was until 2026."""
 
 
 class Block(torch.nn.Module):
@@ -192,12 +190,9 @@ def test_interrupt_in_progress_callback_is_not_backend_failure(installed: Callab
     class Clicked(Exception):
         """An interrupt of any host."""
 
-    def interrupt(_text: str) -> None:
-        raise Clicked
-
     installed(oneflow=Backend(), nexfort=Backend())
     made = compile_blocks(denoiser())
-    with pytest.raises(Clicked), listening(interrupt, lambda _: None):
+    with pytest.raises(Clicked), listening(Mock(side_effect=Clicked), lambda _: None):
         made(torch.randn(2, 4))
     assert came_to(made, AUTO) == AUTO
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import diffusers
 import pytest
@@ -15,6 +16,7 @@ import torch
 from comfyui_onediff_guard.pipelines.run import previews
 from comfyui_onediff_guard.pipelines.run.previews import Previews
 from comfyui_onediff_guard.pipelines.weights import components as stores
+from fake_comfy import InterruptProcessingException
 from hostile import say
 from PIL import Image
 from small_runs import SIZES, opened, sampled
@@ -68,10 +70,6 @@ def test_small_decoder_of_host_replaces_colour_factors() -> None:
     assert requested == ["SD15"] and shown == [tuple(latents.shape[1:])] * STEPS
 
 
-class InterruptProcessingException(Exception):
-    """As ComfyUI's, by its name."""
-
-
 BROKEN = (
     torch.OutOfMemoryError("no room"),
     TypeError("Cannot convert a MPS Tensor to float64 dtype"),  # Apple's GPUs have none
@@ -91,11 +89,7 @@ def test_run_continues_when_previews_fail(
 ) -> None:
     handle = opened("2b")
     expected, _ = sampled(handle, "2b")
-    shown: list[Any] = []
-
-    def fails(*_: Any) -> Any:
-        raise error
-
+    shown, fails = [], Mock(side_effect=error)
     settings = Previews(shown.append)
     if part in ("to_picture", "show"):
         settings = replace(settings, **{part: fails})
@@ -110,12 +104,8 @@ def test_run_continues_when_previews_fail(
 
 def test_interrupt_raised_by_preview_ends_run() -> None:
     """ComfyUI raises it when it is sent a picture."""
-
-    def interrupted(_: Any) -> None:
-        raise InterruptProcessingException
-
     with pytest.raises(InterruptProcessingException):
-        sampled(opened("2b"), "2b", previews=Previews(interrupted))
+        sampled(opened("2b"), "2b", previews=Previews(Mock(side_effect=InterruptProcessingException)))
 
 
 @pytest.mark.parametrize("level", [-1.0, 0.0, 1.0], ids=["black", "grey", "white"])

@@ -1,4 +1,5 @@
-"""A fake ComfyUI server controlled by the test, its node, and a minimal workflow of ComfyUI's own nodes."""
+"""A fake ComfyUI server controlled by the test, its node, a minimal workflow of ComfyUI's own nodes, and stand-ins for
+its classes."""
 
 from __future__ import annotations
 
@@ -19,6 +20,26 @@ def picture(image: Any = "a.png", **more: Any) -> dict[str, Any]:
         "1": {"class_type": "LoadImage", "inputs": {"image": image, **more}},
         "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "x"}},
     }
+
+
+class InterruptProcessingException(Exception):
+    """As ComfyUI's was until 2026: the pack knows it by its name."""
+
+
+class BareVae:
+    """As ComfyUI's VAE, without tensors."""
+
+    def __init__(self) -> None:
+        self.first_stage_model = self._Network()
+
+    def decode(self, latents: Any) -> Any: ...
+
+    decode_tiled = encode = encode_tiled = decode
+
+    class _Network:
+        def decode(self, latents: Any) -> Any: ...
+
+        encode = decode
 
 
 class Noise:

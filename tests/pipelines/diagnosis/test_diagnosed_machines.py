@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose, summary
 from comfyui_onediff_guard.precision import arch, machine
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
 from comfyui_onediff_guard.precision.machine import TorchTooOld
+from fake_comfy import BareVae
 from small_runs import opened
 from told import one_line, switch
 
@@ -173,12 +175,9 @@ def test_advice_says_why_pytorch_cannot_use_cards(
 
 
 def test_errors_of_every_cuda_call_are_handled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("CUDA error: unknown error")
-
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     for name in ("is_available", "device_count", "current_device", "get_device_capability", "get_arch_list", "init"):
-        monkeypatch.setattr(torch.cuda, name, broken)
+        monkeypatch.setattr(torch.cuda, name, Mock(side_effect=RuntimeError("CUDA error: unknown error")))
     found = diagnose()
     assert found.architecture.name == "cpu"
     assert "cannot use a GPU: CUDA error: unknown error" in one_line(found)
@@ -203,24 +202,9 @@ def test_too_old_pytorch_is_refused_by_doctor_loader_and_guard(
     with refused as loading:
         opened("5b")
     with refused as guarding:
-        NaNGuardNative().apply(vae=_Vae())
+        NaNGuardNative().apply(vae=BareVae())
     assert [str(error.value) for error in (loading, guarding) if error] == list(found.machine.advice) * 2
     assert all(f"needs PyTorch 2.6 or newer; this is {version}" in advice for advice in found.machine.advice)
-
-
-class _Network:
-    def decode(self) -> None: ...
-
-    encode = decode
-
-
-class _Vae:
-    def __init__(self) -> None:
-        self.first_stage_model = _Network()
-
-    def decode(self) -> None: ...
-
-    decode_tiled = encode = encode_tiled = decode
 
 
 def test_versions_are_read_without_importing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
