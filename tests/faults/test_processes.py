@@ -38,8 +38,7 @@ print(json.dumps({"frames": sorted(frames), "outcomes": outcomes}))
 
 def run_processes(code: str, arguments: list[list[str]]) -> list[Any]:
     """JSON output of processes that start together and begin when all are ready."""
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (here, here.parent / "support")))}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "support")}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, *each],

@@ -6,12 +6,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.run.decode import decode
-from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from generations import Generation
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from small_runs import opened, start_image
+from small_runs import opened
 from tiers import by_tier
 
 STAGES = {  # (model, stage) → the component, and the part of it that runs
@@ -26,23 +24,13 @@ STAGES = {  # (model, stage) → the component, and the part of it that runs
     ("wan", "vae_decode"): ("vae", "decoder"),
     ("wan-two", "denoiser"): ("transformer_2", ""),
 }
-SIZES = {"5b-i2v": (96, 64, 9), "cogview4": (64, 64, 1), "svd": (64, 64, 2), "wan": (64, 48, 9), "wan-two": (64, 48, 9)}
 HEALTH = {"suppress_health_check": list(HealthCheck), "max_examples": by_tier(6, 2), "derandomize": True}
 
 
 def run(handle, model):
     """(frames, {stage: its report})"""
-    width, height, frames = SIZES[model]
-    reports, positive, negative = {}, None, None
-    if handle.family.prompt:
-        (positive, negative), reports["text_encoder"] = encode_prompts(handle, ["a red kite", "grey"])
-    guidance = 5.0 if handle.family.prompt else None
-    sampling = SampleSettings(width, height, steps=2, seed=3, frames=frames, guidance_scale=guidance)
-    start = start_image(handle, width, height)
-    latents, reports["denoiser"] = sample(handle, positive, negative, sampling, **start)
-    reports |= {report.plan.component.value: report for report in reports["denoiser"].before}
-    pixels, reports["vae_decode"] = decode(handle, latents)
-    return pixels, reports
+    generation = Generation(handle, model)
+    return generation.whole(), generation.reports
 
 
 def distance(frames, exact):
@@ -86,7 +74,7 @@ def test_fault_in_any_layer_of_any_stage_is_recovered(model, stage, data):
         frames, reports = run(handle, model)
     assume(happened)
     failed = [step for step in reports[stage].steps if step.outcome == "rerun"]
-    assert failed and failed[0].stage == stage and failed[0].rerun.module == name
+    assert failed and failed[0].stage == stage and failed[0].rerun and failed[0].rerun.module == name
     others = [report for other, report in reports.items() if other != stage]
     assert not [step for report in others for step in report.steps if step.outcome != "finite"]
     assert torch.isfinite(frames).all()

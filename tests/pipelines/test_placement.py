@@ -7,12 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from small_runs import opened, sampled
-
-SIZES = {"5b-i2v": (96, 64, 9), "svd": (64, 64, 2)}
+from generations import Generation
+from small_runs import opened
 
 
 class RoomForOne(PlainPlacement):
@@ -56,12 +54,10 @@ def watched(model: str) -> tuple[PipelineHandle, RoomForOne, set[str]]:
 @pytest.mark.parametrize("model", ["2b", "5b-i2v", "cogview3", "cogview4", "svd", "wan", "wan-two"])
 def test_each_component_is_on_gpu_when_it_is_called(model: str) -> None:
     handle, placement, misplaced = watched(model)
-    family = handle.family
-    size = SIZES.get(model, (64, 64, 9 if family.layout.counts_frames else 1))
     for _ in range(2):
         handle.store.prompts.clear()
-        decode(handle, sampled(handle, size)[0])
+        Generation(handle, model).whole()
     assert not misplaced
     used = Counter(dict.fromkeys(handle.store.model.weights, 1))
-    used["vae"] += family.takes_image  # to encode, and to decode
+    used["vae"] += handle.family.takes_image  # to encode, and to decode
     assert placement.arrived == used + used, "no more moves than uses"

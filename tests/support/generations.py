@@ -1,4 +1,4 @@
-"""A small generation of any family, from folder to frames, for fault and soak tests."""
+"""A small generation of any family, from folder to frames, stage by stage."""
 
 from __future__ import annotations
 
