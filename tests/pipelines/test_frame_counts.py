@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import diffusers
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.errors import BadSize
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from small_runs import opened, picture, start_image
+from small_runs import opened, picture, prompts, sampled
 
 SIZES = {"2b": (64, 48), "1.5": (64, 48), "1.5-i2v": (96, 64), "wan": (64, 48), "svd": (64, 64)}
 FRAMES = {"2b": (1, 5, 13, 21), "1.5": (9, 13), "1.5-i2v": (5, 9), "wan": (5, 13), "svd": (2, 3)}
 REQUESTS = [(model, frames) for model in FRAMES for frames in FRAMES[model]]
 
 
-def latents_of(handle, model, frames, **start):
-    width, height = SIZES[model]
-    rule, config = handle.family.prompt, handle.store.model.denoiser_config
-    embeddings: tuple[Any, Any] = (None, None)
-    if rule:
-        zeros = torch.zeros(1, rule.tokens(config), rule.channels(config))
-        embeddings = (zeros, zeros)
-    start |= start_image(handle, width, height)
-    strength = 1.0 if "video" in start else None
-    settings = SampleSettings(width, height, steps=1, seed=3, frames=frames, strength=strength)
-    return sample(handle, *embeddings, settings, **start)
-
-
 @pytest.mark.parametrize(("model", "frames"), REQUESTS)
 def test_decode_returns_requested_number_of_frames(model, frames):
     handle = opened(model)
-    latents, sampled = latents_of(handle, model, frames)
+    latents, sampling = sampled(handle, (*SIZES[model], frames), steps=1)
     made, report = decode(handle, latents)
     assert len(made) == frames
-    cut = [note for note in (*sampled.notes, *report.notes) if "frames are cut" in note]
+    cut = [note for note in (*sampling.notes, *report.notes) if "frames are cut" in note]
     assert bool(cut) == (model not in ("svd", "wan") and (frames - 1) % 8 == 4), "a note says so if frames are cut"
 
 
@@ -44,7 +29,7 @@ def test_decode_returns_requested_number_of_frames(model, frames):
 def test_frames_that_repeat_first_one_are_cut(tiling):
     """Of an even number of latents, CogVideoX's VAE makes as many frames of the first one as of the others."""
     handle = opened("2b")
-    latents, _ = latents_of(handle, "2b", 13)
+    latents, _ = sampled(handle, (64, 48, 13), steps=1)
     vae = diffusers.AutoencoderKLCogVideoX.from_pretrained(handle.store.model.path / "vae")
     vae.use_tiling = tiling
     with torch.no_grad():
@@ -55,9 +40,10 @@ def test_frames_that_repeat_first_one_are_cut(tiling):
 
 @pytest.mark.parametrize(("model", "frames"), [("2b", 5), ("1.5", 9), ("1.5", 13)])
 def test_video_to_video_keeps_number_of_frames(model, frames):
-    handle = opened(model)
-    video = [picture(*SIZES[model], seed) for seed in range(frames)]
-    latents, _ = latents_of(handle, model, frames, video=video)
+    handle, (width, height) = opened(model), SIZES[model]
+    video = [picture(width, height, seed) for seed in range(frames)]
+    settings = SampleSettings(width, height, steps=1, seed=3, frames=frames, strength=1.0)
+    latents, _ = sample(handle, *prompts(handle), settings, video=video)
     assert len(decode(handle, latents)[0]) == frames
 
 
@@ -66,7 +52,7 @@ def test_number_of_frames_must_fit_temporal_scale_of_vae(monkeypatch):
     handle = opened("wan")
     monkeypatch.setitem(handle.store.model.vae_config, "scale_factor_temporal", 8)
     with pytest.raises(BadSize, match=r"frames is 13, but .* 8·k \+ 1"):
-        latents_of(handle, "wan", 13)
+        sampled(handle, (64, 48, 13))
 
 
 USELESS = {"2b": {"chunk"}, "svd": {"tiling", "slicing"}, "cogview3": set[str](), "wan": {"chunk"}}  # VAE settings
