@@ -56,12 +56,7 @@ def test_overflow_in_prepared_condition_is_recomputed_in_fp32(text: float, more:
     assert messages == ["prefix: NaN or infinite in fp16, recomputed in fp32"]
 
 
-def test_finite_condition_stays_in_fp16() -> None:
-    conds, messages = prepared(Model())
-    assert conds["prefix"].cond.layers[0]["keys"].dtype == torch.float16 and messages == []
-
-
-def test_infinite_values_in_mask_are_accepted() -> None:
+def test_finite_condition_stays_in_fp16_and_mask_with_infinite_values_as_it_is() -> None:
     mask = SimpleNamespace(cond=torch.tensor([0.0, -torch.inf]))
     conds, messages = prepared(Model(mask=mask))
     assert conds["mask"] is mask and conds["prefix"].cond.layers[0]["keys"].dtype == torch.float16 and messages == []
