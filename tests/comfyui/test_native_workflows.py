@@ -94,8 +94,8 @@ def test_healthy_run_is_bit_equal_with_guards(server: legs.Server) -> None:
     assert all(frame.std() > 2 for frame in guarded.frames)
     assert np.array_equal(plain.frames, guarded.frames)
     assert not plain.reports
-    assert "2 steps, all fine" in guarded.report(f"{MODEL} computes in fp16")
-    assert "1 part, fine" in guarded.report(f"VAE decoder: {VAE} computes in fp16")
+    assert "2 steps, all fine" in guarded.report(f"{MODEL} runs in fp16")
+    assert "1 part, fine" in guarded.report(f"VAE decoder: {VAE} runs in fp16")
 
 
 def test_overflowing_model_is_black_unguarded_and_near_fp32_guarded(
@@ -112,9 +112,9 @@ def test_overflowing_model_is_black_unguarded_and_near_fp32_guarded(
     difference = np.abs(guarded.frames.astype(int) - in_fp32.frames).max() / 255
     print(f"largest difference {difference:.4f}")
     assert difference <= TOLERANCE
-    assert "overflow protection; 2 steps, 1 recomputed in fp32" in guarded.report(f"{MODEL} computes in fp16")
-    assert "1 part, 1 recomputed in fp32" in guarded.report(f"VAE decoder: {VAE} computes in fp16")
-    assert "computes in fp32" in in_fp32.report(MODEL)
+    assert "overflow protection; 2 steps, 1 recomputed in fp32" in guarded.report(f"{MODEL} runs in fp16")
+    assert "1 part, 1 recomputed in fp32" in guarded.report(f"VAE decoder: {VAE} runs in fp16")
+    assert "runs in fp32" in in_fp32.report(MODEL)
 
 
 def test_probe_runs_with_inputs_of_sampler(server: legs.Server) -> None:
@@ -153,5 +153,5 @@ def test_page_runs_workflow_and_shows_both_reports_on_guard(
         assert end == "execution_success", detail
         canvas.picture(f"ran_{NAME}")
         texts = " ".join(map(str, canvas.widgets(GUARD).values()))
-    assert f"{MODEL} computes in fp16" in texts and "overflow protection; 2 steps, 1 recomputed in fp32" in texts
-    assert f"VAE decoder: {VAE} computes in fp16" in texts and "1 part, 1 recomputed in fp32" in texts
+    assert f"{MODEL} runs in fp16" in texts and "overflow protection; 2 steps, 1 recomputed in fp32" in texts
+    assert f"VAE decoder: {VAE} runs in fp16" in texts and "1 part, 1 recomputed in fp32" in texts

@@ -248,8 +248,7 @@ def scripted_product(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 
 
 class ByScript(torch.nn.Module):
-    """A layer of ComfyUI's whose product needs two tensors of one dtype: true in a rerun (float32), not in scaled
-    layers."""
+    """A layer of ComfyUI's with a scripted product, which needs two tensors of one dtype."""
 
     def __init__(self, layer: torch.nn.Module):
         super().__init__()
@@ -260,12 +259,12 @@ class ByScript(torch.nn.Module):
         return scripted_product(input, weight, bias)
 
 
-def test_layer_that_cannot_be_scaled_is_reported_and_rerun_is_near_fp32() -> None:
+def test_layer_with_scripted_product_is_protected() -> None:
     patcher, exact = with_fp32_twin("wan", hot=True)
     attention = patcher.model.diffusion_model.blocks[1].self_attn
     attention.o = ByScript(attention.o)
 
     def check(time: str) -> None:
-        assert time == "after a restart" or "since not every layer can be protected: " in texts[-1]
+        assert PROTECTED in texts[-1] and (time == "first" or " fine." in texts[-1])
 
     check_learned(patcher, exact, check)

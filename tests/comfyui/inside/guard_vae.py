@@ -63,7 +63,7 @@ def test_overflowing_vae_is_recomputed_bit_equal_to_fp32(call: str) -> None:
     counts = re.search(r"(\d+) parts?, (\d+) recomputed in fp32", texts[-1])
     assert counts and counts[1] == counts[2]
     assert (int(counts[1]) > 1) is ("tiled" in call)
-    assert texts[-1].startswith(f"VAE {part}r: AutoencoderKL computes in fp16")
+    assert texts[-1].startswith(f"VAE {part}r: AutoencoderKL runs in fp16")
     assert f"'{part}r.mid.block_1.conv1' reaches" in texts[-1]
     in_bf16, protected = (run(CALLS[call], guarded(vae, precision=precision)) for precision in ("bf16", "fp16"))
     assert (protected - exact).norm() <= (in_bf16 - exact).norm() / 4
