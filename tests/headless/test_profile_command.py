@@ -80,7 +80,7 @@ def test_invalid_arguments_are_rejected(folder, command, arguments, code, messag
 def test_profile_of_unknown_format_is_not_imported(folder, command, tmp_path):
     (tmp_path / "bad.json").write_text(PROFILE.text().replace('"format": 3', '"format": 7'))
     code, _, err = command("import", tmp_path / "bad.json")
-    assert code == 2 and "format is 7" in err and not folder.exists()
+    assert code == 2 and "(format 7 instead of 3)" in err and not folder.exists()
 
 
 def test_control_characters_are_not_printed(folder, command):

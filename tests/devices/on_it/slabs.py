@@ -189,7 +189,7 @@ def test_failed_pinned_allocation_keeps_weights_and_is_logged(
     monkeypatch.setattr(mmap, "mmap", scarce)
     assert torch.equal(frames(opened_fresh("2b", "group")), right)
     assert len(sizes) == 2 and not runtime.most
-    assert any("([Errno 12] Cannot allocate memory): slower" in line for line in caplog.messages)
+    assert any("([Errno 12] Cannot allocate memory): one block at a time" in line for line in caplog.messages)
 
 
 def test_drop_from_another_thread_keeps_weights_in_use_locked() -> None:
