@@ -218,7 +218,7 @@ def test_settings_switch_guards_without_changing_saved_workflow(canvas: browser.
     canvas.picture("every_settings")
     wait_until(lambda: server.ask("/settings").get(SWITCH) is True, "the setting is not saved")
     canvas.press("Escape")
-    assert run_with(HEALTHY) == {} and "Guard every workflow: 2 guards" in server.log_text()
+    assert run_with(HEALTHY) == {} and "Guard every workflow: added 2 guards" in server.log_text()
     assert canvas.evaluate(SIZES) == sizes and not guard_notices(canvas)
     assert set(run_with(HOT + HEALTHY)) == {"KSampler", "VAEDecode"}
     assert run_with(HEALTHY) == {} and canvas.evaluate(SIZES) == sizes
