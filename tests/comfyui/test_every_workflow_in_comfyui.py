@@ -95,7 +95,7 @@ def with_seed(prompt: Graph, seed: int) -> Graph:
 def test_healthy_run_is_bit_equal_with_switch_on(server: legs.Server) -> None:
     off, on = Queued(server, unguarded()), Queued(server, unguarded(), SWITCHED_ON)
     again = Queued(server, with_seed(unguarded(), 2), SWITCHED_ON)
-    assert "Guard every workflow" not in off.log and "Guard every workflow: 2 guards" in on.log
+    assert "Guard every workflow" not in off.log and "Guard every workflow: added 2 guards" in on.log
     assert np.array_equal(off.frames, on.frames) and off.frames.std() > 2
     assert on.log.count(", all fine.") >= 1 and on.log.count(" fine.") >= 2 and "NaN Guard: " not in off.log
     for run in (on, again):  # the guards of the second run are cached
@@ -160,7 +160,7 @@ def test_each_user_of_server_has_own_switch(leg: legs.Leg, tmp_path: Path) -> No
         ask(f"/settings/{SWITCH}", True, users["anna"])
         guarded = {}
         for name in ("bert", "anna", "bert"):
-            before = server.count("Guard every workflow: 2 guards")
+            before = server.count("Guard every workflow: added 2 guards")
             ask("/prompt", {"prompt": prompt}, users[name])
-            guarded[name] = server.count("Guard every workflow: 2 guards") - before
+            guarded[name] = server.count("Guard every workflow: added 2 guards") - before
         assert guarded == {"anna": 1, "bert": 0}, server.tail()

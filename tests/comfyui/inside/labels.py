@@ -30,7 +30,7 @@ def test_tagged_prompt_names_its_sampler_and_works_where_it_fits() -> None:
     for each in (patcher, guarded(make_model(SD15))):
         error = error_of(lambda each=each: sampled(each, foreign))
         assert "This CONDITIONING [1, 226, 4096] was encoded for CogVideoX-2B" in error, error
-        assert "Wire it into Sample CogVideoX" in error
+        assert "Connect it to Sample CogVideoX" in error
     assert torch.equal(sampled(patcher, right), sampled(patcher, labels.prompt_of(right, MODEL, SAMPLER)))
 
 
@@ -39,5 +39,5 @@ def test_tagged_latents_name_their_decoder_and_work_where_they_fit() -> None:
     vae = make_vae(torch.float32)
     for each in (vae, node("vae", make_vae(torch.float32))):
         error = error_of(lambda each=each: each.decode(foreign))
-        assert "These latents [1, 16, 3, 6, 6] are CogVideoX-2B's" in error and "Decode Latents" in error, error
+        assert "These latents [1, 16, 3, 6, 6] were made by CogVideoX-2B" in error and "Decode Latents" in error, error
     assert torch.equal(run(decode, vae), run(lambda vae: vae.decode(labels.latents_of(latents(), MODEL)), vae))
