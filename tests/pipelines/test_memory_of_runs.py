@@ -65,7 +65,7 @@ def test_profile_is_written_only_if_overrides_are_new(opened, tmp_path):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"format": 9}, "format is 9"),
+        ({"format": 2}, "format is 2"),
         ({"format": 1, "learned": {"islands": ["transformer_blocks.1"]}}, "format is 1"),
         ({"versions": {"torch": "1.0"}}, "is not used: it was made with torch 1.0"),
     ],
