@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import json
@@ -211,9 +212,11 @@ def test_jobs_are_generated_lazily(jobs_file: JobsOf) -> None:
     try:
         for _ in range(200):
             next(jobs)
+        gc.collect()
         before, _ = tracemalloc.get_traced_memory()
         for _ in range(2000):
             next(jobs)
+        gc.collect()
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
