@@ -173,7 +173,7 @@ class GuardedCalls:
     def _go_on(self, stage: ComponentStage, savings: tuple[str, ...]) -> None:
         """Switch to a stage and savings: the next call places and sets it up, with the overrides learned so far."""
         for feature in self._features:
-            feature.reset(stage)
+            feature.reset(stage.name)
         if self._guard:
             self._known, self._standing = self._guard.learned or self._known, self._guard.failure_state
         self._stage, self._savings = stage, savings

@@ -113,8 +113,8 @@ class Feature:
         del stage, inputs
         return ""
 
-    def reset(self, stage: ComponentStage) -> None:
-        """Drop the state of a denoiser's calls, before it is placed and set up again."""
+    def reset(self, denoiser: str) -> None:
+        """Drop the state of a denoiser's calls, before it is placed and set up again. denoiser: its name."""
 
     def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
         """Return the feature's part inside the guard; None: nothing."""

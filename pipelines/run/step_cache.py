@@ -47,8 +47,8 @@ class CachedRun(Feature):
         del inputs
         return UNCACHED if _blocks(stage) else ""
 
-    def reset(self, stage: ComponentStage) -> None:
-        if own := self._caches.get(stage.name):
+    def reset(self, denoiser: str) -> None:
+        if own := self._caches.get(denoiser):
             own.forget()  # also clears the other denoisers' history
             return
         for other in self._caches.values():

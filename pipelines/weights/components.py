@@ -281,19 +281,15 @@ class ComponentStore:
     def offload_to_cpu(self, name: str) -> None:
         """Move a component to main memory, which is not page-locked then, until it is needed again."""
         with MOVING:
-            self.empty_quantised(name)
+            for key in self.quantised:
+                if key[0] == name:
+                    self.quantised[key].empty()
             if component := self.components.get(name):
                 if component.offloaded:
                     component.offloaded.release()
                 self.placement.to_host(name, component.module)
                 if component.adapted:
                     move(component.adapted, torch.device("cpu"))  # the LoRAs' weights
-
-    def empty_quantised(self, name: str) -> None:
-        """Free a component's quantised weights; the layers are filled again when needed."""
-        for key, layers in self.quantised.items():
-            if key[0] == name:
-                layers.empty()
 
     def leave_device(self, but: str = "") -> None:
         """Move all components except `but` to main memory, and everything else that a memory manager can move."""

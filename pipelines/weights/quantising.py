@@ -24,11 +24,17 @@ if TYPE_CHECKING:
 
 
 class QuantisedRun(Feature):
-    def reset(self, stage: ComponentStage) -> None:
-        stage.handle.store.empty_quantised(stage.name)
+    def __init__(self) -> None:
+        self._layers: dict[str, QuantisedLinears] = {}  # by denoiser
+
+    def reset(self, denoiser: str) -> None:
+        if layers := self._layers.pop(denoiser, None):
+            layers.empty()
 
     def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
         layers = quantised_of(setup.stage)
+        if layers:
+            self._layers[setup.stage.name] = layers
         return _QuantisedLayers(layers, setup.stage.report) if layers else None
 
     def on_meta(self, setup: DenoiserSetup) -> CallFeature | None:
