@@ -141,8 +141,8 @@ class Layout:
     """A family's layout of latents. On wires they are unscaled, as a VAE takes them and as in ComfyUI's own nodes."""
 
     unscaled: Callable[[torch.Tensor, int, Config], torch.Tensor]  # (sampler's latents, frames, VAE config) → latents
-    decoded: Callable[[Decode, torch.Tensor, int], Iterator[torch.Tensor]] = decoded_video  # (VAE, latents, chunk) →
-    # [n, 3, h, w] each
+    # (VAE, latents, chunk) → pictures [n, 3, height, width] each
+    decoded: Callable[[Decode, torch.Tensor, int], Iterator[torch.Tensor]] = decoded_video
     dimensions: int = 5  # number of the latents' dimensions
     shape: str = "[batch, {channels}, frames, height, width]"  # the latents' shape in words, for error messages
     counts_frames: bool = True  # whether they are a video's, not images'

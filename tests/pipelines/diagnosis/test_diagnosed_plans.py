@@ -59,7 +59,7 @@ def test_fp16_accumulation_is_shown_with_missing_requirements(folder: Path, monk
     )
     monkeypatch.setattr(accumulation, "FP16_SUMS", "a switch of a newer PyTorch")
     assert "needs PyTorch 2.7 or newer" in one_line(diagnose(folder, arch.ARCHITECTURES["sm89"], **request))
-    assert "needs PyTorch 2.7" not in one_line(diagnose(folder, SM80, **request)), "there it is of no use"
+    assert "needs PyTorch 2.7" not in one_line(diagnose(folder, SM80, **request)), "no faster there"
 
 
 def test_impossible_precision_is_refused_with_reason() -> None:
