@@ -43,7 +43,8 @@ def test_video_to_video_keeps_number_of_frames(model, frames):
     handle, (width, height) = opened(model), SIZES[model]
     video = [picture(width, height, seed) for seed in range(frames)]
     settings = SampleSettings(width, height, steps=1, seed=3, frames=frames, strength=1.0)
-    latents, _ = sample(handle, *prompts(handle), settings, video=video)
+    positive, negative = prompts(handle)
+    latents, _ = sample(handle, positive, negative, settings, video=video)
     assert len(decode(handle, latents)[0]) == frames
 
 
