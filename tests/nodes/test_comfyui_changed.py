@@ -5,7 +5,6 @@ tests/comfyui/test_surface_in_comfyui.py tries each name in real ComfyUIs.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -151,9 +150,3 @@ def test_comfyui_without_device_counts_as_absent(monkeypatch: pytest.MonkeyPatch
 
 def test_interrupts_are_distinguished_from_errors() -> None:
     assert host.is_interrupt(InterruptProcessingException()) and not host.is_interrupt(ValueError())
-
-
-def test_log_names_feature_that_is_off(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        compat.tell_once("previews", "no 'x'")
-    assert caplog.messages == ["Off: previews; no 'x'"]
