@@ -43,21 +43,15 @@ def load(precision="fp32", name="video/svd_xt.safetensors"):
     return call("LoadPipeline", model=name, precision=precision, backend="eager")["result"][0]
 
 
-def sample(pipeline, steps=2):
-    inputs = {"image": IMAGE, "frames": 3, "steps": steps, "max_guidance_scale": 3.0, "seed": 5, "fit": "crop"}
+def sample(pipeline):
+    inputs = {"image": IMAGE, "frames": 3, "steps": 2, "max_guidance_scale": 3.0, "seed": 5, "fit": "crop"}
     return GRAPHS["svd"].sample(pipeline, **inputs)["result"]
-
-
-def test_loader_lists_only_supported_files():
-    (names, _) = LoadPipeline.INPUT_TYPES()["required"]["model"]
-    assert names == ["video/svd_xt.safetensors"], "not dreamshaper.safetensors, which is a Stable Diffusion 1"
-    with pytest.raises(BadFolder, match=r"'svd.safetensors' was not found.*single file into models/checkpoints"):
-        load(name="svd.safetensors")
 
 
 def test_single_file_run_is_bit_equal_to_diffusers():
     pipeline = load()
-    latents, _ = sample(pipeline)
+    latents, report = sample(pipeline)
+    assert "SVD-XT" in report and "2 steps, all fine" in report
     frames = GRAPHS["svd"].decode(pipeline, latents)["result"][0]
     store = pipeline.store
     parts: dict[str, Any] = {name: store.module(name, "fp32") for name in ("unet", "vae", "image_encoder")}
@@ -71,17 +65,10 @@ def test_single_file_run_is_bit_equal_to_diffusers():
     assert torch.equal(frames.permute(0, 3, 1, 2), expected[0])
 
 
-def test_half_precision_is_guarded():
-    pipeline = load("bf16")
-    found, report = sample(pipeline, steps=1)
-    assert "SVD-XT" in report and "1 step, fine" in report and found["samples"].isfinite().all()
-    assert {p.dtype for p in pipeline.store.module("unet", "bf16").parameters()} == {torch.bfloat16}
-
-
 def test_unsupported_or_missing_file_is_refused_by_name():
     with pytest.raises(BadFolder, match=r"'dreamshaper.safetensors' is not a Stable Video Diffusion checkpoint: "):
         load(name="dreamshaper.safetensors")
-    with pytest.raises(BadFolder, match=r"away.safetensors' was not found|is gone"):
+    with pytest.raises(BadFolder, match=r"'away.safetensors' was not found.*single file into models/checkpoints"):
         load(name="away.safetensors")
 
 
