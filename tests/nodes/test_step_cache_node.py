@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from comfyui_onediff_guard.nodes.step_cache import StepCache
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 
 
@@ -15,17 +16,12 @@ class Pipeline:
     step_cache: CachePolicy | None = None
 
 
-def test_step_cache_is_off_without_node_and_at_error_0() -> None:
-    from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
-
-    assert PipelineHandle.__dataclass_fields__["step_cache"].default is None
-    assert StepCache().apply(Pipeline(CachePolicy()), 0.0, 4)[0].step_cache is None  # pyright: ignore[reportArgumentType]
-
-
 def test_step_cache_node_returns_new_handle() -> None:
     given: Any = Pipeline()
     (made,) = StepCache().apply(given, 0.05, 3)
     assert made.step_cache == CachePolicy(0.05, 3) and given.step_cache is None
+    assert StepCache().apply(made, 0.0, 4)[0].step_cache is None, "off at error 0"
+    assert PipelineHandle.__dataclass_fields__["step_cache"].default is None, "and without the node"
 
 
 @pytest.mark.parametrize("name", ["error", "check_every"])
