@@ -82,5 +82,6 @@ def test_other_strength_or_lora_of_same_shapes_does_not_recompile(tmp_path: Path
 
     assert graphs(Lora(one, 0.5)) == 1
     assert [graphs(Lora(one, 1.0)), graphs(Lora(one, -0.3)), graphs(Lora(other, 0.5)), graphs()] == [0, 0, 0, 0]
+    assert len([loras for _, loras, *_ in handle.store.compiled if loras]) == 1, "of the last LoRA alone"
     assert [graphs(Lora(wider, 1.0)), graphs(Lora(wider, 0.2)), graphs(Lora(one, 0.5))] == [1, 0, 0], "another rank"
     assert [graphs(Lora(one, 1.0), Lora(other, 0.5)), graphs(Lora(other, 0.1), Lora(one, 2.0))] == [1, 0], "two at once"
