@@ -153,6 +153,14 @@ def test_unused_frames_of_start_video_are_reported(opened, length, frames, used,
 PROMPTED = ("2b", "1.5-i2v", "cogview3", "cogview4")
 
 
+@pytest.mark.parametrize("family", PROMPTED)
+def test_empty_prompts_give_finite_picture(opened, family):
+    graph, pipeline = opened(family)
+    wired = graph.encode(pipeline, prompt="", negative_prompt="")["result"]
+    latents = graph.sample(pipeline, wired)["result"][0]
+    assert torch.isfinite(graph.decode(pipeline, latents)["result"][0]).all()
+
+
 LIMITS = {"2b": 226, "1.5-i2v": 226, "cogview3": 224, "cogview4": 1024}
 
 

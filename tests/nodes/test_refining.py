@@ -48,7 +48,10 @@ def prepared(model: Model, text: float = 4.0, **policy: Any) -> tuple[dict[str, 
     return view.extra_conds(cross_attn=torch.full((1, 4), text), device=torch.device("cpu")), messages
 
 
-@pytest.mark.parametrize("more", [{}, {"mask": SimpleNamespace(cond=torch.tensor([0.0, -torch.inf]))}])
+WITH_MASK = [{}, {"mask": SimpleNamespace(cond=torch.tensor([0.0, -torch.inf]))}]
+
+
+@pytest.mark.parametrize("more", WITH_MASK)
 @pytest.mark.parametrize("text", [4.0, -4.0])
 def test_overflow_in_prepared_condition_is_recomputed_in_fp32(text: float, more: dict[str, Any]) -> None:
     conds, messages = prepared(Model(LARGE, **more), text)
@@ -56,10 +59,11 @@ def test_overflow_in_prepared_condition_is_recomputed_in_fp32(text: float, more:
     assert messages == ["prefix: NaN or infinite in fp16, recomputed in fp32"]
 
 
-def test_finite_condition_stays_in_fp16_and_mask_with_infinite_values_as_it_is() -> None:
-    mask = SimpleNamespace(cond=torch.tensor([0.0, -torch.inf]))
-    conds, messages = prepared(Model(mask=mask))
-    assert conds["mask"] is mask and conds["prefix"].cond.layers[0]["keys"].dtype == torch.float16 and messages == []
+@pytest.mark.parametrize("more", WITH_MASK)
+def test_finite_condition_stays_in_fp16_and_mask_with_infinite_values_as_it_is(more: dict[str, Any]) -> None:
+    conds, messages = prepared(Model(**more))
+    assert conds["prefix"].cond.layers[0]["keys"].dtype == torch.float16 and messages == []
+    assert conds.get("mask") is more.get("mask")
 
 
 @pytest.mark.parametrize(
