@@ -1,12 +1,12 @@
-// Guard every workflow: its settings, and the offer to run again, guarded, what came out black.
+// Guard every workflow: its settings, and the offer to run a black result again with guards.
 import { app } from "../../scripts/app.js"
 import { api } from "../../scripts/api.js"
 import { historyOf } from "./history.js"
 import { words } from "./strip_texts.js"
 
 const OFFER = "OneDiffGuard.OfferRerun"
-const MOST_OFFERED = 100 // runs; the latest ones
-// at the left: the page has its own buttons at the right, and in App mode its outputs in the middle
+const MAX_OFFERED = 100 // the latest runs
+// at the left: the page has its own buttons at the right, and App mode has its outputs in the middle
 const STYLE = `position: fixed; left: 84px; bottom: 24px; z-index: 10000; width: 400px; max-width: 80vw;
   box-sizing: border-box; padding: 12px 14px; display: flex; flex-direction: column; gap: 10px;
   border-radius: 8px; font: 13px/1.4 Inter, Arial, sans-serif; color: var(--input-text, #ddd);
@@ -15,7 +15,7 @@ const BUTTON = `all: unset; outline: revert; cursor: pointer; padding: 5px 12px;
   border: 1px solid var(--border-color, #4e4e4e);`
 const FIRST_BUTTON = "background: #f0b429; border-color: #f0b429; color: #201400;"
 
-/** What the server's answer says is wrong with a prompt. */
+/** Returns the errors that the server's answer gives for a prompt. */
 function refusal(answer) {
   try {
     const { error, node_errors: nodes } = JSON.parse(answer)
@@ -28,7 +28,7 @@ function refusal(answer) {
   }
 }
 
-/** Queues a prompt of the history again with guards: same nodes, same seed; what is cached is used again. */
+/** Queues a prompt of the history again with guards: with the same nodes and seed, and with cached outputs. */
 async function runAgain(prompt) {
   const entry = await historyOf(prompt)
   if (!entry) throw new Error(words().gone)
@@ -48,12 +48,12 @@ async function runAgain(prompt) {
   if (!answer.ok) throw new Error(refusal(await answer.text()))
 }
 
-let offered = [] // prompts, the latest one last
+let offered = [] // prompts, oldest first
 
-/** One offer for all runs that came out black since somebody answered: a queue may have many of them. */
+/** Shows one offer for all black runs since the last answer: a queue may have many of them. */
 function offer({ prompt, problem }) {
   if (app.extensionManager?.setting?.get(OFFER) === false) return
-  offered = [...offered, prompt].slice(-MOST_OFFERED)
+  offered = [...offered, prompt].slice(-MAX_OFFERED)
   document.getElementById("onediff-guard-offer")?.remove()
   const say = words()
   const box = document.createElement("div")
@@ -98,7 +98,7 @@ const setting = (sortOrder, id, name, tooltip, defaultValue) => ({
   name,
   tooltip,
   type: "boolean",
-  sortOrder, // the greatest comes first
+  sortOrder, // highest first
   defaultValue,
 })
 

@@ -1,4 +1,4 @@
-// Lists this pack's templates by name, and so by model: the server lists them as the file system happens to.
+// Sorts this pack's templates by name, and so by model: the server lists them in the file system's order.
 import { api } from "../../scripts/api.js"
 
 const PACK = decodeURIComponent(new URL(import.meta.url).pathname.split("/").at(-2)) // its folder in custom_nodes

@@ -1,10 +1,10 @@
-// What ComfyUI's history has of a prompt.
+// Reads a prompt's entry in ComfyUI's history.
 import { api } from "../../scripts/api.js"
 
-const ATTEMPTS = 20 // to find one, where it comes when it has ended
+const ATTEMPTS = 20 // the entry is written when the prompt has ended
 const PAUSE = 500 // ms
 
-/** @returns {Promise<object | undefined>} the prompt's entry, undefined where it does not come, or no server */
+/** @returns {Promise<object | undefined>} the prompt's entry; undefined if it never appears or no server answers */
 export async function historyOf(prompt) {
   for (let attempt = 0; attempt < ATTEMPTS; attempt++) {
     try {

@@ -1,4 +1,4 @@
-// Tells the server which language the page is in: where nobody chose one, the page takes the browser's and keeps quiet.
+// Tells the server the page's language: unless one is chosen, the page takes the browser's and does not store it.
 import { app } from "../../scripts/app.js"
 import { api } from "../../scripts/api.js"
 

@@ -1,26 +1,26 @@
-// Puts a strip on each node of ours that has reported: after a run, from the cache, after undo and in another tab.
+// Puts a strip on each of our nodes that has reported: after a run, from the cache, after undo and in another tab.
 import { app } from "../../scripts/app.js"
 import { api } from "../../scripts/api.js"
 import { StripView } from "./strip_view.js"
 import { historyOf } from "./history.js"
 import { words } from "./strip_texts.js"
 
-const OURS = "OneDiffGuard" // node types begin so
-const NAME = "$$node-text-preview" // ComfyUI's own widget for a node's progress text: where there is one, it says it there
-const PICTURE = "$$canvas-image-preview" // and its widget for pictures, which reaches down to the node's end
-const LATE = "OneDiffGuardNaNGuardNative" // reports when others sample or decode, not when it runs or is remembered
-const MOST_REPORTS = 64 // of one prompt, on a node that many samplers use
+const OURS = "OneDiffGuard" // the prefix of our node types
+const NAME = "$$node-text-preview" // ComfyUI's own widget for a node's progress text
+const PICTURE = "$$canvas-image-preview" // its widget for pictures, which fills the node to its end
+const LATE = "OneDiffGuardNaNGuardNative" // reports when other nodes sample or decode, not when it runs or is cached
+const MAX_REPORTS = 64 // of one prompt, on a node that many samplers use
 const MARGIN = 10
-const NO_WORKFLOW = "00000000-0000-0000-0000-000000000000" // of a graph that the page got in API format
+const NO_WORKFLOW = "00000000-0000-0000-0000-000000000000" // of a graph that was loaded in API format
 
 const rootGraph = () => app.rootGraph ?? app.graph
 
 const isKnown = (workflow) => Boolean(workflow) && workflow !== NO_WORKFLOW
 
-/** Whether the workflow of a run is the one on the canvas. Of a run that no page queued nobody knows: then it is. */
+/** Returns whether a run's workflow is the one on the canvas. True if no page queued the run: then it is unknown. */
 const isOpen = (workflow) => !isKnown(workflow) || workflow === rootGraph().id
 
-/** The node's widget, made where it has none. */
+/** Returns the node's widget, and creates it if there is none. */
 function stripOf(node) {
   const there = node.widgets?.find((widget) => widget.name === NAME)
   if (there?.strip) return there.strip
@@ -41,7 +41,7 @@ function stripOf(node) {
   return strip
 }
 
-/** What a person has made another pack's node larger since it got a strip. Nodes 2.0 sets heights by itself. */
+/** By how much the user has enlarged another pack's node since it got a strip. Nodes 2.0 sets heights by itself. */
 function grown(node, { laidOut }) {
   if (!laidOut) return [0, 0]
   const height = globalThis.LiteGraph?.vueNodesMode ? 0 : Math.max(0, node.size[1] - laidOut[1])
@@ -64,13 +64,13 @@ function show(node, output) {
   if (node.type?.startsWith(OURS) && output?.onediff_guard) stripOf(node).show(output, ownVerdict(output.onediff_guard))
 }
 
-/** Whether a stage did not come to its end: its last run, since a node may try again. */
+/** Returns whether a stage's last run did not finish: a node may try again. */
 function hasEnded(reports) {
   const last = new Map(reports.map((report) => [report?.plan?.component, report]))
   return [...last.values()].some((report) => report?.ended)
 }
 
-/** Whether the result of a node of ours can be used, and that in words; empty of one that computes none. */
+/** Returns whether the result of one of our nodes can be used, and its text; both empty for a node without a result. */
 function ownVerdict(reports) {
   const cells = reports.flatMap((report) => [...(report?.before ?? []), report]).flatMap((run) => run?.cells ?? [])
   const reruns = cells.filter((cell) => cell === "rerun").length
@@ -78,36 +78,36 @@ function ownVerdict(reports) {
   const good = ended ? "ended" : reruns ? "rescued" : "ok"
   const verdict = cells.includes("failed") ? "broken" : cells.length || ended ? good : ""
   const say = words()
-  const sampled = reports.some((report) => report?.plan?.component === "denoiser") // else it is what it was given
+  const sampled = reports.some((report) => report?.plan?.component === "denoiser") // else the node only passes its input on
   const inWords = verdict && `${sampled ? say.result : say.stage} ${say.verdicts[verdict].replace("{}", reruns)}`
   return [verdict, inWords]
 }
 
-/** A node of ours by its id in an execution, and its text's widget: a strip, or ComfyUI's own. */
+/** Returns one of our nodes by its execution id, and the widget of its text: a strip, or ComfyUI's own. */
 function ownText(id) {
   const [, node] = nodeByExecutionId(id)
   return [node, node?.type?.startsWith(OURS) ? node.widgets?.find(({ name }) => name === NAME) : undefined]
 }
 
-/** Takes off what an earlier run said on a node that runs now. A report stays: it is marked as an earlier run's. */
+/** Removes an earlier run's text from a node that runs now. A report stays, and is marked as an earlier run's. */
 function forgetText(id) {
   const [node, widget] = ownText(id)
   if (widget && !widget.strip?.whole) node.removeWidget(widget)
 }
 
-/** Replaces the progress that stands on a node which does not go on. */
+/** Replaces the progress text of a node that has stopped. */
 function sayOnOwn(id, inWords) {
   const [node, widget] = ownText(id)
   if (widget) stripOf(node).age(inWords)
 }
 
-/** Says on the node where a prompt ended why it did. */
+/** Shows why a prompt ended, on the node where it did. */
 async function sayWhereEnded({ prompt_id: prompt, node_id: id }, inWords) {
   const extra = (await historyOf(prompt))?.prompt[3]
   if ((started ?? prompt) === prompt && isOpen(extra?.extra_pnginfo?.workflow?.id)) sayOnOwn(id, inWords)
 }
 
-/** Of all graphs: node by its name among outputs, which is its id, after its subgraph's in one. */
+/** Returns the nodes of all graphs by their names among outputs: the id, after the subgraph's id inside one. */
 function nodesByLocator() {
   const root = rootGraph()
   const found = root.nodes.map((node) => [String(node.id), node])
@@ -116,7 +116,7 @@ function nodesByLocator() {
   return new Map(found)
 }
 
-/** By an id as in an execution, "57:3": node 3 in the subgraph that is node 57. */
+/** Finds a node by its execution id. "57:3" is node 3 in the subgraph that is node 57. */
 function nodeByExecutionId(id) {
   const [last, ...outer] = String(id).split(":").reverse()
   const graph = outer.reduceRight((graph, id) => graph?.getNodeById(Number(id))?.subgraph, rootGraph())
@@ -127,7 +127,7 @@ function showAll(outputs) {
   for (const [locator, node] of nodesByLocator()) show(node, outputs?.[locator])
 }
 
-/** Shows what ComfyUI's page was not given as this node's output, where it is found again like one. */
+/** Shows a text that ComfyUI did not send as the node's output, and stores it like an output. */
 function keep(id, more) {
   const [graph, node] = nodeByExecutionId(id)
   if (!node) return
@@ -136,24 +136,23 @@ function keep(id, more) {
   show(node, app.nodeOutputs[locator])
 }
 
-const VERDICTS = ["rescued", "ended", "unguarded", "broken"] // the worst last
-const SEVERITIES = { rescued: "success", ended: "warn", unguarded: "warn", broken: "error" } // of ComfyUI's toasts
+const VERDICTS = ["rescued", "ended", "unguarded", "broken"] // worst last
+const SEVERITIES = { rescued: "success", ended: "warn", unguarded: "warn", broken: "error" } // ComfyUI's names
 const SECONDS = { rescued: 10, ended: 10, unguarded: 30, broken: 30 }
 
-// Nodes of other packs on which a guard has reported in this prompt: by their ids, their type and workflow, what was
-// reported, and what they are called
+// Nodes of other packs on which a guard has reported in this prompt, by id: type, workflow, reports and title
 const others = new Map()
-// Their strips on the canvas, and how a node is put back, by the node. A subgraph that is used twice has it once.
+// By node: its strip on the canvas, and how to restore the node. A subgraph that is used twice has one.
 const placed = new Map()
-// What native guards reported of the last prompt, by workflow and node: pages lose it with a tab, and a workflow that is
-// not open lacks it
+// Reports of native guards on the last prompt, by workflow and node: a page loses them with a tab, and a workflow that
+// is not open has none
 const late = new Map()
 const MOST_LATE = 32
-let started // the prompt that runs; undefined on a page that was opened since it started
-let running // the node that runs, by its id in the execution; null between prompts
+let started // the prompt that runs; undefined on a page opened after its start
+let running // the execution id of the node that runs; null between prompts
 
-/** Puts a strip on another pack's node. Returns it, and what takes all that it changes about the node off again. Files
- * and undo never see it. */
+/** Puts a strip on another pack's node. Returns the strip, and a function that undoes all its changes to the node.
+ * Files and undo never contain it. */
 function stripOnOther(node) {
   const { widgets, onSerialize } = node
   const without = [...node.size]
@@ -180,14 +179,14 @@ function newPrompt() {
   for (const node of nodesByLocator().values()) {
     const widget = node.type?.startsWith(OURS) ? node.widgets?.find((widget) => widget.strip) : undefined
     if (widget?.strip.whole) widget.strip.age(words().earlier)
-    else if (widget) node.removeWidget(widget) // it has no report
+    else if (widget) node.removeWidget(widget) // no report to keep
   }
   for (const { putBack } of placed.values()) putBack()
   placed.clear()
   others.clear()
 }
 
-/** Whether the result of a node can be used, from what guards reported of it, and that in words. */
+/** Returns whether a node's result can be used, by its guards' reports, and the text that says so. */
 function verdictOf(outputs) {
   const isBroken = ({ outcomes }) => (outcomes?.["non-finite"] ?? 0) + (outcomes?.saturated ?? 0) > 0
   const verdicts = outputs.map(({ onediff_guard: reports, unguarded }) =>
@@ -198,8 +197,8 @@ function verdictOf(outputs) {
   return [verdict, [words()[verdict], ...reasons].join(" ")]
 }
 
-/** A guard that was inserted reports on the node that samples or decodes, only where something happened, and once for
- * each sampling there; that node's own outputs stay as they are. */
+/** Shows the report of an inserted guard on the node that samples or decodes: only if something happened, and once for
+ * each sampling there. The node's own outputs stay as they are. */
 function reportedOnOther(id, type, workflow, output) {
   if (!others.has(id)) others.set(id, { type, workflow, title: type, outputs: [] })
   others.get(id).outputs.push(output)
@@ -211,22 +210,22 @@ function showOnOther(id) {
   const [, node] = isOpen(other.workflow) ? nodeByExecutionId(id) : []
   if (node?.type !== other.type) return
   Object.assign(other, { node, title: node.title })
-  if (!placed.has(node)) placed.set(node, stripOnOther(node)) // a workflow that was opened anew has other nodes
+  if (!placed.has(node)) placed.set(node, stripOnOther(node)) // a reopened workflow has other nodes
   const outputs = [...others.values()].filter((each) => each.node === node).flatMap((each) => each.outputs)
   placed.get(node).strip.show(
     {
       text: [...new Set(outputs.flatMap(({ text }) => text.join("\n").split("\n")))],
-      onediff_guard: outputs.flatMap(({ onediff_guard }) => onediff_guard).slice(-MOST_REPORTS),
+      onediff_guard: outputs.flatMap(({ onediff_guard }) => onediff_guard).slice(-MAX_REPORTS),
     },
     verdictOf(outputs),
     true,
   )
 }
 
-/** At the end of a prompt, one toast for all nodes of which the same is to be said: in subgraphs, in App mode and in
- * another tab nobody sees their strips. */
+/** Shows, at the end of a prompt, one toast for all nodes with the same text: strips in subgraphs, in App mode and in
+ * another tab are not visible. */
 function sayAtEnd() {
-  const told = new Map() // words → severity and nodes
+  const told = new Map() // text → severity and nodes
   for (const { title, outputs } of others.values()) {
     const [verdict, inWords] = verdictOf(outputs)
     const titles = told.get(inWords)?.titles ?? []
@@ -241,12 +240,12 @@ function sayAtEnd() {
     })
 }
 
-/** Keeps a native guard's report for when its workflow is open again; until then a toast says what is amiss. */
+/** Keeps a native guard's report until its workflow is open again; a toast shows problems at once. */
 function remember(node, prompt, workflow, output) {
   const key = `${workflow} ${node}`
   const known = late.get(key)
-  const outputs = [...(known?.prompt === prompt ? known.outputs : []), output].slice(-MOST_REPORTS)
-  late.delete(key) // the latest one comes last
+  const outputs = [...(known?.prompt === prompt ? known.outputs : []), output].slice(-MAX_REPORTS)
+  late.delete(key) // latest last
   late.set(key, { node, prompt, workflow, outputs })
   if (late.size > MOST_LATE) late.delete(late.keys().next().value)
   if (isOpen(workflow)) return
@@ -255,7 +254,7 @@ function remember(node, prompt, workflow, output) {
     others.set(`missed ${key}`, { type: "", workflow, title: "NaN Guard", outputs })
 }
 
-/** Shows what was reported of the workflow that is open now. It stays: the page may load older outputs after this. */
+/** Shows the kept reports of the open workflow. They are kept further: the page may load older outputs after this. */
 function deliver() {
   for (const [key, { node, prompt, workflow, outputs }] of late) {
     if (!isOpen(workflow)) continue
@@ -264,21 +263,21 @@ function deliver() {
   }
 }
 
-/** Adds a native guard's report to those of the same prompt. once: not where it is among them. */
+/** Adds a native guard's report to those of the same prompt. once: unless it is already there. */
 function add(node, prompt, output, once = false) {
   if (nodeByExecutionId(node)[1]?.type !== LATE) return
   keep(node, (earlier) => {
     const before = earlier?.prompt?.[0] === prompt ? earlier : { text: [], onediff_guard: [] }
     const had = new Set(once ? before.onediff_guard.map((report) => JSON.stringify(report)) : [])
     const all = [...before.onediff_guard, ...output.onediff_guard.filter((report) => !had.has(JSON.stringify(report)))]
-    let over = all.length - MOST_REPORTS
+    let over = all.length - MAX_REPORTS
     const reports = all.filter(({ cells }) => over <= 0 || cells?.includes("failed") || !over--)
     const lines = [...before.text, ...output.text].flatMap((text) => text.split("\n"))
     return { text: [[...new Set(lines)].join("\n")], prompt: [prompt], onediff_guard: reports }
   })
 }
 
-/** A native guard reports after its node has run, once for each sampler of a prompt. */
+/** Shows a native guard's report, which comes after its node has run, once for each sampler of a prompt. */
 function reported({ node, type, prompt, workflow, output }) {
   if (type) reportedOnOther(node, type, workflow, output)
   else {
@@ -287,7 +286,7 @@ function reported({ node, type, prompt, workflow, output }) {
   }
 }
 
-/** ComfyUI before 0.20 does not send again what a cached node had to show; a page that was reopened lacks it. */
+/** Shows a cached node's output, which ComfyUI before 0.20 does not send again and a reopened page lacks. */
 async function recall({ nodes, prompt_id: prompt }) {
   const lacking = nodes.filter((id) => {
     const [, node] = nodeByExecutionId(id)
@@ -321,7 +320,7 @@ app.registerExtension({
     api.addEventListener("executing", ({ detail: node }) => {
       running = node
       if (node) forgetText(node)
-      else recall(cached) // the history has it all now
+      else recall(cached) // the history is complete now
     })
   },
   beforeRegisterNodeDef(type, { name }) {
@@ -332,9 +331,9 @@ app.registerExtension({
       show(this, output)
     }
   },
-  onNodeOutputsUpdated(outputs) { // another tab, a job from the queue
+  onNodeOutputsUpdated(outputs) { // of another tab, or a job from the queue
     showAll(outputs)
-    if (Object.keys(outputs ?? {}).length) deliver() // none: the page clears the old workflow, which is still there
+    if (Object.keys(outputs ?? {}).length) deliver() // none: the page is clearing the old workflow, which is still open
   },
   afterConfigureGraph() { // undo, another tab
     showAll(app.nodeOutputs)

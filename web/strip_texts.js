@@ -1,4 +1,4 @@
-// The page's own words in the languages of the pack. Reports themselves are in English.
+// The texts of strips in the languages of the pack. Reports themselves are in English.
 import { app } from "../../scripts/app.js"
 
 const WORDS = {
@@ -112,7 +112,7 @@ const WORDS = {
   },
 }
 
-/** @returns {Record<string, string>} those of the page's language, else English ones */
+/** @returns {Record<string, string>} the texts in the page's language, or else in English */
 export function words() {
   const locale = app.extensionManager?.setting?.get("Comfy.Locale") ?? "en"
   return WORDS[String(locale).split("-")[0]] ?? WORDS.en

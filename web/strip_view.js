@@ -1,13 +1,13 @@
-// What a strip looks like: why this precision, a cell a step, what was rerun; and the whole report, which opens over the
-// page, since it is longer and wider than there is room for between nodes.
-// Reports hold other people's text (models' and layers' names), so it is set as text, never as markup.
+// The look of a strip: the reason for the precision, one cell per step, and the steps that were rerun. The whole report
+// opens over the page: it is too large for a node.
+// Reports contain untrusted text (names of models and layers), so it is set as text, never as markup.
 import { words } from "./strip_texts.js"
 
 const SIGNS = { half: "16", fp32: "32", rerun: "↻", cached: "=", failed: "✕" }
-const MOST_CELLS = 60 // beyond that, equal neighbours share one
-const MOST_NAMED = 6 // steps that failed
-const LEAST_WIDTH = 120 // px; nodes are not narrower
-const MOST_ROWS = 10 // of a text that is all there is
+const MAX_CELLS = 60 // in longer runs equal neighbours share one
+const MAX_NAMED = 6 // failed steps
+const MIN_WIDTH = 120 // px, a node's minimum
+const MAX_ROWS = 10 // of a text without cells
 const ROW = 14 // px
 const STYLE = `
 .onediff-guard { display: flex; flex-direction: column; gap: 4px; font: 12px/1.35 Inter, Arial, sans-serif;
@@ -61,9 +61,9 @@ function element(tag, name = "", text = "", children = []) {
 
 const cell = (state, text = SIGNS[state]) => element("span", `cell ${state}`, text)
 
-/** One step's cell each; in long runs one for equal neighbours. */
+/** Returns one cell per step; in long runs, one for equal neighbours. */
 function cellsOf(runs, say) {
-  const many = runs.reduce((sum, run) => sum + run.cells.length, 0) > MOST_CELLS
+  const many = runs.reduce((sum, run) => sum + run.cells.length, 0) > MAX_CELLS
   return runs.flatMap((run, nth) => {
     const made = nth ? [element("i")] : []
     for (let first = 0, end; first < run.cells.length; first = end) {
@@ -78,15 +78,15 @@ function cellsOf(runs, say) {
   })
 }
 
-const NOUNS = { denoiser: "step", text_encoder: "prompt" } // of other components: part
+const NOUNS = { denoiser: "step", text_encoder: "prompt" } // other components have parts
 
-/** Numbers of a run's calls in words: "step 3", "steps 1–4", "prompt 1". */
+/** Names calls by their numbers: "step 3", "steps 1–4", "prompt 1". */
 function callsOf(which, { plan, in_calls: inCalls }, say) {
   const [one, several] = say[inCalls ? "call" : (NOUNS[plan.component] ?? "part")]
   return (/\D/.test(which) ? several : one).replace("{}", which)
 }
 
-/** Ascending numbers as "1–4", "7": neighbours as one. */
+/** Writes ascending numbers as ranges: "1–4, 7". */
 function spansOf(numbers) {
   const spans = []
   for (const number of numbers) {
@@ -97,7 +97,7 @@ function spansOf(numbers) {
   return spans.map(({ first, end }) => (first === end ? `${first}` : `${first}–${end}`))
 }
 
-/** How often each kind of cell occurs; of a few that failed, which steps these are. */
+/** Says how often each kind of cell occurs, and names the steps if few failed. */
 function legendOf(runs, say) {
   const steps = {}
   for (const run of runs) run.cells.forEach((state, step) => (steps[state] ??= []).push(step + 1))
@@ -106,7 +106,7 @@ function legendOf(runs, say) {
   return kinds.map((state) => {
     const [meaning, at] = [(state === "half" && dtypes) || say[state], steps[state]]
     const spans = spansOf(at)
-    const named = ["rerun", "failed"].includes(state) && runs.length === 1 && spans.length <= MOST_NAMED
+    const named = ["rerun", "failed"].includes(state) && runs.length === 1 && spans.length <= MAX_NAMED
     const text = `${meaning}: ${named ? callsOf(spans.join(", "), runs[0], say) : at.length}`
     return element("span", "", "", [...(kinds.length > 1 ? [cell(state)] : []), text])
   })
@@ -118,12 +118,12 @@ function openReport(text) {
   const dialog = element("dialog", "onediff-guard-report", "", [element("pre", "", text), close])
   close.onclick = () => dialog.close()
   dialog.onclose = () => dialog.remove()
-  dialog.onkeydown = (event) => event.stopPropagation() // keys are not for the canvas behind it
+  dialog.onkeydown = (event) => event.stopPropagation() // keeps keys from the canvas
   document.body.append(dialog)
   dialog.showModal()
 }
 
-/** The DOM of one strip. `resized()` is called when it wants another height. */
+/** The DOM of one strip. It calls `resized()` when it needs another height. */
 export class StripView {
   constructor(resized) {
     if (!document.getElementById("onediff-guard-style")) {
@@ -139,7 +139,7 @@ export class StripView {
     this.report = element("div", "head")
     this.button = element("button", "", `▸ ${words().open}`)
     this.button.onclick = () => openReport(this.whole)
-    this.button.style.display = "none" // as long as there is no report
+    this.button.style.display = "none" // until there is a report
     this.head = element("div", "head", "", [this.verdict, this.said, this.report, this.button])
     this.full = element("textarea")
     this.full.readOnly = true
@@ -147,39 +147,39 @@ export class StripView {
     this.full.dataset.captureWheel = "true" // newer pages scroll it, and do not zoom
     this.full.hidden = true
     this.root = element("div", "onediff-guard", "", [this.head, this.full])
-    this.headHeight = 90 // px, as long as it is not laid out
+    this.headHeight = 90 // px, until it is laid out
     new ResizeObserver(() => this.measure()).observe(this.head)
   }
 
-  /** Whether the text is all there is, as of a Self-Test: it is shown on the node. */
+  /** Whether there is text and nothing else, as from a Self-Test: it is shown on the node. */
   get plain() {
     return !this.report.childElementCount && !this.verdict.textContent
   }
 
-  /** px that all of it needs. */
+  /** The height of the whole strip, px. */
   get height() {
     return this.headHeight + (this.full.hidden ? 0 : this.textHeight + 4)
   }
 
   measure() {
     const { offsetWidth: width, offsetHeight: height } = this.head
-    if (width < LEAST_WIDTH || height === this.headHeight) return // out of sight, or not in its place yet
+    if (width < MIN_WIDTH || height === this.headHeight) return // hidden, or not laid out yet
     this.headHeight = height
     this.resized()
   }
 
   get textHeight() {
-    return Math.min(this.full.value.split("\n").length + 1, MOST_ROWS) * ROW + 10
+    return Math.min(this.full.value.split("\n").length + 1, MAX_ROWS) * ROW + 10
   }
 
-  /** What a node says while it runs: as ComfyUI's page takes it, with characters escaped. */
+  /** Shows a running node's progress text, which ComfyUI's page sends with characters escaped. */
   say(text) {
     this.said.textContent = new DOMParser().parseFromString(text, "text/html").body.textContent
     this.report.classList.add("stale")
     this.full.classList.add("stale")
   }
 
-  /** What stands there is of an earlier run, as the words say; none: it is this run's, since its node was remembered. */
+  /** Marks the report as an earlier run's, with this text. "": it is this run's, from a cached node. */
   age(inWords) {
     this.said.textContent = inWords
     for (const part of [this.verdict, this.report, this.full]) part.classList.toggle("stale", Boolean(inWords))
