@@ -117,14 +117,14 @@ def is_exact(value: Any) -> bool:
 
 def is_small_factor(value: Any) -> bool:
     """Return whether a factor is small enough for the bits of fp16 above ROOM."""
-    return isinstance(value, torch.Tensor) or (isinstance(value, (int, float)) and 0.5 <= abs(value) <= 2.0**4)
+    return isinstance(value, torch.Tensor) or (isinstance(value, (int, float)) and 0.7 <= abs(value) <= 2.0**4)
 
 
 def is_safe_quotient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether this divides a tensor by a number that neither overflows nor underflows fp16."""
     if kwargs or len(args) != 2 or is_bf16(args[0]) or not isinstance(args[0], torch.Tensor):
         return False
-    return isinstance(args[1], (int, float)) and 2.0**-4 <= abs(args[1]) <= 2.0
+    return isinstance(args[1], (int, float)) and 2.0**-4 <= abs(args[1]) <= 1.5
 
 
 def is_fp16_and_number(args: tuple[Any, ...]) -> bool:

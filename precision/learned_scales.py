@@ -187,9 +187,12 @@ class LearningMode(LayerTrackingMode):
         elif func in fp16_safe.COPIES:
             self._producers[storage_of(made)] = self.next_key(func)
         elif fp16_safe.is_recorded(func, args):
-            key = self.next_key(func)
+            key, is_gate = self.next_key(func), self._is_gate(func, args)
             for each in made if isinstance(made, tuple) else (made,):
-                self._note_output(key, each)
+                if is_gate:
+                    self._producers[storage_of(each)] = None
+                else:
+                    self._note_output(key, each)
         elif func is F.scaled_dot_product_attention:
             self._note_attention(made, *args, **kwargs)
         elif func in fp16_safe.SUMS and both_floating(args) and (args[0].shape != args[1].shape or 1 in args[0].shape):
@@ -200,6 +203,14 @@ class LearningMode(LayerTrackingMode):
             if of != own:  # the address may be that of an earlier storage
                 self._producers[own] = self._producers.get(of) if of is not None and func in _STAYS_FP16 else None
         return made
+
+    def _is_gate(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether a function multiplies anything but a norm's output by a few numbers. Such a product stays
+        float32: in a quieter step it may underflow although neither factor does."""
+        if func not in fp16_safe.PRODUCTS or args[0].shape == args[1].shape:
+            return False
+        of = self._producers.get(storage_of(max(args[:2], key=torch.Tensor.numel)))
+        return of is None or of[2] not in _NORMS
 
     def _note_output(self, key: Key, made: torch.Tensor) -> None:
         self._producers[storage_of(made)] = key
@@ -376,4 +387,5 @@ def _peak(x: torch.Tensor) -> torch.Tensor:
 _STAYS_FP16 = fp16_safe.NO_MATH | fp16_safe.KEEPS_RANGE | fp16_safe.CASTS | fp16_safe.CASTS_LIKE
 _STAYS_FP16 |= fp16_safe.PRODUCTS | fp16_safe.QUOTIENTS
 _PRODUCTS = {func.__name__ for func in fp16_safe.PRODUCTS}
+_NORMS = {func.__name__ for func in fp16_safe.NORMS}
 _OVERWRITING = frozenset({"__setitem__", "copy_", "fill_", "zero_", "masked_fill_"})

@@ -414,6 +414,13 @@ STEPS: dict[str, Case] = {
     ),
     "quieter steps": case(behind(renormed), QUIETER),
     "quieter steps behind a small gain": case(behind(lambda h: renormed(F.gelu(h))), (1, 2.0**-11), gains=(2.0**-8, 1)),
+    **{f"quieter steps behind {what}": case(lambda s, x, f=f: renormed(f(s, s.l[0](x))), (1, 2.0**-13), g=ONE / 64)
+       for what, f in {
+           "a small factor": lambda s, h: h * s.g,
+           "a small factor in float32": lambda s, h: h * s.g.float().view(1, 1, 64),
+           "five halvings": lambda s, h: h * 0.5 * 0.5 * 0.5 * 0.5 * 0.5,
+           "five divisions by 2": lambda s, h: h / 2 / 2 / 2 / 2 / 2,
+       }.items()},
     "quieter steps below fp16's range": case(
         normed(lambda h: h), (1, 2.0**-13, 2.0**-15), gains=(2.0**-12,)
     ),
@@ -484,8 +491,7 @@ STEPS: dict[str, Case] = {
     "in float64": case(lambda s, x: renormed(s.l[0](x).double()).float()),
     "modulated": case(lambda s, x: s.l[1](torch.addcmul(s.q, s.l[0](x), s.g)), LOUDER, g=3 * ONE, q=ONE / 8),
     **{f"{how}, by a factor of 2^{exponent} from the second step on": quieter(how, exponent)
-       for how in ("modulated", "multiplied") for exponent in (-16, -22, -30)
-       if (how, exponent) != ("multiplied", -16)},  # some digits: as far off as bf16
+       for how in ("modulated", "multiplied") for exponent in (-16, -22, -30)},
     **{f"{way}, and quiet in place": case(written(lambda s, h, x: h.mul_(TINY), into=into_cast(cast)))
        for way, cast in CASTS.items()},
     "a gated sum": case(lambda s, x: s.l[1](torch.addcmul(s.l[0](x), s.l[1](x), s.g)), LOUDER, g=ONE * 2.0**9),
