@@ -14,7 +14,7 @@ import step_costs
 pytestmark = pytest.mark.skipif(bool(second_device.why_not()), reason=second_device.why_not() or "it can be built")
 
 # Kernels of a step of the small model: diffusers alone; added by the guard; added by guard and learned scales
-KERNELS = {"2b": (169, 13, 61), "wan": (530, 31, 119), "cogview3": (166, 13, 66), "cogview4": (384, 24, 118)}
+KERNELS = {"2b": (169, 13, 64), "wan": (530, 31, 111), "cogview3": (166, 13, 66), "cogview4": (384, 24, 118)}
 PER_CALL = 40  # bytes that the guard copies to the host per denoiser call, at most
 
 
