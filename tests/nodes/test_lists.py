@@ -90,9 +90,11 @@ def test_files_below_a_linked_folder_are_listed(models, tmp_path):
     assert listed(LORA, "lora") == ["a link/its.SAFETENSORS", "linked/mine.safetensors", "own/its.SAFETENSORS"]
 
 
-def test_folder_of_unsupported_family_is_refused_with_its_class(models):
+def test_unsupported_or_missing_model_is_refused_by_name(models):
     with pytest.raises(BadFolder, match="holds a FluxPipeline"):
         LOADER().load("foreign", "fp32", "eager", "none")
+    with pytest.raises(BadFolder, match=f"Model 'gone' was not found.* into {models}/diffusers .*Found: four, "):
+        LOADER().load("gone", "fp32", "eager", "none")
 
 
 def test_error_for_empty_list_names_unusable_folders(own_folder):
