@@ -42,27 +42,12 @@ SET_WIDGETS = """values => {
         for (const widget of node.widgets ?? [])
             if (`${node.type}.${widget.name}` in values) widget.value = values[`${node.type}.${widget.name}`]
 }"""
-INSERT = """([type, before, values]) => {
-    const [target] = app.graph.nodes.filter(node => node.type === before)
-    const source = target.getInputNode(0), slot = target.getInputLink(0).origin_slot
-    const added = LiteGraph.createNode(type)
-    app.graph.add(added)
-    added.pos = [target.pos[0], target.pos[1] - 150]
-    for (const widget of added.widgets) widget.value = values[widget.name]
-    source.connect(slot, added, 0)
-    added.connect(0, target, 0)
-}"""
 ATTACH = """([type, source, slot]) => {
     const [node] = app.graph.nodes.filter(node => node.type === source)
     const added = LiteGraph.createNode(type)
     app.graph.add(added)
     added.pos = [node.pos[0], node.pos[1] - 300]
     node.connect(slot, added, 0)
-}"""
-LISTED = """([type, name]) => {
-    const node = app.graph.nodes.find(node => node.type === type)
-    const values = node.widgets.find(widget => widget.name === name).options.values
-    new LiteGraph.ContextMenu(typeof values === 'function' ? values() : values, {})
 }"""
 LISTEN = """ends => {
     window.ended = null
@@ -197,17 +182,9 @@ class Canvas:
         """Set widgets: {"NodeType.widget": value}."""
         self._page.evaluate(SET_WIDGETS, values)
 
-    def insert(self, node_type: str, before: str, **values: Any) -> None:
-        """Insert a node into the link to the first input of the only node of type `before`."""
-        self._page.evaluate(INSERT, [node_type, before, values])
-
     def attach(self, node_type: str, source: str, slot: int) -> None:
         """Wire an output of the only node of type `source` to a new node's first input."""
         self._page.evaluate(ATTACH, [node_type, source, slot])
-
-    def open_list(self, node_type: str, widget: str) -> None:
-        """Open the list of a drop-down widget."""
-        self._page.evaluate(LISTED, [node_type, widget])
 
     def count(self, selector: str) -> int:
         """Return the number of elements that match the selector."""
