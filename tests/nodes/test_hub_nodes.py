@@ -57,35 +57,6 @@ def load(hub_id: str = ID, **more: Any) -> Any:
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 
-def test_loader_inputs_keep_their_order(no_models: Path) -> None:
-    """Files store widget values in the order of the inputs, so new inputs come last, and are optional."""
-    schema = loader().INPUT_TYPES()
-    further = ["hub_id", "backend", "offload", "accumulation", "revision", "download"]
-    assert [*schema["required"], *schema["optional"]][:8] == ["model", "precision", *further]
-    assert [schema["optional"][key][1]["default"] for key in ("hub_id", "revision", "download")] == ["", "", True]
-    assert schema["hidden"] == {"node_id": "UNIQUE_ID"}
-    assert schema["required"]["model"][0] == [NO_MODEL], "an empty list has no value that could be sent"
-
-
-def test_empty_list_of_models_is_refused_without_hub_id(no_models: Path) -> None:
-    def refused(model: str) -> str:
-        with pytest.raises(BadFolder) as error:
-            loader()().load(model, "fp32", "eager", "none", hub_id=" ")
-        return str(error.value)
-
-    empty = refused(NO_MODEL)
-    assert empty.startswith("No model is chosen. Put its folder, with model_index.json, into")
-    assert "Found: none." in empty and str(no_models) in empty and "Not listed" not in empty
-    assert refused("none found: fill in hub_id") == empty, "the entry that earlier versions wrote to files"
-    assert "hub_id" in empty and "Model 'CogVideoX-2b' was not found" in refused("CogVideoX-2b")
-    assert loader().VALIDATE_INPUTS(model="gone") is True, "hub_id may name another"
-
-
-def test_is_changed_sends_no_request_for_invalid_hub_ids(server: HubServer, no_models: Path) -> None:
-    assert loader().IS_CHANGED(hub_id="CogVideoX-2b") == loader().IS_CHANGED(hub_id=ID, revision="../main") == ""
-    assert not server.requests
-
-
 def test_reading_input_types_does_not_import_torch(fresh_python: Callable[..., str]) -> None:
     code = (
         "import sys\n"

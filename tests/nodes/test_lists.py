@@ -129,8 +129,13 @@ def test_headers_are_read_once_until_a_file_changes(models, monkeypatch):
 
 def test_empty_lists_say_where_to_put_files(own_folder):
     (only,), (none,) = listed(), listed(LORA, "lora")
-    assert only.startswith("none found: put one into models/diffusers")
+    assert only == "none found: put one into models/diffusers or models/checkpoints, or fill in hub_id"
     assert none == "none found: put one into models/loras"
+    for entry in (only, "none found: fill in hub_id"):  # as earlier versions wrote
+        with pytest.raises(
+            BadFolder, match=rf"^No model is chosen\. .* into {own_folder}.* into hub_id\. Found: none\.$"
+        ):
+            LOADER().load(entry, "fp32", "eager", "none", hub_id=" ")
     refused = f"No LoRA. Found: none. Looked in: {own_folder}. Put a .safetensors file there."
     assert str(LORA.VALIDATE_INPUTS(lora=none)) == refused
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,8 @@ def test_every_node_has_description_and_tooltips(name):
     schema = cls.INPUT_TYPES()
     assert re.fullmatch("OneDiff Guard/(Load|Sample|Guard|Diagnose|Native)", cls.CATEGORY)
     assert cls.DESCRIPTION and name in NODE_DISPLAY_NAME_MAPPINGS
-    assert callable(getattr(cls, cls.FUNCTION))
+    takes_id = "node_id" in inspect.signature(getattr(cls, cls.FUNCTION)).parameters
+    assert not takes_id or schema["hidden"]["node_id"] == "UNIQUE_ID"
     assert len(cls.RETURN_TYPES) == len(cls.RETURN_NAMES) == len(cls.OUTPUT_TOOLTIPS) and all(cls.OUTPUT_TOOLTIPS)
     for group in ("required", "optional"):
         for input_name, (_, options) in schema.get(group, {}).items():
