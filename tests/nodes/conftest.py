@@ -12,6 +12,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.comfyui_host import host
 from cpu_bf16 import cpu_multiplies_bf16  # noqa: F401 - fixture for all tests in this folder
+from hub_server import files, server  # noqa: F401 - also
 
 
 class LoadedModel:

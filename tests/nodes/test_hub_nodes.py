@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,10 @@ from comfyui_onediff_guard.pipelines.errors import BadFolder, HubError
 from comfyui_onediff_guard.pipelines.models.hub import fetch
 from fake_comfy import InterruptProcessingException
 from hub_files import DENOISER, ID, files_of, text
-from hub_server import HubServer, running_hub
+from hub_server import HubServer
 from huggingface_hub import constants
 
 VARIANTS = ("2b", "5b-i2v", "cogview3", "cogview4", "wan", "wan-two", "svd")
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[HubServer]:
-    with running_hub(monkeypatch, tmp_path) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def files(model_folder: Callable[..., Path]) -> dict[str, bytes]:
-    """Files of a small CogVideoX."""
-    return files_of(model_folder())
 
 
 @pytest.fixture

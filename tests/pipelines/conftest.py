@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,8 +8,7 @@ import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.compile import backends as compiling
 from cpu_bf16 import cpu_multiplies_bf16  # noqa: F401 - fixture for all tests in this folder
-from hub_files import files_of
-from hub_server import HubServer, running_hub
+from hub_server import files, server  # noqa: F401 - fixtures for all tests in this folder
 
 
 @pytest.fixture
@@ -39,19 +38,6 @@ def traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_block = lambda module, *, options: torch.compile(module, backend="eager", **options)  # noqa: E731
     monkeypatch.setitem(registry._BACKENDS, "inductor", compile_block)
     torch.compiler.reset()
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[HubServer]:
-    """A hub that huggingface_hub in this process talks to, and an empty cache."""
-    with running_hub(monkeypatch, tmp_path) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def files(model_folder: Callable[..., Path]) -> dict[str, bytes]:
-    """Files of a small CogVideoX."""
-    return files_of(model_folder())
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from hub_files import files_of
 
 LFS = (".safetensors", ".model", ".bin", ".ckpt", ".msgpack")
 BLOCK = 32 * 1024  # bytes sent at a time
@@ -123,6 +124,19 @@ def running_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Generator[HubS
     finally:
         server.close()
         close_sessions()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[HubServer]:
+    """A hub that huggingface_hub in this process talks to, and an empty cache."""
+    with running_hub(monkeypatch, tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def files(model_folder: Callable[..., Path]) -> dict[str, bytes]:
+    """Files of a small CogVideoX."""
+    return files_of(model_folder())
 
 
 def blob_id(path: str, data: bytes) -> str:
