@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from comfyui_onediff_guard.comfyui_host.host import COMPILED_VARIABLE, compiled_directory
+from comfyui_onediff_guard.comfyui_host.host import COMPILED_VARIABLE
 from comfyui_onediff_guard.pipelines.compile.cache import IMPORTED, INDUCTOR, SAVED, SUFFIX, Target, exportable, write
 from comfyui_onediff_guard.precision.machine import platform_of
 from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
@@ -144,13 +144,6 @@ def test_help_warns_to_import_only_from_trusted_people(command, capsys):
         with pytest.raises(SystemExit):
             command(*arguments)
         assert "Import it only from people you trust" in " ".join(capsys.readouterr().out.split())
-
-
-def test_cache_folder_comes_from_variable_or_home(folder, monkeypatch, tmp_path):
-    assert compiled_directory() == folder
-    monkeypatch.delenv(COMPILED_VARIABLE)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert compiled_directory() == tmp_path / ".onediff-guard" / "compiled"
 
 
 @pytest.mark.parametrize(

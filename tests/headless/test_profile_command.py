@@ -77,19 +77,6 @@ def test_invalid_arguments_are_rejected(folder, command, arguments, code, messag
     assert found == code and message in err
 
 
-def test_profile_of_unknown_format_is_not_imported(folder, command, tmp_path):
-    (tmp_path / "bad.json").write_text(PROFILE.text().replace('"format": 3', '"format": 7'))
-    code, _, err = command("import", tmp_path / "bad.json")
-    assert code == 2 and "(format 7 instead of 3)" in err and not folder.exists()
-
-
-def test_control_characters_are_not_printed(folder, command):
-    write(folder, PROFILE)
-    (folder / "a\x1b[2J.json").write_text("{")
-    code, out, _ = command("list")
-    assert code == 0 and "\x1b" not in out and "a�[2J" in out
-
-
 def test_long_list_of_names_is_shortened(folder, command):
     folder.mkdir()
     for number in range(300):
