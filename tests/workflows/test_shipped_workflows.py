@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from comfyui_onediff_guard.headless.workflow.schema import Schema
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.trust.message import listed
 from PIL import Image
-from templates import TITLES, WORKFLOWS, api_file, ui_file
+from templates import TITLES, WORKFLOWS, api_file, read, ui_file
 
 UI_FILES = sorted(WORKFLOWS.glob("*.json"))
 API_FILES = sorted((WORKFLOWS / "api").glob("*.json"))
@@ -44,10 +43,6 @@ PARTS = {  # input of a loader → folder of the files that it lists
 }
 PART_LOADERS = {"UNETLoader", "CLIPLoader", "VAELoader"}
 TEXT_TO_VIDEO = api_file("cogvideox_text_to_video")
-
-
-def read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def api_graph(path: Path) -> Graph:
