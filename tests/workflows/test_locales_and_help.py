@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -15,6 +14,7 @@ import pytest
 import translations
 from comfyui_onediff_guard.headless.workflow import schema
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, inputs
+from templates import read
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCALES = sorted(path for path in (ROOT / "locales").iterdir() if path.is_dir())
@@ -27,10 +27,6 @@ PRIVATE_TERMS = re.compile(
 )
 SAMPLE_PROMPTS = {ROOT / "demo" / "small_tokenizer.py", ROOT / "pipelines" / "small_files.py"}
 COMFYUI_LANGUAGES = {"ar", "en", "es", "fr", "ja", "ko", "ru", "tr", "zh", "zh-TW"}
-
-
-def read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def shape(texts: Any) -> Any:
