@@ -1,4 +1,4 @@
-"""The shipped workflows on the page of a current ComfyUI: templates, runs, reports, errors, help, and unsafe text.
+"""Shipped workflows on the page of a current ComfyUI: a run from the cache, and unsafe text.
 
 Screenshots are in the test's temporary folder, or in the folder that `ONEDIFF_GUARD_PICTURES` names.
 """
@@ -8,16 +8,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import browser
-import comfyui_nodes
 import legs
 import pytest
 from runs import INSIDE
 from runs import SMALL as SMALL_FILE
-from templates import TITLES, api_file, read, ui_file
+from templates import read, ui_file
 
 pytestmark = legs.IN_CHECKOUTS
 
@@ -31,42 +29,6 @@ SMALL = SMALL_FILE | {
 
 MARKUP = "<img src=x onerror=\"window.ran=['text']\">"
 ENDING = f"{MARKUP} & ![a](x) [[b|https://example.org]] __LNK7__"  # newer pages render Markdown and more
-
-
-@pytest.fixture(scope="module")
-def canvas(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
-    models = server.base / "models"
-    listed = [models / folder / name for folder, names in comfyui_nodes.FILES.items() for name in names]
-    listed.append(models / "checkpoints" / comfyui_nodes.SD15_FILE)
-    for file in listed:
-        file.parent.mkdir(exist_ok=True)
-        file.touch()  # listed, but never loaded here
-    with browser.canvas(server.url, pictures) as opened:
-        yield opened
-    for file in listed:
-        file.unlink()
-
-
-@pytest.mark.parametrize("name", TITLES)
-def test_template_opens_without_errors_and_equals_api_file(canvas: browser.Canvas, name: str) -> None:
-    shipped = read(api_file(name))
-    newer = {node["class_type"] for node in shipped.values()} & comfyui_nodes.NEWER
-    if lacking := sorted(newer - canvas.ask("/object_info").keys()):
-        pytest.skip(f"this ComfyUI has no {', '.join(lacking)}")
-    canvas.console_errors.clear()
-    canvas.load(read(ui_file(name)))
-    canvas.picture(f"opened_{name}")
-    assert (canvas.missing(), canvas.notices(), canvas.console_errors) == ([], [], [])
-    assert not [url for url in canvas.failed_urls if legs.FOLDER in url]
-    assert canvas.prompt_like(shipped) == shipped
-
-
-def test_saved_template_keeps_widget_values_and_order(canvas: browser.Canvas) -> None:
-    """A file stores values by position, and pages hide advanced ones."""
-    for name in TITLES:
-        workflow = read(ui_file(name))
-        canvas.load(workflow)
-        assert canvas.saved_values() == browser.values_of(workflow), name
 
 
 def test_cached_run_shows_report_of_first_run(canvas: browser.Canvas) -> None:

@@ -21,7 +21,7 @@ import pytest
 from runs import HEALTHY
 from templates import TITLES, api_file, read, ui_file
 from test_layout_in_browser import FAULTS, WIDEST, types
-from test_strip_in_browser import STRIPS
+from test_strip_in_browser import STRIPS, console_errors
 
 pytestmark = legs.IN_CHECKOUTS
 
@@ -82,10 +82,15 @@ def test_template_opens_runs_and_names_missing_model(canvas: browser.Canvas, ser
     if lacking := types(name) - server.ask("/object_info").keys():
         pytest.skip(f"this ComfyUI has no {', '.join(sorted(lacking))}")
     canvas.open(server.url)
-    canvas.load(read(ui_file(name)))
+    canvas.console_errors.clear()
+    workflow, shipped = read(ui_file(name)), read(api_file(name))
+    canvas.load(workflow)
     canvas.settle()
     canvas.picture(f"{name}_1_opened")
-    assert canvas.missing() == []
+    assert (canvas.missing(), canvas.notices(), console_errors(canvas)) == ([], [], [])
+    assert not [url for url in canvas.failed_urls if legs.FOLDER in url]
+    assert canvas.prompt_like(shipped) == shipped
+    assert canvas.saved_values() == browser.values_of(workflow), "by position; pages hide advanced ones"
     if name not in WITHOUT_FILES:
         canvas.set_widgets(small(name, canvas.ask("/object_info")))
         end, detail = canvas.queue()
