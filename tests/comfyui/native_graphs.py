@@ -11,12 +11,11 @@ from typing import Any
 import comfyui_nodes
 import legs
 import numpy as np
-from runs import Ran, finish, frames_of, start
+from runs import finish, frames_of, start
 from templates import api_file, read
 
 NAME, LOADER = "native_sd15_text_to_image", "CheckpointLoaderSimple"
 FILE, HOT = comfyui_nodes.SD15_FILE, "overflowing_"  # in models/checkpoints; the prefix of one that overflows
-MODEL, VAE = "SD15", "AutoencoderKL"  # ComfyUI's classes, as the report names them
 SIZE = (1, 16, 16)  # frames, height, width
 GUARD = "OneDiffGuardNaNGuardNative"
 GUARDED = ("model", "vae")
@@ -58,15 +57,10 @@ def _relink(graph: Graph, old: list[Any], new: list[Any]) -> None:
         node["inputs"] |= {name: new for name, value in node["inputs"].items() if value == old}
 
 
-def run(server: legs.Server, graph: Graph) -> Ran:
-    file = server.base / "workflow.json"
-    file.write_text(json.dumps(graph), encoding="utf-8")
-    return finish(start(server, file, server.base), server)
-
-
 def make(server: legs.Server, graph: Graph) -> RunOutput:
-    before = len(server.log_text())
-    ran = run(server, graph)
+    file, before = server.base / "workflow.json", len(server.log_text())
+    file.write_text(json.dumps(graph), encoding="utf-8")
+    ran = finish(start(server, file, server.base), server)
     assert ran.code == 0, (ran.answer, server.tail())
     (saved,) = ran.files
     log = server.log_text()[before:].splitlines()

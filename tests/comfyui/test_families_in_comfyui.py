@@ -1,6 +1,6 @@
 """Every shipped workflow with the pack's own loaders, run in a real ComfyUI on small models of its family.
 
-Workflows with ComfyUI's own loaders, which need models of published sizes, are in test_native_workflows.py.
+Workflows with ComfyUI's own loaders, which need models of published sizes, are in test_every_workflow_in_comfyui.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from runs import Ran, frames_of
 pytestmark = pytest.mark.comfyui
 
 API = legs.ROOT / "workflows" / "api"
-TESTED_ELSEWHERE = ("cogvideox_text_to_video", "native_")  # test_in_comfyui.py, test_native_workflows.py
+TESTED_ELSEWHERE = ("cogvideox_text_to_video", "native_")  # test_in_comfyui.py, test_every_workflow_in_comfyui.py
 WORKFLOWS = sorted(path.stem for path in API.glob("*.json") if not path.stem.startswith(TESTED_ELSEWHERE))
 SIZES = {  # frames, height, width
     "cogvideox_lora_text_to_video": (9, 64, 96),

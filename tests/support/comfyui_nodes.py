@@ -1,6 +1,6 @@
 """ComfyUI's own nodes in the shipped workflows, as 0.3.64 and newer declare them; only those the pack has no copy of.
 
-Each class has only inputs and outputs; tests/comfyui/test_native_workflows.py compares them with a real ComfyUI.
+Each class has only inputs and outputs; tests/comfyui/test_stand_in_nodes.py compares them with a real ComfyUI.
 """
 
 # ruff: noqa: N802 - INPUT_TYPES is ComfyUI's
