@@ -178,10 +178,6 @@ class Server:
     def history(self) -> dict[str, Any]:
         return self.ask("/history")
 
-    def wait_until_running(self) -> None:
-        """Wait until a prompt is being executed."""
-        wait_until(lambda: self.ask("/queue")["queue_running"], lambda: f"nothing runs:\n{self.tail()}")
-
     def ended(self, prompt_id: str) -> dict[str, Any]:
         """Wait for the end of a prompt and return its history entry."""
         wait_until(lambda: prompt_id in self.history(), lambda: f"the prompt does not end:\n{self.tail()}")
