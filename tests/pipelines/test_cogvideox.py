@@ -16,12 +16,9 @@ from comfyui_onediff_guard.pipelines.weights import placement
 from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory
 from comfyui_onediff_guard.precision.accumulation import SWITCHES
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from overflows import fails_in_half
 from small_runs import opened
 from test_families import by_hand, make, prompts
-from tiers import by_tier
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
 
@@ -33,28 +30,6 @@ def test_guarded_fp32_run_is_bit_equal_to_diffusers(variant):
     frames, report = make(handle, SMALL)
     assert torch.equal(frames, by_hand(handle, SMALL, loaded=False, num_frames=SMALL.frames))
     assert [step.outcome for step in report.steps] == ["finite"] * SMALL.steps
-
-
-@pytest.fixture(scope="module")
-def handle_5b():
-    return opened("5b")
-
-
-@settings(max_examples=by_tier(8, 2), suppress_health_check=list(HealthCheck))
-@given(
-    width=st.sampled_from([48, 64, 80]),
-    height=st.sampled_from([48, 64]),
-    frames=st.sampled_from([1, 5, 9, 13]),
-    steps=st.integers(1, 3),
-    scheduler=st.sampled_from(["DDIM", "DPM"]),
-    guidance_scale=st.sampled_from([1.0, 6.0]),
-    seed=st.integers(0, 2**32),
-    tiling=st.booleans(),
-)
-def test_fp32_is_bit_equal_over_sizes_schedulers_and_guidance(handle_5b, tiling, **drawn):
-    sampling = SampleSettings(**drawn)
-    frames, _ = make(handle_5b, sampling, tiling=tiling)
-    assert torch.equal(frames, by_hand(handle_5b, sampling, tiling=tiling, num_frames=sampling.frames))
 
 
 @pytest.mark.parametrize(

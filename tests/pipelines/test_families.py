@@ -20,7 +20,6 @@ from tiers import by_tier
 
 PROMPT = "a lighthouse above a calm sea"
 TEXT_TO_IMAGE = ("cogview3", "cogview4")
-FROM_IMAGE = ("5b-i2v", "1.5-i2v")
 
 
 def prompts(handle):
@@ -65,23 +64,62 @@ def largest_difference(found, expected):
     return (found - expected).abs().max().item()
 
 
-HEALTH = {"suppress_health_check": list(HealthCheck), "max_examples": by_tier(3, 1)}
+def sizes(widths, heights, frames):
+    return st.tuples(st.sampled_from(widths), st.sampled_from(heights), st.sampled_from(frames))
 
 
-@pytest.mark.parametrize("variant", TEXT_TO_IMAGE)
-@settings(**HEALTH)
-@given(
-    width=st.sampled_from([64, 96, 128]),
-    height=st.sampled_from([64, 96]),
-    steps=st.integers(1, 3),
-    guidance_scale=st.sampled_from([1.0, 5.0]),
-    seed=st.integers(0, 2**32),
-)
-def test_text_to_image_is_bit_equal_to_diffusers(variant, **drawn):
-    handle, sampling = opened(variant), SampleSettings(**drawn)
-    images, report = make(handle, sampling)
-    assert largest_difference(images, by_hand(handle, sampling)) == 0
-    assert f"{sampling.steps} step" in report.summary() and report.reruns == 0
+DRAWN = {"steps": st.integers(1, 3), "seed": st.integers(0, 2**32)}
+GUIDED = DRAWN | {"guidance_scale": st.sampled_from([1.0, 5.0])}
+SCHEDULED = GUIDED | {"scheduler": st.sampled_from(["DDIM", "DPM"])}
+PICTURE = GUIDED | {"size": sizes([64, 96, 128], [64, 96], [1])}
+FROM_VIDEO = SCHEDULED | {
+    "size": sizes([64], [48], [5, 9]),
+    "steps": st.integers(2, 4),
+    "strength": st.sampled_from([0.5, 0.8, 1.0]),
+}
+WAN = GUIDED | {"size": st.sampled_from([(64, 32, 5), (96, 64, 9), (32, 64, 1)])}
+RUNS = {  # model, and what it starts from → drawn settings, and how its latents are decoded
+    "5b": SCHEDULED | {"size": sizes([48, 64, 80], [48, 64], [1, 5, 9, 13]), "tiling": st.booleans()},
+    "5b-i2v": SCHEDULED | {"size": st.just((96, 64, 9))},  # the size that it has positions for
+    "1.5-i2v": SCHEDULED | {"size": st.sampled_from([(64, 48, 5), (96, 64, 9), (80, 64, 13)])},
+    "2b from a video": FROM_VIDEO,
+    "5b from a video": FROM_VIDEO,
+    **dict.fromkeys(TEXT_TO_IMAGE, PICTURE),
+    "svd": DRAWN | {
+        "size": sizes([64, 128], [64], [2, 3, 4, 5]),
+        "chunk": st.sampled_from([0, 2]),
+        "more": st.fixed_dictionaries({
+            "min_guidance_scale": st.just(1.0),
+            "max_guidance_scale": st.sampled_from([1.0, 3.0]),
+            "fps": st.sampled_from([7, 24]),
+            "motion_bucket_id": st.integers(1, 255),
+            "noise_aug_strength": st.sampled_from([0.0, 0.02]),
+        }),
+    },
+    **dict.fromkeys(("wan", "wan-ti2v", "wan-two"), WAN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RUNS)
+@settings(suppress_health_check=list(HealthCheck), max_examples=by_tier(4, 1))
+@given(data=st.data())
+def test_run_is_bit_equal_to_diffusers(case, data):
+    model, _, video = case.partition(" from a ")
+    drawn = data.draw(st.fixed_dictionaries(RUNS[case]))
+    (width, height, frames), chunk, tiling = drawn.pop("size"), drawn.pop("chunk", 0), drawn.pop("tiling", False)
+    handle, sampling = opened(model), SampleSettings(width, height, frames=frames, **drawn)
+    start, kind = start_image(handle, width, height), None
+    given = {} if model in TEXT_TO_IMAGE else {"num_frames": frames}
+    if video:
+        start = {"video": [picture(width, height, seed) for seed in range(frames)]}
+        given, kind = {"strength": sampling.strength}, "CogVideoXVideoToVideoPipeline"
+    if model == "svd":
+        given |= {"decode_chunk_size": chunk or frames, **sampling.more}
+    found, report = make(handle, sampling, chunk=chunk, tiling=tiling, **start)
+    assert largest_difference(found, by_hand(handle, sampling, kind, tiling=tiling, **start, **given)) == 0
+    assert len(report.steps) == sampling.computed_steps * report.calls_per_step and report.reruns == 0
+    before = [stage.plan.component.value for stage in report.before]
+    assert before == ["vae_encode", "image_encoder"][: 2 if model == "svd" else len(start)]
 
 
 @pytest.mark.parametrize(("variant", "frames"), [*((each, 1) for each in TEXT_TO_IMAGE), ("2b", 9)])
@@ -96,69 +134,6 @@ def test_empty_prompt_is_bit_equal_to_diffusers(variant, frames, positive, negat
     assert largest_difference(found, by_hand(handle, sampling, **given)) == 0
 
 
-@pytest.mark.parametrize("variant", FROM_IMAGE)
-@settings(**HEALTH)
-@given(
-    size=st.sampled_from([(64, 48, 5), (96, 64, 9), (80, 64, 13)]),
-    steps=st.integers(1, 3),
-    scheduler=st.sampled_from(["DDIM", "DPM"]),
-    guidance_scale=st.sampled_from([1.0, 6.0]),
-    seed=st.integers(0, 2**32),
-)
-def test_image_to_video_is_bit_equal_to_diffusers(variant, size, **drawn):
-    width, height, frames = size if variant == "1.5-i2v" else (96, 64, 9)  # the size that it has positions for
-    handle, sampling = opened(variant), SampleSettings(width, height, frames=frames, **drawn)
-    first = picture(width, height)
-    found, report = make(handle, sampling, image=first)
-    assert largest_difference(found, by_hand(handle, sampling, image=first, num_frames=frames)) == 0
-    assert [stage.plan.component.value for stage in report.before] == ["vae_encode"]
-
-
-@pytest.mark.parametrize("variant", ["2b", "5b"])
-@settings(**HEALTH)
-@given(
-    frames=st.sampled_from([5, 9]),
-    steps=st.integers(2, 4),
-    strength=st.sampled_from([0.5, 0.8, 1.0]),
-    scheduler=st.sampled_from(["DDIM", "DPM"]),
-    seed=st.integers(0, 2**32),
-)
-def test_video_to_video_is_bit_equal_to_diffusers(variant, **drawn):
-    handle, sampling = opened(variant), SampleSettings(64, 48, guidance_scale=6.0, **drawn)
-    video = [picture(64, 48, seed) for seed in range(sampling.frames)]
-    frames, report = make(handle, sampling, video=video)
-    given = {"video": video, "strength": sampling.strength}
-    expected = by_hand(handle, sampling, "CogVideoXVideoToVideoPipeline", **given)
-    assert largest_difference(frames, expected) == 0
-    assert len(report.steps) == sampling.computed_steps
-
-
-@settings(**HEALTH)
-@given(
-    width=st.sampled_from([64, 128]),
-    frames=st.integers(2, 5),
-    steps=st.integers(1, 3),
-    chunk=st.sampled_from([0, 2]),
-    seed=st.integers(0, 2**32),
-    more=st.fixed_dictionaries(
-        {
-            "min_guidance_scale": st.just(1.0),
-            "max_guidance_scale": st.sampled_from([1.0, 3.0]),
-            "fps": st.sampled_from([7, 24]),
-            "motion_bucket_id": st.integers(1, 255),
-            "noise_aug_strength": st.sampled_from([0.0, 0.02]),
-        }
-    ),
-)
-def test_svd_is_bit_equal_to_diffusers(chunk, **drawn):
-    handle, sampling = opened("svd"), SampleSettings(height=64, **drawn)
-    start = picture(sampling.width, 64)
-    frames, report = make(handle, sampling, image=start, chunk=chunk)
-    given = {"num_frames": sampling.frames, "decode_chunk_size": chunk or sampling.frames, **sampling.more}
-    assert largest_difference(frames, by_hand(handle, sampling, image=start, **given)) == 0
-    assert [stage.plan.component.value for stage in report.before] == ["vae_encode", "image_encoder"]
-
-
 VIDEO = {"guidance_scale": 6.0, "frames": 9}
 SETTINGS = {
     "5b": VIDEO,
@@ -170,30 +145,18 @@ SETTINGS = {
 }
 
 
-def started(variant, precision="fp32"):
-    """The pipeline, settings, and what it starts from."""
-    handle, width = opened(variant, precision=precision), 96 if variant == "5b-i2v" else 64
-    return handle, SampleSettings(width, 64, steps=3, seed=5, **SETTINGS[variant]), start_image(handle, width, 64)
-
-
 @pytest.mark.parametrize("variant", SETTINGS)
-def test_half_precision_is_near_fp32_with_the_same_seed(variant):
-    handle, sampling, start = started(variant)
-    expected, _ = make(handle, sampling, **start)
-    coarse = 10 if variant == "svd" else 1  # random weights, and a scheduler that starts at 700 times the latents
+def test_half_precision_is_near_fp32_and_continues_after_rerun(variant):
+    exact, width = opened(variant), 96 if variant == "5b-i2v" else 64
+    sampling, start = SampleSettings(width, 64, steps=3, seed=5, **SETTINGS[variant]), start_image(exact, width, 64)
+    expected, _ = make(exact, sampling, **start)
+    healthy, coarse = {}, 10 if variant == "svd" else 1  # its scheduler starts at 700 times the latents
     for precision, tolerance in (("bf16", 0.05), ("fp16", 0.005 * coarse)):
         frames, report = make(opened(variant, precision=precision), sampling, **start)
-        assert report.reruns == 0
-        assert (frames - expected).abs().mean() < tolerance
-
-
-@pytest.mark.parametrize("variant", SETTINGS)
-def test_half_precision_continues_after_rerun_and_frames_are_near_fp32(variant):
-    exact, sampling, start = started(variant)
-    expected, _ = make(exact, sampling, **start)
-    dtype = "fp16" if variant == "svd" else "bf16"  # its scheduler starts at 700 times the latents: bf16 is coarse
+        healthy[precision] = (frames - expected).abs().mean()
+        assert report.reruns == 0 and healthy[precision] < tolerance
+    dtype = "fp16" if variant == "svd" else "bf16"  # in bf16 its steps are too coarse
     handle = opened(variant, precision=dtype)
-    healthy, _ = make(handle, sampling, **start)
     denoiser = handle.store.module(handle.family.denoiser, dtype)
     forward, calls = denoiser.forward, []
 
@@ -207,7 +170,7 @@ def test_half_precision_continues_after_rerun_and_frames_are_near_fp32(variant):
     frames, report = make(handle, sampling, **start)
     assert [step.outcome for step in report.steps][:2] == ["rerun", "finite"]
     assert {step.dtype for step in report.steps[1:]} == {dtype}
-    assert (frames - expected).abs().mean() < 2 * (healthy - expected).abs().mean()
+    assert (frames - expected).abs().mean() < 2 * healthy[dtype]
 
 
 def test_video_is_refused_by_model_that_starts_from_image():

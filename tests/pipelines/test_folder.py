@@ -23,10 +23,14 @@ def folder(copy):
 
 
 @pytest.mark.parametrize(
-    ("variant", "name"), [("2b", "CogVideoX-2B"), ("5b", "CogVideoX-5B"), ("1.5", "CogVideoX-1.5-5B")]
+    ("variant", "name"),
+    [
+        *(("2b", "CogVideoX-2B"), ("5b", "CogVideoX-5B"), ("1.5", "CogVideoX-1.5-5B")),
+        *(("wan", "Wan2.1-T2V-1.3B"), ("wan-ti2v", "Wan2.2-TI2V-5B"), ("wan-two", "Wan2.2-T2V-A14B")),
+    ],
 )
 def test_variants_are_recognised_by_config(model_folder, variant, name):
-    facts = inspect(model_folder(variant), COGVIDEOX)
+    facts = checked(model_folder(variant))
     assert facts.variant.name == name
     assert facts.weights["transformer"].stored_dtype == "F32"
     assert facts.weights["transformer"].n_bytes == file_of(facts.path, "transformer").stat().st_size

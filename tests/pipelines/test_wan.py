@@ -23,41 +23,20 @@ from comfyui_onediff_guard.precision.policy import Component
 from comfyui_onediff_guard.trust.message import BadInput
 from diffusers import WanPipeline
 from hostile import put, rewrite
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from overflows import fails_unscaled
 from safetensors.torch import load_file, save_file
 from small_runs import error, opened
 from test_families import PROMPT, by_hand, largest_difference, make, prompts
-from tiers import by_tier
 from trained_lora import train_lora
 
 SMALL = SampleSettings(96, 64, steps=2, seed=1, frames=9, guidance_scale=5.0)
-VARIANTS = {"wan": "Wan2.1-T2V-1.3B", "wan-ti2v": "Wan2.2-TI2V-5B", "wan-two": "Wan2.2-T2V-A14B"}
+VARIANTS = ("wan", "wan-ti2v", "wan-two")
 
 
 def made_in(*precisions, variant, overflow="none"):
     """Latents and reports."""
     handles = [opened(variant, precision=precision, overflow=overflow) for precision in precisions]
     return zip(*(sample(handle, *prompts(handle), SMALL) for handle in handles), strict=True)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@settings(suppress_health_check=list(HealthCheck), max_examples=by_tier(3, 1))
-@given(
-    size=st.sampled_from([(64, 32, 5), (96, 64, 9), (32, 64, 1)]),
-    steps=st.integers(1, 3),
-    guidance_scale=st.sampled_from([1.0, 5.0]),
-    seed=st.integers(0, 2**32),
-)
-def test_wan_is_bit_equal_to_diffusers(variant, size, **drawn):
-    width, height, frames = size
-    sampling = SampleSettings(width, height, frames=frames, **drawn)
-    handle = opened(variant)
-    assert handle.store.model.variant.name == VARIANTS[variant]
-    found, report = make(handle, sampling)
-    assert largest_difference(found, by_hand(handle, sampling, num_frames=frames)) == 0
-    assert f"{sampling.steps} step" in report.summary() and report.reruns == 0
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
