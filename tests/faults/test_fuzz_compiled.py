@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
+import pytest
 from comfyui_onediff_guard.pipelines.compile.cache import Target, parse, write
 from comfyui_onediff_guard.pipelines.errors import BadCompiled
 from comfyui_onediff_guard.precision.machine import Platform
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import mutated, mutated_bytes
 from tiers import by_tier
@@ -22,7 +21,13 @@ TARGET = Target(
     Platform("cpu", "a CPU", "2.13", "", "cpython-311", "Linux"),
 )
 ARTIFACTS = b"graph\n" * 40
-ALL, SMALLER = 5_000, 60
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    file = tmp_path_factory.mktemp("compiled") / "whole"
+    write(file, TARGET, ARTIFACTS)
+    return file.read_bytes()
 
 
 @st.composite
@@ -34,19 +39,13 @@ def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
     return json.dumps(draw(mutated(json.loads(header)))).encode() + b"\n" + artifacts
 
 
-def test_damaged_file_is_rejected_or_read_correctly(tmp_path: Path, figure: Any) -> None:
-    write(tmp_path / "whole", TARGET, ARTIFACTS)
-
-    @settings(max_examples=by_tier(ALL, SMALLER), suppress_health_check=list(HealthCheck))
-    @given(damaged((tmp_path / "whole").read_bytes()))
-    def one(data: bytes) -> None:
-        said = ""
-        try:
-            target, artifacts = parse(data, "damaged")
-            assert artifacts == ARTIFACTS and target.name and target.in_words()
-        except BadCompiled as error:
-            said = str(error)
-        assert not said or (said.startswith("'damaged' ") and len(said) < 3000)
-
-    one()
-    figure("damaged files of compiled code, each rejected by name or read correctly", by_tier(ALL, SMALLER))
+@settings(max_examples=by_tier(5_000, 60))
+@given(data=st.data())
+def test_damaged_file_is_rejected_or_read_correctly(whole: bytes, data: st.DataObject) -> None:
+    said = ""
+    try:
+        target, artifacts = parse(data.draw(damaged(whole)), "damaged")
+        assert artifacts == ARTIFACTS and target.name and target.in_words()
+    except BadCompiled as error:
+        said = str(error)
+    assert not said or (said.startswith("'damaged' ") and len(said) < 3000)

@@ -39,30 +39,24 @@ PROFILE = Profile(
     learned=PrecisionOverrides(unquantised=("transformer_blocks.3", "transformer_blocks.17"), fp16_error=0.001),
 )
 SEED = json.loads(PROFILE.text())
-ALL, SMALLER = 15_000, 150
-ALL_RUNS, FEWER_RUNS = 60, 4
+OPTIONS: Any = {"suppress_health_check": list(HealthCheck)}
 
 
-def test_damaged_profile_is_rejected_with_a_reason_or_valid(tmp_path: Path, figure: Any) -> None:
+@settings(max_examples=by_tier(15_000, 150), **OPTIONS)
+@given(data=mutated_text(SEED))
+def test_damaged_profile_is_rejected_with_a_reason_or_valid(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "found.json"
-
-    @settings(max_examples=by_tier(ALL, SMALLER), suppress_health_check=[HealthCheck.too_slow])
-    @given(mutated_text(SEED))
-    def one(data: bytes) -> None:
-        file.write_bytes(data)
-        found, refused = _read(file)
-        if found is None:
-            assert refused.startswith(("'found.json' cannot", "The profile 'found.json'")) and len(refused) < 1000
-            return
-        assert found.learned.to_share == found.learned and len(found.learned.unquantised) <= 1000
-        assert parse(found.text(), "it") == found
-        again = write(tmp_path / "kept", found)
-        assert again.parent == tmp_path / "kept" and [profile for _, profile in read_all(again.parent)] == [found]
-        assert found.in_words() and isinstance(found.misfit(PROFILE), str)
-        again.unlink()
-
-    one()
-    figure("damaged profiles, each rejected by name or accepted", by_tier(ALL, SMALLER))
+    file.write_bytes(data)
+    found, refused = _read(file)
+    if found is None:
+        assert refused.startswith(("'found.json' cannot", "The profile 'found.json'")) and len(refused) < 1000
+        return
+    assert found.learned.to_share == found.learned and len(found.learned.unquantised) <= 1000
+    assert parse(found.text(), "it") == found
+    again = write(tmp_path / "kept", found)
+    assert again.parent == tmp_path / "kept" and [profile for _, profile in read_all(again.parent)] == [found]
+    assert found.in_words() and isinstance(found.misfit(PROFILE), str)
+    again.unlink()
 
 
 def _read(file: Path) -> tuple[Profile | None, str]:
@@ -122,13 +116,9 @@ def _parsed(value: Any) -> Profile:
     return parse(json.dumps(value), "it")
 
 
-def test_accepted_profiles_keep_the_error_below_half_a_percent(tiny: Tiny, figure: Any) -> None:
-    @settings(max_examples=by_tier(ALL_RUNS, FEWER_RUNS), suppress_health_check=list(HealthCheck))
-    @given(accepted(tiny.profile), st.sampled_from([Scope.STEP, Scope.LEARNED]))
-    def one(profile: Profile, scope: Scope) -> None:
-        error, said = tiny.error_with(profile, scope)
-        assert error < 0.005 and len(said) == 1, (error, said)
-        assert (said == [PROFILE_UNUSED]) == (scope is Scope.STEP)
-
-    one()
-    figure("runs with accepted profiles, each with a relative error below 0.005", by_tier(ALL_RUNS, FEWER_RUNS))
+@settings(max_examples=by_tier(60, 4), **OPTIONS)
+@given(data=st.data(), scope=st.sampled_from([Scope.STEP, Scope.LEARNED]))
+def test_accepted_profiles_keep_the_error_below_half_a_percent(tiny: Tiny, data: st.DataObject, scope: Scope) -> None:
+    error, said = tiny.error_with(data.draw(accepted(tiny.profile)), scope)
+    assert error < 0.005 and len(said) == 1, (error, said)
+    assert (said == [PROFILE_UNUSED]) == (scope is Scope.STEP)
