@@ -83,25 +83,6 @@ def dynamo():
     torch._dynamo.reset()
 
 
-def test_compiled_module_keeps_the_check_in_one_graph(dynamo):
-    graphs: list[Any] = []
-
-    def backend(graph, _inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    module = Attending().half().requires_grad_(False)
-    made = torch.compile(module, backend=backend, fullgraph=True)
-    x = torch.randn(2, 6, 32).half()
-    for _ in range(2):
-        with torch.no_grad(), propagate_nonfinite_attention(CPU):
-            assert torch.equal(made(x), module(x))
-    module.qkv.weight.fill_(torch.nan)
-    with torch.no_grad(), propagate_nonfinite_attention(CPU):
-        assert made(x).isnan().all()
-    assert len(graphs) == 1
-
-
 @pytest.mark.skipif(not find_c_compiler(), reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("dtype", HALVES)
 def test_inductor_keeps_the_nonfinite_check(dtype, dynamo):

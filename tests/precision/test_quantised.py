@@ -16,7 +16,6 @@ from comfyui_onediff_guard.precision.layer_peaks import block_names, error_of
 from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.quantised import (
     QuantisedLinears,
-    lacking,
     quantised_weight,
     worth_quantising,
 )
@@ -186,12 +185,6 @@ print(float((made - 512).abs().max()) / 512)
 """
     off = float(fresh_python(code, ONEDNN_MAX_CPU_ISA="AVX2"))
     assert off < 2 / 64, "rounding of input and weight"
-
-
-def test_missing_torchao_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lacking("int8") == ""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "'int8' needs torchao" in lacking("int8") and quantised.TORCHAO in lacking("int8")
 
 
 def test_torchao_is_not_imported_without_quantising(fresh_python: Any) -> None:
