@@ -49,27 +49,30 @@ def compile_blocks(network: torch.nn.Module, backend: BackendChoice = AUTO) -> A
 
 
 class Backend:
-    """Stand-in for a backend in OneDiff's registry. at: number of the block whose first call fails; 0: compiling fails.
+    """Stand-in for a backend in OneDiff's registry. at: number of the block whose first call fails; 0: compiling fails;
+    None: each block's first call fails.
 
     before: called with the input of that block before it fails.
     """
 
-    def __init__(self, error: BaseException | None = None, at: int = 2, before: Callable[[Any], Any] = lambda _: None):
+    def __init__(
+        self, error: BaseException | None = None, at: int | None = 2, before: Callable[[Any], Any] = lambda _: None
+    ):
         self.calls = 0
         self.compiled = 0
-        self._error, self._at, self._before = error, at, before
+        self.error, self._at, self._before = error, at, before
 
     def compile(self, module: torch.nn.Module, *, options: Any = None) -> Callable[..., Any]:
         self.compiled += 1
         number = self.compiled
-        if self._error and not self._at:
-            raise self._error
+        if self.error and self._at == 0:
+            raise self.error
 
         def run(*given: Any) -> torch.Tensor:
             self.calls += 1
-            if self._error and number == self._at:
+            if self.error and self._at in (number, None):
                 self._before(given[-1])
-                raise self._error
+                raise self.error
             return module(*given)
 
         return run
@@ -261,20 +264,6 @@ class PassThrough(Backend):
         return lambda *args, **kwargs: (one(torch.zeros(1)), module(*args, **kwargs))[1]
 
 
-class LazyBackend(Backend):
-    """As inductor, which compiles in a block's first call. fails: whether that raises."""
-
-    fails = False
-
-    def compile(self, module: torch.nn.Module, *, options: Any = None) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self.fails:
-                raise NotImplementedError("no compiler")
-            return module(*args, **kwargs)
-
-        return run
-
-
 def test_run_is_bit_equal_on_next_backend_and_report_names_it(
     installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,14 +305,14 @@ def test_backend_chosen_by_name_ignores_fallback_of_auto(
     def ran_with(pipeline: PipelineHandle) -> str:
         return sampled(pipeline, SMALL, steps=1)[1].backend
 
-    backend = LazyBackend()
+    backend = PassThrough(at=None)
     installed(inductor=backend)
     if named_first:
         assert ran_with(named) == "inductor"
-    backend.fails = True
+    backend.error = NotImplementedError("no compiler")
     assert ran_with(auto) == "eager"
     if not named_first:
         with pytest.raises(BackendUnavailable):
             ran_with(named)
-    backend.fails = False
+    backend.error = None
     assert ran_with(named) == "inductor"
