@@ -16,7 +16,7 @@ from comfyui_onediff_guard.pipelines.run.handle import profile_of
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides, read, write
 from comfyui_onediff_guard.precision.policy import Component
-from overflows import fails_in_half, fails_unscaled
+from overflows import fails_unscaled
 from safetensors.torch import load_file, save_file
 from small_runs import SMALL, error, opened, prompts, sampled
 
@@ -49,12 +49,12 @@ def overflow_between_parts(denoiser):
                 layer.weight.mul_(2.0**-18)
 
 
-@pytest.mark.parametrize("overflow", ["stream", "inside", overflow_in_time_embedding, overflow_between_parts])
+@pytest.mark.parametrize("overflow", [overflow_in_time_embedding, overflow_between_parts])
 def test_protected_denoiser_needs_no_rerun_and_learns_nothing(overflow):
+    """tests/pipelines/test_cogvideox.py has overflows in blocks."""
     gc.collect()  # the weights are changed below: no other test's
-    handle = opened("2b", precision="fp16", overflow=overflow if isinstance(overflow, str) else "none")
-    if callable(overflow):
-        overflow(handle.store.module("transformer", "fp16"))
+    handle = opened("2b", precision="fp16")
+    overflow(handle.store.module("transformer", "fp16"))
     latents, report = run(handle)
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * STEPS
     assert report.protection == PROTECTED and report.learned == NOTHING
@@ -81,30 +81,6 @@ def test_unprotected_denoiser_is_rerun_once_and_then_protected(tmp_path):
     _, every_step = run(handle, GuardPolicy(scope=Scope.STEP), seed=4)
     assert every_step.reruns == STEPS, "scope 'step' ignores overrides"
     assert latents.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("precision", "fails", "learned", "dtypes", "reruns"),
-    [
-        ("fp16", fails_in_half, PrecisionOverrides(whole_run_fp32=True), ["fp32"] * 4, 1),
-        ("bf16", fails_unscaled, PrecisionOverrides(all_layers_scaled=True), ["fp32", *["bf16"] * 3], 0),
-    ],
-)
-def test_block_that_always_fails_is_rerun_once_in_run(precision, fails, learned, dtypes, reruns):
-    """In bf16 also in later runs. A run in fp16 that continues in fp32 leaves no overrides for the next one."""
-    handle = opened("2b", precision=precision)
-    block = handle.store.module("transformer", precision).transformer_blocks[1]
-    hook = block.ff.net[0].register_forward_hook(fails)
-    latents, report = run(handle)
-    _, again = run(handle, seed=4)
-    hook.remove()
-    assert [step.outcome for step in report.steps] == ["rerun", *["finite"] * 3]
-    assert [step.dtype for step in report.steps] == dtypes and report.learned == learned
-    assert report.steps[0].rerun.module.startswith("transformer_blocks.1.ff.net.0")
-    assert report.protection == PROTECTED
-    assert again.reruns == reruns
-    expected, _ = run(handle, GuardPolicy(scope=Scope.STEP))
-    assert error(latents, expected) < 2e-2
 
 
 @pytest.mark.parametrize("change", ["gone", "gone, and stopped", "replaced", "its LoRA gone", "its LoRA replaced"])
