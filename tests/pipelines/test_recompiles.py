@@ -15,7 +15,7 @@ from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.report import RunReport
 from lora_models import training
-from small_runs import opened
+from small_runs import opened, sampled
 
 SIZES = {  # width, height, frames
     "2b": [(96, 64, 9), (128, 64, 9), (96, 96, 17), (64, 128, 9), (160, 96, 25)],
@@ -85,3 +85,15 @@ def test_other_strength_or_lora_of_same_shapes_does_not_recompile(tmp_path: Path
     assert len([loras for _, loras, *_ in handle.store.compiled if loras]) == 1, "of the last LoRA alone"
     assert [graphs(Lora(wider, 1.0)), graphs(Lora(wider, 0.2)), graphs(Lora(one, 0.5))] == [1, 0, 0], "another rank"
     assert [graphs(Lora(one, 1.0), Lora(other, 0.5)), graphs(Lora(other, 0.1), Lora(one, 2.0))] == [1, 0], "two at once"
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_every_block_of_a_unet_is_compiled() -> None:
+    """They are of several kinds and sizes."""
+    handle, messages = opened("svd", backend="inductor"), list[str]()
+    with torch.inference_mode():
+        reports = [sampled(handle, (64, 64, 2), steps=1, tell=messages.append)[1] for _ in range(2)]
+    compiling = [line for line in messages if line.startswith("inductor")]
+    assert [line.split(" · ")[0] for line in compiling] == [f"inductor: compiling block {n} of 9" for n in range(1, 10)]
+    kinds = 5  # of blocks, each with its own code: more graphs mean several for one code
+    assert reports[0].graphs is not None and reports[0].graphs > kinds and reports[1].graphs == 0

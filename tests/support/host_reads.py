@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
-import pytest
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _READING = ("_local_scalar_dense", "equal", "nonzero")  # operations whose results the host reads
-_LEAVING = ("tolist", "numpy", "cpu")  # methods that are no operations for a tensor on the CPU
 
 
 class HostReads(TorchDispatchMode):
@@ -47,18 +44,3 @@ class HostReads(TorchDispatchMode):
             self.reads[name] += name in _READING
             self.mark(made)
         return made
-
-    @contextmanager
-    def leaving(self) -> Generator[None]:
-        """Also count reads by methods that are no operations."""
-        with pytest.MonkeyPatch.context() as patch:
-            for name in _LEAVING:
-                patch.setattr(torch.Tensor, name, self._counted(name, getattr(torch.Tensor, name)))
-            yield
-
-    def _counted(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.reads[name] += self.marked(tensor)
-            return own(tensor, *args, **kwargs)
-
-        return counted
