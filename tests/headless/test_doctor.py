@@ -280,6 +280,7 @@ def test_readme_names_tested_comfyui_versions(root: Path) -> None:
         (["--vram", "0.1"], "--vram 0.1 is not a card's memory"),
         (["--vram", "nan"], "--vram nan is not a card's memory"),
         (["--vram", "12", "--size", "7x7x7"], "is 7, but must be a multiple of"),
+        (["--vram", "12", "--size", "720x480x50"], "frames is 50, but must be"),
         (["--size", "720x480x49"], "--size needs --vram: add the card's memory in GiB"),
     ],
 )

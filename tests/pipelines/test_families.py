@@ -214,6 +214,8 @@ def test_pictures_are_fitted_to_size_as_rgb(fit):
         ("5b-i2v", (64, 48, 9), "makes 96×64 with 9 frames only, not 64×48 with 9"),
         ("5b-i2v", (96, 64, 13), "makes 96×64 with 9 frames only, not 96×64 with 13"),
         ("1.5-i2v", (112, 64, 9), "makes up to 96×64, not 112×64"),
+        ("cogview3", (64, 64, 9), "makes images, not 9 frames"),
+        ("2b", (64, 48, 50), "frames is 50, but must be"),
         ("wan", (90, 64, 9), "width is 90, but must be a multiple of 16"),
         ("wan", (96, 64, 8), r"frames is 8, but must be 4·k \+ 1"),
         ("wan-ti2v", (96, 80, 9), "Wan2.2-TI2V-5B makes widths that are multiples of 32 and heights of 32, not 96×80"),
