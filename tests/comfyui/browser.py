@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from waiting import HANG_SECONDS
 
 TIMEOUT_MS = 60_000  # milliseconds: a limit for hangs, far above what a busy machine needs
 # the page works without them; they keep Chromium from calling home at each start
@@ -215,20 +216,20 @@ class Canvas:
     def widgets(self, node_type: str) -> dict[str, Any]:
         return self._page.evaluate(WIDGETS, node_type)
 
-    def queue(self, seconds: float = 90.0, command: str = "") -> tuple[str, Any]:
+    def queue(self, command: str = "") -> tuple[str, Any]:
         """Press Run, wait, and return the final event and its details. command: used instead of Run."""
         self._page.evaluate(LISTEN, ENDS)
         self._page.evaluate(QUEUE, command)
-        return self._ended(seconds)
+        return self._ended()
 
-    def click_run(self, seconds: float = 90.0) -> tuple[str, Any]:
+    def click_run(self) -> tuple[str, Any]:
         """Do the same with the page's own Run button."""
         self._page.evaluate(LISTEN, ENDS)
         self._page.get_by_role("button", name="Run", exact=True).first.click(timeout=TIMEOUT_MS)
-        return self._ended(seconds)
+        return self._ended()
 
-    def _ended(self, seconds: float) -> tuple[str, Any]:
-        self._page.wait_for_function("() => window.ended", timeout=seconds * 1000)
+    def _ended(self) -> tuple[str, Any]:
+        self._page.wait_for_function("() => window.ended", timeout=HANG_SECONDS * 1000)
         self._page.wait_for_timeout(500)
         return tuple(self._page.evaluate("() => window.ended"))
 

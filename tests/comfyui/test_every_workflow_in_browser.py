@@ -165,7 +165,7 @@ def load(canvas: browser.Canvas, graph: dict[str, Any]) -> None:
 
 
 def run(canvas: browser.Canvas, command: str = "") -> None:
-    end, detail = canvas.queue(300, command)
+    end, detail = canvas.queue(command)
     assert end == "execution_success", detail
     canvas.settle()
 

@@ -87,7 +87,7 @@ def results(leg: legs.Leg, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             else:
                 canvas.evaluate(LOADED, prompt)
                 canvas.set_widgets({"KSampler.control_after_generate": "fixed"})
-                end, detail = canvas.queue(seconds=900)
+                end, detail = canvas.queue()
                 assert end == "execution_success", (run, detail)
             found[run] = {file.stem: torch.load(file) for file in (folder / "output").glob("*.pt")}
             shutil.rmtree(folder / "output")
