@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from ...trust.message import shown
+from ..errors import RunFailedError, WorkflowError
 from ..hosts import input_images
 from ..workflow.graph import Graph, Link
 from ..workflow.schema import Schema
@@ -52,20 +55,23 @@ def _part(name: str) -> str | None:
     return "model" if name in MODEL or (name.endswith(MODEL_ENDINGS) and name not in NO_MODEL) else None
 
 
-def content_of(graph: Graph, schemas: Mapping[str, Schema], input_dir: Path | None) -> str:
+class JobImage(NamedTuple):
+    file: Path
+    digest: str  # SHA-256 of its bytes
+
+
+def content_of(graph: Graph, images: Mapping[str, JobImage]) -> str:
     """Return the hash of a workflow with its settings applied, of its images, of this pack's version, and of whether it
     is guarded.
 
     It covers every node's id, type and inputs, but not titles, layout, or dates in file names. 20 and 20.0 are equal.
-    An image counts by its bytes if it is in `input_dir`, else by its name; a model by its name.
-
-    Raises WorkflowError if an image's name leads out of `input_dir`, or its file is no image.
+    An image counts by its bytes if it is one of `images`, else by its name; a model by its name.
     """
     nodes = graph.without_dates().to_api()
     facts = {
         "pack": version_that_matters(),
         "nodes": {node_id: [node["class_type"], node["inputs"]] for node_id, node in nodes.items()},
-        "images": _images(graph, schemas, input_dir) if input_dir else {},
+        "images": {name: image.digest for name, image in images.items()},
     } | ({"guarded": True} if graph.guarded else {})
     alike = json.loads(json.dumps(facts), parse_float=_whole_as_int)
     text = json.dumps(alike, sort_keys=True, separators=(",", ":"))
@@ -81,19 +87,32 @@ def version_that_matters() -> str:
         return ""
 
 
-def _images(graph: Graph, schemas: Mapping[str, Schema], folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each image of the workflow, by its name there."""
-    found: dict[str, str] = {}
-    for _, _, value, path in input_images.images_of(graph, schemas, folder):
-        if path is not None:
-            state = path.stat()
-            found[value] = _digest(path, state.st_mtime_ns, state.st_size)
-    return found
+def images_of(graph: Graph, schemas: Mapping[str, Schema], folder: Path | None) -> dict[str, JobImage]:
+    """Return the workflow's images that are in the folder, by name. Raises WorkflowError if a name leads out of the
+    folder, or a file is no image."""
+    named = input_images.images_of(graph, schemas, folder) if folder else ()
+    return {name: JobImage(file, _digest(file)) for _, _, name, file in named if file is not None}
+
+
+def check_unchanged(images: Mapping[str, JobImage]) -> None:
+    """Raise RunFailedError if an image is no longer the one that the job's hash covers."""
+    for name, image in images.items():
+        with suppress(OSError, WorkflowError):
+            if _digest(image.file) == image.digest:
+                continue
+        raise RunFailedError(
+            f"The image '{shown(name)}' changed while the batch ran. Run the same command again to use the new one."
+        )
+
+
+def _digest(file: Path) -> str:
+    state = file.stat()
+    return _digest_at(file, state.st_mtime_ns, state.st_size)
 
 
 @lru_cache(maxsize=1024)
-def _digest(path: Path, _changed: int, _size: int) -> str:
-    return hashlib.sha256(input_images.read(path)).hexdigest()
+def _digest_at(file: Path, _changed: int, _size: int) -> str:
+    return hashlib.sha256(input_images.read(file)).hexdigest()
 
 
 def _whole_as_int(text: str) -> float:

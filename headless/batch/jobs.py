@@ -25,7 +25,7 @@ from ..workflow import settings
 from ..workflow.graph import Graph, GraphNode, Link, read_json
 from ..workflow.schema import SEED_NAMES, Schema
 from ..workflow.settings import Setting
-from .content import CacheKey, cache_key_of, content_of
+from .content import CacheKey, JobImage, cache_key_of, content_of, images_of
 
 MAX_LINE = 8 * 2**20  # bytes
 EXAMPLE = '{"workflow": "cogvideox.json", "set": ["4.seed=7"]}'
@@ -74,6 +74,7 @@ class Job:
     graph: Graph = field(repr=False)  # with all settings applied
     content: str  # content hash, which names the folder of its outputs
     cache_key: CacheKey
+    images: Mapping[str, JobImage] = field(default_factory=dict)  # that the content hash covers, by name
     attempts: int = 0  # attempts that killed their worker
     refusals: Mapping[str, str] = field(default_factory=dict)  # names of workers that do not accept it → the reason
 
@@ -161,7 +162,8 @@ class JobsFile:
             name = f"{line.name or f'line {number}'}{f' #{place}' if jobs > 1 else ''}"
             try:
                 changed = settings.apply(graph, chosen, schemas, changes)
-                return Job(name, changed, content_of(changed, schemas, self.input_dir), cache_key_of(changed))
+                images = images_of(changed, schemas, self.input_dir)
+                return Job(name, changed, content_of(changed, images), cache_key_of(changed), images)
             except WorkflowError as error:
                 return Unmade(name, f"{where}: {error}")
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from ..errors import HeadlessError, HostError, InterruptedRunError, OutputError, ServerLostError, WorkflowError
 from ..hosts.result import RunResult
+from .content import check_unchanged
 from .jobs import Job
 from .outputs import Outputs
 
@@ -69,7 +70,9 @@ def execute(job: Job, outputs: Outputs, run: Run, worker: str) -> JobOutcome:
         return JobOutcome(End.DONE)
     try:
         with outputs.arriving(job.content) as (folder, record):
+            check_unchanged(job.images)
             result = run(job.graph, output_dir=folder)
+            check_unchanged(job.images)
             record |= {
                 "name": job.name,
                 "content": job.content,

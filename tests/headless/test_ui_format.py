@@ -486,7 +486,7 @@ def test_pattern_reads_widget_value_set_by_primitive() -> None:
 def test_date_in_file_name_does_not_change_content_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     def content(*changes: str) -> str:
         graph = settings.apply(convert([save(None, "%date:yyyy%")]), list(map(Setting.parse, changes)), SCHEMAS)
-        return content_of(graph, SCHEMAS, None)
+        return content_of(graph, {})
 
     today = content()
     monkeypatch.setattr("test_ui_format.NOON", datetime(2027, 1, 1))

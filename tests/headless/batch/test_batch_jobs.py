@@ -17,7 +17,7 @@ import pytest
 import toy_jobs
 from comfyui_onediff_guard.headless.batch import content
 from comfyui_onediff_guard.headless.batch.batch_run import BatchStats, JobQueue
-from comfyui_onediff_guard.headless.batch.content import content_of
+from comfyui_onediff_guard.headless.batch.content import content_of, images_of
 from comfyui_onediff_guard.headless.batch.jobs import MAX_LINE, Job, JobsFile, Unmade
 from comfyui_onediff_guard.headless.batch.outputs import Outputs
 from comfyui_onediff_guard.headless.errors import RunFailedError, WorkflowError
@@ -224,7 +224,8 @@ def test_jobs_are_generated_lazily(jobs_file: JobsOf) -> None:
 
 
 def hash_of(workflow: dict[str, Any], input_dir: Path | None = None) -> str:
-    return content_of(*read_local(workflow), input_dir)
+    graph, schemas = read_local(workflow)
+    return content_of(graph, images_of(graph, schemas, input_dir))
 
 
 def test_content_hash_ignores_titles_and_order_but_not_inputs(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,8 +244,8 @@ def test_content_hash_ignores_titles_and_order_but_not_inputs(root: Path, monkey
     assert len({first, *others}) == 4
     ui = hash_of(dict(read_json(ui_file("cogvideox_text_to_video"))))
     assert ui == first, "both formats of a workflow are the same job"
-    graph, schemas = read_local(workflow())
-    assert content_of(replace(graph, guarded=True), schemas, None) != first == content_of(graph, schemas, None)
+    graph, _ = read_local(workflow())
+    assert content_of(replace(graph, guarded=True), {}) != first == content_of(graph, {})
     monkeypatch.setattr(content, "version_that_matters", lambda: "9.9")
     assert hash_of(workflow()) != first
 

@@ -6,21 +6,26 @@ import json
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from comfyui_onediff_guard.headless.batch import outputs as module
 from comfyui_onediff_guard.headless.batch import ray_pool
-from comfyui_onediff_guard.headless.batch.content import CacheKey, cache_key_of
+from comfyui_onediff_guard.headless.batch.content import CacheKey, cache_key_of, images_of
 from comfyui_onediff_guard.headless.batch.jobs import Job
 from comfyui_onediff_guard.headless.batch.outputs import Outputs
 from comfyui_onediff_guard.headless.batch.ray_pool import RayActor, Setup
 from comfyui_onediff_guard.headless.batch.worker_pool import ENDS, End, JobOutcome, execute
 from comfyui_onediff_guard.headless.errors import HeadlessError, OutputError, RunFailedError
+from comfyui_onediff_guard.headless.hosts.local import read_local
 from comfyui_onediff_guard.headless.hosts.result import RunResult
 from comfyui_onediff_guard.headless.workflow.graph import Graph, from_api
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
+from fake_comfy import picture
+from PIL import Image
 
 CONTENT = "0123456789abcdef" * 2
 JOB = Job("a job", Graph({}), CONTENT, CacheKey("m", "p", "s"))
@@ -55,6 +60,26 @@ def test_failed_job_leaves_no_file(tmp_path: Path, error: type[HeadlessError], e
     outputs = Outputs(tmp_path)
     assert execute(JOB, outputs, fails, "here") == JobOutcome(end, "no")
     assert not outputs.has(CONTENT) and not [*tmp_path.rglob("half")]
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+@pytest.mark.parametrize("change", [lambda file: Image.new("RGB", (9, 9)).save(file), Path.unlink])
+def test_result_of_changed_image_is_not_kept(tmp_path: Path, when: str, change: Callable[[Path], None]) -> None:
+    file = tmp_path / "a.png"
+    Image.new("RGB", (8, 8), "red").save(file)
+    workflow = read_local(picture())
+    job = replace(JOB, graph=workflow[0], images=images_of(*workflow, tmp_path))
+
+    def run(graph: Graph, output_dir: Path) -> RunResult:
+        assert when == "during", "it is not run in vain"
+        change(file)
+        return RunResult({}, {}, [], 0.0)
+
+    if when == "before":
+        change(file)
+    outcome = execute(job, outputs := Outputs(tmp_path / "out"), run, "here")
+    assert outcome.end is End.FAILED and "The image 'a.png' changed while the batch ran" in outcome.error
+    assert not outputs.has(CONTENT)
 
 
 def test_second_output_of_same_job_is_discarded(tmp_path: Path) -> None:
