@@ -61,7 +61,7 @@ class RunFailedError(HeadlessError):
 
 
 class ServerLostError(RunFailedError):
-    """The server stopped answering, or no longer knows the run, which may have crashed it."""
+    """The server stopped answering, or no longer knows the run, which may have crashed it. Another try may help."""
 
 
 class OutputError(HeadlessError):

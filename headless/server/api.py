@@ -25,6 +25,7 @@ from ..errors import (
     NoAnswerError,
     OutputError,
     RunFailedError,
+    ServerLostError,
     TooLongError,
     UnknownNodesError,
     WorkflowError,
@@ -174,13 +175,13 @@ class Server:
 
     async def download(self, entry: FileEntry, into: Arriving) -> None:
         """Fetch a result file, again where the connection breaks. Raises RunFailedError where the server does not hand
-        it out, or not whole, OutputError where it is too large for the disk."""
+        it out, ServerLostError where not whole, OutputError where it is too large for the disk."""
         for attempt in range(1, DOWNLOADS + 1):
             try:
                 return await self._fetch(entry, into)
             except NoAnswerError as error:  # noqa: PERF203
                 if attempt == DOWNLOADS:
-                    raise RunFailedError(
+                    raise ServerLostError(
                         f"{self.name} did not send its result {shown(entry.path, 200)} completely in {DOWNLOADS} "
                         f"tries ({into.size:,} bytes; {error.reason}). The run is done: look into its output folder."
                     ) from error
@@ -208,7 +209,7 @@ class Server:
         query = {"filename": entry.filename, "subfolder": entry.subfolder, "type": entry.type}
         name = shown(entry.path, 200)
         async with self._request("GET", "view", seconds=DOWNLOAD_SECONDS, params=query) as (_, response):
-            if response.status >= 500:
+            if response.status == 500:
                 raise aiohttp.ClientError(f"HTTP {response.status}")
             if response.status != 200:
                 raise RunFailedError(f"{self.name} refuses to send its result {name}: HTTP {response.status}.")
@@ -276,6 +277,8 @@ class Server:
         try:
             async with self._session.request(method, address, timeout=_times(seconds), **options) as response:
                 try:
+                    if response.status > 500:  # a proxy's answer: ComfyUI itself uses 500 only
+                        raise aiohttp.ClientError(f"HTTP {response.status}")
                     packed = response.headers.get("Content-Encoding", "identity").lower()
                     if packed != "identity":
                         raise HostError(f"{place} answers in an encoding that was not requested ({shown(packed)}).")

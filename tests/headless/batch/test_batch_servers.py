@@ -90,6 +90,21 @@ def test_job_lost_by_server_is_retried(batch: Callable[..., Any], two_servers: l
     assert sum(map(len, map(submitted_seeds, two_servers))) == 5
 
 
+@pytest.mark.parametrize(("path", "lost"), [("/prompt", 0), ("/view", 1)])
+def test_no_job_is_parked_while_server_behind_proxy_restarts(
+    batch: Callable[..., Any], two_servers: list[Any], path: str, lost: int
+) -> None:
+    server = two_servers[0]
+    numbered, gone = server.first, iter([True] * api.DOWNLOADS)
+
+    def first(request: web.Request) -> web.Response | None:
+        return web.Response(status=502) if request.path == path and next(gone, False) else numbered(request)
+
+    server.first = first
+    code, answer, err = batch(2, servers=[server])
+    assert code == 0 and answer["done"] == 2 and answer["workers_lost"] == lost and next(gone, None) is None, err
+
+
 def test_rejected_job_is_parked_until_retry(batch: Callable[..., Any], two_servers: list[Any], tmp_path: Path) -> None:
     two_servers[0].refuse = two_servers[1].refuse = True
     code, answer, _ = batch(2)
