@@ -51,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> Answer:
     stats = _run(args)
     error = None
-    if bad := stats.failed + stats.parked_before:
+    if missing := max(0, stats.jobs - stats.over):
+        error = RunFailedError(
+            f"The jobs file became shorter while the batch ran: {missing:,} of {stats.jobs:,} jobs did not run. Write "
+            "them into it again, and run the same command."
+        )
+    elif bad := stats.failed + stats.parked_before:
         error = RunFailedError(
             f"{bad:,} of {stats.jobs:,} jobs failed; {args.out / PARKED} says why. To retry them, run the same "
             "command with --retry."

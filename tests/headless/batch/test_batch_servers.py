@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import toy_jobs
 from aiohttp import web
-from comfyui_onediff_guard.headless.batch import server_pool
+from comfyui_onediff_guard.headless.batch import batch_run, server_pool
 from comfyui_onediff_guard.headless.errors import InterruptedRunError
 from comfyui_onediff_guard.headless.server import api, follow
 from fake_comfy import FakeComfy
@@ -103,6 +103,23 @@ def test_no_job_is_parked_while_server_behind_proxy_restarts(
     server.first = first
     code, answer, err = batch(2, servers=[server])
     assert code == 0 and answer["done"] == 2 and answer["workers_lost"] == lost and next(gone, None) is None, err
+
+
+def test_jobs_file_that_becomes_shorter_during_a_batch_is_reported(
+    console: Console, two_servers: list[Any], workflow: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_run, "CHUNK", 1)
+    file, line = tmp_path / "jobs.jsonl", json.dumps({"workflow": workflow})
+    file.write_text(line + "\n" * 2**17 + line)  # more than is read ahead
+    server, succeed = two_servers[0], type(two_servers[0]).succeed
+
+    async def script(server: Any) -> None:
+        file.write_text("")
+        await succeed(server)
+
+    server.script = script
+    code, out, err = console("batch", file, "--out", tmp_path / "out", "--server", server.url)
+    assert code == 4 and "1 done" in out and "1 of 2 jobs did not run" in err
 
 
 def test_rejected_job_is_parked_until_retry(batch: Callable[..., Any], two_servers: list[Any], tmp_path: Path) -> None:
