@@ -105,7 +105,7 @@ def read_local(
 @contextmanager
 def _stoppable(interrupt: Any, timeout: float | None) -> Iterator[_Check]:
     """Let Ctrl-C, and a timeout, stop the running node between two steps. A second Ctrl-C stops at once. What it yields
-    raises why the run is to stop, once it is."""
+    raises why the run is to stop, once it is. Ctrl-C in the last node ends the command too."""
     reasons: list[HeadlessError] = []
 
     def check(cause: BaseException | None = None) -> None:
@@ -120,7 +120,7 @@ def _stoppable(interrupt: Any, timeout: float | None) -> Iterator[_Check]:
         if reasons:
             raise KeyboardInterrupt
         logger.warning("Stopping after the current step; press Ctrl-C again to stop at once.")
-        ask(InterruptedRunError("Interrupted: nothing more was written."))
+        ask(InterruptedRunError("Interrupted: no further node ran."))
 
     with ExitStack() as restored:
         if threading.current_thread() is threading.main_thread():
@@ -132,6 +132,8 @@ def _stoppable(interrupt: Any, timeout: float | None) -> Iterator[_Check]:
             timer.start()
             restored.callback(timer.cancel)
         yield check
+    if reasons and isinstance(reasons[0], InterruptedRunError):  # too late to stop a node
+        raise reasons[0]
 
 
 def _run(

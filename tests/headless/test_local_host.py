@@ -138,8 +138,8 @@ def test_failing_node_is_named(run: Run, workflow: dict[str, Any]) -> None:
     assert not torch.is_inference_mode_enabled()
 
 
-def patient_node(started: threading.Event) -> type:
-    """Waits for host.interrupt(), as a sampler does between two steps."""
+def patient_node(started: threading.Event, steps: int) -> type:
+    """Waits for host.interrupt(), as a sampler does between two steps. Without steps, Ctrl-C is pressed in it."""
 
     class Wait:
         RETURN_TYPES = ()
@@ -148,16 +148,21 @@ def patient_node(started: threading.Event) -> type:
         INPUT_TYPES = classmethod(lambda cls: {"required": {}})
 
         def go(self) -> None:
-            with host.Progress(10_000, None) as progress:
+            if not steps:
+                signal.raise_signal(signal.SIGINT)
+            with host.Progress(steps, None) as progress:
                 started.set()
-                for step in range(10_000):
+                for step in range(steps):
                     time.sleep(0.01)
                     progress.update(step, "waiting")
 
     return Wait
 
 
-@pytest.mark.parametrize(("cause", "error"), [("signal", InterruptedRunError), ("timeout", RunFailedError)])
+@pytest.mark.parametrize(
+    ("cause", "error"),
+    [("signal", InterruptedRunError), ("timeout", RunFailedError), ("late signal", InterruptedRunError)],
+)
 def test_ctrl_c_or_timeout_stops_run_between_steps(cause: str, error: type[HeadlessError], tmp_path: Path) -> None:
     from comfyui_onediff_guard.headless.hosts.local import run_local
 
@@ -176,7 +181,7 @@ def test_ctrl_c_or_timeout_stops_run_between_steps(cause: str, error: type[Headl
             models=[],
             input_dir=tmp_path,
             output_dir=tmp_path,
-            classes={"Wait": patient_node(started)},
+            classes={"Wait": patient_node(started, 0 if cause == "late signal" else 10_000)},
             timeout=0.3 if cause == "timeout" else None,
         )
     assert signal.getsignal(signal.SIGINT) is handler
