@@ -81,9 +81,20 @@ def parse(data: bytes | str, *, nan: bool = False) -> Any:
     try:
         return pydantic_core.from_json(data, allow_inf_nan=nan)
     except (TypeError, ValueError) as error:  # TypeError: text with a lone surrogate
-        half = "surrogate" in str(error) or "end of hex escape" in str(error)
-        why = ": it contains half a character, as from a cut-off emoji; type that again" if half else ""
+        why = ""
+        if "surrogate" in str(error) or "end of hex escape" in str(error):
+            why = ": it contains half a character, as from a cut-off emoji; type that again"
+        elif isinstance(data, bytes) and not _is_utf_8(data):
+            why = ": it is not UTF-8; save it in this encoding"
         raise Unreadable(f"it is not JSON{why} ({error})") from None
+
+
+def _is_utf_8(data: bytes) -> bool:
+    """Return whether JSON may be UTF-8. In UTF-16, as of PowerShell's `>`, it has zero bytes."""
+    try:
+        return "\0" not in data.decode()
+    except UnicodeDecodeError:
+        return False
 
 
 def parse_as(kind: type[T], data: bytes | str) -> T:

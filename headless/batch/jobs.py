@@ -128,7 +128,7 @@ class JobsFile:
             ) from None
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield non-empty lines with their numbers, from 1."""
+        """Yield non-empty lines with their numbers, from 1, without byte order marks."""
         try:
             if not self.file.is_file():  # it is read twice: no pipe
                 raise WorkflowError(
@@ -138,7 +138,7 @@ class JobsFile:
                 for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), 1):
                     if len(line) > MAX_LINE:
                         raise WorkflowError(f"{self.file} has a line of more than {MAX_LINE:,} bytes: line {number}.")
-                    if line.strip():
+                    if line := line.removeprefix(BOM).strip():
                         yield number, line
         except OSError as error:
             raise WorkflowError(f"Cannot read the jobs {self.file}: {error.strerror or error}.") from error
@@ -147,7 +147,7 @@ class JobsFile:
         """Return a line's number of jobs, and its jobs."""
         where = f"{self.file.name}, line {number}"
         try:
-            line = parse_as(JobLine, text.removeprefix(BOM))
+            line = parse_as(JobLine, text)
             named = line.workflow
             graph, schemas = self._read_file(self._path(named)) if isinstance(named, str) else self._read(named)
             changes = [*map(Setting.parse, line.changes)]

@@ -34,6 +34,12 @@ def test_invalid_json_is_rejected(text: str | bytes) -> None:
         parse(text)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "latin-1"])
+def test_wrong_encoding_is_named(encoding: str) -> None:
+    with pytest.raises(Unreadable, match="it is not UTF-8; save it in this encoding"):
+        parse('{"name": "café"}'.encode(encoding))
+
+
 def test_nan_option_accepts_nan_and_infinity() -> None:
     assert str(parse("[NaN, Infinity]", nan=True)) == "[nan, inf]"
 

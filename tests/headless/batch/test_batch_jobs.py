@@ -127,7 +127,7 @@ def test_named_matrix_axes_set_their_inputs(root: Path, tmp_path: Path) -> None:
         ('{"workflow": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 1: it is not JSON .recursion"),
         ('\n\n{"workflow": 5}', "line 3: workflow"),
         ('{"workflow": TOY}\r\n\r\n{"workflow": 5}\r\n', "line 3: workflow"),
-        (" \r\n\t\n", "holds no jobs"),
+        ("\ufeff \r\n\t\n", "holds no jobs"),
         ("", "holds no jobs"),
     ],
 )
