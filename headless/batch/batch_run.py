@@ -25,6 +25,7 @@ CHUNK = 1024  # jobs that are sorted together, about 10 KB each
 LOOK_SECONDS = 1.0  # between two checks for new workers, and for results of another batch
 WAIT_SECONDS = 30.0  # without any worker, before a message says so
 LISTED = 1000  # most parked jobs that the result names; the folder has all
+ENDED = "its process ended. Main memory may have run out, or a library crashed: see the system's log"
 MAX_ERROR = 4000  # most characters of an error that are kept
 
 
@@ -223,7 +224,7 @@ class BatchRun:
         self._heard = time.monotonic()
         worker, job = self._calls.pop(call)
         error = call.exception()  # one of Ray's: the process ended
-        died = " ".join(str(error).split())[:1000] or type(error).__name__ if error else ""
+        died = f"{ENDED} ({' '.join(str(error).split())[:1000] or type(error).__name__})" if error else ""
         if job:
             self._finished(worker, job, JobOutcome(End.DIED, died) if died else call.result())
         else:

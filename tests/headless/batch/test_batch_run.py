@@ -131,7 +131,7 @@ LONE_SURROGATE = json.loads('"a cut-off emoji: \\ud83d"')
         (JobOutcome(End.FAILED, LONE_SURROGATE), 1, 0, "a cut-off emoji: "),
         (JobOutcome(End.REFUSED, "no such model"), 2, 0, "no such model"),  # by each worker
         (JobOutcome(End.DIED, "segfault"), 3, 3, "Its worker died 3 times, the last time with: segfault"),
-        (RuntimeError("\n segfault\n"), 3, 3, "Its worker died 3 times, the last time with: segfault"),
+        (RuntimeError("\n lost\n"), 3, 3, f"Its worker died 3 times, the last time with: {module.ENDED} (lost)"),
     ],
 )
 def test_failing_job_is_parked_and_other_jobs_complete(
