@@ -37,9 +37,9 @@ class BatchStats:
     stream: TextIO
     now: Callable[[], float] = time.monotonic
     done: int = 0
-    already_done: int = 0  # done before this run, or duplicates of other jobs
+    already_done: int = 0  # done before this run, or duplicates of done jobs
     failed: int = 0  # parked in this run
-    parked_before: int = 0  # parked by an earlier run, and skipped
+    parked_before: int = 0  # parked by an earlier run, or duplicates of failed jobs
     workers_lost: int = 0  # workers that died during a job
     faults: list[dict[str, str]] = field(default_factory=list)
 
@@ -113,7 +113,7 @@ class JobQueue:
         self._outputs, self._stats, self._retry = outputs, stats, retry
         self._jobs = self._open_jobs(jobs)
         self._waiting: deque[Job] = deque()
-        self._open: set[str] = set()  # content hashes of jobs that wait or run
+        self._open: dict[str, int] = {}  # content hash of each job that waits or runs → number of its duplicates
 
     def fill(self) -> bool:
         """Read a chunk if no job waits. Returns whether any waits then."""
@@ -133,7 +133,9 @@ class JobQueue:
         self._waiting.appendleft(job)
 
     def close(self, job: Job) -> None:
-        self._open.discard(job.content)
+        """Count the duplicates of a job that is over, as done or parked like it."""
+        for _ in range(self._open.pop(job.content)):
+            self._stats.skipped(job, "" if self._outputs.has(job.content) else self._outputs.parked(job.content))
 
     def skip(self, job: Job) -> bool:
         """Count a job that is done or parked. Returns whether it is."""
@@ -148,9 +150,9 @@ class JobQueue:
             if isinstance(job, Unmade):
                 self._stats.failed_job(job, job.error)
             elif job.content in self._open:
-                self._stats.skipped(job)
+                self._open[job.content] += 1
             elif not self.skip(job):
-                self._open.add(job.content)
+                self._open[job.content] = 0
                 yield job
 
 
@@ -246,8 +248,8 @@ class BatchRun:
             self._idle.append(worker)
         if outcome.end is End.DONE:
             self.outputs.unpark(job.content)
-            self.stats.finished(job, worker.name, outcome.seconds)
             self._close(job)
+            self.stats.finished(job, worker.name, outcome.seconds)
         elif outcome.end is End.UNWRITABLE:
             raise OutputError(outcome.error)
         elif outcome.end is End.FAILED:
@@ -283,8 +285,8 @@ class BatchRun:
     def _park(self, job: Job, error: str, attempts: int) -> None:
         name, error = for_terminal(job.name), for_terminal(error)[:MAX_ERROR]  # a lone surrogate cannot be written
         self.outputs.park(job.content, name, error or "no reason", attempts)
-        self.stats.failed_job(job, error)
         self._close(job)
+        self.stats.failed_job(job, error)
 
     def _park_refused(self, workers: list[Worker]) -> bool:
         """Park the jobs that none of these workers accepts. Returns whether there were any."""

@@ -157,6 +157,12 @@ def test_failing_job_is_parked_and_other_jobs_complete(
     assert stats.done == 1 and not Outputs(tmp_path).parked(job(3).content)
 
 
+@pytest.mark.parametrize("retry", [False, True])
+def test_duplicates_of_failed_job_are_not_counted_as_done(run: RunOf, retry: bool) -> None:
+    stats, pool = run([job(1), job(1), job(2)], lambda *_: JobOutcome(End.FAILED, "no"), retry=retry)
+    assert len(pool.started) == 2 and (stats.failed, stats.parked_before, stats.already_done) == (2, 1, 0)
+
+
 def test_job_refused_by_one_worker_runs_on_another(run: RunOf) -> None:
     def lacks(each: Job, worker: ScriptedWorker) -> JobOutcome:
         lacking = worker.name == "worker 0" and each.cache_key.model == "a"
