@@ -278,10 +278,8 @@ class _ServerRun:
         try:
             await asyncio.wait_for(self.server.cancel(self.prompt_id), CANCEL_SECONDS)
         except (asyncio.TimeoutError, HeadlessError) as error:
-            logger.info("The run could not be cancelled on %s: %s.", self.server.name, error)
-            self.out_of_time = (
-                f"The run did not finish in time, and {self.server.name} did not accept the interrupt: it may still run"
-            )
+            logger.warning("%s did not accept the interrupt: the run may go on there. %s", self.server.name, error)
+            self.out_of_time = "The run did not finish in time"
 
     async def download(self, outputs: Mapping[str, Mapping[str, Any]], output_dir: Path) -> list[Path]:
         self.out_of_time = f"The run is done, but {self.server.name} did not send all of its files in time"

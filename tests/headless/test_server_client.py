@@ -180,6 +180,21 @@ def test_timed_out_run_is_cancelled_by_its_id(
     assert comfy.requests[1:] == [(kind, bodies.get(kind, comfy.prompt_id)) for kind in asked]
 
 
+def test_interrupt_that_server_does_not_accept_is_reported(
+    comfy: Any, there: RunThere, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def silent_while_running(request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path != "/ws" and comfy.running:
+            await asyncio.sleep(HANG_SECONDS)
+        return await handler(request)
+
+    monkeypatch.setattr(follow, "CANCEL_SECONDS", 0.1)
+    comfy.script, comfy.around = hang, silent_while_running
+    with pytest.raises(RunFailedError, match=r"did not finish in time \(2 s\)"):
+        there(timeout=TIME)
+    assert f"{comfy.url} did not accept the interrupt: the run may go on there" in caplog.text
+
+
 @pytest.fixture
 def others() -> list[Any]:
     """The queue of a shared server: more workflows of other users than the client reads."""
