@@ -23,6 +23,7 @@ from .worker_pool import End, JobOutcome, Ready, execute
 ASK_SECONDS = 5.0  # between two requests to an unreachable server
 ANSWER_SECONDS = 5.0  # timeout of each of them
 AWAY_SECONDS = 600.0  # without a finished job, before an unreachable server is given up
+TAG = 12  # digits of a job's hash in its files' names on a server
 PATIENCE_SECONDS = 60.0  # that a server may be unreachable during a job
 
 
@@ -88,7 +89,8 @@ class ServerWorker:
     def _run(self, job: Job) -> JobOutcome:
         pool, self.busy = self._pool, True
         try:
-            outcome = execute(job, pool.outputs, partial(pool.run, url=self._url), self.name)
+            run = partial(pool.run, url=self._url, tag=f"-{job.content[:TAG]}")
+            outcome = execute(job, pool.outputs, run, self.name)
         finally:
             self.busy = False
         if outcome.end is End.AWAY:

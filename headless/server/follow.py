@@ -34,6 +34,7 @@ from ..hosts.result import ProgressCallback, RunProgress, RunResult, no_progress
 from ..workflow import settings, ui_format
 from ..workflow.graph import Graph
 from ..workflow.schema import Schema
+from ..workflow.ui_texts import PREFIX
 from .answers import HistoryEntry, event, label
 from .api import Server
 
@@ -65,6 +66,7 @@ def run_on_server(
     changes: Sequence[settings.Setting] = (),
     timeout: float | None = None,
     guard: bool = False,
+    tag: str = "",
     patience: float = PATIENCE_SECONDS,
     stop: threading.Event | None = None,
     on_progress: ProgressCallback = no_progress,
@@ -77,6 +79,8 @@ def run_on_server(
     reads_from: the input folder of a server on this machine; a workflow that names images outside is refused.
     timeout: seconds for everything, downloads included. A longer run is interrupted.
     guard: whether the server guards the MODELs and VAEs of the workflow.
+    tag: is part of the files' names on the server only. Servers with one output folder number their files alike, and
+        would overwrite each other's.
     patience: seconds that the server may be unreachable.
     stop: interrupts the run once it is set, from any thread.
 
@@ -95,9 +99,11 @@ def run_on_server(
             list(input_images.images_of(graph, schemas, reads_from))
         if input_dir is not None:
             graph = await job.upload(graph, schemas, input_dir)
+        named = [node for node in graph.nodes.values() if tag and isinstance(node.inputs.get(PREFIX), str)]
+        graph = graph.with_inputs({node.id: {PREFIX: f"{node.inputs[PREFIX]}{tag}"} for node in named})
         started = time.perf_counter()
         entry = await job.until_done(graph)
-        files = await job.download(entry.outputs, output_dir)
+        files = await job.download(entry.outputs, output_dir, tag)
         return RunResult(entry.outputs, {}, files, time.perf_counter() - started, entry.guards())
 
     return _through(job, timeout, work(), stop)
@@ -281,7 +287,8 @@ class _ServerRun:
             logger.warning("%s did not accept the interrupt: the run may go on there. %s", self.server.name, error)
             self.out_of_time = "The run did not finish in time"
 
-    async def download(self, outputs: Mapping[str, Mapping[str, Any]], output_dir: Path) -> list[Path]:
+    async def download(self, outputs: Mapping[str, Mapping[str, Any]], output_dir: Path, tag: str) -> list[Path]:
+        """Download all listed files, without the tag in their names."""
         self.out_of_time = f"The run is done, but {self.server.name} did not send all of its files in time"
         entries = [entry for ui in outputs.values() for entry in file_entries(ui)]
         if len(entries) > MAX_FILES:
@@ -290,8 +297,8 @@ class _ServerRun:
             )
         files = []
         for entry in entries:
-            folder = entry.folder_in(output_dir)
-            with arriving(folder, entry.filename) as file:
+            kept = replace(entry, filename=entry.filename.replace(tag, "", 1))
+            with arriving(kept.folder_in(output_dir), kept.filename) as file:
                 await self.server.download(entry, file)
             files.append(file.path)
         return files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import threading
@@ -71,6 +72,30 @@ def test_jobs_are_shared_between_two_servers(batch: Callable[..., Any], two_serv
     assert all((tmp_path / "out" / record["content"] / "sub" / "a_00001_.png").is_file() for record in records)
     code, answer, _ = batch(12)
     assert answer["already_done"] == 12 and sum(map(len, map(submitted_seeds, two_servers))) == 12
+
+
+def test_servers_with_one_output_folder_do_not_share_file_names(
+    batch: Callable[..., Any], two_servers: list[Any], tmp_path: Path
+) -> None:
+    """Two processes of one ComfyUI number their files alike, and overwrite each other's."""
+    shared: dict[str, bytes] = {}
+
+    async def script(server: Any) -> None:
+        prompt = server.requests[-1][1]["prompt"]
+        folder, _, stem = prompt["2"]["inputs"]["filename_prefix"].rpartition("/")
+        shared[name := f"{stem}_00001_.png"] = str(prompt["1"]["inputs"]["seed"]).encode()
+        await asyncio.sleep(0.1)  # the other writes
+        server.finish({"2": {"images": [{"filename": name, "subfolder": folder, "type": "output"}]}})
+
+    for server in two_servers:
+        server.script, server.files = script, shared
+    code, answer, err = batch(8)
+    assert code == 0 and answer["done"] == 8, err
+    for record in (tmp_path / "out").glob("*/job.json"):
+        job = json.loads(record.read_text())
+        assert job["files"] == ["pictures/noise_00001_.png"], "the name as for any other host"
+        picture = record.with_name("pictures") / "noise_00001_.png"
+        assert picture.read_text() == str(job["workflow"]["1"]["inputs"]["seed"])
 
 
 def test_job_lost_by_server_is_retried(batch: Callable[..., Any], two_servers: list[Any]) -> None:
