@@ -26,6 +26,7 @@ from ..errors import (
     NoAnswerError,
     RunFailedError,
     ServerLostError,
+    TooLongError,
     WorkflowError,
 )
 from ..files import arriving, ensure_writable, file_entries
@@ -235,6 +236,11 @@ class _ServerRun:
                 if lost_since or looks % QUEUE_LOOKS == 0:  # a run that ends meanwhile is in the history next time
                     known = await self.server.has(prompt_id)
                 lost_since = None
+            except TooLongError as error:  # of the history, which has only finished runs
+                raise RunFailedError(
+                    f"The run is done: look into the output folder of {self.server.name}. Its record cannot be read, "
+                    f"as when the workflow contains large images. {error}"
+                ) from error
             except HostError as error:
                 busy = isinstance(error, NoAnswerError) and error.busy
                 lost_since = None if busy else lost_since or time.monotonic()

@@ -80,6 +80,11 @@ async def interrupted_in_the_fork(server: Any) -> None:
     server.finish({}, "error", ["execution_start", "execution_interrupted"])
 
 
+async def endless_record(server: Any) -> None:
+    """As of a workflow with large images in it."""
+    server.finish({"2": {"text": ["x" * api.ANSWER_BYTES]}})
+
+
 async def vanish(server: Any) -> None:
     """Somebody deletes the run, or the server restarts."""
     server.running.clear()
@@ -150,6 +155,7 @@ def test_result_is_read_from_history_if_websocket_fails(comfy: Any, there: RunTh
         (error_in_the_fork, RunFailedError, r"reports that the run failed, .*too hot"),
         (interrupted_in_the_fork, InterruptedRunError, "interrupted on the server"),
         (vanish, RunFailedError, "no longer knows the run the-prompt"),
+        (endless_record, RunFailedError, "The run is done: look into the output folder"),
     ],
 )
 def test_failed_runs_raise(comfy: Any, there: RunThere, script: Any, error: type[HeadlessError], message: str) -> None:
