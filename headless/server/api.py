@@ -190,9 +190,9 @@ class Server:
         return None
 
     async def alive(self, seconds: float) -> bool:
-        """Return whether the server answers in time."""
+        """Return whether the server answers in time. Its answer is short, unlike its queue."""
         try:
-            return (await self._ask("GET", "queue", seconds=seconds)).status == 200
+            return (await self._ask("GET", "prompt", seconds=seconds)).status == 200
         except HostError:
             return False
 

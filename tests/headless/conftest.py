@@ -99,6 +99,13 @@ def comfy() -> Iterator[FakeComfy]:
 
 
 @pytest.fixture
+def others() -> list[Any]:
+    """The queue of a shared server: more workflows of other users than the client reads."""
+    large = {"extra_pnginfo": {"workflow": "x" * 250_000}}
+    return [[number, f"others-{number}", {}, {"client_id": "somebody", **large}, []] for number in range(1, 100)]
+
+
+@pytest.fixture
 def console(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """console(*arguments of onediff-guard) → (exit code, stdout, stderr)."""
 

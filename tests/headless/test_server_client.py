@@ -201,13 +201,6 @@ def test_interrupt_that_server_does_not_accept_is_reported(
     assert f"{comfy.url} did not accept the interrupt: the run may go on there" in caplog.text
 
 
-@pytest.fixture
-def others() -> list[Any]:
-    """The queue of a shared server: more workflows of other users than the client reads."""
-    large = {"extra_pnginfo": {"workflow": "x" * 250_000}}
-    return [[number, f"others-{number}", {}, {"client_id": "somebody", **large}, []] for number in range(1, 100)]
-
-
 def test_run_waits_in_queue_too_long_to_read(comfy: Any, there: RunThere, others: list[Any]) -> None:
     asked: list[str] = []
 

@@ -147,6 +147,7 @@ class FakeComfy:
                 web.get("/ws", self._websocket),
                 web.get("/object_info/{name}", self._object_info),
                 web.get("/queue", self._queue),
+                web.get("/prompt", self._waiting),
                 web.get("/history/{prompt_id}", self._history),
                 web.get("/view", self._view),
                 web.post("/prompt", self._prompt),
@@ -177,6 +178,9 @@ class FakeComfy:
 
     async def _queue(self, request: web.Request) -> web.Response:
         return web.json_response({"queue_running": self.running, "queue_pending": self.pending})
+
+    async def _waiting(self, request: web.Request) -> web.Response:
+        return web.json_response({"exec_info": {"queue_remaining": len(self.running) + len(self.pending)}})
 
     async def _history(self, request: web.Request) -> web.Response:
         prompt_id = request.match_info["prompt_id"]

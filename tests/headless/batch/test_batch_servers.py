@@ -158,12 +158,16 @@ def test_rejected_job_is_parked_until_retry(batch: Callable[..., Any], two_serve
     assert code == 0 and answer["done"] == 2 and not [*(tmp_path / "out" / "parked").iterdir()]
 
 
-def test_batch_completes_when_server_answers_late(batch: Callable[..., Any], two_servers: list[Any]) -> None:
+def test_batch_completes_when_server_with_a_long_queue_answers_late(
+    batch: Callable[..., Any], two_servers: list[Any], others: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_pool, "AWAY_SECONDS", 20.0)
+    two_servers[1].pending = others
     silent = iter([True] * 5)
     numbered = two_servers[1].first
 
     def first(request: web.Request) -> web.Response | None:
-        if request.path == "/queue" and next(silent, False):
+        if request.path == "/prompt" and next(silent, False):
             return web.Response(status=503)
         return numbered(request)
 
