@@ -70,6 +70,10 @@ class OutputError(HeadlessError):
     exit_code: ExitCode = ExitCode.OUTPUT_FAILED
 
 
+class ForeignFileError(OutputError):
+    """A node lists a file that is not in its output folder, or in an unknown format: it would in each run."""
+
+
 class InterruptedRunError(HeadlessError):
     """The run was stopped by the user, here or on the server."""
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from ..trust import paths
 from ..trust.atomic_files import locked, temporary_in
 from ..trust.message import shown
-from .errors import OutputError, WorkflowError
+from .errors import ForeignFileError, OutputError, WorkflowError
 
 PREVIEW_FOLDER = "temp"  # below the output folder, for files of ComfyUI's type "temp"
 OWNER = ".owner"  # in a temporary folder: locked as long as the process that created the folder lives
@@ -45,27 +45,29 @@ class FileEntry:
         return "/".join(part for part in (folder, self.subfolder, self.filename) if part)
 
     def folder_in(self, output: Path) -> Path:
-        """Return its folder in a headless run's output folder. Raises OutputError if that is outside, by its path or
-        through a link."""
+        """Return its folder in a headless run's output folder. Raises ForeignFileError if that is outside, by its path
+        or through a link."""
         try:
             if not self.filename or paths.relative(self.filename).name != self.filename:
                 raise paths.Outside(f"'{shown(self.filename)}' is not a file name")
             return paths.inside(output, self.path).parent
         except paths.Outside as fault:
-            raise OutputError(
+            raise ForeignFileError(
                 f"A node names a file outside the output folder: {shown(self.path, 200)} ({fault}). It was not written."
             ) from None
 
 
 def file_entries(ui: Mapping[str, Any]) -> Iterator[FileEntry]:
     """Return the files that a node wrote: all that its `ui` dictionary lists, under any key, except input files.
-    Raises OutputError if an entry is not in ComfyUI's format."""
+    Raises ForeignFileError if an entry is not in ComfyUI's format."""
     for values in ui.values():
         for item in values if isinstance(values, (list, tuple)) else ():
             if isinstance(item, Mapping) and isinstance(item.get("filename"), str):
                 subfolder, kind = item.get("subfolder") or "", item.get("type") or "output"
                 if not (isinstance(subfolder, str) and isinstance(kind, str)):
-                    raise OutputError(f"A node lists an output file in an unknown format: {shown(dict(item), 200)}.")
+                    raise ForeignFileError(
+                        f"A node lists an output file in an unknown format: {shown(dict(item), 200)}."
+                    )
                 if kind != "input":
                     yield FileEntry(item["filename"], subfolder, kind)
 

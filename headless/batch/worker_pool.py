@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from ..errors import HeadlessError, HostError, InterruptedRunError, OutputError, ServerLostError, WorkflowError
+from ..errors import (
+    ForeignFileError,
+    HeadlessError,
+    HostError,
+    InterruptedRunError,
+    OutputError,
+    ServerLostError,
+    WorkflowError,
+)
 from ..hosts.result import RunResult
 from .content import check_unchanged
 from .jobs import Job
@@ -27,6 +35,7 @@ class End(Enum):
 
 
 ENDS: tuple[tuple[type[HeadlessError], End], ...] = (  # the first matching class counts
+    (ForeignFileError, End.FAILED),
     (OutputError, End.UNWRITABLE),
     (ServerLostError, End.DIED),
     (InterruptedRunError, End.DIED),  # a node may interrupt its own run every time

@@ -147,6 +147,20 @@ def test_jobs_file_that_becomes_shorter_during_a_batch_is_reported(
     assert code == 4 and "1 done" in out and "1 of 2 jobs did not run" in err
 
 
+@pytest.mark.parametrize("entry", [{"subfolder": "../elsewhere"}, {"subfolder": 5}])
+def test_job_whose_node_lists_a_foreign_file_does_not_end_batch(
+    batch: Callable[..., Any], two_servers: list[Any], entry: dict[str, Any]
+) -> None:
+    async def script(server: Any) -> None:
+        await server.succeed()
+        if submitted_seeds(server) == [0]:
+            server.finish({"2": {"images": [{"filename": "a_00001_.png", "type": "output", **entry}]}})
+
+    two_servers[0].script = script
+    code, answer, _ = batch(3, servers=two_servers[:1])
+    assert code == 4 and answer["done"] == 2 and answer["failed"] == 1
+
+
 def test_rejected_job_is_parked_until_retry(batch: Callable[..., Any], two_servers: list[Any], tmp_path: Path) -> None:
     two_servers[0].refuse = two_servers[1].refuse = True
     code, answer, _ = batch(2)
