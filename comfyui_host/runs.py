@@ -270,8 +270,10 @@ class Run:
             executor.keep()
         report = together([executor.guard.report for executor in executors], steps)
         report.ended_by = self._ended_by
-        report.in_calls = bool(self._steps) and (len(steps) < self._steps or bool(self._ended_by))
-        report.calls_per_step = -(-len(steps) // self._steps) if self._steps and not report.in_calls else 1
+        per_step = -(-len(steps) // (self._steps or len(steps) or 1)) or 1
+        fits = -(-len(steps) // per_step) == self._steps  # the last step may make fewer calls than the others
+        report.in_calls = bool(self._steps) and (not fits or bool(self._ended_by))
+        report.calls_per_step = 1 if report.in_calls else per_step
         for line in self._before:
             report.note(line)
         if report.reruns and (reference := executors[0].reference):

@@ -35,6 +35,23 @@ def test_each_rerun_is_shown_and_report_names_layer(family: str, layer: str) -> 
     assert len(texts) == STEPS + 1 and texts[0].startswith("call 1: NaN or infinite in fp16")
 
 
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [([2, 2, 1], "3 steps, 5 of 5 calls recomputed"), ([2, 1, 1], "4 calls, 4 recomputed")],
+)
+def test_report_counts_calls_if_steps_cannot_be_told_apart(calls: list[int], said: str) -> None:
+    """Skip Layer Guidance calls the model again in a part of the steps, and Heun's method in all but the last."""
+    model, left = make_model("sd15", hot=True), calls[::-1]
+
+    def several(apply_model: Any, call: dict[str, Any]) -> torch.Tensor:
+        made, *_ = (apply_model(call["input"], call["timestep"], **call["c"]) for _ in range(left.pop()))
+        return made
+
+    model.set_model_unet_function_wrapper(several)
+    sample(guarded(model))
+    assert f"; {said} in fp32." in texts[-1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_learning_guard_recomputes_only_one_step(dtype: torch.dtype) -> None:
     """One layer fails in half precision. Afterwards every layer is scaled, also in bf16."""
