@@ -21,7 +21,7 @@ from ..precision.guard import GuardPolicy, GuardStopped, Scope, StageGuard
 from ..precision.learned_scales import LearnedProducts
 from ..precision.overflow_detection import ClipDetector
 from ..precision.overrides import NOTHING, PrecisionOverrides, Profile, ProfileFile
-from ..precision.policy import Component, Precision
+from ..precision.policy import Precision
 from ..precision.report import PROBLEMS, RunReport, StepRecord, together
 from ..precision.upcast import RerunUnsupported
 from ..trust.message import BadInput, Message, Told, joined, message_of, shown
@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a guard's node, and the precision overrides of its runs, by stage and dtype, for later runs."""
+    """The settings of a guard's node, and the precision overrides of its runs, by profile, for later runs."""
 
     policy: GuardPolicy
     request: Precision | None = None  # None: ComfyUI's choice
     node_id: str | None = None
     profile: Profile | None = None  # in place of the stored one
-    learned: MutableMapping[tuple[Component, str], PrecisionOverrides] = field(default_factory=dict)
+    learned: MutableMapping[str, PrecisionOverrides] = field(default_factory=dict)
     inserted: bool = False  # by 'Guard every workflow': it never ends a run, and is silent unless something happened
 
 
@@ -203,8 +203,8 @@ class Run:
                 Message("computed as ComfyUI does, since not every layer can be protected: {}", error)
             )
             made = executor(*args, **kwargs)
-        if learned := executor.guard.learned:
-            self._settings.learned[of.component, executor.guard.dtype] = replace(learned, whole_run_fp32=False)
+        if executor.profile and (learned := executor.guard.learned):
+            self._settings.learned[executor.profile.here.name] = replace(learned, whole_run_fp32=False)
         with self._lock:
             step = replace(executor.guard.report.steps[-1], step=len(self._calls))
             self._calls.append(step)
@@ -276,8 +276,9 @@ class Run:
         report.calls_per_step = 1 if report.in_calls else per_step
         for line in self._before:
             report.note(line)
-        if report.reruns and (reference := executors[0].reference):
-            report.note(reference)
+        for executor in executors:
+            if executor.guard.report.reruns and executor.reference:
+                report.note(executor.reference)
         if (report.reruns or any(executor.own_way for executor in executors)) and host.plans_memory():
             report.note(
                 Message("Comfy Compiler plans no memory for recomputed or protected steps: they need extra memory")
@@ -380,7 +381,7 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
     if stage.learns:
         own = profile_of(of, stage.architecture, plan.dtype)
         profile = ProfileFile(own, host.profiles_directory(), settings.profile)
-        if (key := (of.component, plan.dtype)) not in settings.learned:
+        if (key := own.name) not in settings.learned:
             settings.learned[key], notes = profile.load()
             for line in notes:
                 report.note(line)

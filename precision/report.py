@@ -245,6 +245,8 @@ def together(reports: Sequence[RunReport], steps: list[StepRecord]) -> RunReport
         architecture=each(report.architecture for report in reports),
         plan=plan,
         switches=tuple(dict.fromkeys(switch for report in reports for switch in report.switches)),
+        protection=each(filter(None, (report.protection for report in reports))),
+        notes=tuple(dict.fromkeys(note for report in reports for note in report.notes)),
         steps=steps,
     )
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from guard_beside import lora_of_a_prompt, lora_on, lowvram
 from in_comfyui import error_of, guarded, module, on, same, texts
-from native_models import LAYOUTS, Layout, distance, make_model, sample, with_fp32_twin
+from native_models import LAYOUTS, Layout, distance, make_model, prompts, sample, with_fp32_twin
 from native_table import Cells, figures, table
 
 torch.set_num_threads(1)  # the models are so small that threads cost more than they gain
@@ -164,6 +164,23 @@ def test_learned_profile_applies_only_to_same_weights() -> None:
     for patcher, around in known:
         learning(patcher, around)
         check_said(PROTECTED, "from a profile: ")
+
+
+def test_each_model_of_a_sampling_learns_its_own_profile() -> None:
+    nodes, samplers = (import_module(name) for name in ("comfy_extras.nodes_custom_sampler", "comfy.samplers"))
+    if not hasattr(nodes, "Guider_DualModel"):
+        pytest.skip("this ComfyUI samples with one model")
+    healthy, overflows = make_model("sd15"), make_model("sd15", hot=True)
+    for runs in range(2):
+        guider = nodes.Guider_DualModel(guarded(healthy, scope="learned"), overflows)
+        guider.set_conds(*prompts(LAYOUTS["sd15"]))
+        guider.set_cfg(3.0)
+        noise = torch.randn(LAYOUTS["sd15"].latents, generator=torch.Generator().manual_seed(5))
+        with torch.inference_mode():
+            sigmas = torch.linspace(1.0, 0.0, STEPS + 1)
+            guider.sample(noise, noise * 0, samplers.ksampler("euler", {}), sigmas, disable_pbar=True, seed=1)
+        assert runs or f"{STEPS} steps, 1 of {2 * STEPS} calls recomputed in fp32." in texts[-1]
+    check_said(PROTECTED, "from a profile: ")
 
 
 def test_profile_is_used_at_any_strength_of_prompt_lora() -> None:
