@@ -182,13 +182,16 @@ class RunReport:
 
     def text(self) -> str:
         """Return the summary and the plan, then each step, the notes, and last the switches."""
+        protected = self.plan.overflow_protection_reason
+        if self.protection and not self.plan.overflow_protection:
+            protected = "on, since a call of this or an earlier run failed without it, or a profile has it"
         lines = [
             *(report.summary() for report in self.before),
             self.summary(),
             f"{self.variant} on {self.architecture}",
             f"backend: {self.backend} ({self.backend_reason}){self.compiled()}",
             f"guard {self.plan.guard_reason}",
-            f"overflow protection {self.plan.overflow_protection_reason}",
+            f"overflow protection {protected}",
             *([f"quantised: {self.plan.quantised_reason}"] if self.plan.quantised_reason else ()),
             *([f"fp16 accumulation {self.plan.fp16_sums_reason}"] if self.plan.fp16_sums_reason else ()),
             *([f"step cache: {self.cache}"] if self.cache else ()),

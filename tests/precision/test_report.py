@@ -31,8 +31,10 @@ BEYOND = f"a value reached 264,522 (fp16 ends at 65,504) in blocks.1.ff. {RECOMP
 NOT_LOCATED = "on_failure 'rerun' also finds the layer."
 
 
-def report(component: Component, *steps: StepRecord, request: Precision = Precision.FP16, **more: object) -> RunReport:
-    plan = choose(named("sm75"), VARIANTS["CogVideoX-2B"], component, request)
+def report(
+    component: Component, *steps: StepRecord, request: Precision = Precision.FP16, card: str = "sm75", **more: object
+) -> RunReport:
+    plan = choose(named(card), VARIANTS["CogVideoX-2B"], component, request)
     numbered = [replace(step, step=number) for number, step in enumerate(steps)]
     return RunReport("CogVideoX-2B", "sm75 (Turing)", plan, steps=numbered, **more)
 
@@ -100,6 +102,14 @@ def test_summary_of_a_stage_that_computed_nothing() -> None:
 )  # fmt: skip
 def test_text_has_one_line_per_step(of: RunReport, lines: list[str]) -> None:
     assert "\n".join(lines) in of.text()
+
+
+@pytest.mark.parametrize("asked", [Precision.FP16, Precision.BF16, Precision.INT8])
+@pytest.mark.parametrize("protection", ["", ALL_LAYERS_SCALED])
+def test_text_and_summary_agree_on_overflow_protection(asked: Precision, protection: str) -> None:
+    on = bool(protection) or asked is Precision.FP16
+    of = report(DENOISER, FINE, request=asked, protection=protection, card="sm86")
+    assert of.text().count("\noverflow protection on") == on
 
 
 def test_report_has_one_cell_per_step_and_a_fixed_text_order() -> None:
