@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...precision.after_failure import HalfPrecisionForward, build_half_precision_forward
-from ...precision.guard import StageGuard
+from ...precision.guard import Scope, StageGuard
 from ...precision.overrides import NOTHING, PrecisionOverrides
 from ...precision.shallow_copy import reporting, with_forward
 from ...trust.message import Message, joined
@@ -201,7 +201,9 @@ class GuardedCalls:
             constant=(PROMPT,),
             pending=next((each.pending for each in self._features if each.pending), None),
         )
-        guard.resume_from(*self._standing)
+        failures, stays = self._standing
+        failed = stage.policy.scope is Scope.RUN and stage.report.reruns > 0  # also of the denoiser before this one
+        guard.resume_from(failures, stays or failed)
         return guard
 
 

@@ -184,6 +184,15 @@ def test_overrides_of_one_transformer_do_not_apply_to_other(tmp_path):
     assert handle.store.learned[handle.memory_key("transformer", "bf16")] == NOTHING
 
 
+def test_scope_run_continues_in_fp32_in_both_transformers():
+    handle = replace(opened("wan-two", precision="bf16"), policy=GuardPolicy(scope=Scope.RUN))
+    layer = handle.store.module("transformer", "bf16").blocks[1].ffn.net[0]
+    hook = layer.register_forward_hook(fails_unscaled)
+    _, report = sample(handle, *prompts(handle), replace(SMALL, steps=4))
+    hook.remove()
+    assert report.cells() == ["rerun", *["fp32"] * 3] and report.reruns == 1
+
+
 @pytest.mark.parametrize(
     ("scope", "said"),
     [
