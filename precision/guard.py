@@ -340,7 +340,7 @@ class StageGuard:
     def _record(
         self, output: Any, started: float, timestep: float | None, dtype: str, outcome: str, made: Range, **more: Any
     ) -> Any:
-        if self._learner:
+        if self._learner and not self._stays_in_fp32:
             self.report.protection = ALL_LAYERS_SCALED if self._learner.attempt.all_layers_scaled else ""
             if slower := self._learner.attempt.slower():
                 self.report.note(slower)

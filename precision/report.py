@@ -12,7 +12,7 @@ from ..trust.message import Message, joined
 from ..trust.plain import for_json
 from .accumulation import Switch
 from .memory import Memory
-from .overrides import RANGE, PrecisionOverrides
+from .overrides import RANGE, STAY, PrecisionOverrides
 from .policy import Component, Plan
 
 if TYPE_CHECKING:
@@ -177,7 +177,8 @@ class RunReport:
     def _otherwise(self) -> str:
         """Say, after a semicolon, which calls did not run in the plan's dtype; "" if all did."""
         learned = self.learned.in_words() if self.learned else []
-        said = dict.fromkeys([self.protection, *learned, self.cache.in_short() if self.cache else ""])
+        stays = STAY if self.plan.half and any(_cell(step) == "fp32" for step in self.steps) else ""
+        said = dict.fromkeys([self.protection, *learned, stays, self.cache.in_short() if self.cache else ""])
         return joined("", (Message("; {}", words) for words in said if words))
 
     def text(self) -> str:

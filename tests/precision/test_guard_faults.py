@@ -71,6 +71,15 @@ def test_scope_decides_precision_of_calls_after_a_failure(calls, scope):
         assert run.learned is None and len(run.built) == 1
 
 
+@pytest.mark.parametrize("give_up_after", [1, 2])
+def test_report_names_protection_only_if_a_call_had_it(give_up_after):
+    run = guarded(build(), give_up_after=give_up_after, faults=Faults({"blocks.1": spoil(NAN, 0)}, [0]))
+    for call in range(2):
+        run(latents(call))
+    assert run.rerun(0).action == (REST if give_up_after == 1 else "overflow protection from here on")
+    assert bool(run.report.protection) == (run.dtypes[1] != "fp32") == (give_up_after > 1)
+
+
 @pytest.mark.parametrize(("dtype", "learned"), [("fp16", SCALED), ("bf16", NOTHING)])  # bf16 has a larger range
 def test_saturation_is_a_located_failure_only_in_fp16(dtype, learned):
     run = guarded(build(dtype=dtype), dtype, faults=Faults({"out": spoil(65504.0, (0, 0, 0))}, [0]))

@@ -15,6 +15,7 @@ from comfyui_onediff_guard.precision.report import Rerun, RunReport, StepRecord
 DENOISER, TEXT, DECODER = Component.DENOISER, Component.TEXT_ENCODER, Component.VAE_DECODE
 FINE = StepRecord("denoiser", 0, 874.0, "fp16", "finite", 0.228, 3.211)
 RERUN = Rerun("blocks.1.ff", 264_522.4, "'blocks.1' in fp32 from here on", 0.3, 12_000_000)
+IN_FP32 = replace(FINE, dtype="fp32")
 FAILED = replace(FINE, dtype="fp32", outcome="rerun", rerun=RERUN)
 UNPLACED = replace(FAILED, rerun=replace(RERUN, module="", peak=None, action=""))
 FITTING = replace(FAILED, rerun=replace(RERUN, peak=12.0))
@@ -48,6 +49,9 @@ def report(
         (report(TEXT, FINE, FINE, protection=ALL_LAYERS_SCALED),
          "text encoder: fp16, as you chose; overflow protection; 2 prompts, all fine.", ""),
         (report(DECODER, FINE), "VAE decoder: fp16, as you chose; 1 part, fine.", ""),
+        (report(DENOISER, FAILED, IN_FP32),
+         "fp16, as you chose; the rest of the run in fp32; 2 steps, 1 recomputed in fp32.", f"Step 1: {BEYOND}"),
+        (report(DENOISER, IN_FP32, request=Precision.FP32), "fp32, as you chose; 1 step, fine.", ""),
         (report(DENOISER, FAILED, FINE), "fp16, as you chose; 2 steps, 1 recomputed in fp32.",
          f"Step 1: {BEYOND}"),
         (report(DENOISER, FINE, UNPLACED), "fp16, as you chose; 2 steps, 1 recomputed in fp32.",
