@@ -13,7 +13,6 @@ import pytest
 import shared_models
 from as_comfyui import GRAPHS, NEGATIVE, PROMPT, api_node
 from PIL import Image
-from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.comfyui
 
@@ -86,9 +85,6 @@ def test_saved_latents_are_decoded_after_restart(server: legs.Server, models: di
         shutil.copy2(server.base / "output" / saved["subfolder"] / saved["filename"], tmp_path / "input" / file)
         latents = {"class_type": "LoadLatent", "inputs": {"latent": file}}
         later |= loader(family, model) | {f"{family} latents": latents} | decoder(family, [f"{family} latents", 0])
-    damaged = load_file(tmp_path / "input" / "2b.latent")
-    damaged["latent_tensor"][..., 0] = float("nan")
-    save_file(damaged, tmp_path / "input" / "damaged.latent")
 
     with legs.started(server.leg, tmp_path) as restarted:
         after = restarted.run(later)
@@ -100,10 +96,3 @@ def test_saved_latents_are_decoded_after_restart(server: legs.Server, models: di
         read = [line for line in restarted.log_text().splitlines() if "loading component" in line]
         assert len(read) == len(models)
         assert all("loading component vae" in line for line in read), "no step runs again"
-
-        later["2b latents"]["inputs"]["latent"] = "damaged.latent"
-        failed = restarted.run(later)
-        assert "values are NaN or infinite" in message(failed, "execution_error")["exception_message"]
-        assert message(failed, "execution_error")["node_id"] == "2b decode"
-        later["2b latents"]["inputs"]["latent"] = "2b.latent"
-        assert restarted.run(later)["status"]["status_str"] == "success"
