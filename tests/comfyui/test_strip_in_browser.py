@@ -11,13 +11,12 @@ from typing import Any
 
 import browser
 import comfyui_nodes
-import families
 import legs
 import native_checkpoints
 import pytest
 from native_graphs import SMALL as NATIVE_SMALL
 from runs import INSIDE
-from templates import api_file, read, ui_file
+from templates import read, ui_file
 from test_in_browser import LOADER, MARKUP, SAMPLER, SMALL
 
 pytestmark = legs.IN_CHECKOUTS
@@ -310,28 +309,6 @@ def test_strip_uses_language_of_page(canvas: browser.Canvas, server: legs.Server
         canvas.settle()
         canvas.picture(f"strip_{locale}")
         assert expected in canvas.evaluate(STRIPS)[SAMPLER]["text"]
-
-
-def test_loader_report_has_plan_and_machine_and_strip_has_no_cells(canvas: browser.Canvas) -> None:
-    name = "cogview4_text_to_image"
-    canvas.load(read(ui_file(name)))
-    small = families.small(api_file(name), canvas.ask("/object_info"))
-    canvas.set_widgets(
-        {
-            f"{node['class_type']}.{key}": value
-            for node in small.values()
-            for key, value in node["inputs"].items()
-            if not isinstance(value, list)  # a link
-        }
-    )
-    end, detail = canvas.queue()
-    assert end == "execution_success", detail
-    canvas.settle()
-    canvas.picture("loader")
-    strip = canvas.evaluate(STRIPS)["OneDiffGuardLoadPipeline"]
-    assert strip["report"].startswith("Plan for CogView4-6B") and "This machine" in strip["report"]
-    assert not strip["cells"]
-    assert console_errors(canvas) == []
 
 
 @pytest.fixture
