@@ -44,10 +44,6 @@ STRIPS = f"""() => Object.fromEntries(({NODES})().map(node => [node.type, node])
         below: node.widgets.slice(node.widgets.findIndex(widget => widget.strip) + 1).map(widget => widget.name),
     }}]
 }}).filter(([, strip]) => strip))"""
-SAVED = f"""() => ({NODES})().map(node => {{
-    const {{size, order, ...saved}} = node.serialize()
-    return saved
-}})"""
 SHOW = """([type, output]) => {
     const node = app.graph.nodes.find(node => node.type === type)
     app.nodeOutputs = {[node.id]: output}
@@ -211,21 +207,6 @@ def test_first_line_of_strip_gives_verdict(
     canvas.evaluate(SHOW, [SAMPLER, {"text": ["said"], "onediff_guard": [report(cells, ended=ended)]}])
     canvas.settle()
     assert canvas.evaluate(STRIPS)[SAMPLER]["text"].splitlines()[0] == expected
-
-
-def test_strip_is_not_saved_in_files_or_prompts(canvas: browser.Canvas) -> None:
-    canvas.load(WORKFLOW)
-    canvas.set_widgets(RUN)
-    before = canvas.evaluate(SAVED), our_nodes(canvas)
-    assert canvas.queue()[0] == "execution_success"
-    canvas.settle()
-    assert canvas.evaluate(STRIPS)
-    assert (canvas.evaluate(SAVED), our_nodes(canvas)) == before
-
-
-def our_nodes(canvas: browser.Canvas) -> dict[str, Any]:
-    """Return our nodes of the prompt that the page would queue."""
-    return {id_: node for id_, node in canvas.prompt().items() if node["class_type"].startswith("OneDiffGuard")}
 
 
 def test_strip_returns_after_cached_run_undo_and_tab_switch(
