@@ -174,6 +174,9 @@ def test_invalid_matrix_combination_is_reported_and_others_are_queued(tmp_path: 
     queue = JobQueue(jobs, Outputs(tmp_path / "out"), stats)
     assert queue.fill() and len(queue.take(lambda _: True)) == 2
     assert stats.failed == 1 and stats.faults == [{"name": second.name, "content": "no job", "error": second.error}]
+    file = toy_jobs.write_jobs(tmp_path / "first", [line | {"matrix": {"inputs": {"1.image": ["../b.png", "a.png"]}}}])
+    with pytest.raises(WorkflowError, match="first, line 1: "):
+        JobsFile(file, workflows=tmp_path, input_dir=tmp_path, read=read_local).count()
 
 
 WORDS = st.sampled_from(["workflow", "set", "matrix", "name", "seeds", "sizes", "prompts", "inputs", "1.seed", "first"])
