@@ -101,7 +101,7 @@ RUNS = {  # model, and what it starts from → drawn settings, and how its laten
 
 
 @pytest.mark.parametrize("case", RUNS)
-@settings(suppress_health_check=list(HealthCheck), max_examples=by_tier(4, 1))
+@settings(suppress_health_check=list(HealthCheck), max_examples=by_tier(8, 2))
 @given(data=st.data())
 def test_run_is_bit_equal_to_diffusers(case, data):
     model, _, video = case.partition(" from a ")
