@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from further_image_layouts import FURTHER_IMAGE_LAYOUTS
 from native_layouts import IMAGE_LAYOUTS, VIDEO_LAYOUTS, Layout
 
 CPU = torch.device("cpu")
@@ -39,6 +40,7 @@ if hasattr(SUPPORTED, "Krea2"):  # an older ComfyUI is too different for these
 LAYOUTS = {
     name: layout for name, layout in (IMAGE_LAYOUTS | VIDEO_LAYOUTS).items() if hasattr(SUPPORTED, layout.config)
 }
+ALL_LAYOUTS = LAYOUTS | (FURTHER_IMAGE_LAYOUTS if hasattr(SUPPORTED, "Krea2") else {})
 OF_2026 = ("chroma", "krea2", "anima", "cosmos_predict2", "ernie_image", "ideogram4")
 OF_2026 += ("hidream_o1", "mage_flow", "kandinsky5", "seedvr2", "qwen_image21", "sensenova")
 RECENT = [name for name in OF_2026 if name in LAYOUTS]
@@ -60,7 +62,7 @@ def make_model(
     dtype: of the weights. compute: dtype that each layer casts them to; None: no cast. hot: the model overflows fp16.
     operations: ComfyUI's layer classes; None: ComfyUI chooses.
     """
-    layout = LAYOUTS[family] if isinstance(family, str) else family
+    layout = ALL_LAYOUTS[family] if isinstance(family, str) else family
     config = getattr(SUPPORTED, layout.config)(layout.settings())
     set_by_comfyui = config.unet_extra_config.keys() & layout.sizes.keys()  # for every checkpoint
     config.unet_config |= {name: layout.sizes[name] for name in set_by_comfyui}
@@ -127,7 +129,8 @@ def prompts(
     def random(shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(torch.bfloat16).float()
 
-    given = {name: random(shape) for name, shape in layout.extra.items()}
+    lists = ("reference_latents",)
+    given = {n: [random(shape)] if n in lists else random(shape) for n, shape in layout.extra.items()}
     given |= {name: torch.ones(shape, dtype=torch.long) for name, shape in layout.ones.items()}
     positive, negative = ([[random(layout.context), dict(given)]] for _ in range(2))
     positive[0][1].update(conditions)
