@@ -11,7 +11,6 @@ one, and values that a constant scale flushes to zero.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -260,14 +259,14 @@ class PlannedMode(LayerTrackingMode):
             return self._norm(func, args, kwargs)
         if func in fp16_safe.MODULATIONS:
             return self._modulation(func, args, kwargs)
-        if fp16_safe.is_rope_kernel(func):
-            rotated = args[: 1 if func.__name__.endswith("1") else 2]
-            in_fp16 = self._fits_fp16(func) and rotated and all(each.dtype is FP16 for each in rotated)
-            return func(*args, **kwargs) if in_fp16 else Fp32Mode.compute(self, func, args, kwargs)
         if func in fp16_safe.SUMS and both_floating(args) and not kwargs:
             return self._sum(func, *args)
         if func in fp16_safe.SUMS and not kwargs and fp16_safe.is_fp16_and_number(args):
             return self._plus_number(func, *args)
+        if fp16_safe.is_rope_kernel(func):
+            rotated = args[: 1 if func.__name__.endswith("1") else 2]
+            in_fp16 = self._fits_fp16(func) and rotated and all(each.dtype is FP16 for each in rotated)
+            return func(*args, **kwargs) if in_fp16 else Fp32Mode.compute(self, func, args, kwargs)
         if func in fp16_safe.QUOTIENTS and fp16_safe.is_safe_quotient(args, kwargs):
             return func(*args)
         if func in fp16_safe.CASTS_LIKE and not kwargs and both_floating(args) and args[0].device == args[1].device:
@@ -487,13 +486,10 @@ class PlannedMode(LayerTrackingMode):
         plain = len(args) == 3 and not kwargs.keys() - {"value"}
         if not plain or any(_is_wider(each) or not each.ndim for each in args):
             return Fp32Mode.compute(self, func, args, kwargs)
-        shape = torch.broadcast_shapes(*(each.shape for each in args))
-        if safe and FP16 in (args[1].dtype, args[2].dtype) and 8 * args[0].numel() <= math.prod(shape):
-            if args[0].device.type == "cpu":
-                made = func(*(each.float() for each in args), **kwargs).to(FP16)
-            else:
-                out = torch.empty(shape, dtype=FP16, device=args[0].device)
-                made = torch.addcmul(*args, **kwargs, out=out)
+        full = torch.broadcast_tensors(*args)[0]
+        if safe and FP16 in (args[1].dtype, args[2].dtype) and 8 * args[0].numel() <= full.numel():
+            out = torch.empty(full.shape, dtype=FP16, device=full.device)
+            made = torch.addcmul(*args, **kwargs, out=out)
             self._record_rows(made)
             self._record_factor(*args[1:])
             return made
@@ -578,9 +574,6 @@ def _affine(
     """Return x · weight + bias in a dtype, computed in float32."""
     if weight is None:
         return (x if bias is None else x + bias.float()).to(dtype)
-    if x.device.type == "cpu":
-        made = x * weight.float() if bias is None else torch.addcmul(bias.float(), x, weight.float())
-        return made.to(dtype)
     out = torch.empty_like(x, dtype=dtype)
     return torch.mul(x, weight, out=out) if bias is None else torch.addcmul(bias, x, weight, out=out)
 
@@ -597,7 +590,5 @@ def _is_modulated(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _product_in_fp16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a · b in fp16, computed in float32."""
-    if a.device.type == "cpu":
-        return (a.float() * b.float()).to(FP16)
-    return torch.mul(a, b, out=torch.empty(torch.broadcast_shapes(a.shape, b.shape), dtype=FP16, device=a.device))
+    """Return a · b in fp16, computed in float32. Both have as many dimensions."""
+    return torch.mul(a, b, out=torch.empty(tuple(map(max, a.shape, b.shape)), dtype=FP16, device=a.device))

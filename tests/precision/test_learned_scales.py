@@ -117,6 +117,7 @@ def test_step_outside_the_plan_is_nonfinite_or_near_fp32(
     exact = run_in_fp32(call, module)
     assume(exact.isfinite().all())
     allowed = max(error(scaled(module, call, BF16), exact), 1.1 * error(scaled(module, call), exact))
+    allowed = max(allowed, 2.0**-11)  # a unit in the last place of fp16, which an output may be in
     found = products.run(call, module)
     if not found.isfinite().all():
         assert products.renew()
