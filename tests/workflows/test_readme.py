@@ -133,6 +133,12 @@ def test_quoted_paths_exist(page: str) -> None:
         assert next(where, None), path
 
 
+def test_quoted_tests_exist() -> None:
+    quotes = re.findall(r"`(test_\w+)`", "".join(PAGES[page] for page in PAGES.keys() - {"CHANGELOG.md"}))
+    code = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name in quotes if f"def {name}(" not in code] == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_quoted_make_targets_exist(page: str) -> None:
     targets = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
