@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -156,8 +157,13 @@ def hooked(
 
 
 def leaves(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Map the names of a module's layers (modules without children) to the layers."""
-    return {name: layer for name, layer in module.named_modules() if not has_children(layer)}
+    """Map the names of a module's layers (modules without children) to the layers. Without activations that are used in
+    several places: one name would stand for all of them."""
+    places = Counter(id(part) for _, part in module.named_modules(remove_duplicate=False))
+    layers = {name: layer for name, layer in module.named_modules() if not has_children(layer)}
+    return {
+        name: each for name, each in layers.items() if places[id(each)] == 1 or any(True for _ in each.parameters())
+    }
 
 
 def has_children(module: torch.nn.Module) -> bool:

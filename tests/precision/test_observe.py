@@ -31,6 +31,13 @@ def test_leaves_of_a_separately_compiled_block():
     assert [*leaves(module)] == ["0._orig_mod", "1"]
 
 
+def test_activation_in_several_places_has_no_peak():
+    """As in ComfyUI's TAEHV, whose encoder and decoder share one."""
+    shared = nn.ReLU()
+    module = nn.Sequential(shared, Gain(1e6), shared)
+    assert [*leaf_peaks(module, lambda: module(torch.ones(1)))] == ["1"]
+
+
 def test_overflow_is_recorded_as_inf_or_nan():
     module = gains(1e30, 1e30, 0.0)
     peaks = leaf_peaks(module, lambda: module(torch.ones(1)))
