@@ -458,7 +458,8 @@ class CallMemory:
             for at, (cell, value) in _captured(self.options).items():
                 made = isinstance(value, torch.Tensor) and value.dtype is torch.float32
                 if made and value is not self._captured.get(at, (cell, None))[1]:
-                    cell.cell_contents = value.to(self._dtype)
+                    narrowed = value.to(self._dtype)
+                    cell.cell_contents = narrowed if narrowed.isfinite().all() else value
 
     def _rewind(self, *, variables: bool = True) -> str:
         self._unpin()

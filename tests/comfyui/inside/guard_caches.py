@@ -321,6 +321,29 @@ def test_tensors_kept_by_node_patch_have_dtype_of_unguarded_call(hot: bool, how:
     assert marked.dtype is torch.float32, "tensors from before the run stay"
 
 
+@pytest.mark.parametrize("how", [{}, {"scope": "learned"}, {"precision": "fp16"}])
+@pytest.mark.parametrize(("hot", "times"), [(True, 1.0), (False, 1e5)])
+def test_values_beyond_fp16_that_node_patch_keeps_stay_finite(hot: bool, times: float, how: dict[str, Any]) -> None:
+    """A cache of blocks is an example. A hot text stream reaches 1.6e5."""
+
+    def averaging(model: Any) -> Any:
+        before: torch.Tensor | None = None
+
+        def block(given: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+            nonlocal before
+            made = more["original_block"](given)
+            now = made["txt"].float() * times
+            made["txt"] = (now if before is None else 0.5 * now + 0.5 * before.float()).div(times).to(made["txt"].dtype)
+            before = now
+            return made
+
+        model.set_model_patch_replace(block, "dit", "double_block", 1)
+        return model
+
+    model, twin = with_fp32_twin("flux", hot=hot)
+    assert difference(sample(guarded(averaging(model), **how)), sample(averaging(twin))) <= 5e-3
+
+
 def _mixed(made: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
     return made if before is None else made + 0.5 * before.to(made.dtype)
 
