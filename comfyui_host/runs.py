@@ -19,6 +19,7 @@ from ..precision.arch import present
 from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.guard import GuardPolicy, GuardStopped, Scope, StageGuard
 from ..precision.learned_scales import LearnedProducts
+from ..precision.machine import first_line
 from ..precision.overflow_detection import ClipDetector
 from ..precision.overrides import NOTHING, PrecisionOverrides, Profile, ProfileFile
 from ..precision.policy import Precision
@@ -319,7 +320,7 @@ class Run:
 def _why(error: Exception) -> str:
     if isinstance(error, (GuardStopped, BadInput)):
         return message_of(error)
-    return f"{type(error).__name__}: {shown(str(error), 300)}"
+    return shown(first_line(error), 300)
 
 
 def _what_happened(step: StepRecord) -> str:

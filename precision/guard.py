@@ -25,6 +25,7 @@ from .after_failure import FallbackAdapter, HalfPrecisionForward
 from .arch import Architecture
 from .dtypes import DTYPES
 from .layer_peaks import Agree, alone, broken_weight, first_broken, floating, non_finite
+from .machine import first_line
 from .memory import extra_peak
 from .overflow_detection import (
     KnownRangeEnds,
@@ -216,7 +217,7 @@ class StageGuard:
                 if not (again or in_fp32) or call.before.restore():
                     raise
                 left = isinstance(error, PlanMismatch)
-                failed = f"{type(error).__name__}: {error}"  # and not the error, whose frames hold the step's tensors
+                failed = first_line(error)  # and not the error, whose frames hold the step's tensors
         if failed and again:
             logger.info("%s: %s, recomputing with new scales", self._call_name(), failed)
             said = Message("with learned scales it raised {}: recomputed in fp16 with new scales", shown(failed, 200))
