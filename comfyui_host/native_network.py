@@ -152,10 +152,11 @@ def profile_of(of: ComfyNetwork, architecture: Architecture, dtype: str) -> Prof
 def _fingerprint(of: ComfyNetwork) -> str:
     """Return a fingerprint of the structure and of a few values of each weight, so a model with LoRAs has another one
     than without. Quantised weights are left out, and those that LoRAs change: it depends on free memory whether these
-    are patched."""
+    are patched. Compiled parts have the names that they have without a compiler."""
     digest = hashlib.sha256(of.component.value.encode())
     sampled: dict[torch.device, dict[str, torch.Tensor]] = {}
-    for name, weight in of.network.named_parameters():
+    for path, weight in of.network.named_parameters():
+        name = path.replace("_orig_mod.", "")
         digest.update(f"{name} {tuple(weight.shape)} {name in of.patched};".encode())
         if type(weight.data) is torch.Tensor and not weight.is_meta and name not in of.patched:
             sampled.setdefault(weight.device, {})[name] = weight.detach().flatten()[:_VALUES].float()

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from guard_beside import lora_of_a_prompt, lora_on, lowvram
+from guard_beside import compiled_by_comfyui, lora_of_a_prompt, lora_on, lowvram
 from in_comfyui import error_of, guarded, module, on, same, texts
 from native_models import ALL_LAYOUTS, LAYOUTS, Layout, distance, make_model, prompts, sample, with_fp32_twin
 from native_table import Cells, figures, table
@@ -163,6 +163,7 @@ def test_learned_profile_applies_only_to_same_weights() -> None:
     assert f"{STEPS} steps, 1 recomputed in fp32." in texts[-1] and "profile" not in texts[-1]
     fresh, another, again = (make_model("sd15", hot=True) for _ in range(3))
     known = [(lora_on(fresh), nullcontext), (lora_on(another), lowvram), (again, lowvram), (overflows, nullcontext)]
+    known += [(compiled_by_comfyui(each, "diffusion_model.out"), nullcontext) for each in (again, lora_on(another))]
     for patcher, around in known:
         learning(patcher, around)
         check_said(PROTECTED, "from a profile: ")
