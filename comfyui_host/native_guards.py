@@ -26,6 +26,7 @@ from ..precision.dtypes import DTYPES, FP16_MAX, dtype_name
 from ..precision.layer_peaks import floating
 from ..precision.policy import Component
 from ..precision.snapshot import Snapshot
+from ..precision.upcast import OneOperation
 from ..trust.message import BadInput, Message, shown
 from . import host
 from .compat import NotInComfyUI, unless_changed, what_changed
@@ -416,7 +417,8 @@ class _VaeGuard(threading.local):
             with nullcontext(self._run) if self._run else self._running() as run:
                 if _wants_gradient(args, kwargs):
                     return run.unguarded(lambda: method(*args, **kwargs))
-                return run.or_plain(guarded, lambda: method(*args, **kwargs))
+                # a node may call it inside a guarded model, whose modes need not see what this guard recomputes
+                return OneOperation(run.or_plain)(guarded, lambda: method(*args, **kwargs))
         finally:
             _INSIDE.call = False
 

@@ -21,7 +21,8 @@ import pytest
 import torch
 from guard_vae import guarded
 from in_comfyui import difference, texts
-from native_models import CARD, VAE_SETTINGS, random_weights
+from in_comfyui import guarded as guarded_model
+from native_models import CARD, VAE_SETTINGS, make_model, random_weights, sample
 
 SD = import_module("comfy.sd")
 ARGS = import_module("comfy.cli_args").args
@@ -199,6 +200,28 @@ def test_quantised_decoder_is_recomputed_from_stored_weights(hot: bool) -> None:
         return
     assert plain.isnan().any() and difference(made, exact) <= 1e-5
     assert "the rerun used the stored int8_tensorwise weights" in texts[-1]
+
+
+def test_guarded_model_runs_no_step_again_for_guarded_vae_inside_it() -> None:
+    """Uni3C's patch encodes its video in the first step. The encoder's norms clip in fp16, and are recomputed."""
+    kind = KINDS["wan2.1"]
+    vae = guarded(make(kind, torch.float16, kind.hot))
+
+    def encoding() -> Any:
+        model, latents = make_model("sd15"), list[torch.Tensor]()
+
+        def patch(h: torch.Tensor, options: Any) -> torch.Tensor:
+            if not latents:
+                latents.append(encode(vae, kind))
+            return h + latents[0].mean().to(h.dtype)
+
+        model.set_model_input_block_patch(patch)
+        return model
+
+    plain = sample(encoding())
+    assert plain.isfinite().all() and "1 part, 1 recomputed in fp32" in texts[-1]
+    assert torch.equal(sample(guarded_model(encoding())), plain)
+    assert texts[-1].split("\n")[0].endswith("3 steps, all fine.")
 
 
 @torch.inference_mode()
