@@ -333,7 +333,7 @@ class CallMemory:
     """The state around one call of a network, which may be attempted several times, each time from the initial state.
 
     The rerun that counts keeps its writes, cast to the half precision that an attempt in half precision writes, if they
-    fit. The network's own caches of prompts are not kept. If every attempt failed, everything is restored.
+    fit. Caches of prompts on the network and of poses are not kept. If every attempt failed, everything is restored.
 
     options: ComfyUI's transformer_options. dtype: the network's dtype. given: the call's other arguments.
     in_full: whether an attempt ran in float32, in whole or in part.
@@ -387,6 +387,12 @@ class CallMemory:
                 sys.modules["comfy.model_management"].unpin_memory(tensor)
             pinned[:] = [each for each in pinned if id(each) in self._pinned]
 
+    @unless_changed("emptying a cache of poses after a rerun", None)
+    def _forget_poses(self) -> None:
+        """Empty the cache. Its key is the call's latents: calls in another dtype would fill it once more."""
+        if (poses := self.options.get(_POSES)) is not None:
+            poses.free()
+
     def _beside_now(self) -> Snapshot:
         rewritten = [self.options.get(name) for name in _REWRITTEN]
         return Snapshot(*self._states, opaque=OPAQUE, rewritten=rewritten, in_functions=True)  # of patches and wrappers
@@ -411,6 +417,7 @@ class CallMemory:
     def keep(self) -> None:
         """Make the latest call, a rerun, the one that counts. Unpins its tensors: `settled` may replace them."""
         self._easycache.keep()
+        self._forget_poses()
         self._unpin()
         self._kept = self._beside_now()
         if not any(hasattr(self._network, name) for name in ("clear_kv_cache", _PREFIXES)):

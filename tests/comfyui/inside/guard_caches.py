@@ -213,9 +213,9 @@ def test_stopped_run_leaves_no_prompt_cache() -> None:
     assert len(model.model.diffusion_model._kv_cache_entries) == 0
 
 
-def with_poses(patcher: Any) -> torch.Tensor:
+def with_poses(patcher: Any, steps: int = 2) -> torch.Tensor:
     poses = torch.randn((1, 16, 2, 8, 8), generator=torch.Generator().manual_seed(7))
-    return two_steps(patcher, pose_video_latent=poses)
+    return sample(patcher, steps=steps, pose_video_latent=poses)
 
 
 def with_a_cache(patcher: Any) -> Any:
@@ -223,13 +223,16 @@ def with_a_cache(patcher: Any) -> Any:
 
 
 @needs(ANIMATE)
-def test_cache_outside_network_is_filled_by_rerun() -> None:
-    """Wan-Animate 2 caches the pose video's activations at the first step."""
-    model = make_model(ANIMATE, hot=True)
-    exact = with_poses(in_fp32(model))
-    for patcher, bound in ((model, 1e-5), (with_a_cache(model), 2e-3)):  # the cache is in fp16
-        assert difference(with_poses(guarded(patcher)), exact) <= bound
-        assert "2 steps, 2 recomputed in fp32" in texts[-1]
+@pytest.mark.parametrize(("scope", "held", "bound"), [("step", [0] * 6, 1e-5), ("learned", [0, 0, 0, 1, 1], 5e-3)])
+def test_cache_of_poses_is_emptied_by_rerun(scope: str, held: list[int], bound: float) -> None:
+    """Wan-Animate 2 caches the pose video's activations, by its latents in the dtype of the call. held: videos that the
+    cache holds before each call; the last step runs twice, since the cache skips layers."""
+    model, found = with_a_cache(make_model(ANIMATE, hot=True)), list[int]()
+    cache = model.model_options["transformer_options"]["animate2_cache"]
+    exact = with_poses(in_fp32(model), steps=3)
+    model.model.diffusion_model.register_forward_pre_hook(lambda *_: found.append(len(cache.slots)))
+    assert difference(with_poses(guarded(model, scope=scope), steps=3), exact) <= bound
+    assert f"3 steps, {'1' if scope == 'learned' else '3'} recomputed in fp32" in texts[-1] and found == held
 
 
 @needs(ANIMATE)
