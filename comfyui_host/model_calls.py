@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
 from types import CellType, MappingProxyType
@@ -244,8 +244,10 @@ def _attention_beside(theirs: Callable[..., Any] | None, memory: CallMemory) -> 
     stays. An override with the same result is another kernel: PyTorch's attention replaces it. PyTorch's attention also
     replaces an override that is a kernel by its name, or that fails; `memory.gave_way` gets the name of a failed one.
     """
+    # looked up here, outside the network's call: in a ComfyUI without it, the run continues unguarded
+    in_fp32 = partial(_attention_in_fp32, sys.modules["comfy.ldm.modules.attention"].attention_pytorch)
     if theirs is None or _is_known_kernel(theirs):
-        return _attention_in_fp32
+        return in_fp32
 
     def override(chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         asked: list[bool] = []
@@ -253,7 +255,7 @@ def _attention_beside(theirs: Callable[..., Any] | None, memory: CallMemory) -> 
         @wraps(chosen)
         def ours(*args: Any, **kwargs: Any) -> Any:
             asked.append(True)
-            return _attention_in_fp32(chosen, *args, **kwargs)
+            return in_fp32(chosen, *args, **kwargs)
 
         before, made = rollback_point(), None
         try:
@@ -266,7 +268,7 @@ def _attention_beside(theirs: Callable[..., Any] | None, memory: CallMemory) -> 
             return made
         after = rollback_point()
         before()
-        plain = _attention_in_fp32(chosen, *args, **kwargs)
+        plain = in_fp32(chosen, *args, **kwargs)
         if made is None or _is_another_kernel(made, plain):
             return plain
         after()
@@ -295,11 +297,11 @@ def _is_another_kernel(made: Any, plain: torch.Tensor) -> bool:
     return not bool((made.float() - plain.float()).norm() > _SAME * plain.float().norm())
 
 
-def _attention_in_fp32(chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _attention_in_fp32(pytorch: Callable[..., Any], chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `chosen`; PyTorch's attention instead, if `chosen` takes half precision only (sage, flash, another pack's),
     or if products are in half precision and the device has a fused kernel: `chosen` would use float32."""
     if getattr(chosen, "__name__", "") not in TAKE_FP32 or _is_fused(*args, **kwargs):
-        chosen = sys.modules["comfy.ldm.modules.attention"].attention_pytorch
+        chosen = pytorch
     return chosen(*args, **kwargs)
 
 

@@ -232,6 +232,7 @@ def run(model, vae):
     return loaded()
 
 sys.modules["comfy.patcher_extension"] = extension = ModuleType("comfy.patcher_extension")
+sys.modules["comfy.ldm.modules.attention"] = SimpleNamespace(attention_pytorch=None)
 kinds = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "APPLY_MODEL")
 extension.WrappersMP = SimpleNamespace(**{kind: kind for kind in kinds})
 extension.WrapperExecutor = type("WrapperExecutor", (), {"__call__": lambda self, *args, **kwargs: None})
