@@ -27,7 +27,7 @@ OPTIONS = {  # ComfyUI's options by file and name of the variant; all other file
     "flags": {"": ("--reserve-vram", "2", "--fp32-vae", "--fast", "fp16_accumulation")},
 }
 SHARED = ("hidden", "in_comfyui", "model_nodes", "native_models", "native_layouts", "native_newer", "native_table")
-SHARED += ("simulated_card",)
+SHARED += ("simulated_card", "further_image_layouts", "further_video_layouts")
 FILES = sorted(file.stem for file in HERE.glob("*.py") if file.stem not in SHARED)
 PARTS = {f"{name}{mode}": (name, options) for name in FILES for mode, options in OPTIONS.get(name, {"": ()}).items()}
 SAME_BITS = {"MKL_CBWR": "COMPATIBLE"}  # otherwise MKL's products depend on the memory address of a weight

@@ -1,4 +1,4 @@
-"""More families of ComfyUI's own image models, as small as possible: the guard's main tests run on them, and no others.
+"""More families of ComfyUI's own image models, as small as possible.
 
 Only ComfyUI's interpreter imports this module, after its options have been read.
 """
@@ -17,14 +17,15 @@ from native_layouts import (
     IMAGE_LAYOUTS,
     MASK,
     POOLED,
+    SD15,
+    SDXL,
     STREAMS,
     STREAMS_HOT,
     Layout,
     sizes,
 )
 
-SD = IMAGE_LAYOUTS["sd15"]
-SDXL = IMAGE_LAYOUTS["sdxl"]
+SD, XL = IMAGE_LAYOUTS["sd15"], IMAGE_LAYOUTS["sdxl"]
 SD3 = sizes(in_channels=16, out_channels=16, patch_size=2, depth=2, input_size=None, adm_in_channels=24, num_patches=64)
 SD3 |= sizes(pos_embed_max_size=8, pos_embed_scaling_factor=None, qk_norm="rms", x_block_self_attn_layers=[0])
 SD3 |= sizes(context_embedder_config={"target": "torch.nn.Linear", "params": {"in_features": 32, "out_features": 128}})
@@ -60,22 +61,22 @@ HUNYUAN_IMAGE = STREAMS | sizes(in_channels=64, out_channels=64, patch_size=[1, 
 HUNYUAN_IMAGE |= sizes(byt5=False, guidance_embed=False, meanflow=False)
 CASCADE_HOT = "down_blocks.0.0.channelwise.0"
 PICTURE = {"concat_latent_image": (1, 4, 8, 8)}
-REFERENCE, FRAMES = {"reference_latents": (1, 16, 8, 8)}, {"reference_latents": (1, 16, 1, 8, 8)}
+REFERENCE, FRAMES = {"reference_latents": [(1, 16, 8, 8)]}, {"reference_latents": [(1, 16, 1, 8, 8)]}
 
 FURTHER_IMAGE_LAYOUTS = {
-    "sd21": replace(SD, config="SD20", sizes=SD.sizes | sizes(model_channels=64)),
-    "lotus": replace(SD, config="LotusD", sizes=SDXL.sizes | sizes(adm_in_channels=4)),
+    "sd21": replace(SD, config="SD20", sizes=SD15 | sizes(model_channels=64)),
+    "lotus": replace(SD, config="LotusD", sizes=SDXL | sizes(adm_in_channels=4)),
     "instruct": replace(
         SD,
         config="SD15_instructpix2pix",
-        sizes=SD.sizes | sizes(in_channels=8),
+        sizes=SD15 | sizes(in_channels=8),
         extra=PICTURE,
     ),
-    "refiner": replace(SDXL, config="SDXLRefiner", sizes=SDXL.sizes | sizes(adm_in_channels=2560)),
+    "refiner": replace(XL, config="SDXLRefiner", sizes=SDXL | sizes(adm_in_channels=2560)),
     "kontext": replace(IMAGE_LAYOUTS["flux"], extra=POOLED | REFERENCE),
-    "flux2_edit": replace(IMAGE_LAYOUTS["flux2"], extra={"reference_latents": (1, 128, 4, 4)}),
+    "flux2_edit": replace(IMAGE_LAYOUTS["flux2"], extra={"reference_latents": [(1, 128, 4, 4)]}),
     "qwen_image_edit": replace(IMAGE_LAYOUTS["qwen_image"], extra=FRAMES),
-    "mage_flow_edit": replace(IMAGE_LAYOUTS["mage_flow"], extra={"reference_latents": (1, 128, 4, 4)}),
+    "mage_flow_edit": replace(IMAGE_LAYOUTS["mage_flow"], extra={"reference_latents": [(1, 128, 4, 4)]}),
     "krea2_edit": replace(IMAGE_LAYOUTS["krea2"], extra=FRAMES),
     "z_image_omni": replace(IMAGE_LAYOUTS["z_image"], extra=REFERENCE),
     "sd3": Layout("SD3", SD3, (1, 16, 8, 8), "joint_blocks.0.x_block.mlp.fc1", extra=POOLED),

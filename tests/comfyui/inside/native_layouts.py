@@ -31,7 +31,7 @@ class Layout:
     sound: Shape | None = None  # latents of sound, if the family makes pictures and sound
     cfg: float = 4.0
     scheduler: str = "simple"
-    extra: Mapping[str, Shape] = field(default_factory=dict)  # further conditions, by shape
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further conditions: shapes, also in lists, or values
     ones: Mapping[str, Shape] = field(default_factory=dict)  # integer conditions: masks, tokens
     once: str = ""  # a part that each call runs once, if it runs the block more often
     rounds: float = 1e-5  # error bound of a rerun, whose inputs were prepared in half precision before the first call
@@ -64,8 +64,11 @@ class Layout:
         """Return the network's settings: ComfyUI's detection of a checkpoint, with our sizes. So parameters that newer
         ComfyUIs add have ComfyUI's values."""
         detect = import_module("comfy.model_detection").detect_unet_config
-        marks = _Checkpoint({name: torch.zeros(shape) for name, shape in self.marks.items()})
-        return {**(detect(marks, "") or {}), **self.sizes}
+        return {**(detect(self.checkpoint(), "") or {}), **self.sizes}
+
+    def checkpoint(self) -> dict[str, torch.Tensor]:
+        """Return the weights by which ComfyUI detects the family, and those outside its network."""
+        return _Checkpoint({name: torch.full(shape, 0.1) for name, shape in self.marks.items()})
 
 
 class _Checkpoint(dict[str, torch.Tensor]):

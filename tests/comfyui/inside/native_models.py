@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from further_image_layouts import FURTHER_IMAGE_LAYOUTS
 from native_layouts import IMAGE_LAYOUTS, VIDEO_LAYOUTS, Layout
 
 CPU = torch.device("cpu")
@@ -40,7 +40,6 @@ if hasattr(SUPPORTED, "Krea2"):  # an older ComfyUI is too different for these
 LAYOUTS = {
     name: layout for name, layout in (IMAGE_LAYOUTS | VIDEO_LAYOUTS).items() if hasattr(SUPPORTED, layout.config)
 }
-ALL_LAYOUTS = LAYOUTS | (FURTHER_IMAGE_LAYOUTS if hasattr(SUPPORTED, "Krea2") else {})
 OF_2026 = ("chroma", "krea2", "anima", "cosmos_predict2", "ernie_image", "ideogram4")
 OF_2026 += ("hidream_o1", "mage_flow", "kandinsky5", "seedvr2", "qwen_image21", "sensenova")
 RECENT = [name for name in OF_2026 if name in LAYOUTS]
@@ -62,14 +61,14 @@ def make_model(
     dtype: of the weights. compute: dtype that each layer casts them to; None: no cast. hot: the model overflows fp16.
     operations: ComfyUI's layer classes; None: ComfyUI chooses.
     """
-    layout = ALL_LAYOUTS[family] if isinstance(family, str) else family
+    layout = LAYOUTS[family] if isinstance(family, str) else family
     config = getattr(SUPPORTED, layout.config)(layout.settings())
     set_by_comfyui = config.unet_extra_config.keys() & layout.sizes.keys()  # for every checkpoint
     config.unet_config |= {name: layout.sizes[name] for name in set_by_comfyui}
     config.set_inference_dtype(dtype, compute)
     config.manual_cast_dtype = compute  # SeedVR2 computes fp16 weights in bf16 if the card has bf16
     config.custom_operations = operations
-    model = config.get_model({}, "", device=CPU).eval().requires_grad_(False)
+    model = config.get_model(layout.checkpoint(), "", device=CPU).eval().requires_grad_(False)
     model.layout = layout
     weights = random_weights(model.diffusion_model, layout.heat if hot else {})
     model.diffusion_model.load_state_dict(weights)
@@ -109,7 +108,7 @@ def random_weights(network: torch.nn.Module, hot: Mapping[str, float]) -> dict[s
         random = torch.randn(weight.shape, generator=generator)
         if weight.ndim > 1:
             return random * weight[0].numel() ** -0.5
-        scales = name.endswith(("weight", "scale")) and name not in more_than_1
+        scales = name.endswith(("weight", "scale", "gamma")) and name not in more_than_1
         return 0.05 * random + (1.0 if scales else 0.0)
 
     drawn = {name: draw(name, weight) for name, weight in sorted(network.state_dict().items())}
@@ -126,11 +125,14 @@ def prompts(
     before the first step. conditions: further ones of the positive. negatives: of the negative."""
     generator = torch.Generator().manual_seed(6)
 
-    def random(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(torch.bfloat16).float()
+    def random(shape: Any) -> Any:
+        if isinstance(shape, list):
+            return [random(each) for each in shape]
+        if isinstance(shape, dict):  # an encoder's outputs
+            return SimpleNamespace(**{name: random(each) for name, each in shape.items()})
+        return torch.randn(shape, generator=generator).to(torch.bfloat16).float() if isinstance(shape, tuple) else shape
 
-    lists = ("reference_latents",)
-    given = {n: [random(shape)] if n in lists else random(shape) for n, shape in layout.extra.items()}
+    given = {name: random(shape) for name, shape in layout.extra.items()}
     given |= {name: torch.ones(shape, dtype=torch.long) for name, shape in layout.ones.items()}
     positive, negative = ([[random(layout.context), dict(given)]] for _ in range(2))
     positive[0][1].update(conditions)
