@@ -105,7 +105,7 @@ def test_template_makes_video_after_install(running: legs.Server, tmp_path: Path
     with browser.canvas(running.url, tmp_path) as canvas:
         canvas.load(canvas.ask(f"/api/workflow_templates/{legs.FOLDER}/{TITLES[TEMPLATE]}.json"))
         canvas.set_widgets(SIZES)
-        end, detail = canvas.queue(300)
+        end, detail = canvas.queue()
         assert end == "execution_success", detail
         canvas.wait_for_video()
     (video,) = (running.base / "output" / "video").iterdir()
