@@ -59,19 +59,15 @@ RADIANCE_MARKS = FLUX_MARKS | {"distilled_guidance_layer.0.norms.0.scale": (64,)
 RADIANCE_MARKS |= {"img_in_patch.weight": (48, 3, 4, 4), "nerf_final_layer_conv.norm.scale": (16,)}
 HUNYUAN_IMAGE = STREAMS | sizes(in_channels=64, out_channels=64, patch_size=[1, 1], axes_dim=[12, 12], vec_in_dim=None)
 HUNYUAN_IMAGE |= sizes(byt5=False, guidance_embed=False, meanflow=False)
-CASCADE_HOT = "down_blocks.0.0.channelwise.0"
 PICTURE = {"concat_latent_image": (1, 4, 8, 8)}
 REFERENCE, FRAMES = {"reference_latents": [(1, 16, 8, 8)]}, {"reference_latents": [(1, 16, 1, 8, 8)]}
+CASCADE_HOT = "down_blocks.0.0.channelwise.0"
+CASCADE = Layout("Stable_Cascade_C", STAGE_C, (1, 16, 8, 8), CASCADE_HOT, extra=POOLED, once="down_blocks.0.0")
 
 FURTHER_IMAGE_LAYOUTS = {
     "sd21": replace(SD, config="SD20", sizes=SD15 | sizes(model_channels=64)),
     "lotus": replace(SD, config="LotusD", sizes=SDXL | sizes(adm_in_channels=4)),
-    "instruct": replace(
-        SD,
-        config="SD15_instructpix2pix",
-        sizes=SD15 | sizes(in_channels=8),
-        extra=PICTURE,
-    ),
+    "instruct": replace(SD, config="SD15_instructpix2pix", sizes=SD15 | sizes(in_channels=8), extra=PICTURE),
     "refiner": replace(XL, config="SDXLRefiner", sizes=SDXL | sizes(adm_in_channels=2560)),
     "kontext": replace(IMAGE_LAYOUTS["flux"], extra=POOLED | REFERENCE),
     "flux2_edit": replace(IMAGE_LAYOUTS["flux2"], extra={"reference_latents": [(1, 128, 4, 4)]}),
@@ -90,23 +86,8 @@ FURTHER_IMAGE_LAYOUTS = {
         extra={"conditioning_mt5xl": (1, 5, 24)},
         ones=MASK | {"attention_mask_mt5xl": (1, 5)},
     ),
-    "cascade_c": Layout(
-        "Stable_Cascade_C",
-        STAGE_C,
-        (1, 16, 8, 8),
-        CASCADE_HOT,
-        extra=POOLED,
-        once="down_blocks.0.0",
-    ),
-    "cascade_b": Layout(
-        "Stable_Cascade_B",
-        STAGE_B,
-        (1, 4, 32, 32),
-        CASCADE_HOT,
-        4e4,
-        extra=POOLED,
-        once="down_blocks.0.0",
-    ),
+    "cascade_c": CASCADE,
+    "cascade_b": replace(CASCADE, config="Stable_Cascade_B", sizes=STAGE_B, latents=(1, 4, 32, 32)),
     "hidream": Layout(
         "HiDream",
         HIDREAM,
@@ -127,21 +108,19 @@ FURTHER_IMAGE_LAYOUTS = {
         OMNIGEN2 | sizes(instruction_feat_dim=32, num_double_stream_layers=1),
         (1, 16, 8, 8),
         "single_stream_layers.0.feed_forward.linear_1",
-        6e4,
         ones=MASK,
         extra=REFERENCE,
     ),
-    "radiance": Layout("ChromaRadiance", RADIANCE, (1, 3, 16, 16), STREAMS_HOT, 8e4, marks=RADIANCE_MARKS),
+    "radiance": Layout("ChromaRadiance", RADIANCE, (1, 3, 16, 16), STREAMS_HOT, marks=RADIANCE_MARKS),
     "pixeldit": Layout("PixelDiTT2I", PIXELDIT, (1, 3, 32, 32), "patch_blocks.0.mlp_x.w1", ones=MASK),
     "lens": Layout("Lens", LENS, (1, 128, 4, 4), "transformer_blocks.0.img_mlp.w1", ones=MASK),
     "joyimage": Layout("JoyImage", JOY, (1, 16, 1, 8, 8), "double_blocks.0.img_mlp.net.0.proj", extra=FRAMES),
-    "longcat": Layout("LongCatImage", FLUX | sizes(vec_in_dim=None), (1, 16, 8, 8), STREAMS_HOT, 8e4, marks=FLUX_MARKS),
+    "longcat": Layout("LongCatImage", FLUX | sizes(vec_in_dim=None), (1, 16, 8, 8), STREAMS_HOT, marks=FLUX_MARKS),
     "hunyuan_image": Layout(
         "HunyuanImage21",
         HUNYUAN_IMAGE,
         (1, 64, 4, 4),
         STREAMS_HOT,
-        8e4,
         marks=HUNYUAN_VIDEO_MARK | {"img_in.proj.weight": (48, 64, 1, 1)},
         ones=MASK,
     ),
