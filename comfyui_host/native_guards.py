@@ -63,7 +63,7 @@ def guarded_vae(vae: Any, settings: Settings) -> Any:
     """Return a guarded copy of a VAE. Replaces an earlier guard.
 
     Raises BadInput if the checkpoint has no VAE or another pack has replaced one of the VAE's methods, and NotInComfyUI
-    if its network lacks `decode` or `encode` (in 0.33: VAEs of 3D models and of MiniMax Music 3).
+    if its network lacks `decode` or `encode` (in 0.33: Trellis 2's, TripoSplat's and MiniMax Music 3's).
     """
     if vae.first_stage_model is None:
         raise BadInput("This checkpoint has no VAE. Use a VAE loader instead.")

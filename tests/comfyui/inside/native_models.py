@@ -111,7 +111,7 @@ def random_weights(network: torch.nn.Module, hot: Mapping[str, float]) -> dict[s
         scales = name.endswith(("weight", "scale", "gamma")) and name not in more_than_1
         return 0.05 * random + (1.0 if scales else 0.0)
 
-    drawn = {name: draw(name, weight) for name, weight in sorted(network.state_dict().items())}
+    drawn = {name: draw(name, weight) for name, weight in sorted(network.state_dict().items()) if weight.numel()}
     assert hot.keys() <= drawn.keys(), f"no weight {sorted(hot.keys() - drawn.keys())} in {type(network).__name__}"
     drawn = {name: weight * hot.get(name, 1.0) for name, weight in drawn.items()}
     assert all(weight.abs().max() <= FP16_MAX for weight in drawn.values()), "a weight itself overflows fp16"
