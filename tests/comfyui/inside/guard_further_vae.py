@@ -39,7 +39,6 @@ SHAPE = {"ShapeVAE": sizes(width=64, heads=2, num_decoder_layers=2, num_encoder_
 OOBLECK = {"AudioOobleckVAE": sizes(channels=16, c_mults=[1, 2, 2, 2, 2])}
 SA3 = {"SA3AudioVAE": sizes(channels=32, transformer_depths=6, sinusoidal_blocks=0, decoder_conv_mapping=True)}
 SA3["SA3AudioVAE"] |= sizes(chunk_size=32, chunk_midpoint_shift=True)
-TAE = {"TAEHV": sizes(latent_channels=48)}
 IN, TAE_IN = ("decoder.conv_in.weight", "encoder.conv_in.weight"), ("decoder.1.weight", "encoder.0.weight")
 MIX = ("decoder_model.y_embedder_x.weight", "dconv_encoder.blocks.1.conv5.weight")
 GAIN, QKV = "layers.0.parametrizations.weight.original0", "transformers.5.self_attn.to_qkv.weight"
@@ -52,7 +51,7 @@ KINDS = {
     "hunyuan3d": Kind("ldm.hunyuan3d.vae.ShapeVAE", SHAPE, ("post_kl.weight", ""), (1, 64, 16)),
     "stable_audio": Kind("sd.AudioOobleckVAE", OOBLECK, GAINS, (1, 64, 2), (1, 2048, 2)),
     "stable_audio_3": Kind("ldm.audio.vae_sa3.SA3AudioVAE", SA3, QKVS, (1, 256, 4), (1, 8192, 2)),
-    "tae_wan22": Kind("taesd.taehv.TAEHV", TAE, TAE_IN, (1, 48, 1, 1, 1), ROW),
+    "tae_wan22": Kind("taesd.taehv.TAEHV", {"TAEHV": sizes(latent_channels=48)}, TAE_IN, (1, 48, 1, 1, 1), ROW),
 }
 CASES = [(name, part) for name in KINDS for part in ("decode", "encode") if part == "decode" or KINDS[name].given]
 AT_LEAST_1 = ("running_var", "running_std", "norm.alpha")  # divisors, and the slopes of Stable Audio 3's norms
