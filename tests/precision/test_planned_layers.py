@@ -25,6 +25,7 @@ from sample_networks import HOT, check_scales, check_steps, inputs_of_next_step,
 from sample_networks import heated as heated_of_diffusers
 from small_denoisers import ATTENTION, FEED_FORWARD, MODELS, build
 from torch._dynamo.utils import counters
+from torch.nn import functional as F
 
 FP16, BF16 = torch.float16, torch.bfloat16
 LISTS = ("transformer_blocks", "single_transformer_blocks", "blocks", "down_blocks", "mid_block", "up_blocks")
@@ -80,6 +81,56 @@ def test_planned_steps_are_four_times_nearer_to_fp32_than_bf16(name: str, hot: s
     check_steps(layered, module, inputs, healthy=hot == "nothing")
     assert len(layered.plans) == 1  # no plan failed
     check_scales(layered.scales, healthy=hot == "nothing")
+
+
+class Between(torch.nn.Module):
+    """A block with a function between two layers, whose outputs reach about 700."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.function = function
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.layers[0].weight.data.mul_(300)
+        self.layers[1].weight.data.mul_(2.0**-6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](F.layer_norm(self.function(self.layers[0](x)), (64,)))
+
+
+class OneBlock(torch.nn.Module):
+    def __init__(self, block: torch.nn.Module):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([block])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.blocks[0](x),)
+
+
+WEIGHT = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).half()
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a square": torch.square,
+    "a norm by a power": lambda h: h * (h.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(),
+    "a norm by its kernel": lambda h: h / h.norm(dim=-1, keepdim=True),
+    "a variance": lambda h: (h - h.mean(-1, keepdim=True)) / h.var(-1, keepdim=True).sqrt(),
+    "a sum": lambda h: h.cumsum(1),
+    "a factor": lambda h: h * 1000,
+    "attention of matrices": lambda h: ((h @ h.mT / 4096).softmax(-1, dtype=torch.float32).to(h.dtype)) @ h,
+    "attention of batches": lambda h: torch.bmm(F.softmax(torch.baddbmm(h[:, :, :8], h, h.mT, alpha=1e-3), -1), h),
+    "linear attention": lambda h: torch.einsum("bnd,bnv,bmv->bmd", h, h.relu(), h.relu()),
+    "a weight that is computed": lambda h: F.linear(h, torch.kron(WEIGHT, WEIGHT), WEIGHT.flatten()),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_function_between_planned_layers_is_nearer_to_fp32_than_bf16(function: Any) -> None:
+    torch.manual_seed(0)
+    module = OneBlock(Between(function)).half().requires_grad_(False)
+    layered = Layered(module)
+    for _ in range(3):
+        x = torch.randn(2, 8, 64)
+        exact = run_in_fp32(module, x)[0]
+        assert error(layered(x=x), exact) < error(scaled(x, module, BF16)[0], exact) / 2
+    assert len(layered.plans) == 1
 
 
 def test_layer_scaled_in_one_block_is_scaled_in_every_block() -> None:
