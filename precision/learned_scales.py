@@ -316,8 +316,10 @@ class LearnedProducts:
         return run_in(self._by_rows, function, args, kwargs, tf32=tf32)
 
     def renew(self) -> bool:
-        """Drop the plan after a call that failed: the next call scales row by row and makes a new plan. Returns whether
-        the failed call had used a plan."""
+        """Drop the plan after a call that failed: the next call scales row by row and makes a new plan. It reads all
+        weights again: ComfyUI's hooks change them in place, on a device unnoticed. Returns whether the failed call had
+        used a plan."""
+        self._by_rows.forget_bounds()
         if not self._used_plan:
             return False
         self._planned, self._used_plan = None, False

@@ -207,6 +207,10 @@ class ScaledHalfMatmulMode(Fp32Mode):
         self._bounds.discard(weight)
         return super().compute(func, (input, weight, bias, *args), kwargs)
 
+    def forget_bounds(self) -> None:
+        """Read each weight again at its next product."""
+        self._bounds = _WeightBoundsCache()
+
     def before_cast(self, layer: Any) -> None:
         """Called before a layer's weights are cast."""
 
@@ -374,7 +378,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 class _WeightBoundsCache:
     """Caches the bounds of weights. A parameter is read once, and again when its version or address changes. A change
     through `.data`, or of a parameter made in inference mode, is not noticed; if it leads out of the range, the product
-    is not finite."""
+    is not finite, and `LearnedProducts.renew` has all weights read again."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, bool], tuple[weakref.ref[torch.Tensor], tuple[int, int], WeightBounds]] = {}

@@ -16,7 +16,7 @@ import pytest
 import torch
 from blocky import build, guarded, latents, overflow_stream
 from clipping import CLIPS
-from comfyui_onediff_guard.precision import planned_products
+from comfyui_onediff_guard.precision import planned_products, scaled_products
 from comfyui_onediff_guard.precision.after_failure import FallbackAdapter, build_half_precision_forward
 from comfyui_onediff_guard.precision.guard import Scope
 from comfyui_onediff_guard.precision.learned_scales import (
@@ -561,6 +561,23 @@ def test_later_step_is_near_fp32_or_recomputed(make: Any, louder: tuple[float, .
             found = products.run(module, x.clone(), step)
         assert found.dtype is exact.dtype and error(found, exact) <= allowed
     assert all(torch.equal(now, before[name]) for name, now in module.state_dict().items())
+
+
+@pytest.mark.parametrize("renewals", [0, 1, MAX_RENEWALS], ids=["by a plan", "before a plan", "row by row"])
+def test_weight_changed_in_place_on_device_is_read_again_after_failure(renewals: int, monkeypatch: Any) -> None:
+    """ComfyUI's hooks change weights like this from call to call, and no counter shows it."""
+    monkeypatch.setattr(scaled_products, "_is_on_host", lambda _: False)
+    module, products = built(partial(Fn, lambda s, x: s.l[1](s.l[0](x))), FP16), LearnedProducts()
+    x, products._renewals = noise(2, 8, 64), renewals
+    products.run(module, x)
+    for gain in (2.0**18, 2.0**-18, 2.0**18):
+        weight = module.l[0].weight
+        weight.data.copy_(weight * gain)
+        made = products.run(module, x)
+        if not made.isfinite().all():
+            assert products.renew() or renewals
+            made = products.run(module, x)
+        assert error(made, run_in_fp32(module, x)) < 2e-3
 
 
 def stored_as_bytes() -> nn.Module:
