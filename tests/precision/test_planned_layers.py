@@ -89,7 +89,7 @@ class Between(torch.nn.Module):
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]):
         super().__init__()
         self.function = function
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.layers: Any = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(2))
         self.layers[0].weight.data.mul_(300)
         self.layers[1].weight.data.mul_(2.0**-6)
 
