@@ -499,7 +499,7 @@ def test_failed_or_interrupted_run_leaves_no_cache_provider(server: legs.Server,
     prompt_id = server.ask("/prompt", {"prompt": api(**changed), "client_id": "a page"})["prompt_id"]
     if ends == "interrupt":
         wait_until(lambda: "Watch" in str(providers(server)), "no cache provider watches the outputs")
-        server.wait_until_running()
+        wait_until(lambda: server.ask("/queue")["queue_running"], "nothing runs")
         server.ask("/interrupt", {})
     assert server.ended(prompt_id)["status"]["status_str"] == "error"
     assert providers(server) == []
