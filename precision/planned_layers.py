@@ -201,7 +201,8 @@ _SAFE_IN_FP16 = frozenset({*_KEEP_RANGE, *_WRITES, "where", "masked_fill", "amax
 
 
 class InPlannedBlock(torch.nn.Module):
-    """A part of a network with planned layers: its sums, and its casts to half precision, are float32.
+    """A part of a network with planned layers: its sums, its casts to half precision, and functions that are not known
+    to be safe in fp16 are float32.
 
     safe_attention: queries, keys and values have room in fp16.
     """
