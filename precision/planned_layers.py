@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from .dtypes import FP16_MAX, HALF_DTYPES
-from .fp16_safe import CASTS, COPIES, FP16, KEEPS_RANGE, NO_MATH, PRODUCTS, SUMS, both_floating
+from .fp16_safe import CASTS, COPIES, FP16, KEEPS_RANGE, NO_MATH
 from .learned_scales import LayerPeaks, choose_scale, widened
 from .overrides import covered, covers, outermost
 from .planned_products import CallPattern, Key, Scale, float32_product, has_float32_products, scaled_by_rows
@@ -192,7 +192,6 @@ def _state(layer: Any, how: Scale | None, device: torch.device | None) -> dict[s
 
 
 # By name: dynamo replaces Tensor.__rsub__ by another function, and a guard on its membership in a set then fails.
-_OF_TWO = frozenset(func.__name__ for func in SUMS | PRODUCTS)
 _LAYER_NAMES = frozenset(func.__name__ for func in LAYER_CALLS)
 _WRITES = {name for name in dir(torch.Tensor) if name.startswith("__i") or (name[-1] == "_" != name[-2])}
 _KEEP_RANGE = {func.__name__ for func in NO_MATH | KEEPS_RANGE | COPIES | CASTS}
@@ -225,15 +224,12 @@ class _PlannedBlockMode(TraceableMode):
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs) if self._safe_attention else scaled_attention(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name in _OF_TWO and both_floating(args):
-            return func(*(each.float() if each.dtype is FP16 else each for each in args[:2]), *args[2:], **kwargs)
         if func is torch.Tensor.type_as and args[0].dtype is torch.float32 and args[1].dtype in HALF_DTYPES:
             return args[0]
         if func is torch.Tensor.to and args[0].dtype is torch.float32:
             args = tuple(map(fp32_dtype, args))
             kwargs = {name: fp32_dtype(value) for name, value in kwargs.items()}
-        elif not _takes_fp16(name, args, kwargs):
+        elif not _takes_fp16(getattr(func, "__name__", ""), args, kwargs):
             args = tuple(map(_in_float32, args))
             kwargs = {name: _in_float32(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
@@ -247,7 +243,7 @@ def _takes_fp16(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 def _in_float32(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype is FP16 else value
+        return widened(value)
     return type(value)(map(_in_float32, value)) if type(value) in (tuple, list) else value
 
 
